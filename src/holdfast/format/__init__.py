@@ -1,0 +1,1 @@
+"""Bytes <-> values: the on-disk format as pure functions; no I/O, no torch. Normative: docs/format.md."""

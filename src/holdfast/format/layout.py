@@ -1,0 +1,120 @@
+"""Layout of a rank's data file: a safetensors file whose header is padded so that data starts at a 4 KiB boundary."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.format.dtypes import ITEM_BYTES
+
+BLOCK_BYTES = 4096
+MAX_HEADER_BYTES = 100_000_000  # safetensors readers refuse more
+_RESERVED = re.compile(r"@r\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rank's part of a tensor.
+
+    `offsets` and `lengths` say which region of the global `shape` it is; `dtype` is a safetensors name.
+    `per_rank` marks a tensor of which every rank has its own (RNG state, a data loader's buffer).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    per_rank: bool = False
+
+    @classmethod
+    def whole(cls, name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False) -> Piece:
+        """The piece that is all of its tensor."""
+        return cls(name, dtype, shape, (0,) * len(shape), shape, per_rank)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this piece."""
+        return math.prod(self.lengths) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this piece is all of its tensor."""
+        return self.lengths == self.shape
+
+    def file_key(self, rank: int) -> str:
+        """Key in the safetensors file: the name; `NAME@rR` for rank R's own copy of a per-rank tensor, R > 0."""
+        return f"{self.name}@r{rank}" if self.per_rank and rank else self.name
+
+
+def check_name(name: str) -> None:
+    """Refuse a tensor name that the format keeps for itself.
+
+    Raises:
+        InvalidInput: the name is reserved.
+    """
+    if name == "__metadata__" or _RESERVED.search(name):
+        raise InvalidInput(f"Tensor name {name!r} is reserved by the checkpoint format; rename the key.", key=name)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where every piece stands in a data file."""
+
+    header: bytes  # from byte 0, length prefix and padding included
+    starts: tuple[int, ...]  # byte offset in the file of each piece, in the order given
+    file_bytes: int
+
+
+def lay_out(pieces: list[Piece], rank: int) -> FileLayout:
+    """Lay pieces out as one safetensors file.
+
+    Wider dtypes come first, so that every tensor is aligned to its element without holes, which the
+    safetensors format forbids.
+
+    Raises:
+        InvalidInput: a reserved name, or a header over the 100 MB that safetensors readers accept.
+    """
+    order = sorted(range(len(pieces)), key=lambda i: -ITEM_BYTES[pieces[i].dtype])
+    header: dict[str, Any] = {}
+    sharding: dict[str, Any] = {}
+    starts = [0] * len(pieces)
+    position = 0
+    for index in order:
+        piece = pieces[index]
+        check_name(piece.name)
+        key, stop = piece.file_key(rank), position + piece.num_bytes
+        header[key] = {"dtype": piece.dtype, "shape": list(piece.lengths), "data_offsets": [position, stop]}
+        sharding[key] = {"saved_offsets": list(piece.offsets)}
+        starts[index], position = position, stop
+    metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise InvalidInput(f"{len(pieces)} tensors need a header of {len(text)} bytes; safetensors allows 100 MB.")
+    prefix = struct.pack("<Q", len(text)) + text
+    return FileLayout(prefix, tuple(len(prefix) + start for start in starts), len(prefix) + position)
+
+
+def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
+    """Entries of a safetensors header by key (`__metadata__` included), and the file offset where data starts.
+
+    Args:
+        head: the file's first bytes, at least the whole header.
+        what: name of the file, for the error.
+
+    Raises:
+        Corrupt: not a safetensors header.
+    """
+    size = struct.unpack_from("<Q", head)[0] if len(head) >= 8 else -1
+    if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):
+        raise Corrupt(f"{what} has no safetensors header (length field says {size}).", key=what)
+    try:
+        return json.loads(head[8 : 8 + size]), 8 + size
+    except ValueError as error:
+        raise Corrupt(f"{what}: the safetensors header is not JSON: {error}.", key=what) from error

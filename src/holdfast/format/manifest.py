@@ -1,0 +1,194 @@
+"""The manifest: the commit record of a checkpoint, made from all its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.format.hashes import digest
+from holdfast.format.layout import Piece
+from holdfast.format.part import Part, check_kind
+from holdfast.format.sealed import dumps, seal, unseal
+
+FORMAT, VERSION = "holdfast-manifest", 1
+EACH, SPLIT = "each", "split"
+"""Owners that are no rank: every rank has its own / several ranks hold regions, see their parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a checkpoint. `owner` is the rank that wrote all of it, `EACH` or `SPLIT`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    owner: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """What the manifest knows of a rank's two files."""
+
+    rank: int
+    part_bytes: int
+    part_xxh3: str
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A complete checkpoint."""
+
+    id: str  # random; tells one's own commit from another's after an unclear answer
+    run: str
+    step: int
+    attempt: int
+    world_size: int
+    base_step: int | None  # step that the writing attempt was restored from
+    created_unix_s: float  # for people; never used to order checkpoints
+    parts: tuple[PartFile, ...]
+    tensors: dict[str, Tensor]
+    tied: dict[str, str]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(part.data_bytes for part in self.parts)
+
+
+def merge(parts: Sequence[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
+    """The manifest of a checkpoint from all its parts, each with its document's bytes.
+
+    Raises:
+        InvalidInput: the parts do not belong together, or do not cover each tensor exactly once.
+    """
+    first = parts[0][0]
+    if [part.rank for part, _ in parts] != list(range(first.world_size)):
+        found = [part.rank for part, _ in parts]
+        message = f"Step {first.step} needs the parts of ranks 0 to {first.world_size - 1}, found {found}."
+        raise InvalidInput(message, step=first.step)
+    by_name: dict[str, list[tuple[int, Piece]]] = {}
+    tied: dict[str, str] = {}
+    for part, _ in parts:
+        _check_same_checkpoint(part, first)
+        tied.update(part.tied)
+        for piece in part.pieces:
+            by_name.setdefault(piece.name, []).append((part.rank, piece))
+    return Manifest(
+        id=id,
+        run=first.run,
+        step=first.step,
+        attempt=first.attempt,
+        world_size=first.world_size,
+        base_step=first.base_step,
+        created_unix_s=created_unix_s,
+        parts=tuple(PartFile(part.rank, len(doc), digest(doc), part.file.num_bytes) for part, doc in parts),
+        tensors={name: _tensor(name, pieces, first.step) for name, pieces in by_name.items()},
+        tied=tied,
+    )
+
+
+def _check_same_checkpoint(part: Part, first: Part) -> None:
+    for fact in ("run", "step", "attempt", "world_size", "base_step"):
+        if getattr(part, fact) != getattr(first, fact):
+            raise InvalidInput(
+                f"Rank {part.rank} says {fact}={getattr(part, fact)!r} for step {first.step}, rank {first.rank} "
+                f"says {getattr(first, fact)!r}: their parts do not belong to one checkpoint. It was not committed.",
+                step=first.step,
+                rank=part.rank,
+            )
+
+
+def _tensor(name: str, pieces: list[tuple[int, Piece]], step: int) -> Tensor:
+    first_rank, first = pieces[0]
+    if first.per_rank:
+        return Tensor(first.dtype, first.shape, EACH)
+    for rank, piece in pieces:
+        if (piece.dtype, piece.shape) != (first.dtype, first.shape):
+            raise InvalidInput(
+                f"Ranks disagree about {name}: rank {first_rank} has {first.dtype}{list(first.shape)}, rank {rank} "
+                f"has {piece.dtype}{list(piece.shape)}. Step {step} was not committed.",
+                step=step,
+                rank=rank,
+                key=name,
+            )
+    if len(pieces) == 1 and first.is_whole:
+        return Tensor(first.dtype, first.shape, first_rank)
+    _check_coverage(name, pieces, step)
+    return Tensor(first.dtype, first.shape, SPLIT)
+
+
+def _check_coverage(name: str, pieces: list[tuple[int, Piece]], step: int) -> None:
+    shape = pieces[0][1].shape
+    held = [(rank, piece) for rank, piece in pieces if piece.num_bytes]
+    for i, (rank_a, a) in enumerate(held):
+        for rank_b, b in held[:i]:
+            if _overlap(a, b):
+                message = (
+                    f"Ranks {rank_b} and {rank_a} both hold the region at {list(a.offsets)} of {name}. "
+                    f"Step {step} was not committed."
+                )
+                raise InvalidInput(message, step=step, rank=rank_a, key=name)
+    covered = sum(math.prod(piece.lengths) for _, piece in held)
+    if covered != math.prod(shape):
+        message = (
+            f"The pieces of {name} cover {covered} of its {math.prod(shape)} elements (shape {list(shape)}). "
+            f"Step {step} was not committed."
+        )
+        raise InvalidInput(message, step=step, key=name)
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    sides = zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True)
+    return all(a0 < b0 + bn and b0 < a0 + an for a0, an, b0, bn in sides)
+
+
+def document(manifest: Manifest) -> bytes:
+    """The manifest's sealed document."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": manifest.id,
+        "run": manifest.run,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "world_size": manifest.world_size,
+        "base_step": manifest.base_step,
+        "created_unix_s": manifest.created_unix_s,
+        "parts": [[p.rank, p.part_bytes, p.part_xxh3, p.data_bytes] for p in manifest.parts],
+        "tensors": {name: [t.dtype, t.shape, t.owner] for name, t in manifest.tensors.items()},
+        "tied": manifest.tied,
+    }
+    return seal(dumps(body))
+
+
+def parse(text: bytes, what: str) -> Manifest:
+    """The manifest in a document.
+
+    Raises:
+        Corrupt: its bytes have changed, or it is not a manifest.
+        Unsupported: written by a newer format.
+    """
+    body = unseal(text, what)
+    check_kind(body, FORMAT, VERSION, what)
+    try:
+        return _parse(body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{what} is sealed but lacks what a manifest holds: {error!r}.", key=what) from error
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    return Manifest(
+        id=body["id"],
+        run=body["run"],
+        step=body["step"],
+        attempt=body["attempt"],
+        world_size=body["world_size"],
+        base_step=body["base_step"],
+        created_unix_s=body["created_unix_s"],
+        parts=tuple(PartFile(*row) for row in body["parts"]),
+        tensors={name: Tensor(row[0], tuple(row[1]), row[2]) for name, row in body["tensors"].items()},
+        tied=body["tied"],
+    )

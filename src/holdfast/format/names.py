@@ -1,0 +1,70 @@
+"""Names of all objects under a home, and the way back from a name to its facts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+RUN = "holdfast.json"
+"""Says which run this home holds, and in which format."""
+DONE = "done.json"
+"""The durable word that the run has finished."""
+
+_STEP_DIR = re.compile(r"step-(\d{8,})$")
+_ATTEMPT = re.compile(r"attempts/a(\d{4,})\.json$")
+_MANIFEST = re.compile(r"step-(\d{8,})/manifest-a(\d{4,})\.json$")
+_RANK_FILE = re.compile(r"step-(\d{8,})/rank-(\d{5,})-a(\d{4,})\.(json|safetensors)$")
+
+
+def step_dir(step: int) -> str:
+    """`step-00000500`."""
+    return f"step-{step:08d}"
+
+
+def attempt(number: int) -> str:
+    """Name of the claim of an attempt: `attempts/a0003.json`."""
+    return f"attempts/a{number:04d}.json"
+
+
+def manifest(step: int, attempt_number: int) -> str:
+    """`step-00000500/manifest-a0003.json`."""
+    return f"{step_dir(step)}/manifest-a{attempt_number:04d}.json"
+
+
+def data(step: int, attempt_number: int, rank: int) -> str:
+    """`step-00000500/rank-00001-a0003.safetensors`."""
+    return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}.safetensors"
+
+
+def part(step: int, attempt_number: int, rank: int) -> str:
+    """`step-00000500/rank-00001-a0003.json`."""
+    return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}.json"
+
+
+def history(attempt_number: int, rank: int) -> str:
+    """`history/a0003-rank-00001.jsonl`."""
+    return f"history/a{attempt_number:04d}-rank-{rank:05d}.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """Facts that an object's name tells. `kind` is one of: attempt, manifest, part, data, step-other."""
+
+    kind: str
+    step: int = -1
+    attempt: int = -1
+    rank: int = -1
+
+
+def parse(name: str) -> Parsed | None:
+    """Facts of an object's name, or None for a name that is not of this format's run tree."""
+    if found := _MANIFEST.match(name):
+        return Parsed("manifest", step=int(found[1]), attempt=int(found[2]))
+    if found := _RANK_FILE.match(name):
+        kind = "part" if found[4] == "json" else "data"
+        return Parsed(kind, step=int(found[1]), rank=int(found[2]), attempt=int(found[3]))
+    if found := _ATTEMPT.match(name):
+        return Parsed("attempt", attempt=int(found[1]))
+    if found := _STEP_DIR.match(name.partition("/")[0]):
+        return Parsed("step-other", step=int(found[1]))
+    return None

@@ -1,0 +1,50 @@
+"""Sealed JSON documents: canonical JSON that carries its own xxh3-128, so that a flipped bit shows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from holdfast.errors import Corrupt
+from holdfast.format.hashes import digest
+
+_OPEN = b'{"xxh3_128":"'
+_HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
+
+
+def dumps(value: Any) -> bytes:
+    """Canonical JSON: no white space, keys in the given order, UTF-8, no NaN."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def seal(body: bytes) -> bytes:
+    """Document whose first member is the hash of the rest.
+
+    Args:
+        body: canonical JSON text of a non-empty object, as `dumps` makes it.
+    """
+    return _OPEN + digest(body).encode() + b'",' + body[1:]
+
+
+def unseal(document: bytes, what: str) -> dict[str, Any]:
+    """The object in a sealed document, after checking the seal.
+
+    Args:
+        what: name of the document, for the error.
+
+    Raises:
+        Corrupt: not a sealed document, or its bytes have changed.
+    """
+    document = bytes(document)
+    body = b"{" + document[_HEAD_BYTES:]
+    if not document.startswith(_OPEN) or len(document) <= _HEAD_BYTES:
+        raise Corrupt(f"{what} is not a sealed Holdfast document: it begins with {document[:24]!r}.", key=what)
+    expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), digest(body)
+    if expected != found:
+        message = f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found})."
+        raise Corrupt(message, key=what)
+    try:
+        value = json.loads(body)
+    except ValueError as error:  # a sealed document that is no JSON was sealed by somebody else
+        raise Corrupt(f"{what} is sealed but is not JSON: {error}.", key=what) from error
+    return value

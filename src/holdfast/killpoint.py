@@ -1,0 +1,38 @@
+"""Named places between two effects where a crash test can have this process killed.
+
+A test sets HOLDFAST_KILL_AT to "NAME" or "NAME:N"; the process then sends itself SIGKILL when it reaches
+that place for the Nth time (default first). Unset, a kill point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+POINTS = (
+    "store.written",  # data in a temporary file, not yet fsynced
+    "store.synced",  # temporary file durable, not yet under its name
+    "store.linked",  # under its name, directory not yet fsynced
+    "keeper.received",  # a staged save has reached the keeper
+    "keeper.data",  # data file durable, part not written
+    "keeper.part",  # part durable, manifest not written
+    "keeper.manifest",  # manifest durable, nobody told
+    "keeper.retain",  # manifest of a deleted checkpoint gone, its files still there
+    "trainer.staging",  # copy under way
+    "trainer.staged",  # copy complete, keeper not told
+    "trainer.handed",  # keeper told
+)
+"""Every kill point there is; a crash test runs over all of them."""
+
+_name, _, _count = os.environ.get("HOLDFAST_KILL_AT", "").partition(":")
+_left = int(_count or 1)
+
+
+def kill_point(name: str) -> None:
+    """Kill this process if the environment asks for it here."""
+    global _left
+    if name != _name:
+        return
+    _left -= 1
+    if _left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""The store contract: what every place that holds bytes must do, and what it may declare about itself.
+
+Names are relative, "/"-separated, without "." or ".." parts. A store makes no promise about order of listing
+and none about time. Every method may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Union
+
+Buffer = Union[bytes, bytearray, memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object in a listing."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What a store can do; callers ask this, never which class it is.
+
+    `survives_host` - bytes outlive the machine. `read_align_bytes` - reads whose offset, length and buffer
+    address are multiples of this take the fastest path; 1 means no difference.
+    """
+
+    survives_host: bool
+    read_align_bytes: int = 1
+
+
+class Store(ABC):
+    """A place that holds named bytes. Implementations are final: to change behaviour, wrap."""
+
+    url: str
+    properties: Properties
+
+    @abstractmethod
+    def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Make `data` durable under `name`, visible all at once or not at all.
+
+        An existing object is replaced, also all at once; with `if_absent` it is left alone. `data` is read
+        until the call returns and must not change meanwhile. Missing parents are made.
+
+        Raises:
+            Conflict: `if_absent` and the name exists.
+            RetryLater: the store refused or failed (full disk, unreachable); `name` is as it was before.
+
+        Blocks: until data and name would survive a power cut.
+        """
+
+    @abstractmethod
+    def get(self, name: str) -> bytes:
+        """All bytes of a (small) object.
+
+        Raises:
+            NotFound: no such object.
+            RetryLater: the store failed.
+        """
+
+    @abstractmethod
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` (writable, contiguous, format "B") from `name` at `offset`.
+
+        Raises:
+            NotFound: no such object.
+            Corrupt: the object ends before the buffer is full.
+            RetryLater: the store failed.
+        """
+
+    @abstractmethod
+    def append(self, name: str, data: bytes) -> None:
+        """Add `data` at the end of a small log object, made if absent; one writer per name.
+
+        Not atomic: after a crash the tail may be missing or torn, so readers ignore a torn last line.
+        Not durable at return.
+
+        Raises:
+            RetryLater: the store failed.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Every object whose name starts with `prefix`, in no order. Unfinished puts are never listed."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of an object, None if there is none."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove an object; no error if there is none.
+
+        Blocks: until the removal would survive a power cut.
+        """
+
+    @abstractmethod
+    def sweep(self, prefix: str = "") -> None:
+        """Remove what unfinished puts of dead processes have left under `prefix`; never touches live objects."""

@@ -1,0 +1,49 @@
+# Everything a developer runs. The first target that needs it makes .venv; set PYTHON to choose the interpreter.
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+DEV := .venv/.dev-installed
+BENCH := .venv/.bench-installed
+SHELL := /bin/bash
+
+.PHONY: help demo test test-all lint bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## show these targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "holdfast needs Python 3.10 or newer")'
+	$(PYTHON) -m venv .venv
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH): $(DEV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
+	@touch $@
+
+demo: $(DEV) ## train, kill, corrupt and resume before your eyes
+	$(BIN)/holdfast demo
+
+test: $(DEV) ## the default tests
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-all: $(DEV) ## the default tests and the slow ones
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu'
+
+lint: $(DEV) ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: $(BENCH) ## measure against raw limits and peers
+	$(BIN)/python benchmarks/run.py
+
+docs: $(DEV) ## check every link, code block and command of the documents
+	$(BIN)/python -m pytest tests/docs
+
+clean: ## remove caches and outputs; .venv stays
+	rm -rf .bench build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

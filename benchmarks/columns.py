@@ -1,0 +1,141 @@
+"""The columns of the result tables, as text; run.py shows them and table.py writes them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from goals import Verdict
+from results import Results, Spread
+
+NONE = "-"
+Cell = Callable[[Results, str, str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its heading and what stands in it for a state and a contestant."""
+
+    heading: str
+    cell: Cell
+
+
+def rows(results: Results, state: str) -> list[list[str]]:
+    """One row of cells for each contestant on a state."""
+    found = []
+    for contestant in results.contestants(state):
+        title = results.of(state, contestant)[0].get("title", contestant)
+        if trouble := results.trouble(state, contestant):
+            found.append([title, trouble] + [NONE] * (len(COLUMNS) - 1))
+        else:
+            found.append([title, *(column.cell(results, state, contestant) for column in COLUMNS)])
+    return found
+
+
+def limits(results: Results, state: str) -> str:
+    """The raw limits of a state in one line."""
+    keys = ("memcpy_s", "write_s", "read_s", "state_bytes")
+    spreads = {key: results.spread(state, "limits", key) for key in keys}
+    size = spreads["state_bytes"]
+    if size is None:
+        return "raw limits: not measured"
+    parts = [f"state {_bytes(size.median)}"]
+    labels = {"memcpy_s": "memcpy", "write_s": "raw write + fsync", "read_s": "raw read"}
+    for key, label in labels.items():
+        if (spread := spreads[key]) is not None:
+            rate = size.median / spread.median / 1e9
+            parts.append(f"{label} {seconds(spread)} ({rate:.2f} GB/s)")
+    return "; ".join(parts)
+
+
+def verdict(found: Verdict) -> tuple[str, str, str, str]:
+    """Goal, bound, what was found, and pass or FAIL."""
+    sign = "at least" if found.at_least else "under"
+    outcome = {True: "pass", False: "FAIL", None: "not measured"}[found.passed]
+    spread = found.found
+    if spread is None:
+        value = NONE
+    else:
+        number = f"{spread.median:.3g} [{spread.least:.3g}..{spread.most:.3g}]"
+        value = f"{number} {found.unit}"
+    return found.goal, f"{sign} {found.bound:g} {found.unit}", value, outcome
+
+
+def seconds(spread: Spread) -> str:
+    """Median and range with a fitting unit."""
+    unit, factor = ("ms", 1e3) if abs(spread.median) < 0.1 else ("s", 1.0)
+    low, mid, high = (value * factor for value in (spread.least, spread.median, spread.most))
+    digits = 0 if abs(mid) >= 100 else 1 if abs(mid) >= 10 else 2
+    return f"{mid:.{digits}f} [{low:.{digits}f}..{high:.{digits}f}] {unit}"
+
+
+def facts(machine: dict[str, Any], rounds: int) -> str:
+    """The machine and the day in one line."""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{machine['filesystem']}, Linux {machine['kernel']}, torch {machine['packages']['torch']}, "
+        f"{machine['date'][:10]}; median [least..greatest] of {rounds} rounds"
+    )
+
+
+def _time(key: str) -> Cell:
+    def cell(results: Results, state: str, contestant: str) -> str:
+        spread = results.spread(state, contestant, key)
+        return seconds(spread) if spread else NONE
+
+    return cell
+
+
+def _durable(results: Results, state: str, contestant: str) -> str:
+    durable = _time("durable_s")(results, state, contestant)
+    if results.of(state, contestant)[0].get("syncs", True):
+        return durable
+    return f"{durable} (without fsync, as it comes: {_time('complete_s')(results, state, contestant)})"
+
+
+def _lost(results: Results, state: str, contestant: str) -> str:
+    lost = results.spread(state, contestant, "lost_s")
+    times = results.paired(state, contestant, "limits", lambda own, raw: own["lost_s"] / raw["memcpy_s"])
+    if lost is None or times is None:
+        return NONE
+    # a save that outlived the steps counted has slowed down more of them
+    more = results.spread(state, contestant, "lost_in_view")
+    sign = ">= " if more is not None and more.least < 1 else ""
+    text = f"{sign}{times.median:.1f} [{times.least:.1f}..{times.most:.1f}] memcpys"
+    return f"{text} ({sign}{lost.median:.2f} s)"
+
+
+def _load(key: str) -> Cell:
+    def cell(results: Results, state: str, contestant: str) -> str:
+        if not results.of(state, contestant)[0].get("own_load", True):
+            return "same load"
+        return _time(key)(results, state, contestant)
+
+    return cell
+
+
+def _memory(results: Results, state: str, contestant: str) -> str:
+    extra = results.spread(state, contestant, "extra_bytes")
+    size = results.spread(state, contestant, "state_bytes")
+    helper = results.spread(state, contestant, "helper_bytes")
+    if extra is None or size is None or helper is None:
+        return NONE
+    text = f"{extra.median / size.median:.2f} states ({extra.median / 1e6:.0f} MB)"
+    return f"{text}, {helper.median / 1e6:.0f} MB of it helpers'" if helper.median > 1e6 else text
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+COLUMNS = (
+    Column("the call blocks", _time("blocked_s")),
+    Column("copied after", _time("staged_s")),
+    Column("step() waits", _time("train_wait_s")),
+    Column("training lost in total", _lost),
+    Column("durable after", _durable),
+    Column("load, cache dropped", _load("load_cold_s")),
+    Column("load, cached", _load("load_warm_s")),
+    Column("extra memory", _memory),
+)

@@ -1,0 +1,166 @@
+"""One contestant measured once on one state, in this process alone; run.py starts it and reads its answer."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib.util
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import limits
+import training
+from memory import Watch, footprint
+from pagecache import evict, sync
+from peers import find
+from peers.contract import Peer, Pending
+from states import Subject, build
+
+
+def main() -> None:
+    """Read the order from the command line, write the answer as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contestant")
+    parser.add_argument("state")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("answer", type=Path)
+    parser.add_argument("--pairs", type=int, default=0, help="pairs of training spans; 0 for none")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # peers log every save
+    try:
+        subject = functools.partial(build, options.state, options.device)
+        answer = measure(options.contestant, subject, options.directory, pairs=options.pairs)
+    except BaseException as error:  # DCP's CheckpointException is a BaseException
+        answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    options.answer.write_text(json.dumps(answer))
+
+
+def measure(
+    contestant: str, build_subject: Callable[[], Subject], directory: Path, *, pairs: int
+) -> dict[str, Any]:
+    """All numbers of one contestant: `title`, what it is, and `values` in seconds and bytes."""
+    if contestant == "limits":
+        subject = build_subject()
+        values = limits.measure(subject, directory) | {"state_bytes": float(subject.num_bytes)}
+        return {"title": "raw limits", "values": values}
+    kind = find(contestant)
+    facts = {"title": kind.title, "syncs": kind.syncs, "overlaps": kind.overlaps, "own_load": kind.own_load}
+    if importlib.util.find_spec(kind.module) is None:
+        return facts | {"not_installed": kind.module}
+    subject = build_subject()
+    values = {"state_bytes": float(subject.num_bytes)} | measure_saves(kind, subject, directory)
+    if pairs and subject.optimizer is not None:
+        in_flight_s = values["durable_s"] - values["blocked_s"] if kind.overlaps else 0.0
+        values |= measure_training(kind, subject, directory, in_flight_s=in_flight_s, pairs=pairs)
+    return facts | {"values": values}
+
+
+def measure_saves(kind: type[Peer], subject: Subject, directory: Path) -> dict[str, float]:
+    """A first save, one whose memory is watched, one that is timed, and loads of that one."""
+    gc.collect()
+    before = footprint()
+    peer = kind(subject, directory)
+    peer.open()
+    started = time.perf_counter()
+    peer.prepare()
+    prepare_s = time.perf_counter() - started
+    first = time_save(peer, 1)
+    peer.delete(1)
+    with Watch() as watch:
+        _finish(peer.save(2))
+    peer.delete(2)
+    peer.settle()
+    gc.collect()
+    values = time_save(peer, 3)
+    peer.settle()
+    peer.close()
+    values |= {
+        "prepare_s": prepare_s,
+        "first_blocked_s": first["blocked_s"],
+        "first_durable_s": first["durable_s"],
+        "extra_bytes": float(watch.peak.total - before.total),
+        "helper_bytes": float(watch.helpers_peak - before.helpers),
+    }
+    return values | (measure_loads(kind, subject, directory, 3) if kind.own_load else {})
+
+
+def time_save(peer: Peer, step: int) -> dict[str, float]:
+    """Seconds from the start of one save until its call, its copy, the peer and the disk are done."""
+    started = time.perf_counter()
+    pending = peer.save(step)
+    blocked_s = time.perf_counter() - started
+    pending.wait_staged()
+    staged_s = time.perf_counter() - started
+    pending.wait_complete()
+    complete_s = time.perf_counter() - started
+    if not peer.syncs:
+        sync(peer.path(step))
+    durable_s = time.perf_counter() - started
+    return {"blocked_s": blocked_s, "staged_s": staged_s, "complete_s": complete_s, "durable_s": durable_s}
+
+
+def measure_loads(kind: type[Peer], subject: Subject, directory: Path, step: int) -> dict[str, float]:
+    """Seconds to load with nothing in the page cache, and again with what that load left there.
+
+    Raises:
+        RuntimeError: the load did not bring back every tensor.
+    """
+    expected = subject.digest()
+    values: dict[str, float] = {}
+    for name in ("load_cold_s", "load_warm_s"):
+        peer = kind(subject, directory)
+        peer.open()
+        subject.scramble()
+        gc.collect()
+        if name == "load_cold_s":
+            values["cached_share"] = evict(directory)
+        else:
+            _read_all(directory)
+        started = time.perf_counter()
+        peer.load(step)
+        values[name] = time.perf_counter() - started
+        if subject.digest() != expected:
+            raise RuntimeError(f"{kind.title} did not bring back what was saved.")
+        peer.close()
+    return values
+
+
+def measure_training(
+    kind: type[Peer], subject: Subject, directory: Path, *, in_flight_s: float, pairs: int
+) -> dict[str, float]:
+    """What a save costs training, with a peer that has saved before; see `training.measure`."""
+    loop = training.Loop(subject)
+    peer = kind(subject, directory)
+    peer.open()
+    peer.prepare()
+    _finish(peer.save(100))
+    peer.settle()
+    peer.delete(100)
+    values = training.measure(loop, peer, first_step=101, in_flight_s=in_flight_s, pairs=pairs)
+    peer.close()
+    return values
+
+
+def _finish(pending: Pending) -> None:
+    pending.wait_staged()
+    pending.wait_complete()
+
+
+def _read_all(directory: Path) -> None:
+    """Bring the files into the page cache, also those of a peer that reads around it."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                while file.read(16 << 20):
+                    pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The ways of saving that are compared, by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .contract import Peer
+
+PEERS = {
+    "holdfast": ("holdfast", "Holdfast"),
+    "torch-save": ("torchsave", "TorchSave"),
+    "safetensors": ("safetensors", "Safetensors"),
+    "dcp": ("dcp", "Dcp"),
+    "dcp-thread": ("dcp", "DcpThread"),
+    "dcp-staged": ("dcp", "DcpStaged"),
+    "dcp-process": ("dcp", "DcpProcess"),
+    "torch-checkpointing": ("metacheckpointing", "TorchCheckpointing"),
+    "torch-checkpointing-async": ("metacheckpointing", "TorchCheckpointingAsync"),
+}
+"""Name: (module in this folder, class)."""
+
+
+def find(name: str) -> type[Peer]:
+    """The class of that name; imports only its own file."""
+    module, cls = PEERS[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), cls)

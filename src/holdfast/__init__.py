@@ -1,0 +1,92 @@
+"""Holdfast keeps a PyTorch training run going.
+
+It saves without stopping the training, proves every checkpoint, and brings the run back after a crash or a
+preemption from the newest checkpoint that verifies.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.checkpointer import Checkpointer
+    from holdfast.ending import leave
+    from holdfast.errors import (
+        Conflict,
+        Corrupt,
+        HoldfastError,
+        Internal,
+        InvalidInput,
+        NotFound,
+        Preempted,
+        RetryLater,
+        SaveWarning,
+        Unsupported,
+    )
+    from holdfast.keeper.client import Save
+    from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
+    from holdfast.restore.checkpoint import Checkpoint, open  # noqa: A004 - holdfast.open, like gzip.open
+    from holdfast.state import per_rank, replicated
+
+_PLACES = {
+    "Checkpoint": "restore.checkpoint",
+    "Checkpointer": "checkpointer",
+    "Conflict": "errors",
+    "Corrupt": "errors",
+    "Every": "policy",
+    "EveryAuto": "policy",
+    "EverySteps": "policy",
+    "EveryTime": "policy",
+    "HoldfastError": "errors",
+    "Internal": "errors",
+    "InvalidInput": "errors",
+    "Keep": "policy",
+    "NotFound": "errors",
+    "Preempted": "errors",
+    "RetryLater": "errors",
+    "Save": "keeper.client",
+    "SaveWarning": "errors",
+    "Unsupported": "errors",
+    "leave": "ending",
+    "open": "restore.checkpoint",
+    "per_rank": "state",
+    "replicated": "state",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "Conflict",
+    "Corrupt",
+    "Every",
+    "EveryAuto",
+    "EverySteps",
+    "EveryTime",
+    "HoldfastError",
+    "Internal",
+    "InvalidInput",
+    "Keep",
+    "NotFound",
+    "Preempted",
+    "RetryLater",
+    "Save",
+    "SaveWarning",
+    "Unsupported",
+    "leave",
+    "open",
+    "per_rank",
+    "replicated",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import holdfast` stays light."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"holdfast.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

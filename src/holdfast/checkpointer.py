@@ -1,0 +1,641 @@
+"""The Checkpointer: wires state, staging, keeper and restore together for one training run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import time
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from holdfast.ending import leave
+from holdfast.errors import (
+    PREEMPTED_STATUS,
+    Conflict,
+    HoldfastError,
+    InvalidInput,
+    NotFound,
+    Preempted,
+    RetryLater,
+    SaveWarning,
+)
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.format import run as runs
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Part
+from holdfast.keeper import Keeper, Save, Terms, wait_for_orphans
+from holdfast.killpoint import kill_point
+from holdfast.notice import Notices
+from holdfast.policy import AnyOf, Every, Keep, Meter, Pace, every
+from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
+from holdfast.ranks import Ranks
+from holdfast.restore.resume import Restored, restore_newest
+from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
+from holdfast.state import Captured, Load, State, assign
+from holdfast.store import open_store
+
+
+class Checkpointer:
+    """Saves a training run without stopping it, and brings it back.
+
+    Args:
+        home: folder that holds this run's checkpoints; one run, one home.
+        state: what to save: modules, optimizers, anything with `state_dict`/`load_state_dict`, tensors,
+            generators, and plain values. Plain values are written back into this mapping by `restore`.
+            The random number generators of python, numpy and torch are always included.
+        every: when to save: steps (500), a duration ("10m"), "auto" (as often as 1 % of the time allows),
+            or a policy.
+        keep: how many of the newest checkpoints stay, a `Keep` policy, or None for all.
+        keep_every: checkpoints whose step is a multiple of this stay too.
+        memory: cap of this rank's staging memory in all, in bytes or as "8GiB".
+        when_full: what `save` does when no staging memory is free because earlier saves are still being
+            written: "wait" or "skip".
+        signals: take SIGTERM, SIGUSR1 and SIGINT as preemption notices (in the main thread only).
+        max_failures: saves that may fail in a row; one more and `save` raises. Each is a SaveWarning.
+        commit_timeout: how long a keeper waits for the other ranks' parts.
+        ranks_timeout: how long a rank waits for the others in `restore` and `should_save`.
+        num_read_threads: parallel reads in `restore`.
+        quiet: print no lines about what was restored.
+
+    Raises:
+        InvalidInput: an argument or an entry of `state` cannot be used.
+
+    Ranks: collective; every rank makes it with the same arguments.
+    """
+
+    def __init__(
+        self,
+        home: str | os.PathLike[str],
+        state: MutableMapping[str, Any],
+        *,
+        every: int | str | datetime.timedelta | Every = 500,
+        keep: int | Keep | None = 3,
+        keep_every: int | None = None,
+        memory: int | str = "8GiB",
+        when_full: str = "wait",
+        signals: bool = True,
+        max_failures: int = 3,
+        commit_timeout: str | float | datetime.timedelta = "10m",
+        ranks_timeout: str | float | datetime.timedelta = "1h",
+        num_read_threads: int = 4,
+        quiet: bool = False,
+    ) -> None:
+        if when_full not in ("wait", "skip"):
+            raise InvalidInput(f"when_full must be 'wait' or 'skip', got {when_full!r}.")
+        self.home = _absolute(home)
+        self.state = state
+        self.preempted: str | None = None
+        """Why the run has to stop, agreed by all ranks; None while it need not."""
+        self._every = _policies(every)
+        self._keep = keep if isinstance(keep, Keep) else Keep(keep, keep_every)
+        self._skip_when_full = when_full == "skip"
+        self._max_failures = max_failures
+        self._commit_timeout_s = read_seconds(commit_timeout, "commit_timeout")
+        self._num_read_threads = num_read_threads
+        self._quiet = quiet
+        self._pid = os.getpid()
+        self._arenas = Arenas(read_bytes(memory, "memory"))
+        self._objects = State(state)
+        self._store = open_store(self.home)
+        self._ranks = Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
+        self._stager = Stager()
+        self._meter = Meter()
+        self._notices = Notices()
+        self._run: str | None = None
+        self._keeper: Keeper | None = None
+        self._in_use: dict[int, Arena] = {}
+        self._plan: Plan | None = None
+        self._plan_key: object = None
+        self._base_step: int | None = None
+        self._newest_durable: int | None = None
+        self._attempt = 0
+        self._saves: deque[Save] = deque()  # not yet settled
+        self._last: Save | None = None
+        self._failures = 0
+        self.num_skipped = 0
+        """Saves that were skipped because no staging memory was free."""
+        self.waited_for_memory_s = 0.0
+        """Time that `save` has waited for staging memory, in all."""
+        self._step_ended_s: float | None = None
+        self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
+        self._closed = False
+        if signals:
+            self._notices.watch()
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Steps of a training loop from where the run stopped, up to `total`.
+
+        Restores first. Yields the number of steps completed so far: the loop's body makes it one more. Saves
+        when due and at the end, which is when the run's done marker is written.
+
+        Raises:
+            Preempted: after a preemption notice, when the save of the agreed step is durable. It is a
+                SystemExit with status 75; let it pass.
+
+        Ranks: collective; every rank runs the same steps.
+        """
+        step = self.restore() or 0
+        self._pace = Pace(step=step, now_s=time.monotonic(), saved_step=step, saved_s=time.monotonic())
+        while step < total:
+            yield step
+            step += 1
+            if self.should_save(step):
+                self.save(step)
+            if self.preempted:
+                self._stop(step)
+        if self._last is None or self._last.step != step:
+            if step != self._base_step:
+                self.save(step)
+        self.wait()
+        self._mark_done(step)
+
+    def should_save(self, step: int) -> bool:
+        """True if a checkpoint of `step` should be saved now: due by policy, or a preemption notice came.
+
+        After a notice `preempted` says why, on all ranks at the same step.
+
+        Args:
+            step: optimizer steps completed.
+
+        Ranks: collective; every rank calls it after every step.
+        Blocks: hardly; the ranks exchange two flags beside the step.
+        """
+        self._check_process()
+        now_s = time.monotonic()
+        if self._step_ended_s is not None:
+            self._meter.step(now_s - self._step_ended_s, in_flight=bool(self._saves))
+        self._settle_durable()
+        pace = Pace(
+            step, now_s, self._pace.saved_step, self._pace.saved_s, self._meter.save_cost_s, self._meter.durable_s
+        )
+        due_here = any(policy.due(pace) for policy in self._every if not policy.timed)
+        timed = self._ranks.rank == 0 and any(policy.due(pace) for policy in self._every if policy.timed)
+        noticed, timed = self._ranks.pulse(step, (self._notices.reason is not None, timed))
+        if noticed and self.preempted is None:
+            self.preempted = self._notices.reason or "another rank's notice"
+        if self._plan is None:
+            self._prepare_in_background()
+        self._step_ended_s = time.monotonic()
+        already = self._last is not None and self._last.step == step
+        return (due_here or timed or noticed) and not already
+
+    def _stop(self, step: int) -> None:
+        """End a preempted run: everything durable, then SystemExit."""
+        global _preempted
+        if self._last is None or self._last.step != step:
+            self.save(step)
+        self.wait()
+        reason = self.preempted or "notice"
+        self._say(f"preempted ({reason}); step {step} is durable")
+        self.close()
+        _preempted = self._ranks.world_size > 1
+        raise Preempted(step, reason)
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> Save:
+        """Save the state as it is now, as the checkpoint of `step`.
+
+        Returns when everything is copied that may change before the next optimizer step. Parameters and
+        optimizer state are copied beside what follows; the optimizer's next `step()` waits for that copy.
+
+        Args:
+            step: optimizer steps completed; more than at the save before.
+
+        Raises:
+            InvalidInput: a value that cannot be saved, named with its key path; or the step is not new.
+            Conflict: a newer attempt has taken over the home.
+            RetryLater: more than `max_failures` saves have failed in a row.
+
+        Ranks: every rank calls it for the same step. Not collective, unless `when_full="skip"`.
+        Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
+        """
+        began = time.perf_counter()
+        self._check_process()
+        self._surface()
+        if self._last is not None and step <= self._last.step:
+            if step == self._last.step:
+                return self._last
+            raise InvalidInput(
+                f"Step {step} comes after step {self._last.step} was saved. To go back, call restore(step=...) first.",
+                step=step,
+            )
+        keeper = self._begin()
+        save = Save(step)
+        captured = self._objects.capture()
+        plan = self._plan_for(captured)
+        arena = self._acquire(plan)
+        if arena is None:
+            return self._skip(save)
+        draft = self._draft(step, plan, captured)
+        self._stager.watch(self._objects.optimizers())
+
+        def hand_over(staging: Staging) -> None:
+            self._hand_over(staging, save, plan, draft, keeper)
+
+        self._saves.append(save)
+        self._last = save
+        save.num_bytes = plan.layout.file_bytes
+        self._stager.stage(plan, captured.tensors, arena, then=hand_over)
+        save.blocked_s = time.perf_counter() - began
+        now_s = self._step_ended_s = time.monotonic()
+        self._pace = Pace(step, now_s, saved_step=step, saved_s=now_s)
+        return save
+
+    def _plan_for(self, captured: Captured) -> Plan:
+        tensors = captured.tensors
+        key = (
+            [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()],
+            captured.per_rank,
+            captured.lowest,
+            captured.owned,
+        )
+        if self._plan is None or key != self._plan_key:
+            ranks = self._ranks
+            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+            writers = assign(sizes, captured.per_rank, captured.lowest, world_size=ranks.world_size)
+            self._plan = Plan.make(
+                tensors, writers=writers, per_rank=captured.per_rank, owned=captured.owned, rank=ranks.rank
+            )
+            self._plan_key = key
+        return self._plan
+
+    def _draft(self, step: int, plan: Plan, captured: Captured) -> bytes:
+        return parts.draft(
+            run=self._run or "",
+            step=step,
+            attempt=self._attempt,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            base_step=self._base_step,
+            pieces=plan.pieces_text,
+            tied=captured.tied,
+            values=captured.values,
+        )
+
+    def _acquire(self, plan: Plan) -> Arena | None:
+        num_bytes = plan.layout.file_bytes
+        if self._skip_when_full and not all(self._ranks.gather(self._arenas.has_room(num_bytes))):
+            return None  # all ranks skip together: a checkpoint of some ranks can never be complete
+        began = time.perf_counter()
+        arena = self._arenas.acquire(num_bytes)
+        assert arena is not None
+        self.waited_for_memory_s += time.perf_counter() - began
+        self._in_use[arena.number] = arena
+        return arena
+
+    def _skip(self, save: Save) -> Save:
+        self.num_skipped += 1
+        save.mark_failed(None, skipped=True)
+        message = f"step {save.step} was skipped: earlier saves still hold all staging memory ({self.num_skipped} so far)"
+        warnings.warn(f"{message}. Raise memory=, or save less often.", SaveWarning, stacklevel=3)
+        assert self._keeper is not None
+        self._keeper.note("skipped", step=save.step, detail=message)
+        return save
+
+    def _hand_over(self, staging: Staging, save: Save, plan: Plan, draft: bytes, keeper: Keeper) -> None:
+        """Runs in the staging thread when the copy is complete."""
+        error = staging.error
+        if staging.torn:
+            error = Conflict(
+                f"The save of step {save.step} was dropped: {staging.changed} was changed while it was being copied, "
+                "not by its optimizer's step(), so the copy may mix two steps. Earlier checkpoints stand. Call "
+                "save(...).wait_staged() before such a change.",
+                step=save.step,
+                key=staging.changed,
+            )
+        elif error is not None and not isinstance(error, HoldfastError):
+            error = RetryLater(f"The copy of step {save.step} failed: {error!r}. Earlier checkpoints stand.")
+        if error is not None:
+            save.mark_failed(error)
+            keeper.note("dropped", step=save.step, detail=str(error))
+            self._release(staging.arena.number)
+            return
+        kill_point("trainer.staged")
+        keeper.submit(
+            save,
+            arena=staging.arena.number,
+            arena_fd=staging.arena.fd,
+            arenas=self._arenas.numbers(),
+            num_bytes=plan.layout.file_bytes,
+            draft=draft,
+        )
+        kill_point("trainer.handed")
+        save.mark_staged()
+        keeper.note("staged", step=save.step, num_bytes=plan.layout.file_bytes, seconds=save.blocked_s)
+
+    def _release(self, number: int) -> None:
+        arena = self._in_use.pop(number, None)
+        if arena is not None:
+            self._arenas.release(arena)
+
+    def prepare(self) -> None:
+        """Make the staging memory ready now, so that the first save is as quick as the others.
+
+        The loop of `steps` does this by itself, in the background, after its first step.
+
+        Blocks: for about 1 s per GB of memory that the machine has not touched before.
+        """
+        self._prepare_in_background()
+        self._arenas.wait_prepared()
+
+    def _prepare_in_background(self) -> None:
+        captured = self._objects.capture()
+        plan = self._plan_for(captured)
+        self._stager.watch(self._objects.optimizers())
+        self._arenas.prepare(plan.layout.file_bytes, then=plan.views)
+
+    # -- what became of saves ----------------------------------------------------------------------------------
+
+    def _settle_durable(self) -> None:
+        """Let go of the saves that have become durable, and learn what they cost."""
+        for save in [save for save in self._saves if save.durable]:
+            self._saves.remove(save)
+            self._failures = 0
+            self._newest_durable = save.step
+            self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
+
+    def _surface(self) -> None:
+        """Tell what has gone wrong in the background since the last call."""
+        keeper = self._keeper
+        if keeper is not None:
+            while keeper.problems:
+                warnings.warn(keeper.problems.pop(0), SaveWarning, stacklevel=3)
+            if keeper.fenced is not None:
+                raise keeper.fenced
+        self._settle_durable()
+        for save in [save for save in self._saves if save.failed is not None]:
+            self._saves.remove(save)
+            self._failures += 1
+            if self._failures > self._max_failures and save.failed is not None:
+                raise save.failed
+            warnings.warn(str(save.failed), SaveWarning, stacklevel=3)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until everything saved so far is durable.
+
+        Raises:
+            HoldfastError: the newest save failed.
+            RetryLater: not within `timeout_s`.
+
+        Ranks: not collective, but waits for every rank's parts.
+        Blocks: until the keepers are done.
+        """
+        self._check_process()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for save in list(self._saves):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                save.wait_durable(left)
+            except HoldfastError:
+                if save is self._last:
+                    self._saves.remove(save)  # told now; do not tell again
+                    raise
+        self._surface()
+
+    def latest(self) -> int | None:
+        """Step of the newest save of this attempt that is durable, else the step that was restored."""
+        self._settle_durable()
+        return self._newest_durable if self._newest_durable is not None else self._base_step
+
+    # -- beginning ---------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Keeper:
+        """Claim an attempt and start its keeper, once."""
+        if self._keeper is not None:
+            return self._keeper
+        wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
+        self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
+        claim = self._on_rank_0(self._claim)
+        self._run, self._attempt = claim
+        terms = Terms(
+            home=self.home,
+            run=claim[0],
+            attempt=claim[1],
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            all_ranks_here=self._ranks.all_here(),
+            keep_last=self._keep.last,
+            keep_every=self._keep.every,
+            commit_timeout_s=self._commit_timeout_s,
+            linger_s=min(30.0, self._commit_timeout_s),
+        )
+        self._keeper = Keeper(terms, released=self._release)
+        return self._keeper
+
+    def _claim(self) -> tuple[str, int]:
+        """Rank 0: the run of this home, made if it is new, and the next attempt number, claimed for us."""
+        run = self._claim_run()
+        number = 1 + max((facts.attempt for facts in self._attempts()), default=0)
+        while True:
+            claim = runs.Attempt(
+                number, run, self._ranks.world_size, socket.gethostname(), os.getpid(), started_unix_s=time.time()
+            )
+            try:
+                self._store.put(names.attempt(number), runs.document(claim), if_absent=True)
+            except Conflict:
+                number += 1  # another start of this run was quicker
+            else:
+                return run, number
+
+    def _claim_run(self) -> str:
+        fresh = runs.Run(uuid.uuid4().hex, created_unix_s=time.time())
+        with contextlib.suppress(NotFound):
+            return runs.parse(runs.Run, self._store.get(names.RUN), names.RUN).id
+        with contextlib.suppress(Conflict):
+            self._store.put(names.RUN, runs.document(fresh), if_absent=True)
+        return runs.parse(runs.Run, self._store.get(names.RUN), names.RUN).id
+
+    def _attempts(self) -> Iterator[names.Parsed]:
+        for entry in self._store.list("attempts/"):
+            facts = names.parse(entry.name)
+            if facts is not None and facts.kind == "attempt":
+                yield facts
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        """The result of `work` on rank 0, on every rank; its error too.
+
+        Ranks: collective.
+        """
+        result: tuple[bool, Any] = (True, None)
+        if self._ranks.rank == 0:
+            try:
+                result = (True, work())
+            except HoldfastError as error:
+                result = (False, error)
+        well, value = self._ranks.share(result)
+        if not well:
+            raise value
+        return value
+
+    # -- restoring ---------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        only: Collection[str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    ) -> int | None:
+        """Bring the newest checkpoint that verifies into the live objects.
+
+        Args:
+            step: restore this step and no other.
+            strict: refuse a checkpoint whose names differ from the state's.
+            only: top-level keys of the state to restore; the others stay as they are.
+            rename: saved names to names in the state: a map of prefixes, or a function.
+
+        Returns:
+            The step restored, or None if the home holds no checkpoint.
+
+        Raises:
+            Corrupt: there are checkpoints, but none of them verifies. Nothing was restored for use.
+            InvalidInput: the checkpoint does not fit the state; says what differs.
+            NotFound: no checkpoint of `step`.
+
+        Ranks: collective; all ranks restore the same checkpoint.
+        Blocks: until the state is restored.
+        """
+        self._check_process()
+        if self._last is not None:
+            self._end_attempt()  # what is saved after going back must not mix with what was saved before
+        keeper = self._begin()
+
+        def load(manifest: Manifest, part: Part) -> Load:
+            own_rank = manifest.world_size == self._ranks.world_size
+            return self._objects.load(
+                manifest.tensors, manifest.tied, part.values, strict=strict, only=only, rename=rename, own_rank=own_rank
+            )
+
+        found = restore_newest(
+            self._store,
+            load,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            group=self._ranks,
+            step=step,
+            num_threads=self._num_read_threads,
+        )
+        if found is None:
+            return None
+        self._base_step = found.step
+        self._plan = None
+        self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
+        self._tell_restored(found, keeper)
+        return found.step
+
+    def _tell_restored(self, found: Restored, keeper: Keeper) -> None:
+        passed = "; ".join(f"passed over step {p.step} of attempt {p.attempt}: {p.reason}" for p in found.passed)
+        keeper.note(
+            "restored", step=found.step, num_bytes=found.num_bytes, seconds=found.seconds, detail=passed[:4000]
+        )
+        rate = f"{say_bytes(found.num_bytes)} in {say_seconds(found.seconds)}"
+        self._say(f"restored step {found.step} from {self.home} ({rate}, verified)" + (f"; {passed}" if passed else ""))
+
+    def _end_attempt(self) -> None:
+        with contextlib.suppress(HoldfastError):
+            self.wait()  # a failed save does not matter any more: we are going back
+        self._stager.wait()
+        if self._keeper is not None:
+            self._keeper.close()
+        self._keeper, self._last, self._base_step, self._newest_durable = None, None, None, None
+        self._saves.clear()
+
+    def _mark_done(self, step: int) -> None:
+        """Write the durable word that the run has finished; an exit status alone is not to be trusted."""
+
+        def mark() -> None:
+            done = runs.Done(self._run or "", self._attempt, step, finished_unix_s=time.time())
+            self._store.put(names.DONE, runs.document(done))
+
+        self._on_rank_0(mark)
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until everything saved is durable, and let the keeper end.
+
+        Raises:
+            HoldfastError: the newest save failed.
+            RetryLater: not durable within `timeout_s`; the keeper goes on by itself.
+
+        Ranks: not collective, but waits for every rank's parts.
+        Blocks: until the keeper has ended, at most `timeout_s`.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self._stager.wait()
+            self.wait(timeout_s)
+        finally:
+            self._let_go(timeout_s)
+
+    def _let_go(self, timeout_s: float | None) -> None:
+        self._closed = True
+        self._notices.unwatch()
+        self._stager.close()
+        if self._keeper is not None:
+            self._keeper.close(timeout_s)
+        with contextlib.suppress(HoldfastError):
+            self._ranks.close()
+        self._arenas.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            self._let_go(timeout_s=0.0)  # the keeper finishes what was staged; the error must not wait for it
+
+    def _check_process(self) -> None:
+        if self._closed:
+            raise InvalidInput("This Checkpointer is closed. Make a new one.")
+        if os.getpid() != self._pid:
+            raise InvalidInput(
+                f"This Checkpointer belongs to process {self._pid} and was carried into process {os.getpid()} by a "
+                "fork. Use it only in the process that made it."
+            )
+
+    def _say(self, text: str) -> None:
+        if self._ranks.rank == 0 and not self._quiet:
+            print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+def _absolute(home: str | os.PathLike[str]) -> str:
+    """One spelling for one home, also after a change of directory."""
+    text = os.fspath(home)
+    return text if "://" in text else str(Path(text).expanduser().resolve())
+
+
+def _policies(value: int | str | datetime.timedelta | Every) -> tuple[Every, ...]:
+    policy = every(value)
+    return policy.policies if isinstance(policy, AnyOf) else (policy,)
+
+
+_preempted = False
+
+
+def _end_as_preempted() -> None:
+    """At interpreter exit: gloo's threads may abort a preempted rank, and the scheduler would see a crash."""
+    if _preempted:
+        leave(PREEMPTED_STATUS)
+
+
+atexit.register(_end_as_preempted)

@@ -1,0 +1,312 @@
+"""The trainer's side of a keeper: starts it, hands saves over, hears what became of them, replaces it if it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast import errors
+from holdfast.errors import HoldfastError, Internal, RetryLater
+from holdfast.keeper import protocol
+from holdfast.keeper.presence import process_start
+from holdfast.keeper.protocol import Message
+from holdfast.keeper.terms import Terms
+
+_MAX_DEATHS = 5
+"""Keepers that may die in a row without completing a save before saving is given up."""
+
+
+class Save:
+    """One save on its way: staged, then durable; or failed, skipped or dropped.
+
+    `blocked_s` is the time that `save()` took from the training loop.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.blocked_s = 0.0
+        self.num_bytes = 0  # of this rank's file
+        self.staged_s: float | None = None  # from save() to staged
+        self.durable_s: float | None = None  # from save() to durable
+        self.skipped = False
+        self._began = time.monotonic()
+        self._staged, self._ended = threading.Event(), threading.Event()
+        self._error: HoldfastError | None = None
+
+    def __repr__(self) -> str:
+        return f"Save(step={self.step}, {self.state})"
+
+    @property
+    def state(self) -> str:
+        """One of: staging, staged, durable, skipped, failed."""
+        if self.skipped or self._error is not None:
+            return "skipped" if self.skipped else "failed"
+        if self._ended.is_set():
+            return "durable"
+        return "staged" if self._staged.is_set() else "staging"
+
+    @property
+    def failed(self) -> HoldfastError | None:
+        """Why this save will never be durable; None while it may be, or is."""
+        return self._error
+
+    @property
+    def durable(self) -> bool:
+        """True once the checkpoint is committed."""
+        return self.state == "durable"
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing that training does can change what is saved.
+
+        Raises:
+            HoldfastError: the save failed.
+            RetryLater: not within `timeout_s`.
+
+        Blocks: until the copy is complete.
+        """
+        self._wait(self._staged, timeout_s, "staged")
+
+    def wait_durable(self, timeout_s: float | None = None) -> None:
+        """Wait until the checkpoint is committed: every rank's bytes and the manifest are durable.
+
+        Raises:
+            HoldfastError: the save failed.
+            RetryLater: not within `timeout_s`; it may still become durable.
+
+        Ranks: not collective, but needs every rank's part.
+        Blocks: until the keepers of all ranks are done.
+        """
+        self._wait(self._ended, timeout_s, "durable")
+
+    def _wait(self, event: threading.Event, timeout_s: float | None, what: str) -> None:
+        if not event.wait(timeout_s):
+            raise RetryLater(f"Step {self.step} is not {what} after {timeout_s} s; it goes on.", step=self.step)
+        if self._error is not None:
+            raise self._error
+
+    def mark_staged(self) -> None:
+        """Called when the copy is complete."""
+        self.staged_s = time.monotonic() - self._began
+        self._staged.set()
+
+    def mark_durable(self) -> None:
+        """Called when the checkpoint is committed."""
+        self.durable_s = time.monotonic() - self._began
+        self._ended.set()
+
+    def mark_failed(self, error: HoldfastError | None, *, skipped: bool = False) -> None:
+        """Called when nothing will come of this save."""
+        self._error, self.skipped = error, skipped
+        self._staged.set()
+        self._ended.set()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save that a successor of the keeper would have to be told again."""
+
+    save: Save
+    arena: int
+    arena_fd: int
+    num_bytes: int
+    draft: bytes
+    persisted: bool = False
+
+
+class Keeper:
+    """The keeper process of this rank, as the trainer sees it.
+
+    Args:
+        terms: which run, attempt and rank it serves.
+        released: told the number of each arena that may be used again.
+    """
+
+    def __init__(self, terms: Terms, *, released: Callable[[int], None]) -> None:
+        self.terms = terms
+        self.problems: list[str] = []  # what the next save has to tell the user
+        self.fenced: HoldfastError | None = None
+        self._released = released
+        self._lock = threading.RLock()
+        self._pending: dict[int, _Pending] = {}
+        self._held: set[int] = set()  # arenas that the keeper still reads
+        self._closing = False
+        self._given_up: HoldfastError | None = None
+        self._deaths = 0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the keeper that serves now."""
+        return self._process.pid
+
+    # -- handing over ----------------------------------------------------------------------------------------
+
+    def submit(
+        self, save: Save, *, arena: int, arena_fd: int, arenas: list[int], num_bytes: int, draft: bytes
+    ) -> None:
+        """Hand a staged save over.
+
+        Args:
+            arenas: all arenas that still exist, so that the keeper can let go of the others.
+            draft: the rank's part without its file facts, see `format.part.draft`.
+        """
+        with self._lock:
+            if self._given_up is not None:
+                save.mark_failed(self._given_up)
+                self._released(arena)
+                return
+            pending = _Pending(save, arena, arena_fd, num_bytes, draft)
+            self._pending[save.step] = pending
+            self._held.add(arena)
+            self._send_save(pending, arenas)
+
+    def _send_save(self, pending: _Pending, arenas: list[int]) -> None:
+        draft_fd = os.memfd_create("holdfast-draft")
+        try:
+            with open(draft_fd, "wb", closefd=False) as file:  # noqa: PTH123 - a descriptor has no path
+                file.write(pending.draft)
+            message: Message = {
+                "op": "save",
+                "step": pending.save.step,
+                "arena": pending.arena,
+                "arenas": arenas,
+                "bytes": pending.num_bytes,
+            }
+            self._send(message, (pending.arena_fd, draft_fd))
+        finally:
+            os.close(draft_fd)
+
+    def note(self, event: str, *, step: int | None, num_bytes: int = 0, seconds: float = 0.0, detail: str = "") -> None:
+        """Have an event of the trainer's written into the run's history."""
+        self._send(
+            {"op": "note", "event": event, "step": step, "bytes": num_bytes, "seconds": seconds, "detail": detail[:8000]}
+        )
+
+    def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        # A keeper that is gone is noticed by the listener, which tells its successor all that is pending.
+        with contextlib.suppress(OSError):
+            protocol.send(self._end, message, fds)
+
+    # -- the process -----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ours, theirs = protocol.pair()
+        self._end = ours
+        self._stderr = os.memfd_create("holdfast-keeper-stderr")  # read if it dies; leaves no file behind
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.keeper", str(theirs.fileno()), str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": path},
+            cwd="/",  # neither hold the user's directory nor import modules from it
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C and SIGTERM to the trainer's process group do not reach it
+        )
+        theirs.close()
+        self._send({"terms": self.terms.text(), "trainer_start": process_start(os.getpid())})
+        listener = threading.Thread(target=self._listen, args=(ours,), name="holdfast-listen", daemon=True)
+        listener.start()
+
+    def _listen(self, end: socket.socket) -> None:
+        while True:
+            message, _ = protocol.receive(end)
+            if message is None:
+                break
+            self._on_event(message)
+        with self._lock:
+            if not self._closing:
+                self._replace()
+
+    def _replace(self) -> None:
+        """Start another keeper in place of a dead one and tell it all that is pending."""
+        status = self._process.wait()
+        why = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        said = os.pread(self._stderr, 4000, max(0, os.fstat(self._stderr).st_size - 4000)).decode(errors="replace")
+        os.close(self._stderr)
+        self._end.close()
+        self._deaths += 1
+        told = f"The keeper of rank {self.terms.rank} (pid {self._process.pid}) died ({why})."
+        if said.strip():
+            told += f" Its last words: {said.strip()}"
+        if self._deaths > _MAX_DEATHS:
+            error = Internal(f"{told} It was the {self._deaths}th in a row; saving is given up.")
+            self._given_up = error
+            for pending in list(self._pending.values()):
+                self._finish(pending.save.step, error)
+            for arena in list(self._held):
+                self._release(arena)
+            return
+        self._start()
+        still_read = {pending.arena for pending in self._pending.values() if not pending.persisted}
+        for arena in self._held - still_read:  # it died before it could say so
+            self._release(arena)
+        arenas = [pending.arena for pending in self._pending.values()]
+        for pending in self._pending.values():
+            if pending.persisted:
+                self._send({"op": "commit", "step": pending.save.step})
+            else:
+                self._send_save(pending, arenas)
+        count = len(self._pending)
+        self.problems.append(f"{told} Another one (pid {self.pid}) has taken over its {count} unfinished saves.")
+
+    # -- what became of them ---------------------------------------------------------------------------------
+
+    def _on_event(self, message: Message) -> None:
+        event = message["event"]
+        if event == "released":
+            self._release(message["arena"])
+            return
+        step = message["step"]
+        with self._lock:
+            if message.get("history_trouble"):
+                self.problems.append(f"The run's history could not be written: {message['history_trouble']}")
+            if event == "persisted" and step in self._pending:
+                self._pending[step].persisted = True
+            elif event == "committed":
+                self._deaths = 0
+                self._finish(step, None)
+            elif event == "retain-failed":
+                self.problems.append(f"Old checkpoints could not be deleted: {message['detail']}")
+            elif event in ("failed", "fenced"):
+                error = getattr(errors, message["kind"], RetryLater)(message["detail"], step=step)
+                if event == "fenced":
+                    self.fenced = error
+                self._finish(step, error)
+
+    def _release(self, arena: int) -> None:
+        with self._lock:
+            self._held.discard(arena)
+        self._released(arena)
+
+    def _finish(self, step: int, error: HoldfastError | None) -> None:
+        pending = self._pending.pop(step, None)
+        if pending is None:
+            return
+        if error is None:
+            pending.save.mark_durable()
+        else:
+            pending.save.mark_failed(error)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let the keeper end, which it does when all it was handed is done.
+
+        Blocks: until it has ended, at most `timeout_s`; it ends by itself in any case.
+        """
+        with self._lock:
+            self._closing = True
+            with contextlib.suppress(OSError):  # it may be gone already
+                self._end.shutdown(socket.SHUT_WR)  # our messages are over, its answers still come
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)

@@ -1,0 +1,80 @@
+"""Commit: make a checkpoint visible as complete once every rank's part is there, unless the attempt is fenced."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from holdfast.errors import Conflict, NotFound
+from holdfast.format import manifest as manifests
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.keeper.terms import Terms
+from holdfast.killpoint import kill_point
+from holdfast.store import Store
+
+
+def newest_attempt(store: Store) -> int:
+    """The highest attempt number that has been claimed; 0 if none."""
+    found = (names.parse(entry.name) for entry in store.list("attempts/"))
+    return max((facts.attempt for facts in found if facts and facts.kind == "attempt"), default=0)
+
+
+def check_not_fenced(store: Store, attempt: int) -> None:
+    """Refuse to go on for an attempt that a newer one has replaced.
+
+    Raises:
+        Conflict: a newer attempt has claimed the run.
+    """
+    newest = newest_attempt(store)
+    if newest > attempt:
+        raise Conflict(
+            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may not commit any more. "
+            "Its earlier checkpoints stand. Stop this process: the other one goes on."
+        )
+
+
+def missing_ranks(store: Store, terms: Terms, step: int) -> list[int]:
+    """Ranks whose part of `step` is not in the store yet."""
+    prefix = f"{names.step_dir(step)}/"
+    found = (names.parse(entry.name) for entry in store.list(prefix))
+    there = {f.rank for f in found if f and f.kind == "part" and f.attempt == terms.attempt and f.step == step}
+    return [rank for rank in range(terms.world_size) if rank not in there]
+
+
+def commit(store: Store, terms: Terms, step: int) -> None:
+    """Write the manifest of `step`, whose parts are all there. Every rank may call this; one wins.
+
+    Raises:
+        Conflict: this attempt is fenced.
+        InvalidInput: the parts do not fit together.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
+    name = names.manifest(step, terms.attempt)
+    if store.size(name) is not None:
+        return
+    check_not_fenced(store, terms.attempt)
+    documents = [_part(store, names.part(step, terms.attempt, rank)) for rank in range(terms.world_size)]
+    manifest = manifests.merge(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
+    try:
+        # The commit: before this object exists the checkpoint does not, afterwards it is complete.
+        store.put(name, manifests.document(manifest), if_absent=True)
+    except Conflict:
+        return  # another rank of this attempt made the same manifest from the same parts
+    kill_point("keeper.manifest")
+
+
+def _part(store: Store, name: str) -> tuple[parts.Part, bytes]:
+    document = store.get(name)
+    return parts.parse(document, name), document
+
+
+def is_committed(store: Store, terms: Terms, step: int) -> bool:
+    """True if the manifest of `step` of this attempt exists."""
+    try:
+        return store.size(names.manifest(step, terms.attempt)) is not None
+    except NotFound:
+        return False

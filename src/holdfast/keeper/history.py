@@ -1,0 +1,44 @@
+"""The run's history: one line of JSON per event, in a log of this attempt and rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from holdfast.errors import RetryLater
+from holdfast.format import names
+from holdfast.format.sealed import dumps
+from holdfast.keeper.terms import Terms
+from holdfast.store import Store
+
+EVENTS = ("restored", "staged", "persisted", "committed", "retained", "skipped", "dropped", "failed", "fenced", "ended")
+"""Every kind of event there is."""
+
+
+class History:
+    """Appends events. A history that cannot be written is told to the trainer once, and never stops a save."""
+
+    def __init__(self, store: Store, terms: Terms) -> None:
+        self.store = store
+        self.terms = terms
+        self.trouble: str | None = None
+
+    def record(
+        self, event: str, *, step: int | None, num_bytes: int = 0, seconds: float = 0.0, detail: str = ""
+    ) -> dict[str, Any]:
+        """Write one event and return it."""
+        line = {
+            "t": round(time.time(), 3),
+            "event": event,
+            "step": step,
+            "attempt": self.terms.attempt,
+            "rank": self.terms.rank,
+            "bytes": num_bytes,
+            "seconds": round(seconds, 6),
+            "detail": detail,
+        }
+        try:
+            self.store.append(names.history(self.terms.attempt, self.terms.rank), dumps(line) + b"\n")
+        except RetryLater as error:
+            self.trouble = str(error)
+        return line

@@ -1,0 +1,140 @@
+"""The traces that living keepers leave on their host, so that the next attempt can wait for their work."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.errors import Unsupported
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a keeper's trace says."""
+
+    attempt: int
+    rank: int
+    keeper_pid: int
+    trainer_pid: int
+    trainer_start: int  # clock ticks since boot: tells a reused pid from the trainer
+    busy: bool  # has data that is not yet in the store
+
+
+def runtime_dir() -> Path:
+    """Where this user's traces lie on this host: $HOLDFAST_RUNTIME_DIR or /tmp/holdfast-UID.
+
+    Not $TMPDIR and not $XDG_RUNTIME_DIR: two attempts of one run must agree on it, and those may differ
+    between a login, a scheduler and a service.
+
+    Raises:
+        Unsupported: the folder belongs to somebody else.
+    """
+    named = os.environ.get("HOLDFAST_RUNTIME_DIR")
+    folder = Path(named) if named else Path(f"/tmp/holdfast-{os.getuid()}")  # noqa: S108 - mode and owner checked
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise Unsupported(f"{folder} belongs to another user. Set HOLDFAST_RUNTIME_DIR to a folder of yours.")
+    return folder
+
+
+def home_dir(home: str) -> Path:
+    """The folder for the traces of one home."""
+    folder = runtime_dir() / hashlib.sha256(home.encode()).hexdigest()[:16]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a living process in clock ticks since boot; None if it is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Presence:
+    """A keeper's own trace: a locked file that says what it is doing. The lock ends with the process."""
+
+    def __init__(self, home: str, trace: Trace) -> None:
+        self.path = home_dir(home) / f"a{trace.attempt:04d}-r{trace.rank:05d}-{trace.keeper_pid}.trace"
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self._trace = trace
+        self._write()
+
+    def set_busy(self, busy: bool) -> None:
+        """Say whether this keeper still has data that is not in the store."""
+        if busy != self._trace.busy:
+            self._trace = Trace(**{**asdict(self._trace), "busy": busy})
+            self._write()
+
+    def _write(self) -> None:
+        text = json.dumps(asdict(self._trace)).encode()
+        os.pwrite(self._fd, text.ljust(512), 0)  # one write of fixed size: a reader never sees half of it
+
+    def leave(self) -> None:
+        """Remove the trace: the work is done."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def living(home: str) -> Iterator[Trace]:
+    """The traces of keepers that live on this host and serve `home`; removes those of the dead."""
+    for path in home_dir(home).glob("*.trace"):
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            if not _is_locked(fd):
+                path.unlink(missing_ok=True)
+                continue
+            text = os.pread(fd, 512, 0)
+        finally:
+            os.close(fd)
+        if text.strip():  # a keeper that has only just locked it has written nothing yet
+            yield Trace(**json.loads(text))
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def wait_for_orphans(home: str, *, timeout_s: float, say: Callable[[str], None]) -> bool:
+    """Wait for keepers of `home` on this host whose trainer is gone: they may be about to complete a checkpoint.
+
+    Keepers whose trainer lives are not waited for; a newer attempt fences them.
+
+    Args:
+        say: told in one line when the wait is long enough for a person to wonder.
+
+    Returns:
+        True if none is left.
+
+    Blocks: until they have ended, at most `timeout_s`.
+    """
+    began, told = time.monotonic(), False
+    while orphans := [trace for trace in living(home) if process_start(trace.trainer_pid) != trace.trainer_start]:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            return False
+        if waited_s > 1 and not told:
+            told = True
+            ranks = sorted({trace.rank for trace in orphans})
+            say(f"waiting for the keepers of ranks {ranks} of attempt {orphans[0].attempt} to finish their saves")
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,308 @@
+"""The keeper's main loop: takes staged saves, persists them in order, commits, retains, and ends by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.keeper import protocol
+from holdfast.keeper.commit import check_not_fenced, commit, is_committed, missing_ranks
+from holdfast.keeper.history import History
+from holdfast.keeper.persist import persist
+from holdfast.keeper.presence import Presence, Trace, living, process_start
+from holdfast.keeper.protocol import Message
+from holdfast.keeper.retain import Retention
+from holdfast.keeper.terms import Terms
+from holdfast.killpoint import kill_point
+from holdfast.policy import Keep
+from holdfast.store import open_store
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0  # pauses between looks for other ranks' parts
+
+
+@dataclass(slots=True)
+class Job:
+    """One save on its way to a commit."""
+
+    step: int
+    arena: int = 0
+    num_bytes: int = 0
+    draft_fd: int = -1  # -1: persisted already, only the commit is left
+    received_s: float = 0.0
+    look_s: float = _FIRST_LOOK_S
+    next_look_s: float = 0.0
+
+
+def serve(end: socket.socket, *, trainer_pid: int) -> None:
+    """Serve the trainer at the other end of `end` until it is gone and nothing is left to do."""
+    message, _ = protocol.receive(end)
+    if message is None:
+        return
+    terms = Terms.parse(message["terms"])
+    trace = Trace(terms.attempt, terms.rank, os.getpid(), trainer_pid, message["trainer_start"], busy=False)
+    presence = Presence(terms.home, trace)
+    desk = Desk(end, trainer_pid)
+    threading.Thread(target=desk.run, name="holdfast-desk", daemon=True).start()
+    try:
+        Work(desk, terms, presence).run()
+    finally:
+        presence.leave()
+
+
+class Desk:
+    """Takes the trainer's messages while the work goes on, and knows when the trainer is gone."""
+
+    def __init__(self, end: socket.socket, trainer_pid: int) -> None:
+        self.end = end
+        self.jobs: deque[Job] = deque()
+        self.notes: deque[Message] = deque()
+        self.arenas: dict[int, mmap.mmap] = {}
+        self.arena_in_use = 0  # being persisted
+        self.trainer_gone = False
+        self.changed = threading.Condition()
+        self._trainer_pid = trainer_pid
+
+    def run(self) -> None:
+        """Take messages until the trainer is gone and all it has sent is taken."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.end, selectors.EVENT_READ)
+            # A killed trainer's data loader workers may keep its end of the socket open: watch the process too.
+            with contextlib.suppress(ProcessLookupError):
+                selector.register(os.pidfd_open(self._trainer_pid), selectors.EVENT_READ)
+            gone = len(selector.get_map()) == 1
+            while self._take_next(selector, timeout_s=0 if gone else None):
+                pass
+        with self.changed:
+            self.trainer_gone = True
+            self.changed.notify_all()
+
+    def _take_next(self, selector: selectors.BaseSelector, *, timeout_s: float | None) -> bool:
+        ready = [key.fileobj for key, _ in selector.select(timeout_s)]
+        if self.end not in ready:
+            return False  # only the process's end woke us, and every message it sent has been taken
+        message, fds = protocol.receive(self.end)
+        if message is None:
+            return False
+        with self.changed:
+            self._take(message, fds)
+            self.changed.notify_all()
+        return True
+
+    def _take(self, message: Message, fds: list[int]) -> None:
+        if message["op"] == "note":
+            self.notes.append(message)
+            return
+        job = Job(message["step"], received_s=time.monotonic())
+        if message["op"] == "save":
+            job.arena, job.num_bytes = message["arena"], message["bytes"]
+            arena_fd, job.draft_fd = fds
+            if job.arena not in self.arenas:
+                self.arenas[job.arena] = mmap.mmap(arena_fd, 0, access=mmap.ACCESS_READ)
+            os.close(arena_fd)
+            self._forget_arenas(message["arenas"])
+        kill_point("keeper.received")
+        self.jobs.append(job)
+
+    def _forget_arenas(self, alive: list[int]) -> None:
+        """Let go of arenas that the trainer has given back; a mapping keeps their memory in use."""
+        needed = {*alive, *(job.arena for job in self.jobs), self.arena_in_use}
+        for number in [number for number in self.arenas if number not in needed]:
+            self.arenas.pop(number).close()
+
+    def tell(self, message: Message) -> None:
+        """Tell the trainer, if it is still there."""
+        with contextlib.suppress(OSError):
+            protocol.send(self.end, message)
+
+
+class Work:
+    """Persists jobs in order, and commits each as soon as all ranks' parts are there."""
+
+    def __init__(self, desk: Desk, terms: Terms, presence: Presence) -> None:
+        self.desk = desk
+        self.terms = terms
+        self.presence = presence
+        self.store = open_store(terms.home)
+        self.history = History(self.store, terms)
+        self.retention = Retention(self.store, Keep(terms.keep_last, terms.keep_every))
+        self.waiting: list[Job] = []  # persisted, not committed
+
+    def run(self) -> None:
+        """Work until the trainer is gone and nothing is left."""
+        while True:
+            job = self._next_job()
+            if job is None and not self.waiting and self.desk.trainer_gone:
+                return
+            self._write_notes()
+            if job is not None:
+                self._persist(job)
+            self._look_for_parts()
+            self.presence.set_busy(bool(self.desk.jobs))
+
+    def _next_job(self) -> Job | None:
+        desk = self.desk
+        with desk.changed:
+            if not desk.jobs and not desk.notes and (self.waiting or not desk.trainer_gone):
+                desk.changed.wait(self._pause_s())
+            if not desk.jobs:
+                return None
+            self.presence.set_busy(True)
+            job = desk.jobs.popleft()
+            desk.arena_in_use = job.arena
+            return job
+
+    def _pause_s(self) -> float | None:
+        if not self.waiting:
+            return None
+        return max(0.0, min(job.next_look_s for job in self.waiting) - time.monotonic())
+
+    def _write_notes(self) -> None:
+        while self.desk.notes:
+            note = self.desk.notes.popleft()
+            self.history.record(
+                note["event"],
+                step=note["step"],
+                num_bytes=note.get("bytes", 0),
+                seconds=note.get("seconds", 0.0),
+                detail=note.get("detail", ""),
+            )
+
+    # -- persist ---------------------------------------------------------------------------------------------
+
+    def _persist(self, job: Job) -> None:
+        if job.draft_fd < 0:
+            self.waiting.append(job)
+            return
+        began = time.monotonic()
+        try:
+            self._persist_patiently(job)
+        except HoldfastError as error:
+            self._fail(job, error)
+        else:
+            # Told before the arena is released: a successor of this keeper must not need an arena that is reused.
+            self._tell("persisted", job, num_bytes=job.num_bytes, seconds=time.monotonic() - began)
+            self.waiting.append(job)
+        finally:
+            os.close(job.draft_fd)
+            self.desk.arena_in_use = 0
+            self.desk.tell({"event": "released", "arena": job.arena})
+
+    def _persist_patiently(self, job: Job) -> None:
+        pause_s = self.terms.retry_s
+        for tries_left in range(self.terms.num_retries, -1, -1):
+            try:
+                self._put_data_and_part(job)
+            except RetryLater:
+                if not tries_left:
+                    raise
+                time.sleep(pause_s)
+                pause_s *= 2
+            else:
+                return
+
+    def _put_data_and_part(self, job: Job) -> None:
+        check_not_fenced(self.store, self.terms.attempt)
+        terms, image = self.terms, memoryview(self.desk.arenas[job.arena])[: job.num_bytes]
+        file = persist(self.store, names.data(job.step, terms.attempt, terms.rank), image)
+        kill_point("keeper.data")
+        draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
+        self.store.put(names.part(job.step, terms.attempt, terms.rank), parts.finish(draft, file))
+        kill_point("keeper.part")
+
+    # -- commit ----------------------------------------------------------------------------------------------
+
+    def _look_for_parts(self) -> None:
+        now_s = time.monotonic()
+        for job in [job for job in self.waiting if job.next_look_s <= now_s]:
+            try:
+                done = self._try_commit(job)
+            except HoldfastError as error:
+                self.waiting.remove(job)
+                self._fail(job, error)
+                continue
+            if done:
+                self.waiting.remove(job)
+                self._after_commit(job)
+            else:
+                job.look_s = min(job.look_s * 2, _LAST_LOOK_S)
+                job.next_look_s = now_s + job.look_s
+
+    def _try_commit(self, job: Job) -> bool:
+        if is_committed(self.store, self.terms, job.step):
+            return True
+        missing = missing_ranks(self.store, self.terms, job.step)
+        if missing:
+            self._give_up_if_hopeless(job, missing)
+            return False
+        commit(self.store, self.terms, job.step)
+        return True
+
+    def _give_up_if_hopeless(self, job: Job, missing: list[int]) -> None:
+        waited_s = time.monotonic() - job.received_s
+        limit_s = self.terms.linger_s if self.desk.trainer_gone else self.terms.commit_timeout_s
+        alone = self.desk.trainer_gone and self.terms.all_ranks_here and not self._others_busy()
+        if waited_s > limit_s or alone:
+            # Look once more: a part may have come between the listing and the look at the other keepers.
+            if alone and not missing_ranks(self.store, self.terms, job.step):
+                return
+            raise RetryLater(
+                f"Step {job.step} was not committed: the parts of ranks {missing} did not arrive in "
+                f"{waited_s:.0f} s. Rank {self.terms.rank}'s part is durable; earlier checkpoints stand. "
+                "Look at those ranks' own messages.",
+                step=job.step,
+            )
+
+    def _others_busy(self) -> bool:
+        return any(
+            trace.attempt == self.terms.attempt
+            and trace.rank != self.terms.rank
+            and (trace.busy or process_start(trace.trainer_pid) == trace.trainer_start)
+            for trace in living(self.terms.home)
+        )
+
+    def _after_commit(self, job: Job) -> None:
+        seconds = time.monotonic() - job.received_s
+        self._tell("committed", job, num_bytes=job.num_bytes, seconds=seconds)
+        if self.terms.rank != 0 or self.terms.keep_last is None:
+            return
+        in_work = {other.step for other in (*self.waiting, *self.desk.jobs)}
+        try:
+            for deleted in self.retention.apply((self.terms.attempt, job.step), in_work):
+                detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
+                self.history.record("retained", step=deleted.step, detail=detail)
+            self.store.sweep("step-")
+        except (RetryLater, NotFound, Corrupt) as error:
+            self._tell("retain-failed", job, detail=str(error))
+
+    # -- telling ---------------------------------------------------------------------------------------------
+
+    def _fail(self, job: Job, error: HoldfastError) -> None:
+        event = "fenced" if isinstance(error, Conflict) else "failed"
+        self._tell(event, job, detail=str(error), kind=type(error).__name__)
+
+    def _tell(
+        self, event: str, job: Job, *, num_bytes: int = 0, seconds: float = 0.0, detail: str = "", kind: str = ""
+    ) -> None:
+        self.history.record(event, step=job.step, num_bytes=num_bytes, seconds=seconds, detail=detail)
+        trouble, self.history.trouble = self.history.trouble, None
+        self.desk.tell(
+            {
+                "event": event,
+                "step": job.step,
+                "bytes": num_bytes,
+                "seconds": seconds,
+                "detail": detail[:8000],
+                "kind": kind,
+                "history_trouble": trouble,
+            }
+        )

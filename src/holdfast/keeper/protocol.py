@@ -1,0 +1,47 @@
+"""How trainer and keeper talk: one JSON object per packet over a Unix socket, with descriptors beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+MAX_PACKET_BYTES = 64 << 10  # messages are small: tensors and drafts travel as descriptors
+MAX_FDS = 4
+
+Message = dict[str, Any]
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends. Packets keep their borders, and an end that dies reads as an empty packet."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(end: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
+    """Send one message.
+
+    Raises:
+        OSError: the other end is gone.
+    """
+    packet = json.dumps(message, separators=(",", ":")).encode()
+    if fds:
+        socket.send_fds(end, [packet], list(fds))
+    else:
+        end.send(packet)
+
+
+def receive(end: socket.socket) -> tuple[Message | None, list[int]]:
+    """The next message and its descriptors, which the caller must close; None when the other end is gone.
+
+    Blocks: until a message comes.
+    """
+    try:
+        packet, fds, _, _ = socket.recv_fds(end, MAX_PACKET_BYTES, MAX_FDS)
+    except ConnectionError:
+        return None, []
+    if not packet:
+        for fd in fds:
+            os.close(fd)
+        return None, []
+    return json.loads(packet), fds

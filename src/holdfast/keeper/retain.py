@@ -1,0 +1,87 @@
+"""Retain: delete checkpoints that policy no longer keeps, and what earlier work has left half done."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from holdfast.errors import Corrupt, Unsupported
+from holdfast.format import manifest as manifests
+from holdfast.format import names
+from holdfast.killpoint import kill_point
+from holdfast.policy import Keep, line_of
+from holdfast.store import Store
+
+Id = tuple[int, int]  # (attempt, step), the order of checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """One checkpoint that retention has removed."""
+
+    attempt: int
+    step: int
+    was_complete: bool
+
+
+class Retention:
+    """Applies one policy to one home. Remembers what manifests said, so that each is read once."""
+
+    def __init__(self, store: Store, keep: Keep) -> None:
+        self.store = store
+        self.keep = keep
+        self._base: dict[Id, int | None] = {}
+
+    def apply(self, newest: Id, in_work: Collection[int]) -> Iterator[Deleted]:
+        """Delete what need not stay now that `newest` is complete.
+
+        Args:
+            newest: the checkpoint just committed; it always stays.
+            in_work: steps of its attempt that may still become complete.
+
+        Raises:
+            RetryLater: the store failed; what was not deleted yet is found again next time.
+        """
+        files = self._files()
+        complete = {found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names}
+        line = line_of((found, self._base_step(found)) for found in complete if self._is_readable(found))
+        kept = self.keep.kept(line.current) | {newest}
+        doomed = {found for found in line.current if found not in kept}
+        doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
+        half_done = {found for found in files if found not in complete and found < newest}
+        half_done -= {(newest[0], step) for step in in_work}
+        for found in sorted(doomed | half_done):
+            self._delete(found, files[found])
+            yield Deleted(*found, was_complete=found in complete)
+
+    def _files(self) -> dict[Id, list[str]]:
+        files: dict[Id, list[str]] = {}
+        for entry in self.store.list("step-"):
+            facts = names.parse(entry.name)
+            if facts and facts.kind in ("manifest", "part", "data"):
+                files.setdefault((facts.attempt, facts.step), []).append(entry.name)
+        return files
+
+    def _is_readable(self, found: Id) -> bool:
+        """A manifest that cannot be read is neither counted nor deleted: a person should see it."""
+        try:
+            self._base_step(found)
+        except (Corrupt, Unsupported):
+            return False
+        return True
+
+    def _base_step(self, found: Id) -> int | None:
+        if found not in self._base:
+            name = names.manifest(found[1], found[0])
+            self._base[found] = manifests.parse(self.store.get(name), name).base_step
+        return self._base[found]
+
+    def _delete(self, found: Id, its_names: list[str]) -> None:
+        manifest = names.manifest(found[1], found[0])
+        if manifest in its_names:
+            self.store.delete(manifest)  # first: a checkpoint without its files must never look complete
+            kill_point("keeper.retain")
+        for name in its_names:
+            if name != manifest:
+                self.store.delete(name)
+        self._base.pop(found, None)

@@ -1,0 +1,33 @@
+"""The terms of a keeper's work: what the trainer tells it once, when it starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Which run, attempt and rank a keeper serves, and within which limits."""
+
+    home: str
+    run: str
+    attempt: int
+    rank: int
+    world_size: int
+    all_ranks_here: bool  # every rank of the attempt runs on this host
+    keep_last: int | None
+    keep_every: int | None
+    commit_timeout_s: float  # how long to wait for other ranks' parts while the trainer lives
+    linger_s: float  # the same once the trainer is gone
+    num_retries: int = 2  # tries after the first, when the store fails
+    retry_s: float = 0.5  # pause before the first of them; doubles
+
+    def text(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Terms:
+        """The terms in a line of JSON."""
+        return cls(**json.loads(text))

@@ -1,0 +1,46 @@
+"""Where preemption notices come from: the signals by which schedulers and people announce the end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Notices:
+    """Turns SIGTERM, SIGUSR1 and the first SIGINT into a notice that the training loop can ask for.
+
+    A second SIGINT is a person who does not want to wait: it raises KeyboardInterrupt.
+    Only the main thread can watch signals; elsewhere `watch` does nothing and returns False.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._before: dict[int, object] = {}
+
+    def watch(self) -> bool:
+        """Take over the signals; True if they are watched now."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return True
+
+    def unwatch(self) -> None:
+        """Give the signals back to whoever had them before."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._on_signal:  # nobody has put theirs over ours meanwhile
+                signal.signal(number, handler or signal.SIG_DFL)  # pyright: ignore[reportArgumentType]
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason == "SIGINT":
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+        if number == signal.SIGINT:
+            print("\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once", file=sys.stderr)

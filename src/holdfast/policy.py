@@ -1,0 +1,203 @@
+"""Pure decisions: is a save due, and which checkpoints stay. No I/O, no torch, the clock passed in."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import InvalidInput
+from holdfast.quantity import read_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a save policy may look at."""
+
+    step: int  # optimizer steps completed
+    now_s: float  # monotonic clock
+    saved_step: int  # step of the last save, or where this attempt began
+    saved_s: float  # monotonic clock at that time
+    save_cost_s: float | None = None  # training time lost per save, measured; None before the first
+    durable_s: float | None = None  # from save() to durable, measured; None before the first
+
+
+class Every(ABC):
+    """When to save. Policies compose with `|`: save when any of them is due."""
+
+    timed: bool = True
+    """Whether the answer depends on a clock; then rank 0 answers for all ranks."""
+
+    @abstractmethod
+    def due(self, pace: Pace) -> bool:
+        """True if a save should be made after `pace.step`."""
+
+    def __or__(self, other: Every) -> Every:
+        return AnyOf((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps(Every):
+    """Save after each multiple of `steps`."""
+
+    steps: int
+    timed = False
+
+    def due(self, pace: Pace) -> bool:
+        """See Every.due."""
+        return pace.step > pace.saved_step and pace.step % self.steps == 0
+
+
+@dataclass(frozen=True, slots=True)
+class EveryTime(Every):
+    """Save when `seconds` have passed since the last save."""
+
+    seconds: float
+
+    def due(self, pace: Pace) -> bool:
+        """See Every.due."""
+        return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EveryAuto(Every):
+    """Save as often as a budget allows: the training time lost per save, measured, stays under `budget` of all time.
+
+    The first save comes after `first_steps` steps, to measure what one costs. A save is never due before
+    the last one could have become durable.
+    """
+
+    budget: float = 0.01
+    first_steps: int = 10
+
+    def due(self, pace: Pace) -> bool:
+        """See Every.due."""
+        if pace.save_cost_s is None:
+            return pace.step - pace.saved_step >= self.first_steps
+        interval_s = max(pace.save_cost_s / self.budget, pace.durable_s or 0.0)
+        return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= interval_s
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Every):
+    """Save when any of `policies` is due."""
+
+    policies: tuple[Every, ...]
+
+    @property
+    def timed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - derived here, fixed elsewhere
+        """See Every.timed."""
+        return any(policy.timed for policy in self.policies)
+
+    def due(self, pace: Pace) -> bool:
+        """See Every.due."""
+        return any(policy.due(pace) for policy in self.policies)
+
+
+def every(value: int | str | datetime.timedelta | Every) -> Every:
+    """The save policy that a user's `every=` names: 500, "10m", a timedelta, "auto" or a policy.
+
+    Raises:
+        InvalidInput: none of these.
+    """
+    if isinstance(value, Every):
+        return value
+    if value == "auto":
+        return EveryAuto()
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value <= 0:
+            raise InvalidInput(f"every must be a positive number of steps, got {value}.")
+        return EverySteps(value)
+    if isinstance(value, (str, datetime.timedelta)):
+        return EveryTime(read_seconds(value, "every"))
+    raise InvalidInput(f"every must be steps (500), a duration ('10m'), 'auto' or a policy, got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints stay: the newest `last`, and all whose step is a multiple of `every` (if given).
+
+    `last=None` keeps everything.
+    """
+
+    last: int | None = 3
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise InvalidInput(f"keep must be at least 1: the newest checkpoint is never deleted. Got {self.last}.")
+        if self.every is not None and self.every < 1:
+            raise InvalidInput(f"keep_every must be at least 1 step, got {self.every}.")
+
+    def kept(self, line: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+        """The checkpoints that stay.
+
+        Args:
+            line: (attempt, step) of complete checkpoints, newest first, none of them superseded.
+        """
+        if self.last is None:
+            return set(line)
+        newest = set(line[: self.last])
+        return newest | {found for found in line if self.every and found[1] % self.every == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The complete checkpoints of a home as (attempt, step), newest first."""
+
+    current: tuple[tuple[int, int], ...]  # the newest, and what it continues
+    superseded: tuple[tuple[int, int], ...]  # left behind when a newer attempt began from an earlier step
+
+
+def line_of(found: Iterable[tuple[tuple[int, int], int | None]]) -> Line:
+    """Tell the line that the newest checkpoint continues from the checkpoints that newer attempts left behind.
+
+    An attempt only begins from what it restored, so a checkpoint of an older attempt whose step is beyond
+    the base of a newer attempt that has committed is not part of the run any more.
+
+    Args:
+        found: ((attempt, step), base step of that attempt or None if it began from nothing).
+    """
+    current: list[tuple[int, int]] = []
+    superseded: list[tuple[int, int]] = []
+    horizon: float = math.inf  # highest step of this attempt that the newer ones continue
+    below: float = math.inf  # the same for the attempts below it
+    attempt_before: int | None = None
+    for (attempt, step), base_step in sorted(found, key=lambda item: item[0], reverse=True):
+        if attempt != attempt_before:
+            attempt_before, horizon = attempt, below
+        if step > horizon:
+            superseded.append((attempt, step))
+            continue
+        below = min(below, -1 if base_step is None else base_step)
+        current.append((attempt, step))
+    return Line(tuple(current), tuple(superseded))
+
+
+class Meter:
+    """Measures what saves cost: blocked time, time that optimizers waited, and steps slowed while one is in flight."""
+
+    def __init__(self) -> None:
+        self.save_cost_s: float | None = None
+        self.durable_s: float | None = None
+        self._idle: deque[float] = deque(maxlen=50)  # seconds of undisturbed steps
+        self._costs: deque[float] = deque(maxlen=5)
+        self._slowed_s = 0.0
+
+    def step(self, seconds: float, *, in_flight: bool) -> None:
+        """One training step took `seconds`, without save() itself."""
+        if not in_flight:
+            self._idle.append(seconds)
+        elif self._idle:
+            self._slowed_s += seconds - statistics.median(self._idle)
+
+    def saved(self, *, blocked_s: float, durable_s: float) -> None:
+        """A save has become durable; what steps lost since the last one is its cost."""
+        self._costs.append(max(0.0, blocked_s + self._slowed_s))
+        self._slowed_s = 0.0
+        self.save_cost_s = statistics.median(self._costs)
+        self.durable_s = durable_s

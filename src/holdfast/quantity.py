@@ -1,0 +1,64 @@
+"""Reads sizes ("8GiB") and durations ("10m") as people write them, and writes them back."""
+
+from __future__ import annotations
+
+import datetime
+import re
+
+from holdfast.errors import InvalidInput
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|d)\s*", re.IGNORECASE)
+_SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def read_bytes(value: str | int, what: str) -> int:
+    """Bytes in `8GiB` (binary), `8GB` (decimal) or a plain number.
+
+    Raises:
+        InvalidInput: not a positive size; `what` names the argument.
+    """
+    if isinstance(value, str) and (found := _SIZE.fullmatch(value)):
+        factor = (1024 if found[3] else 1000) ** " kmgtp".index(found[2].lower() or " ")
+        value = int(float(found[1]) * factor)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise InvalidInput(f"{what} must be a size like '8GiB' or a positive number of bytes, got {value!r}.")
+    return value
+
+
+def read_seconds(value: str | float | datetime.timedelta, what: str) -> float:
+    """Seconds in `10m`, `1.5h`, a timedelta or a plain number of seconds.
+
+    Raises:
+        InvalidInput: not a positive duration; `what` names the argument.
+    """
+    if isinstance(value, datetime.timedelta):
+        value = value.total_seconds()
+    elif isinstance(value, str) and (found := _TIME.fullmatch(value)):
+        value = float(found[1]) * _SECONDS[found[2].lower()]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise InvalidInput(f"{what} must be a duration like '10m' or a timedelta, got {value!r}.")
+    return float(value)
+
+
+def say_bytes(num_bytes: float) -> str:
+    """`1.5 GB`, decimal, for people."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(num_bytes) < 999.5 or unit == "TB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 99.5 else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    raise AssertionError
+
+
+def say_seconds(seconds: float) -> str:
+    """`1.2 ms`, `3.4 s`, `5 min 20 s`, `2 h 5 min`, `3 d 4 h`, for people."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

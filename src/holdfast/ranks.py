@@ -1,0 +1,137 @@
+"""What the ranks of a run say to each other: rarely, in small values, and never during a save."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import InvalidInput, RetryLater
+
+_T = TypeVar("_T")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Ranks:
+    """This rank among the others, over a gloo group of our own; alone where there is no process group.
+
+    Args:
+        timeout_s: how long to wait for a rank that does not answer.
+
+    Ranks: making one is collective over the default process group.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self.rank, self.world_size = 0, 1
+        self._group: dist.ProcessGroup | None = None
+        self._pulse: tuple[torch.Tensor, dist.Work] | None = None
+        self._timeout_s = timeout_s
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InvalidInput(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group, so the ranks cannot agree on "
+                "a checkpoint. Call torch.distributed.init_process_group() before making the Checkpointer."
+            )
+        if self.world_size > 1:
+            # Ours alone: a collective of ours must never be matched with one of training's.
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def gather(self, value: _T) -> list[_T]:
+        """The values of all ranks, by rank.
+
+        Raises:
+            RetryLater: a rank did not answer in time.
+
+        Ranks: collective.
+        Blocks: until every rank has called it.
+        """
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise self._silent(error) from error
+        return values
+
+    def share(self, value: _T) -> _T:
+        """Rank 0's value, on every rank.
+
+        Raises:
+            RetryLater: rank 0 did not answer in time.
+
+        Ranks: collective.
+        Blocks: until rank 0 has called it.
+        """
+        if self._group is None:
+            return value
+        values = [value]
+        try:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        except RuntimeError as error:
+            raise self._silent(error) from error
+        return values[0]
+
+    def all_here(self) -> bool:
+        """True if every rank runs on this host.
+
+        Ranks: collective.
+        """
+        host = (socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else "")
+        return len(set(self.gather(host))) == 1
+
+    def pulse(self, step: int, flags: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Say `flags` to all ranks, and hear what was said at the call before: each flag true on any rank.
+
+        The exchange runs beside the training step between two calls, so it costs next to nothing; the
+        price is that the answer is one call old. Alone, the answer is `flags` itself.
+
+        Raises:
+            InvalidInput: the ranks are at different steps.
+            RetryLater: a rank did not answer in time.
+
+        Ranks: collective; every rank calls it at the same steps.
+        """
+        if self._group is None:
+            return flags
+        heard = self._finish_pulse(len(flags))
+        said = torch.tensor([step, -step, *flags], dtype=torch.int64)
+        work = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._pulse = (said, work)
+        return heard
+
+    def _finish_pulse(self, num_flags: int) -> tuple[bool, ...]:
+        if self._pulse is None:
+            return (False,) * num_flags
+        (said, work), self._pulse = self._pulse, None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._silent(error) from error
+        highest, lowest, *flags = said.tolist()
+        if highest != -lowest:
+            raise InvalidInput(
+                f"The ranks are at different steps: the first at {-lowest}, the last at {highest}. Every rank must "
+                "call should_save() after each step, with the same number.",
+                rank=self.rank,
+            )
+        return tuple(bool(flag) for flag in flags)
+
+    def _silent(self, error: RuntimeError) -> RetryLater:
+        return RetryLater(
+            f"Rank {self.rank} could not reach the other {self.world_size - 1} ranks within {self._timeout_s:.0f} s: "
+            f"{error}. One of them has died or hangs; look at their messages.",
+            rank=self.rank,
+        )
+
+    def close(self) -> None:
+        """Finish the exchange under way, if the other ranks are still there to finish it."""
+        if self._pulse is not None:
+            self._finish_pulse(0)

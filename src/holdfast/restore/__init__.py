@@ -1,0 +1,1 @@
+"""The way back: find the newest good checkpoint, read what is needed, verify it, fill live tensors."""

@@ -1,0 +1,282 @@
+"""A checkpoint opened for reading, without any model: look, take tensors out, verify, export."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.format import values as value_format
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.manifest import Manifest
+from holdfast.format.run import Run
+from holdfast.restore import export as exporting
+from holdfast.restore import find
+from holdfast.restore import verify as verifying
+from holdfast.restore.find import Passed
+from holdfast.restore.parts import Parts
+from holdfast.restore.read import ReadStats
+from holdfast.restore.verify import VerifyReport
+from holdfast.store import open_store
+from holdfast.store.contract import Store
+
+if TYPE_CHECKING:
+    import torch
+
+HomeLike = Union[str, "os.PathLike[str]", Store]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor without reading it. `dtype` is a safetensors name, such as "BF16"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    owner: int | str  # the rank that saved it; "each": every rank has its own; "split": several hold regions
+    tied_to: str | None  # the name whose bytes these are
+
+    @property
+    def num_items(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.num_items * ITEM_BYTES[self.dtype]
+
+
+class Checkpoint:
+    """One complete checkpoint. Made by `open`; reads files only when asked, and checks every byte it reads.
+
+    Attributes:
+        manifest: all that is known of it without reading further.
+        passed: newer checkpoints that `open` passed over because their manifest cannot be read.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, passed: tuple[Passed, ...] = ()) -> None:
+        self.manifest = manifest
+        self.passed = passed
+        self._store = store
+        self._parts = Parts(store, manifest)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {self._store.url}: step {self.step}, attempt {self.attempt}>"
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps completed when it was taken."""
+        return self.manifest.step
+
+    @property
+    def attempt(self) -> int:
+        """The start of the run that saved it."""
+        return self.manifest.attempt
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that saved it."""
+        return self.manifest.world_size
+
+    @property
+    def run(self) -> str:
+        """Id of the run."""
+        return self.manifest.run
+
+    @property
+    def created(self) -> float:
+        """Unix time of the commit, in seconds, by the clock of the machine that committed."""
+        return self.manifest.created_unix_s
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, tied ones included."""
+        return [*self.manifest.tensors, *self.manifest.tied]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.manifest.tensors or key in self.manifest.tied
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.manifest.tensors) + len(self.manifest.tied)
+
+    def info(self, key: str) -> TensorInfo:
+        """What is known of a tensor without reading it; of a per-rank one, the first rank's.
+
+        Raises:
+            NotFound: no such tensor.
+        """
+        name = self._name(key)
+        tensor = self.manifest.tensors[name]
+        return TensorInfo(tensor.dtype, tensor.shape, tensor.owner, name if name != key else None)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """A tensor, on the CPU, verified; of a per-rank one, the first rank's.
+
+        Raises:
+            NotFound: no such tensor, or a file is missing.
+            Corrupt: damage was found.
+            RetryLater: the store failed.
+        """
+        return self.tensor(key)
+
+    def tensor(self, key: str, *, rank: int = 0) -> torch.Tensor:
+        """A tensor as a rank sees it, on the CPU, verified; reads only the chunks that it is in.
+
+        Raises:
+            NotFound: no such tensor, that rank has none, or a file is missing.
+            Corrupt: damage was found.
+            RetryLater: the store failed.
+        """
+        name = self._name(key)
+        self._parts.part(rank)  # refuses a rank that there is not
+        found = self._read([name], rank, num_threads=4)
+        if name not in found:
+            message = f"{key} is a tensor per rank, and rank {rank} saved none at step {self.step}."
+            raise NotFound(message, step=self.step, rank=rank, key=key)
+        return found[name]
+
+    def tensors(self, rank: int = 0, *, num_threads: int = 4) -> dict[str, torch.Tensor]:
+        """All tensors as a rank sees them, on the CPU, verified; tied names share one tensor.
+
+        Raises:
+            NotFound: a file is missing.
+            Corrupt: damage was found.
+            RetryLater: the store failed.
+        """
+        self._parts.part(rank)
+        found = self._read(list(self.manifest.tensors), rank, num_threads)
+        found.update({key: found[name] for key, name in self.manifest.tied.items() if name in found})
+        return found
+
+    def values(self, rank: int = 0) -> dict[str, Any]:
+        """What a rank saved beside tensors, by top-level key; a `TensorRef` stands where a tensor was.
+
+        Raises:
+            NotFound: the rank's part is missing.
+            Corrupt: the rank's part is damaged.
+            Unsupported: it holds a value that this version does not know.
+            RetryLater: the store failed.
+        """
+        encoded = self._parts.part(rank).values
+        try:
+            return {key: value_format.decode(value) for key, value in encoded.items()}
+        except HoldfastError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            message = f"The values of rank {rank} at step {self.step} cannot be decoded: {error!r}."
+            raise Corrupt(message, step=self.step, rank=rank) from error
+
+    def verify(self, on_bytes: Callable[[int], None] | None = None, num_threads: int = 4) -> VerifyReport:
+        """Re-hash every byte of every file of every rank, and collect all damage.
+
+        Args:
+            on_bytes: called with the bytes of each read when hashed; never by two threads at once.
+            num_threads: threads that read and hash.
+
+        Raises:
+            RetryLater: the store cannot even be listed.
+
+        Blocks: until everything has been read once.
+        """
+        return verifying.verify(self._store, self.manifest, num_threads=num_threads, on_bytes=on_bytes)
+
+    def export(
+        self, path: str | os.PathLike[str], *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
+    ) -> ReadStats:
+        """Write all tensors, as a rank sees them, into one plain safetensors file; needs little memory.
+
+        Raises:
+            Conflict: the file exists and `overwrite` is False.
+            NotFound: a file of the checkpoint is missing.
+            Corrupt: damage was found; no file was written.
+            RetryLater: the store failed, or the file could not be written.
+
+        Blocks: until the file is durable.
+        """
+        self._parts.part(rank)
+        return exporting.export(
+            self._store, self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads
+        )
+
+    def _name(self, key: str) -> str:
+        name = self.manifest.tied.get(key, key)
+        if name in self.manifest.tensors:
+            return name
+        close = difflib.get_close_matches(key, self.keys(), n=3)
+        hint = f"Did you mean {' or '.join(close)}?" if close else f"It holds {len(self)} others; see keys()."
+        raise NotFound(f"Step {self.step} holds no tensor {key!r}. {hint}", step=self.step, key=key)
+
+    def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
+        import torch  # not above: looking at a checkpoint does not need it
+
+        from holdfast.restore.fill import fill, torch_dtype
+
+        found = {}
+        for name in wanted:
+            saved = self._parts.shape_of(name, rank)
+            if saved is not None:
+                found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]))
+        fill(self._store, self.manifest, found, rank, num_threads=num_threads, parts=self._parts)
+        return found
+
+
+def open(home: HomeLike, step: int | None = None, attempt: int | None = None) -> Checkpoint:
+    """Open a checkpoint for reading; needs no model, runs no code from it, does not import torch.
+
+    Args:
+        home: path or URL of a run's checkpoints.
+        step: which step; default the newest complete checkpoint whose manifest can be read.
+        attempt: which attempt's, if several saved that step; default the newest.
+
+    Raises:
+        NotFound: no complete checkpoint there, or none of that step.
+        Corrupt: none of the checkpoints that match has a manifest that can be read.
+        Unsupported: written by a newer format, or a kind of store that this version does not read.
+        RetryLater: the store failed.
+    """
+    store = home if isinstance(home, Store) else open_store(home)
+    listed = find.list_home(store)
+    every = find.candidates(listed)
+    matching = [(a, s) for a, s in every if step in (None, s) and attempt in (None, a)]
+    if not matching:
+        raise _nothing(store.url, every, step, attempt)
+    run_id = _run_id(store)
+    passed: list[Passed] = []
+    errors: list[HoldfastError] = []
+    for found_attempt, found_step in matching:
+        try:
+            manifest = find.read_manifest(store, found_step, found_attempt, run_id)
+        except (Corrupt, Unsupported, NotFound) as error:
+            errors.append(error)
+            passed.append(Passed(found_step, found_attempt, str(error)))
+            continue
+        return Checkpoint(store, manifest, tuple(passed))
+    raise errors[0]
+
+
+def _run_id(store: Store) -> str | None:
+    try:
+        run: Run | None = find.read_run(store)
+    except Corrupt:
+        return None  # the manifests are sealed on their own; a damaged run document must not lock them in
+    return run.id if run else None
+
+
+def _nothing(url: str, every: list[tuple[int, int]], step: int | None, attempt: int | None) -> NotFound:
+    asked = f"step {step}" if step is not None else "checkpoint"
+    asked += f" of attempt {attempt}" if attempt is not None else ""
+    if not every:
+        return NotFound(f"{url} holds no complete checkpoint.", step=step)
+    shown = ", ".join(f"{s} (attempt {a})" for a, s in every[:20])
+    more = f" and {len(every) - 20} older" if len(every) > 20 else ""
+    message = f"{url} holds no complete {asked}. Complete steps, newest first: {shown}{more}."
+    return NotFound(message, step=step)

@@ -1,0 +1,303 @@
+"""What a home holds: checkpoints with and without a manifest, which is newest, which are whole."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
+from holdfast.format import manifest as manifest_format
+from holdfast.format import names, run
+from holdfast.format import part as part_format
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.hashes import MAX_CHUNK_BYTES, digest
+from holdfast.format.layout import BLOCK_BYTES
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Part
+from holdfast.store.contract import Store
+
+
+@dataclass(slots=True)
+class Saved:
+    """What a listing shows of one step of one attempt, complete or not."""
+
+    step: int
+    attempt: int
+    manifest_bytes: int | None = None  # None: no manifest, so not a checkpoint (yet)
+    parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
+    data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
+
+    @property
+    def is_committed(self) -> bool:
+        """True if there is a manifest; says nothing about what is in it."""
+        return self.manifest_bytes is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all objects of this save."""
+        return (self.manifest_bytes or 0) + sum(self.parts.values()) + sum(self.data.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One listing of a home. `saved` is keyed by (step, attempt)."""
+
+    attempts: tuple[int, ...]  # claimed, ascending
+    saved: dict[tuple[int, int], Saved]
+    foreign: tuple[str, ...]  # objects in step directories that are none of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A checkpoint that was passed over, and why."""
+
+    step: int
+    attempt: int
+    reason: str
+
+
+def list_home(store: Store, *, step: int | None = None) -> Home:
+    """List a home once.
+
+    Args:
+        store: the home.
+        step: list only this step's directory (attempts are then not listed).
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    attempts: list[int] = []
+    foreign: list[str] = []
+    saved: dict[tuple[int, int], Saved] = {}
+    for entry in store.list("" if step is None else names.step_dir(step) + "/"):
+        facts = names.parse(entry.name)
+        if facts is None:
+            continue
+        if facts.kind == "attempt":
+            attempts.append(facts.attempt)
+            continue
+        if facts.kind == "step-other":
+            foreign.append(entry.name)
+            continue
+        one = saved.setdefault((facts.step, facts.attempt), Saved(facts.step, facts.attempt))
+        if facts.kind == "manifest":
+            one.manifest_bytes = entry.num_bytes
+        elif facts.kind == "part":
+            one.parts[facts.rank] = entry.num_bytes
+        else:
+            one.data[facts.rank] = entry.num_bytes
+    return Home(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
+
+
+def candidates(home: Home) -> list[tuple[int, int]]:
+    """(attempt, step) of everything that has a manifest, newest first; mind the order of the pair."""
+    return sorted(((one.attempt, one.step) for one in home.saved.values() if one.is_committed), reverse=True)
+
+
+def read_run(store: Store) -> run.Run | None:
+    """The run that this home holds, None for a home that was never used.
+
+    Raises:
+        Corrupt: the home's own document is damaged.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    try:
+        text = store.get(names.RUN)
+    except NotFound:
+        return None
+    return run.parse(run.Run, text, names.RUN)
+
+
+def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:
+    """The manifest of a step of an attempt, after checking that it is what its name says.
+
+    Args:
+        store: the home.
+        step: step in the manifest's name.
+        attempt: attempt in the manifest's name.
+        run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
+
+    Raises:
+        NotFound: no such manifest.
+        Corrupt: damaged, or the manifest of another step, attempt or run.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    name = names.manifest(step, attempt)
+    found = manifest_format.parse(store.get(name), name)
+    if (found.step, found.attempt) != (step, attempt):
+        message = f"{name} is the manifest of step {found.step}, attempt {found.attempt}, under a wrong name."
+        raise Corrupt(message, step=step, key=name)
+    if run_id is not None and found.run != run_id:
+        message = f"{name} belongs to another run: expected run {run_id}, found {found.run}."
+        raise Corrupt(message, step=step, key=name)
+    if [part.rank for part in found.parts] != list(range(found.world_size)) or not found.parts:
+        ranks = [part.rank for part in found.parts]
+        message = f"{name} says {found.world_size} ranks but lists the parts of ranks {ranks}."
+        raise Corrupt(message, step=step, key=name)
+    owners = {*range(found.world_size), manifest_format.EACH, manifest_format.SPLIT}
+    for key, tensor in found.tensors.items():
+        if tensor.owner not in owners or tensor.dtype not in ITEM_BYTES:
+            message = f"{name} says that {key} is {tensor.dtype!r} and owned by {tensor.owner!r}: not known."
+            raise Corrupt(message, step=step, key=key)
+    return found
+
+
+def check_files(home: Home, manifest: Manifest) -> None:
+    """Check that every file of a checkpoint is listed with the right size.
+
+    Raises:
+        NotFound: a file is missing.
+        Corrupt: a file has another size.
+    """
+    step, attempt = manifest.step, manifest.attempt
+    saved = home.saved.get((step, attempt), Saved(step, attempt))
+    for file in manifest.parts:
+        rank = file.rank
+        _check_size(names.part(step, attempt, rank), file.part_bytes, saved.parts.get(rank), step, rank)
+        _check_size(names.data(step, attempt, rank), file.data_bytes, saved.data.get(rank), step, rank)
+
+
+def _check_size(name: str, expected: int, found: int | None, step: int, rank: int) -> None:
+    error = size_error(name, expected, found, step=step, rank=rank)
+    if error is not None:
+        raise error
+
+
+def size_error(
+    name: str, expected: int, found: int | None, *, step: int, rank: int
+) -> NotFound | Corrupt | None:
+    """What is wrong with a file of `found` bytes (None: there is none), if anything."""
+    if found is None:
+        return NotFound(f"{name} is missing: expected {expected} bytes.", step=step, rank=rank, key=name)
+    if found == expected:
+        return None
+    how = "truncated" if found < expected else "too long"
+    message = f"{name} is {how}: expected {expected} bytes, found {found}."
+    return Corrupt(message, step=step, rank=rank, key=name)
+
+
+def read_part(store: Store, manifest: Manifest, rank: int) -> Part:
+    """A rank's part, after checking that it is the one that was committed.
+
+    Raises:
+        NotFound: no such part.
+        Corrupt: damaged, or not the one that the manifest names.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    name = names.part(manifest.step, manifest.attempt, rank)
+    text = store.get(name)
+    expected, found = manifest.parts[rank].part_xxh3, digest(text)
+    if found != expected:
+        message = (
+            f"{name} is not the part that was committed: expected {manifest.parts[rank].part_bytes} bytes "
+            f"with xxh3:{expected}, found {len(text)} bytes with xxh3:{found}."
+        )
+        raise Corrupt(message, step=manifest.step, rank=rank, key=name)
+    part = part_format.parse(text, name)
+    check_part(part, rank, name)
+    if part.file.num_bytes != manifest.parts[rank].data_bytes:
+        message = (
+            f"{name} and the manifest disagree about the data file: {part.file.num_bytes} and "
+            f"{manifest.parts[rank].data_bytes} bytes."
+        )
+        raise Corrupt(message, step=manifest.step, rank=rank, key=name)
+    return part
+
+
+def check_part(part: Part, rank: int, name: str) -> None:
+    """Check that a part can be read with: its rank, its chunk size, and that its pieces lie inside its file.
+
+    A stranger's part may be sealed and still ask for reads outside its file or for buffers without bound.
+
+    Raises:
+        Corrupt: something in it does not hold.
+    """
+    if part.rank != rank:
+        raise Corrupt(f"{name} is the part of rank {part.rank}.", step=part.step, rank=rank, key=name)
+    chunk_bytes = part.file.chunk_bytes
+    if not 0 < chunk_bytes <= MAX_CHUNK_BYTES or chunk_bytes % BLOCK_BYTES:
+        message = f"{name} has chunks of {chunk_bytes} bytes: expected a multiple of 4 KiB up to 8 MiB."
+        raise Corrupt(message, step=part.step, rank=rank, key=name)
+    for piece, start in zip(part.pieces, part.starts, strict=True):
+        known = piece.dtype in ITEM_BYTES
+        sides = zip(piece.offsets, piece.lengths, piece.shape, strict=False)
+        inside = len(piece.offsets) == len(piece.lengths) == len(piece.shape) and all(
+            0 <= offset <= offset + length <= size for offset, length, size in sides
+        )
+        if not (known and inside and 0 <= start <= part.file.num_bytes - piece.num_bytes):
+            message = f"{name} places {piece.name} at byte {start} as {piece}, which cannot be."
+            raise Corrupt(message, step=part.step, rank=rank, key=piece.name)
+
+
+def finish_commits(store: Store, home: Home, run_id: str | None) -> list[tuple[int, int]]:
+    """Write the manifest of every save that is whole but for it: its keeper fell between part and manifest.
+
+    Returns:
+        (step, attempt) of what is now committed and was not in `home`.
+
+    Raises:
+        RetryLater: the store failed; what was finished before stays finished.
+    """
+    return [key for key, one in sorted(home.saved.items()) if finish_commit(store, one, run_id)]
+
+
+def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
+    """Write the manifest of one save if everything else of it is there.
+
+    A save whose parts are missing, damaged or do not belong together is left as it is: nothing was ever
+    promised about it.
+
+    Returns:
+        True if it is committed now and was not in the listing, by whomever.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
+        return False
+    try:
+        parts = [_read_draft(store, saved, rank) for rank in sorted(saved.parts)]
+        if run_id is not None and parts[0][0].run != run_id:
+            return False
+        merged = manifest_format.merge(parts, id=uuid.uuid4().hex, created_unix_s=time.time())
+    except (Corrupt, NotFound, Unsupported, InvalidInput):
+        return False
+    try:
+        store.put(names.manifest(saved.step, saved.attempt), manifest_format.document(merged), if_absent=True)
+    except Conflict:
+        return True  # its own keeper, or another rank's restore, was first
+    return True
+
+
+def _read_draft(store: Store, saved: Saved, rank: int) -> tuple[Part, bytes]:
+    name = names.part(saved.step, saved.attempt, rank)
+    text = store.get(name)
+    part = part_format.parse(text, name)
+    check_part(part, rank, name)
+    if (part.step, part.attempt, part.file.num_bytes) != (saved.step, saved.attempt, saved.data[rank]):
+        message = f"{name} does not describe the data file beside it."
+        raise Corrupt(message, step=saved.step, rank=rank, key=name)
+    return part, text
+
+
+def superseded(manifests: Iterable[Manifest]) -> set[tuple[int, int]]:
+    """(step, attempt) of checkpoints that a newer attempt went back behind, and so left on a dead branch.
+
+    A newer attempt that restored step B and has committed supersedes every older attempt's steps after B; one
+    that started afresh supersedes all of them.
+    """
+    branches: dict[int, int] = {}
+    every = list(manifests)
+    for one in every:
+        base = -1 if one.base_step is None else one.base_step
+        branches[one.attempt] = min(base, branches.get(one.attempt, base))
+    return {
+        (one.step, one.attempt)
+        for one in every
+        if any(attempt > one.attempt and one.step > base for attempt, base in branches.items())
+    }

@@ -1,0 +1,256 @@
+"""The verified parallel reader: whole chunks into bounce buffers, hashed, and only then handed on."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput
+from holdfast.format import names
+from holdfast.format.hashes import digest
+from holdfast.format.part import Part
+from holdfast.store.contract import Store
+
+READ_BYTES = 8 << 20
+"""Adjacent chunks are read together up to this many bytes; also each thread's buffer, at least one chunk."""
+
+
+class Sink(Protocol):
+    """Where verified bytes go."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Take bytes `offset` onwards of what was wanted; `view` is valid only during the call.
+
+        Called from several threads at once, on disjoint ranges, each byte once.
+        """
+        ...
+
+
+class Want(NamedTuple):
+    """`num_bytes` at byte `start` of a data file are wanted in `sink`."""
+
+    start: int
+    num_bytes: int
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is wanted from the data file of a part."""
+
+    part: Part
+    wanted: Sequence[Want]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What a read did. `num_bytes` counts bytes read from the store, so whole chunks."""
+
+    num_bytes: int
+    num_reads: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Read:
+    """One read: some adjacent chunks of one file, and what is wanted from them."""
+
+    name: str
+    part: Part
+    start: int
+    stop: int
+    wanted: list[Want] = field(default_factory=list)
+
+
+def read(
+    store: Store,
+    jobs: Iterable[Job],
+    *,
+    num_threads: int = 4,
+    on_bytes: Callable[[int], None] | None = None,
+    on_error: Callable[[HoldfastError], None] | None = None,
+) -> ReadStats:
+    """Read what is wanted, hash every chunk it touches, and hand on only what matches.
+
+    Reads no chunk that is not needed and none twice. Memory: one buffer of 8 MiB a thread.
+
+    Args:
+        store: where the data files are.
+        jobs: what is wanted; at most one job a data file.
+        num_threads: threads that read, hash and copy.
+        on_bytes: called with the bytes of each read when it is done; never by two threads at once.
+        on_error: called with each damaged chunk or failed read instead of stopping at the first; never by two
+            threads at once. What is wanted from there is not delivered.
+
+    Raises:
+        Corrupt: a chunk does not match its hash, or a file ends early. Sinks may have been written to.
+        NotFound: a file is missing.
+        RetryLater: the store failed.
+
+    Blocks: until all is read, or until the first error has stopped all threads.
+    """
+    if num_threads < 1:
+        raise InvalidInput(f"num_threads is {num_threads}; at least 1 thread must read.")
+    began = time.perf_counter()
+    reads = [one for job in jobs for one in _plan(job)]
+    crew = _Crew(store, deque(reads), on_bytes, on_error)
+    crew.work(min(num_threads, len(reads)))
+    return ReadStats(sum(one.stop - one.start for one in reads), len(reads), time.perf_counter() - began)
+
+
+def _plan(job: Job) -> list[_Read]:
+    """The reads of a job: needed chunks, adjacent ones together, each with what is wanted from it."""
+    chunk_bytes, file_bytes = job.part.file.chunk_bytes, job.part.file.num_bytes
+    limit = max(READ_BYTES // chunk_bytes, 1)
+    name = names.data(job.part.step, job.part.attempt, job.part.rank)
+    wanted = sorted((want for want in job.wanted if want.num_bytes), key=lambda want: want.start)
+    reads: list[_Read] = []
+    position = 0  # chunks before this one are in a read already
+    first = 0  # first chunk of the open read
+    for start, num_bytes, _ in wanted:
+        chunk, end = start // chunk_bytes, (start + num_bytes - 1) // chunk_bytes + 1
+        if chunk > position or not reads:
+            first = position = max(chunk, position)
+        while position < end:
+            if position - first in (0, limit):
+                first = position
+                reads.append(_Read(name, job.part, first * chunk_bytes, first * chunk_bytes))
+            position = min(end, first + limit)
+            reads[-1].stop = min(position * chunk_bytes, file_bytes)
+    _distribute(wanted, reads)
+    return reads
+
+
+def _distribute(wanted: list[Want], reads: list[_Read]) -> None:
+    starts = [one.start for one in reads]
+    for want in wanted:
+        stop = want.start + want.num_bytes
+        index = bisect_right(starts, want.start) - 1
+        while index < len(reads) and starts[index] < stop:
+            reads[index].wanted.append(want)
+            index += 1
+
+
+class _Crew:
+    """The threads of one `read`, what they share, and how they stop together."""
+
+    def __init__(
+        self,
+        store: Store,
+        todo: deque[_Read],
+        on_bytes: Callable[[int], None] | None,
+        on_error: Callable[[HoldfastError], None] | None,
+    ) -> None:
+        self._store = store
+        self._todo = todo
+        self._on_bytes = on_bytes
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._buffer_bytes = max((one.stop - one.start for one in todo), default=0)
+
+    def work(self, num_threads: int) -> None:
+        """Do all reads with this many threads, the calling one included."""
+        others = range(1, num_threads)
+        threads = [threading.Thread(target=self._loop, name=f"holdfast-read-{i}") for i in others]
+        try:
+            for thread in threads:
+                thread.start()
+            self._loop()
+        finally:
+            if self._errors:
+                self._todo.clear()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _loop(self) -> None:
+        try:
+            self._drain()
+        except BaseException as error:  # noqa: BLE001 - must reach the caller from whatever thread
+            self._errors.append(error)
+            self._todo.clear()
+
+    def _drain(self) -> None:
+        if not self._todo:
+            return
+        with mmap.mmap(-1, self._buffer_bytes) as buffer, memoryview(buffer) as view:
+            while not self._errors:
+                try:
+                    one = self._todo.popleft()
+                except IndexError:
+                    return
+                with view[: one.stop - one.start] as part:
+                    self._do(one, part)
+
+    def _do(self, one: _Read, view: memoryview) -> None:
+        damage = self._fetch(one, view)
+        for error in damage:
+            self._report(error)
+        if not damage:
+            _deliver(one, view)
+        if self._on_bytes is not None:
+            with self._lock:
+                self._on_bytes(len(view))
+
+    def _fetch(self, one: _Read, view: memoryview) -> list[HoldfastError]:
+        try:
+            self._store.read_into(one.name, one.start, view)
+        except HoldfastError as error:
+            return [error]
+        return _damage(one, view)
+
+    def _report(self, error: HoldfastError) -> None:
+        if self._on_error is None:
+            raise error
+        with self._lock:
+            self._on_error(error)
+
+
+def _damage(one: _Read, view: memoryview) -> list[HoldfastError]:
+    """The damage in what was read: one error for each chunk that does not match its hash."""
+    chunk_bytes, chunks = one.part.file.chunk_bytes, one.part.file.chunks
+    damage: list[HoldfastError] = []
+    for start in range(one.start, one.stop, chunk_bytes):
+        stop = min(start + chunk_bytes, one.stop)
+        number = start // chunk_bytes
+        with view[start - one.start : stop - one.start] as chunk:
+            found = digest(chunk)
+        if found != chunks[number]:
+            damage.append(_damaged_chunk(one, number, start, stop, found))
+    return damage
+
+
+def _damaged_chunk(one: _Read, number: int, start: int, stop: int, found: str) -> Corrupt:
+    inside = tensors_at(one.part, start, stop)
+    shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
+    return Corrupt(
+        f"{one.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
+        f"{shown or 'the header'}: expected xxh3:{one.part.file.chunks[number]}, found xxh3:{found}.",
+        step=one.part.step,
+        rank=one.part.rank,
+        key=inside[0] if inside else one.name,
+    )
+
+
+def tensors_at(part: Part, start: int, stop: int) -> list[str]:
+    """Names of the tensors that have bytes between two offsets of a part's data file."""
+    placed = zip(part.pieces, part.starts, strict=True)
+    return [
+        piece.name for piece, at in placed if at < stop and start < at + piece.num_bytes and piece.num_bytes
+    ]
+
+
+def _deliver(one: _Read, view: memoryview) -> None:
+    first, last = one.start, one.stop
+    for start, num_bytes, sink in one.wanted:
+        low, high = max(start, first), min(start + num_bytes, last)
+        sink.write(low - start, view[low - first : high - first])

@@ -1,0 +1,368 @@
+"""Bring the newest checkpoint that verifies back into live objects, the same one on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.errors import (
+    Conflict,
+    Corrupt,
+    HoldfastError,
+    Internal,
+    InvalidInput,
+    NotFound,
+    RetryLater,
+    Unsupported,
+)
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Part
+from holdfast.restore.fill import fill
+from holdfast.restore.find import (
+    Passed,
+    candidates,
+    check_files,
+    finish_commit,
+    list_home,
+    read_manifest,
+    read_run,
+)
+from holdfast.restore.parts import Parts
+from holdfast.store.contract import Store
+
+_PASSABLE = (Corrupt, NotFound, Unsupported, RetryLater)
+"""What speaks against a checkpoint; any other error speaks against the caller or us, and is raised."""
+_KINDS = {
+    kind.kind: kind
+    for kind in (Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater, Unsupported, HoldfastError)
+}
+
+
+class Group(Protocol):
+    """The ranks of a restore; values are small and JSON-able. Both methods are collective."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank, on every rank."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        ...
+
+
+class Loading(Protocol):
+    """A plan for filling live objects from one checkpoint; nothing live has changed when it is made."""
+
+    @property
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """Name of a saved tensor -> contiguous tensor of the saved dtype and shape."""
+        ...
+
+    def finish(self) -> None:
+        """Called once all targets of all ranks are filled and verified."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was restored, and what was passed over for it. Bytes and seconds are this rank's."""
+
+    step: int
+    attempt: int
+    world_size: int  # ranks that saved it
+    num_bytes: int
+    seconds: float
+    passed: tuple[Passed, ...]
+
+
+@dataclass(slots=True)
+class _Result:
+    """How a stage went on this rank; its `wire()` form travels."""
+
+    kind: str = ""  # "" is success
+    message: str = ""
+    is_fatal: bool = False
+    error: BaseException | None = None  # stays on its rank
+
+    def wire(self) -> list[Any]:
+        return [self.kind, self.message, self.is_fatal]
+
+
+@contextmanager
+def _stage(result: _Result, *, passable: tuple[type[HoldfastError], ...] = _PASSABLE) -> Iterator[None]:
+    """Turn whatever goes wrong inside into a result, so that no rank is missing from the next collective."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - what is not passable is raised by `_agree`, once all ranks know
+        known = isinstance(error, HoldfastError)
+        result.kind = error.kind if known else HoldfastError.kind
+        result.message = str(error) if known else f"{type(error).__name__}: {error}"
+        result.is_fatal = not isinstance(error, passable)
+        result.error = error
+
+
+def restore_newest(
+    store: Store,
+    state_load: Callable[[Manifest, Part], Loading],
+    *,
+    rank: int,
+    world_size: int,
+    group: Group,
+    step: int | None = None,
+    num_threads: int = 4,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Restored | None:
+    """Fill live objects from the newest checkpoint that every rank can read and verify.
+
+    Saves that lack only their manifest are committed first. A checkpoint that a newer attempt went back
+    behind is not fallen back to; it can be asked for by its step.
+
+    Args:
+        store: the home.
+        state_load: makes the plan for filling this rank's live objects from a checkpoint. Its part is that of
+            rank `rank` modulo the saved world size.
+        rank: this rank.
+        world_size: number of ranks that restore; need not be the number that saved.
+        group: the ranks that restore.
+        step: restore this step and no other; the attempts that saved it are tried newest first.
+        num_threads: threads that read, hash and copy.
+        on_bytes: called with the bytes of each read when it is done; never by two threads at once.
+
+    Returns:
+        What was restored; None if the home holds no checkpoint, so that training starts afresh.
+
+    Raises:
+        NotFound: there is no checkpoint of `step`.
+        Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
+            Or what can be restored does not hold tensors that a damaged one had already been read into.
+        RetryLater, NotFound, Unsupported: there are checkpoints, all passed over for this kind of reason.
+        InvalidInput: the live objects do not fit the checkpoint, on some rank.
+        HoldfastError: another rank failed with an error that is none of Holdfast's.
+
+    Ranks: collective; every rank returns the same step, None, or raises.
+    Blocks: until all ranks are restored.
+    """
+    began = time.perf_counter()
+    survey = _survey(store, rank, group, step)
+    one = _Restore(store, state_load, rank, world_size, group, num_threads, on_bytes, survey["run"])
+    passed = [Passed(*row) for row in survey["passed"]]
+    kinds = [RetryLater.kind] * len(passed)
+    floor: dict[int, int] = {}  # attempt -> step that it went back to
+    for attempt, number in survey["candidates"]:
+        behind = [newer for newer, base in floor.items() if newer > attempt and number > base]
+        if step is None and behind:
+            reason = f"superseded: attempt {behind[0]} went on from step {max(floor[behind[0]], 0)}"
+            passed.append(Passed(number, attempt, reason))
+            kinds.append("superseded")
+            continue
+        tried = one.attempt(number, attempt)
+        if tried.kinds:
+            passed.append(Passed(number, attempt, tried.reason))
+            kinds += tried.kinds
+            if tried.base_step is not None:
+                floor[attempt] = tried.base_step
+            continue
+        seconds = time.perf_counter() - began
+        return Restored(number, attempt, tried.saved_world_size, tried.num_bytes, seconds, tuple(passed))
+    if not survey["candidates"] and step is None and not passed:
+        return None
+    raise _none_good(store.url, passed, kinds, one.touched, step)
+
+
+def _survey(store: Store, rank: int, group: Group, step: int | None) -> dict[str, Any]:
+    """Rank 0's look at the home, on every rank."""
+    result, found = _Result(), {}
+    if rank == 0:
+        with _stage(result):
+            found = _look(store, step)
+    shared = group.share([result.wire(), found])
+    if shared[0][0]:
+        if result.error is not None:
+            raise result.error
+        kind, message, _ = shared[0]
+        raise _KINDS[kind](f"Rank 0 could not look into {store.url}: {message}", rank=0)
+    return shared[1]
+
+
+def _look(store: Store, step: int | None) -> dict[str, Any]:
+    run = read_run(store)
+    run_id = run.id if run else None
+    home = list_home(store)
+    passed = []
+    finished = 0
+    for (saved_step, attempt), saved in sorted(home.saved.items()):
+        try:
+            finished += finish_commit(store, saved, run_id)
+        except RetryLater as error:  # noqa: PERF203 - the others must be tried too
+            passed.append([saved_step, attempt, f"its manifest is missing and could not be written: {error}"])
+    every = candidates(list_home(store) if finished else home)
+    if step is not None:
+        passed = [row for row in passed if row[0] == step]
+        if not passed and not any(found == step for _, found in every):
+            shown = ", ".join(f"{s} (attempt {a})" for a, s in every[:20]) or "none"
+            message = f"{store.url} holds no complete step {step}. Complete steps, newest first: {shown}."
+            raise NotFound(message, step=step)
+        every = [pair for pair in every if pair[1] == step]
+    return {"run": run_id, "candidates": every, "passed": passed}
+
+
+@dataclass(slots=True)
+class _Tried:
+    """What came of one candidate, the same on every rank but for `num_bytes`."""
+
+    kinds: list[str]  # of the reasons against it; none: it is restored
+    reason: str = ""
+    base_step: int | None = None
+    saved_world_size: int = 0
+    num_bytes: int = 0
+
+
+class _Restore:
+    """One rank's side of a restore over several candidates."""
+
+    def __init__(
+        self,
+        store: Store,
+        state_load: Callable[[Manifest, Part], Loading],
+        rank: int,
+        world_size: int,
+        group: Group,
+        num_threads: int,
+        on_bytes: Callable[[int], None] | None,
+        run_id: str | None,
+    ) -> None:
+        self.touched: set[str] = set()  # names of targets that may hold bytes of a checkpoint passed over
+        self._store = store
+        self._state_load = state_load
+        self._rank = rank
+        self._world_size = world_size
+        self._group = group
+        self._num_threads = num_threads
+        self._on_bytes = on_bytes
+        self._run_id = run_id
+
+    def attempt(self, step: int, attempt: int) -> _Tried:
+        """Restore one candidate, or learn on all ranks why not.
+
+        The cheap checks are agreed on before any rank changes anything live.
+        """
+        result, bases = _Result(), []
+        with _stage(result):
+            manifest = read_manifest(self._store, step, attempt, self._run_id)
+            bases.append(-1 if manifest.base_step is None else manifest.base_step)
+            check_files(list_home(self._store, step=step), manifest)
+            parts = Parts(self._store, manifest)
+            part = parts.part(self._rank % manifest.world_size)
+        against, base_step = self._agree(result, bases)
+        if against:
+            return _Tried(*_reason(against), base_step=base_step)
+        loading, num_bytes = self._load(result, manifest, part, parts)
+        against, _ = self._agree(result, bases)
+        if against:
+            return _Tried(*_reason(against), base_step=base_step)
+        with _stage(result, passable=()):
+            loading.finish()
+        self._agree(result, bases)
+        return _Tried([], base_step=base_step, saved_world_size=manifest.world_size, num_bytes=num_bytes)
+
+    def _load(self, result: _Result, manifest: Manifest, part: Part, parts: Parts) -> tuple[Loading, int]:
+        """Plan and fill; what it returns counts only if `result` is a success."""
+        loading, num_bytes = _NOTHING, 0
+        with _stage(result):
+            loading = self._state_load(manifest, part)
+        if not result.kind:
+            with _stage(result, passable=()):
+                self._check_left_over(loading, manifest)
+        if not result.kind:
+            with _stage(result):
+                self.touched.update(loading.targets)
+                num_bytes = self._fill(loading, manifest, parts)
+        return loading, num_bytes
+
+    def _fill(self, loading: Loading, manifest: Manifest, parts: Parts) -> int:
+        return fill(
+            self._store,
+            manifest,
+            loading.targets,
+            self._rank,
+            num_threads=self._num_threads,
+            on_bytes=self._on_bytes,
+            parts=parts,
+        ).num_bytes
+
+    def _check_left_over(self, loading: Loading, manifest: Manifest) -> None:
+        left = sorted(self.touched - loading.targets.keys())
+        if left:
+            message = (
+                f"A newer checkpoint was found to be damaged after {_some(left)} had been read from it, and "
+                f"step {manifest.step} does not hold these. The live state mixes steps: make it anew, then "
+                f"restore step {manifest.step} by its number."
+            )
+            raise Corrupt(message, step=manifest.step, rank=self._rank, key=left[0])
+
+    def _agree(self, result: _Result, bases: list[int]) -> tuple[list[tuple[int, str, str]], int | None]:
+        """(rank, kind, message) of every rank that speaks against the candidate, and the base step it has.
+
+        Raises:
+            HoldfastError: a rank failed in a way that no other checkpoint would mend.
+        """
+        rows = self._group.gather([result.wire(), bases])
+        found = [base for _, known in rows for base in known]
+        against = [(rank, kind, text) for rank, ((kind, text, _), _) in enumerate(rows) if kind]
+        fatal = [(rank, kind, text) for rank, ((kind, text, is_fatal), _) in enumerate(rows) if is_fatal]
+        if fatal and result.is_fatal and result.error is not None:
+            raise result.error
+        if fatal:
+            rank, kind, text = fatal[0]
+            raise _KINDS.get(kind, HoldfastError)(f"Restoring failed on rank {rank}: {text}", rank=rank)
+        return against, (found[0] if found else None)
+
+
+class _Nothing:
+    targets: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    def finish(self) -> None:
+        """Never called: without a plan there is a reason against the checkpoint."""
+
+
+_NOTHING = _Nothing()
+
+
+def _reason(against: list[tuple[int, str, str]]) -> tuple[list[str], str]:
+    """Kinds, and one line, of what ranks say against a candidate, those that say the same together."""
+    ranks: dict[str, list[int]] = {}
+    for rank, _, text in against:
+        ranks.setdefault(text, []).append(rank)
+    lines = [f"{'rank' if len(who) == 1 else 'ranks'} {_some(who)}: {text}" for text, who in ranks.items()]
+    return [kind for _, kind, _ in against], " | ".join(lines)
+
+
+def _some(items: Sequence[object], most: int = 10) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(str(item) for item in items[:most]) + more
+
+
+def _none_good(
+    url: str, passed: list[Passed], kinds: list[str], touched: set[str], step: int | None
+) -> HoldfastError:
+    """The error for a home whose checkpoints are all bad: of one kind if all reasons are, else Corrupt."""
+    every = "".join(f"\n  step {one.step}, attempt {one.attempt}: {one.reason}" for one in passed)
+    asked = "checkpoint" if step is None else f"checkpoint of step {step}"
+    mixed = (
+        f" {len(touched)} live tensors may hold bytes of a damaged checkpoint: do not train with them."
+        if touched
+        else ""
+    )
+    message = (
+        f"{url} has {len(passed)} {asked}{'' if len(passed) == 1 else 's'}, but none could be restored, and "
+        f"training must not start from zero unnoticed.{mixed} Repair one, or start afresh in another "
+        f"home.{every}"
+    )
+    kind = _KINDS[kinds[0]] if len(set(kinds)) == 1 and kinds[0] in _KINDS else Corrupt
+    return kind(message, step=step)

@@ -1,0 +1,140 @@
+"""Re-hash every byte of a checkpoint and collect every problem there is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.errors import Corrupt, HoldfastError
+from holdfast.format import names
+from holdfast.format.manifest import EACH, Manifest
+from holdfast.format.part import Part
+from holdfast.restore.find import Home, list_home, read_manifest, size_error
+from holdfast.restore.parts import Parts
+from holdfast.restore.read import Job, Want, read
+from holdfast.store.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. `kind` is an error's: corrupt, not-found, retry-later or unsupported."""
+
+    kind: str
+    rank: int | None
+    key: str | None  # the tensor or the object concerned
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found. `extra` files are in the way of nothing and are no problem."""
+
+    step: int
+    attempt: int
+    problems: tuple[Problem, ...]
+    extra: tuple[str, ...]
+    num_files: int
+    num_bytes: int  # of data files, read and hashed
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """True if every byte is the byte that was written."""
+        return not self.problems
+
+
+class _Nowhere:
+    def write(self, offset: int, view: memoryview) -> None:
+        """Hashing is all that is wanted."""
+
+
+def verify(
+    store: Store,
+    manifest: Manifest,
+    *,
+    num_threads: int = 4,
+    on_bytes: Callable[[int], None] | None = None,
+) -> VerifyReport:
+    """Check every file of every rank of a checkpoint; damage is collected, not raised.
+
+    Args:
+        store: the home.
+        manifest: the checkpoint.
+        num_threads: threads that read and hash.
+        on_bytes: called with the bytes of each read when it has been hashed; in all at most
+            `manifest.data_bytes`.
+
+    Raises:
+        RetryLater: the store cannot even list the home.
+
+    Blocks: until everything has been read once.
+    """
+    began = time.perf_counter()
+    problems: list[Problem] = []
+
+    def note(error: HoldfastError) -> None:
+        problems.append(Problem(error.kind, error.rank, error.key, str(error)))
+
+    home = list_home(store, step=manifest.step)
+    try:
+        read_manifest(store, manifest.step, manifest.attempt, manifest.run)
+    except HoldfastError as error:
+        note(error)
+    jobs, parts = [], Parts(store, manifest)
+    for rank in range(manifest.world_size):
+        try:
+            part = parts.part(rank)
+        except HoldfastError as error:
+            note(error)
+            continue
+        present = _present_bytes(home, part, note)
+        jobs.append(Job(part, [Want(0, present, _Nowhere())]))
+    if len(jobs) == manifest.world_size:
+        _check_tensors(parts, note)
+    stats = read(store, jobs, num_threads=num_threads, on_bytes=on_bytes, on_error=note)
+    return VerifyReport(
+        step=manifest.step,
+        attempt=manifest.attempt,
+        problems=tuple(problems),
+        extra=_extra(home, manifest),
+        num_files=1 + 2 * manifest.world_size,
+        num_bytes=stats.num_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _present_bytes(home: Home, part: Part, note: Callable[[HoldfastError], None]) -> int:
+    """Bytes of a data file that are there to be hashed: all, or the chunks before a truncation."""
+    saved = home.saved.get((part.step, part.attempt))
+    found = saved.data.get(part.rank) if saved else None
+    name, expected = names.data(part.step, part.attempt, part.rank), part.file.num_bytes
+    error = size_error(name, expected, found, step=part.step, rank=part.rank)
+    if error is None:
+        return expected
+    note(error)
+    return min(expected, found - found % part.file.chunk_bytes) if found else 0
+
+
+def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
+    """Note each tensor of the manifest that the parts do not hold as it says."""
+    for name, tensor in parts.manifest.tensors.items():
+        if tensor.owner == EACH:
+            continue  # a rank may have none
+        try:
+            for _ in parts.pieces_of(name, 0):
+                pass
+        except Corrupt as error:
+            note(error)
+
+
+def _extra(home: Home, manifest: Manifest) -> tuple[str, ...]:
+    """Objects beside a checkpoint that nothing refers to."""
+    step, attempt = manifest.step, manifest.attempt
+    saved = home.saved.get((step, attempt))
+    beyond = range(manifest.world_size)
+    found = list(home.foreign)
+    if saved is not None:
+        found += [names.part(step, attempt, rank) for rank in saved.parts if rank not in beyond]
+        found += [names.data(step, attempt, rank) for rank in saved.data if rank not in beyond]
+    return tuple(sorted(found))

@@ -1,0 +1,7 @@
+"""Arenas and the copy that does not stop training."""
+
+from holdfast.stage.arena import Arena, Arenas
+from holdfast.stage.plan import Plan
+from holdfast.stage.stager import Stager, Staging
+
+__all__ = ["Arena", "Arenas", "Plan", "Stager", "Staging"]

@@ -1,0 +1,197 @@
+"""Arenas: shared-memory buffers that each hold one staged file image, recycled and capped in bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from holdfast.errors import InvalidInput, RetryLater
+from holdfast.quantity import say_bytes
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; where it is unknown the first copy pays for the page faults instead
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Arena:
+    """A memfd mapped into this process. A memfd and not /dev/shm, which is 64 MB in most containers.
+
+    Args:
+        number: name of the arena towards the keeper, unique in this process.
+        num_bytes: capacity; rounded up to whole pages.
+    """
+
+    def __init__(self, number: int, num_bytes: int) -> None:
+        self.number = number
+        self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = os.memfd_create(f"holdfast-arena-{number}")
+        os.ftruncate(self.fd, self.num_bytes)
+        self._map = mmap.mmap(self.fd, self.num_bytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)  # (num_bytes,) uint8, page-aligned
+        self.views: dict[int, list[torch.Tensor]] = {}  # filled by Plan.views: a plan's tensors in this arena
+        self._pinned = False
+
+    def prefault(self) -> None:
+        """Have the kernel provide all pages now.
+
+        Blocks: for about 1 s per GB of memory that the machine has not touched before; releases the GIL.
+
+        Raises:
+            RetryLater: the machine has not that much memory.
+        """
+        try:
+            os.posix_fallocate(self.fd, 0, self.num_bytes)
+        except OSError as error:
+            raise RetryLater(
+                f"The machine has no {say_bytes(self.num_bytes)} of memory for an arena: {error.strerror}. "
+                "Lower memory=, or give the container more."
+            ) from error
+        address = ctypes.c_void_p(self.bytes.data_ptr())
+        _libc.madvise(address, ctypes.c_size_t(self.num_bytes), _MADV_POPULATE_WRITE)
+
+    def pin(self) -> None:
+        """Page-lock for CUDA, so that copies from the device run beside computation. Once per arena."""
+        if self._pinned:
+            return
+        status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, 0)
+        if int(status) != 0:
+            raise RetryLater(
+                f"CUDA refused to page-lock {say_bytes(self.num_bytes)} (cudaHostRegister: error {int(status)}). "
+                "Raise the memlock limit (ulimit -l), or lower memory=."
+            )
+        self._pinned = True
+
+    def close(self) -> None:
+        """Give the memory back. The keeper's own mapping of it stays valid."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        self.views.clear()
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        os.close(self.fd)
+
+
+class Arenas:
+    """All arenas of this process, together never more than `cap_bytes`."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self.cap_bytes = cap_bytes
+        self._free: list[Arena] = []
+        self._all: dict[int, Arena] = {}
+        self._count = 0
+        self._preparing = 0
+        self._refused: RetryLater | None = None
+        self._changed = threading.Condition()
+
+    def numbers(self) -> list[int]:
+        """The numbers of all arenas that exist."""
+        with self._changed:
+            return list(self._all)
+
+    def prepare(self, num_bytes: int, *, then: Callable[[Arena], object]) -> None:
+        """Make one arena of `num_bytes` ready in the background, if none is there yet; then call `then` with it."""
+        with self._changed:
+            if self._all or num_bytes > self.cap_bytes:
+                return
+            arena = self._new(num_bytes)
+            self._preparing += 1
+        threading.Thread(target=self._prefault, args=(arena, then), name="holdfast-prefault", daemon=True).start()
+
+    def _prefault(self, arena: Arena, then: Callable[[Arena], object]) -> None:
+        try:
+            arena.prefault()
+            then(arena)
+        except RetryLater as error:
+            self._refused = error  # raised by the next acquire
+        with self._changed:
+            self._preparing -= 1
+            self._free.append(arena)
+            self._changed.notify_all()
+
+    def wait_prepared(self) -> None:
+        """Wait for the arena that `prepare` makes.
+
+        Raises:
+            RetryLater: the machine has not that much memory.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._preparing)
+            self._raise_refused()
+
+    def _raise_refused(self) -> None:
+        if (error := self._refused) is not None:
+            self._refused = None
+            self._drop_free()
+            raise error
+
+    def _new(self, num_bytes: int) -> Arena:
+        self._count += 1
+        arena = Arena(self._count, num_bytes)
+        self._all[arena.number] = arena
+        return arena
+
+    def has_room(self, num_bytes: int) -> bool:
+        """True if `acquire` would not wait."""
+        with self._changed:
+            return self._available(num_bytes)
+
+    def _available(self, num_bytes: int) -> bool:
+        if any(arena.num_bytes >= num_bytes for arena in self._free):
+            return True
+        if self._preparing:
+            return False  # better to wait for that one than to touch as much memory again
+        busy = sum(arena.num_bytes for arena in self._all.values()) - sum(a.num_bytes for a in self._free)
+        return busy + num_bytes + mmap.PAGESIZE <= self.cap_bytes
+
+    def acquire(self, num_bytes: int, *, timeout_s: float | None = None) -> Arena | None:
+        """A free arena of at least `num_bytes`; None if none came free in time.
+
+        Blocks: until an arena is free, when the cap does not allow another.
+
+        Raises:
+            InvalidInput: `num_bytes` is more than the cap.
+        """
+        if num_bytes + mmap.PAGESIZE > self.cap_bytes:
+            raise InvalidInput(
+                f"A save of this rank needs an arena of {say_bytes(num_bytes)}, but memory= allows "
+                f"{say_bytes(self.cap_bytes)} in all. Nothing was saved. Raise memory=."
+            )
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._available(num_bytes):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            self._raise_refused()
+            for arena in self._free:
+                if arena.num_bytes >= num_bytes:
+                    self._free.remove(arena)
+                    return arena
+            self._drop_free()  # too small for the state as it is now
+            return self._new(num_bytes)
+
+    def _drop_free(self) -> None:
+        for arena in self._free:
+            del self._all[arena.number]
+            arena.close()
+        self._free.clear()
+
+    def release(self, arena: Arena) -> None:
+        """Put an arena back for the next save."""
+        with self._changed:
+            if arena.number in self._all:
+                self._free.append(arena)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give all memory back. Nothing may be using an arena any more."""
+        with self._changed:
+            for arena in self._all.values():
+                arena.close()
+            self._all.clear()
+            self._free.clear()

@@ -1,0 +1,193 @@
+"""Copies a state into an arena: at once what anything may change, in the background what an optimizer owns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.killpoint import kill_point
+from holdfast.stage.arena import Arena
+from holdfast.stage.plan import Plan
+
+_GROUP_BYTES = 64 << 20  # copied in one call without the interpreter; small enough to see a failing thread early
+
+
+@dataclass
+class Staging:
+    """One copy under way."""
+
+    arena: Arena
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    changed: str | None = None  # name of a tensor that changed during the copy: the copy is torn
+    copied_event: torch.cuda.Event | None = None  # CUDA: all copies have run on the device
+    stepped: bool = False  # CUDA: an optimizer's update is queued behind the copies
+
+    @property
+    def torn(self) -> bool:
+        """True if the copy may mix two steps and must not be used."""
+        return self.changed is not None
+
+
+class Stager:
+    """Runs the copies of one process, one after the other, and makes the optimizers wait for them.
+
+    `waited_s` is the time that optimizers have spent waiting, in all.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._current: Staging | None = None
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._thread: threading.Thread | None = None
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Make each optimizer's next steps wait for the copy under way."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        staging = self._current
+        if staging is None or staging.done.is_set():
+            return
+        if staging.copied_event is not None:
+            # On the device, not here: the update's kernels queue behind the copies, Python goes on.
+            staging.stepped = True
+            torch.cuda.current_stream().wait_event(staging.copied_event)
+            return
+        began = time.perf_counter()
+        staging.done.wait()
+        self.waited_s += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait for the copy under way."""
+        if self._current is not None:
+            self._current.done.wait()
+
+    def stage(
+        self,
+        plan: Plan,
+        tensors: Mapping[str, torch.Tensor],
+        arena: Arena,
+        *,
+        then: Callable[[Staging], None],
+    ) -> Staging:
+        """Start copying `tensors` into `arena`.
+
+        Returns when all that no optimizer owns is copied. `then` runs in the background thread when the rest
+        is copied too, whether or not that went well.
+
+        Blocks: for the copy of the eager tensors, and for an earlier copy that is still under way.
+        """
+        self.wait()
+        staging = Staging(arena)
+        self._current = staging
+        live = [tensors[name] for name in plan.names]
+        cuda = any(tensor.is_cuda for tensor in live)
+        if cuda:
+            arena.pin()
+        views = plan.views(arena)
+        if cuda:
+            self._start_cuda(staging, plan, live, views)
+        else:
+            with torch.no_grad():
+                _copy([views[i] for i in plan.eager], [live[i] for i in plan.eager])
+        kill_point("trainer.staging")
+        versions = _versions([live[i] for i in plan.background])
+        work = _Background(staging, plan, live, views, versions, then)
+        self._thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
+        self._thread.start()
+        return staging
+
+    def _start_cuda(
+        self, staging: Staging, plan: Plan, live: list[torch.Tensor], views: list[torch.Tensor]
+    ) -> None:
+        """Queue all copies on a side stream; wait here only for the eager ones."""
+        stream = _side_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(stream):
+            _copy([views[i] for i in plan.eager], [live[i] for i in plan.eager], non_blocking=True)
+            eager_done = torch.cuda.Event()
+            eager_done.record(stream)
+            _copy([views[i] for i in plan.background], [live[i] for i in plan.background], non_blocking=True)
+            staging.copied_event = torch.cuda.Event()
+            staging.copied_event.record(stream)
+        eager_done.synchronize()
+
+    def close(self) -> None:
+        """Wait for the copy under way and let go of the optimizers."""
+        if self._thread is not None:
+            self._thread.join()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+
+@dataclass
+class _Background:
+    """The part of a staging that runs beside training. It holds the tensors, so their memory stays theirs."""
+
+    staging: Staging
+    plan: Plan
+    live: list[torch.Tensor]
+    views: list[torch.Tensor]
+    versions: list[int | None]
+    then: Callable[[Staging], None]
+
+    def run(self) -> None:
+        staging, indices = self.staging, self.plan.background
+        try:
+            if staging.copied_event is not None:
+                staging.copied_event.synchronize()
+            else:
+                with torch.no_grad():
+                    for group in _groups(self.live, indices):
+                        _copy([self.views[i] for i in group], [self.live[i] for i in group])
+            after = _versions([self.live[i] for i in indices])
+            if after != self.versions and not staging.stepped:  # a queued step's version bump is no tear
+                first = next(i for i, (a, b) in enumerate(zip(self.versions, after, strict=True)) if a != b)
+                staging.changed = self.plan.names[indices[first]]
+        except Exception as error:  # noqa: BLE001 - any failure of the copy belongs to the save, which raises it
+            staging.error = error
+        try:
+            self.then(staging)
+        finally:
+            staging.done.set()
+
+
+def _copy(views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    if views:
+        torch._foreach_copy_(views, live, non_blocking)  # one call, without the interpreter lock
+
+
+def _groups(live: list[torch.Tensor], indices: tuple[int, ...]) -> Iterable[list[int]]:
+    group: list[int] = []
+    num_bytes = 0
+    for i in indices:
+        group.append(i)
+        num_bytes += live[i].nbytes
+        if num_bytes >= _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int | None]:
+    # Tensors made in inference mode count no versions; the optimizer's hook is their only guard.
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+_stream: torch.cuda.Stream | None = None
+
+
+def _side_stream() -> torch.cuda.Stream:
+    global _stream
+    if _stream is None:
+        _stream = torch.cuda.Stream()
+    return _stream

@@ -1,0 +1,10 @@
+"""Training objects <-> named tensors and values: what a checkpoint holds, and how it comes back."""
+
+from holdfast.state.assignment import assign
+from holdfast.state.capture import Captured
+from holdfast.state.live import State
+from holdfast.state.load import Load
+from holdfast.state.spread import per_rank, replicated
+from holdfast.state.tensors import dtype_name, torch_dtype
+
+__all__ = ["Captured", "Load", "State", "assign", "dtype_name", "per_rank", "replicated", "torch_dtype"]

@@ -1,0 +1,225 @@
+"""State: the live training objects by key; what a save takes from them and how a load fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from holdfast.errors import InvalidInput
+from holdfast.format.manifest import Tensor
+from holdfast.state import rng
+from holdfast.state.capture import Captured, Sink
+from holdfast.state.entry import Entry
+from holdfast.state.load import Load, Phase, Plan, leftover, mismatch, renamer
+from holdfast.state.modules import ModuleEntry
+from holdfast.state.objects import (
+    GeneratorEntry,
+    StatefulEntry,
+    TensorEntry,
+    ValueEntry,
+    is_generator,
+    is_stateful,
+)
+from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, own_parameters
+from holdfast.state.spread import Marked, Spread
+from holdfast.state.tree import graft, references
+
+
+class State:
+    """The training objects that a checkpoint holds, by top-level key.
+
+    Args:
+        objects: modules, optimizers, anything with state_dict() and load_state_dict(), tensors, random
+            number generators, plain values and containers of these. The mapping itself is kept: an object
+            that is put into it later is saved from then on, and plain values are restored into it.
+
+    Raises:
+        InvalidInput: a key or a value that cannot be saved, named by its key path.
+        Unsupported: a kind of tensor or module that this version cannot save.
+    """
+
+    def __init__(self, objects: MutableMapping[str, Any]) -> None:
+        self._objects = objects
+        self._entries: dict[str, Entry] = {}
+        self._checked: set[str] = set()
+        for key, entry in self._current().items():
+            if isinstance(entry, (ValueEntry, GeneratorEntry)):
+                _capture(key, entry, Sink(1, self._checked))
+            elif isinstance(entry, ModuleEntry) and entry.has_meta():
+                continue  # it is there to be restored
+            elif isinstance(entry, (ModuleEntry, TensorEntry)):
+                _capture(key, entry, Sink(1, self._checked))
+
+    def capture(self) -> Captured:
+        """All tensors and values of the state at this moment, the process-wide RNG states included.
+
+        Tensors are not copied: they must be, before anything changes them.
+
+        Raises:
+            InvalidInput: a value that cannot be saved, or two tensors with one name.
+            Unsupported: a kind of tensor that cannot be saved.
+
+        Ranks: not collective by itself; a user's state_dict() may be.
+        """
+        entries = self._current()
+        sink = Sink(_world()[1], self._checked)
+        captured = {key: _capture(key, entry, sink) for key, entry in _ordered(entries)}
+        for optimizer in self._hooked(entries):
+            own_parameters(optimizer, sink)
+        values = {key: captured[key] for key in entries}
+        values[rng.KEY] = rng.capture(sink)
+        return sink.captured(values)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose next step may change tensors that `Captured.owned` names."""
+        return self._hooked(self._current())
+
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        values: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        only: Collection[str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        own_rank: bool = True,
+    ) -> Load:
+        """Plan how the live state is filled from a checkpoint. Nothing live is changed.
+
+        Args:
+            tensors: the checkpoint's tensors by name.
+            tied: its aliases.
+            values: encoded values of the part that is chosen for this rank.
+            strict: refuse names that only one side has; else they are listed in the plan and left alone.
+            only: top-level keys (live names) to restore; all of them by default.
+            rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
+                tensors, of top-level keys and of parameters inside an optimizer's state.
+            own_rank: `values` were saved by this very rank; else RNG states are not restored but seeds are
+                derived from them, so that no two ranks draw the same numbers.
+
+        Raises:
+            InvalidInput: the state and the checkpoint do not fit each other.
+            Unsupported: a dtype or kind of tensor that cannot be restored here.
+        """
+        entries = self._current()
+        wanted = self._wanted(only)
+        plan = Plan(tensors, tied, values, renamer(rename))
+        for key, entry in _ordered(entries):
+            if wanted is None or key in wanted:
+                entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
+        if wanted is None or rng.KEY in wanted:
+            _plan_rng(plan, own_rank=own_rank)
+        extra = leftover(plan, [*entries, rng.KEY], wanted, values)
+        if strict and (plan.missing or extra):
+            raise mismatch(plan.missing, extra)
+        return Load(plan, extra)
+
+    def _wanted(self, only: Collection[str] | None) -> set[str] | None:
+        if only is None:
+            return None
+        chosen = {only} if isinstance(only, str) else set(only)
+        if unknown := sorted(chosen - set(self._objects) - {rng.KEY}):
+            message = f"only= names {unknown}, which the state does not have; it has {sorted(self._objects)}."
+            raise InvalidInput(message, key=unknown[0])
+        return chosen
+
+    def _current(self) -> dict[str, Entry]:
+        """The entries of the mapping as it is now; those of objects that are still there are kept."""
+        entries: dict[str, Entry] = {}
+        for key, marked in self._objects.items():
+            value, spread = (marked.value, marked.spread) if isinstance(marked, Marked) else (marked, None)
+            known = self._entries.get(key)
+            if known is None or known.value is not value or known.spread is not spread or _is_stale(known):
+                _check_key(key)
+                known = self._classify(key, value, spread)
+            entries[key] = known
+        self._entries = entries
+        return entries
+
+    def _classify(self, key: str, value: Any, spread: Spread | None) -> Entry:
+        if isinstance(value, torch.nn.Module):
+            return ModuleEntry(key, value, spread)
+        if isinstance(value, torch.optim.Optimizer) and has_step_hooks(value) and is_plain(value):
+            return OptimizerEntry(key, value, spread, self._parameter_names)
+        if isinstance(value, torch.Tensor):
+            return TensorEntry(key, value, spread)
+        if is_generator(value):
+            return GeneratorEntry(key, value, spread)
+        if is_stateful(value) and not isinstance(value, type):
+            return StatefulEntry(key, value, spread)
+        return ValueEntry(key, value, spread)
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Names of all live parameters of the state by id, also of those on meta."""
+        names: dict[int, str] = {}
+        for entry in self._entries.values():
+            if isinstance(entry, ModuleEntry):
+                for name, parameter in entry.named_parameters():
+                    names.setdefault(id(parameter), name)
+        for entry in self._entries.values():
+            if isinstance(entry, TensorEntry) and isinstance(entry.value, torch.nn.Parameter):
+                names.setdefault(id(entry.value), entry.key)
+        return names
+
+    def _hooked(self, entries: Mapping[str, Entry]) -> list[torch.optim.Optimizer]:
+        values = [entry.value for entry in entries.values()]
+        return [v for v in values if isinstance(v, torch.optim.Optimizer) and has_step_hooks(v)]
+
+
+def _capture(key: str, entry: Entry, sink: Sink) -> Any:
+    try:
+        return entry.capture(sink)
+    except RecursionError as error:
+        raise InvalidInput(f"{key} contains itself, or is too deeply nested.", key=key) from error
+
+
+def _ordered(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
+    """Modules and tensors first: optimizers name their state after them."""
+    return sorted(entries.items(), key=lambda pair: not isinstance(pair[1], (ModuleEntry, TensorEntry)))
+
+
+def _is_stale(entry: Entry) -> bool:
+    """True if an optimizer has got or lost hooks that decide how it is saved."""
+    value = entry.value
+    if not isinstance(value, torch.optim.Optimizer) or not has_step_hooks(value):
+        return False
+    return is_plain(value) is not isinstance(entry, OptimizerEntry)
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str) or not key or key == rng.KEY or "/" in key or "@" in key:
+        message = (
+            f"{key!r} cannot be a key of the state: keys are non-empty strings without '/' and '@', and "
+            f"{rng.KEY!r} is kept for the random number generators."
+        )
+        raise InvalidInput(message, key=str(key))
+
+
+def _plan_rng(plan: Plan, *, own_rank: bool) -> None:
+    tree = plan.values(rng.KEY)
+    if tree is None:
+        plan.notes.append("rng: the checkpoint has no generator states; the present ones stay.")
+        return
+    for name in references(tree):
+        plan.fresh(name)
+    rank, world_size = _world()
+
+    def finish() -> None:
+        values = graft(tree, plan.tensor)
+        if own_rank:
+            plan.notes.extend(rng.restore(values))
+        else:
+            plan.notes.append(rng.derive(values, rank=rank, world_size=world_size))
+
+    plan.do(Phase.RNG, finish)
+
+
+def _world() -> tuple[int, int]:
+    """This process's rank, and the number of ranks."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

@@ -1,0 +1,329 @@
+"""Load: the plan by which saved tensors and values come back into the live state, and its last steps."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.errors import InvalidInput
+from holdfast.format.manifest import Tensor
+from holdfast.format.values import decode
+from holdfast.state.tensors import (
+    PLAIN,
+    copy,
+    is_plain_memory,
+    is_same_view,
+    refuse_to_fill,
+    torch_dtype,
+)
+
+Rename = Callable[[str], str]
+_MAX_LISTED = 10
+_UNTIED = "tied in the live state but saved as two tensors; the one named later counts."
+
+
+class Phase(enum.IntEnum):
+    """When a step of `Load.finish` runs: each phase may rely on those before it."""
+
+    SWAP = 0  # meta tensors become real
+    COPY = 1  # targets that were not live go into live tensors
+    OPTIMIZER = 2
+    MODULE = 3
+    OBJECT = 4
+    VALUE = 5
+    RNG = 6  # last, since anything before may draw random numbers
+
+
+class Load:
+    """A plan for filling the live state; nothing live has been changed when it is made.
+
+    Most of `targets` are the live tensors themselves, so filling them already changes the live state: once
+    filling has begun, only a completed load, of this or another checkpoint, leaves a whole state.
+    """
+
+    def __init__(self, plan: Plan, unexpected: list[str]) -> None:
+        self.targets: dict[str, torch.Tensor] = plan.targets
+        """Saved name -> contiguous tensor of the saved dtype and shape that the bytes go into."""
+        self.missing: list[str] = plan.missing
+        """What the live state has and the checkpoint has not; it stays as it is."""
+        self.unexpected: list[str] = unexpected
+        """What the checkpoint has and the live state has not; it is not read."""
+        self.notes: list[str] = plan.notes
+        """What the user should know: casts, derived seeds; `finish` may add to it."""
+        self._steps = plan.steps
+
+    def finish(self) -> None:
+        """Bring everything that is not a live target back: casts, optimizers, objects, values, RNG last.
+
+        To be called once, after all targets are filled.
+
+        Raises:
+            InvalidInput: an object of the state refuses what it once saved.
+
+        Ranks: not collective by itself; a user's load_state_dict() may be.
+        """
+        steps, self._steps = self._steps, []
+        for _, step in sorted(steps, key=lambda pair: pair[0]):
+            step()
+
+
+class Plan:
+    """Collects what a load will do, while each entry of the state looks up what it needs.
+
+    Args:
+        tensors: saved tensors by saved name.
+        tied: saved alias -> saved name.
+        values: encoded values by saved top-level key.
+        rename: saved name -> live name.
+
+    Raises:
+        InvalidInput: two saved names are renamed to one.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        values: Mapping[str, Any],
+        rename: Rename,
+    ) -> None:
+        self.tensors = tensors
+        self.tied = tied
+        self.rename = rename
+        self.targets: dict[str, torch.Tensor] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.notes: list[str] = []
+        self.steps: list[tuple[Phase, Callable[[], None]]] = []
+        self.used: set[str] = set()  # saved names, aliases included, that something live takes
+        self.saved_names = _renamed([*tensors, *tied], rename)
+        self._saved_keys = _renamed(values, rename)
+        self._values = values
+        self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
+        self._at: dict[int, torch.Tensor] = {}  # address -> live tensor that is filled there
+        self._swapped: set[int] = set()  # ids of meta tensors that become real
+        self._real: dict[int, torch.device] = {}  # id of a meta tensor -> where it becomes real
+
+    def saved_key(self, key: str) -> str | None:
+        """Saved top-level key that fills the live key, None if there is none."""
+        return self._saved_keys.get(key)
+
+    def values(self, key: str) -> Any:
+        """Decoded values of a live top-level key, freshly made; None if there are none."""
+        saved = self._saved_keys.get(key)
+        return None if saved is None else decode(self._values[saved])
+
+    def lacks(self, key: str) -> bool:
+        """True, and noted as missing, if the checkpoint has no live top-level key `key`."""
+        if key in self._saved_keys:
+            return False
+        self.missing.append(key)
+        return True
+
+    def do(self, phase: Phase, step: Callable[[], None]) -> None:
+        """Add a step for `Load.finish`; within a phase, steps run in the order they were added."""
+        self.steps.append((phase, step))
+
+    def fresh(self, name: str, device: torch.device | str = "cpu") -> None:
+        """Have a saved tensor read into new memory, unless it is read already; see `tensor`."""
+        saved = self._use(name)
+        if saved not in self.targets:
+            self.targets[saved] = self._empty(saved, device)
+
+    def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
+        """The filled tensor of a saved name: the same object for names that were tied when saved."""
+        tensor = self.targets[self.tied.get(name, name)]
+        return tensor if device is None else tensor.to(device)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a saved tensor."""
+        return torch_dtype(self._spec(name).dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a saved tensor."""
+        return tuple(self._spec(name).shape)
+
+    def fill(self, name: str, live: torch.Tensor, label: str) -> None:
+        """Have a live tensor filled from a saved one, in place and without a second copy where that can be.
+
+        Args:
+            name: saved name.
+            live: the live tensor.
+            label: live name, for messages.
+
+        Raises:
+            InvalidInput: another shape.
+            Unsupported: a kind of tensor that cannot be filled.
+        """
+        self._check(name, live, label)
+        saved = self._use(name)
+        if live.device.type == "meta":
+            self._make_real(saved, live, label)
+        elif saved in self.targets:
+            target = self.targets[saved]
+            if live.data_ptr() != target.data_ptr() or not is_same_view(live, target):
+                self.do(Phase.COPY, lambda: copy(target, live))
+        else:
+            self._fill_first(saved, live, label)
+        self._claimed.add(saved)
+
+    def place(self, live: torch.Tensor) -> torch.device:
+        """The device of a live tensor, or that on which it will be if it is still on meta."""
+        return self._real.get(id(live), torch.device("cpu")) if live.device.type == "meta" else live.device
+
+    def put_real(self, live: torch.Tensor, device: torch.device) -> None:
+        """Say where a meta tensor is to become real, before it is filled."""
+        self._real[id(live)] = device
+
+    def _check(self, name: str, live: torch.Tensor, label: str) -> None:
+        if type(live) not in PLAIN or live.layout is not torch.strided:
+            raise refuse_to_fill(live, label)
+        expected, found = tuple(live.shape), self.shape(name)
+        if expected != found:
+            message = (
+                f"{label} has shape {list(expected)} in the live state but {list(found)} in the checkpoint. "
+                "Nothing was changed. Build the same model, or leave it out with only= or rename=."
+            )
+            raise InvalidInput(message, key=label)
+        if live.dtype is not self.dtype(name):
+            self.notes.append(f"{label}: saved as {self.dtype(name)}, cast to {live.dtype}.")
+
+    def _fill_first(self, saved: str, live: torch.Tensor, label: str) -> None:
+        other = self._at.get(live.data_ptr()) if live.numel() else None
+        if other is None and is_plain_memory(live) and live.dtype is self.dtype(saved):
+            self.targets[saved] = target = live.detach()
+            self._at[target.data_ptr()] = target
+            return
+        if other is None:
+            self._at[live.data_ptr()] = live
+        elif is_same_view(other, live):
+            self.notes.append(f"{label}: {_UNTIED}")
+        self.targets[saved] = target = self._empty(saved, "cpu")
+        self.do(Phase.COPY, lambda: copy(target, live))
+
+    def _make_real(self, saved: str, live: torch.Tensor, label: str) -> None:
+        device = self._real.setdefault(id(live), torch.device("cpu"))
+        is_second = id(live) in self._swapped
+        self._swapped.add(id(live))
+        is_shared = saved in self._claimed
+        if saved not in self.targets:
+            self.targets[saved] = self._empty(saved, device)
+        target = self.targets[saved]
+        if not is_second:
+            self.do(Phase.SWAP, lambda: _swap(live, target, device, label, is_shared=is_shared))
+        elif not is_shared:
+            self.notes.append(f"{label}: {_UNTIED}")
+            self.do(Phase.COPY, lambda: copy(target, live))
+
+    def _empty(self, saved: str, device: torch.device | str) -> torch.Tensor:
+        spec = self.tensors[saved]
+        return torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype), device=device)
+
+    def _use(self, name: str) -> str:
+        self.used.add(name)
+        return self.tied.get(name, name)
+
+    def _spec(self, name: str) -> Tensor:
+        saved = self.tied.get(name, name)
+        if saved not in self.tensors:
+            raise InvalidInput(f"The checkpoint refers to a tensor {saved!r} that it lacks.", key=saved)
+        return self.tensors[saved]
+
+
+def _swap(
+    live: torch.Tensor, target: torch.Tensor, device: torch.device, label: str, *, is_shared: bool
+) -> None:
+    """Make a meta tensor real in place, so that modules and optimizers keep referring to the same object."""
+    real = target.detach().to(device=device, dtype=live.dtype, copy=is_shared)
+    if isinstance(live, torch.nn.Parameter):
+        real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
+    vars(real).update(vars(live))
+    try:
+        torch.utils.swap_tensors(live, real)
+    except RuntimeError as error:
+        message = (
+            f"{label} is on the meta device and cannot be made real in place: {error} "
+            "Call to_empty(device=...) on the module before you restore."
+        )
+        raise InvalidInput(message, key=label) from error
+
+
+def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
+    renamed: dict[str, str] = {}
+    for name in names:
+        live = rename(name)
+        if live in renamed:
+            message = f"rename= calls both {renamed[live]!r} and {name!r} {live!r}. Nothing was changed."
+            raise InvalidInput(message, key=live)
+        renamed[live] = name
+    return renamed
+
+
+def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
+    """The function that turns saved names into live ones; in a mapping, the longest prefix that fits counts.
+
+    Prefixes end at dots: "a.b" fits "a.b" and "a.b.c", not "a.bc".
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    prefixes = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+
+    def renamed(name: str) -> str:
+        for old, new in prefixes:
+            if name == old or name.startswith(f"{old}."):
+                return new + name[len(old) :]
+        return name
+
+    return renamed
+
+
+def leftover(
+    plan: Plan, live_keys: Collection[str], wanted: Collection[str] | None, values: Iterable[str]
+) -> list[str]:
+    """Saved names that nothing live takes; a saved key of which nothing is taken is listed as one name.
+
+    Args:
+        plan: the complete plan.
+        live_keys: top-level keys of the live state.
+        wanted: top-level keys (live names) that are to be restored, None for all.
+        values: saved top-level keys.
+    """
+    names = [
+        name
+        for live, name in plan.saved_names.items()
+        if name not in plan.used and (wanted is None or _is_under(live, wanted))
+    ]
+    found = list(plan.unexpected)
+    for key in values:
+        if plan.rename(key) in live_keys or (wanted is not None and plan.rename(key) not in wanted):
+            continue
+        if not any(_is_under(name, [key]) for name in plan.used):
+            names = [name for name in names if not _is_under(name, [key])]
+            found.append(key)
+    return found + names
+
+
+def _is_under(name: str, keys: Collection[str]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:
+    """The error of a strict load whose names differ."""
+    parts = [
+        f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{', ...' if len(names) > _MAX_LISTED else ''}"
+        for names, what in (
+            (missing, "in the live state but not in the checkpoint"),
+            (unexpected, "in the checkpoint but not in the live state"),
+        )
+        if names
+    ]
+    advice = (
+        "Nothing was changed. Restore what fits with strict=False, choose keys with only=, or map saved "
+        "names to live ones with rename=."
+    )
+    return InvalidInput(f"The checkpoint does not fit the live state. {'. '.join(parts)}. {advice}")

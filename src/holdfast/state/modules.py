@@ -1,0 +1,256 @@
+"""Modules: parameters and buffers by canonical name, whatever wrappers stand around them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.format.values import encode
+from holdfast.state.capture import Sink
+from holdfast.state.entry import Entry
+from holdfast.state.load import Phase, Plan
+from holdfast.state.spread import Spread
+from holdfast.state.tree import graft, references, strip
+
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+_WRAPPER_PARTS = frozenset({"module", "_orig_mod", _CHECKPOINT_WRAPPED})
+EXTRA = "extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What is known of one key of a module's state_dict()."""
+
+    fqn: str
+    name: str
+    parameter: Spread
+    buffer: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """The names of a module, valid while its keys and its wrappers are the same."""
+
+    keys: list[str]
+    wrappers: tuple[str, ...]  # paths at which a wrapper may stand
+    facts: list[object]  # what stood there
+    rows: tuple[_Row, ...]
+
+
+@final
+class ModuleEntry(Entry):
+    """A module, wrapped or not.
+
+    Names are those of `torch.distributed.checkpoint.state_dict`: the parts that DDP, torch.compile and
+    activation checkpointing add are left out.
+    """
+
+    def __init__(self, key: str, value: torch.nn.Module, spread: Spread | None = None) -> None:
+        super().__init__(key, value, spread)
+        self._structure: _Structure | None = None
+        _refuse_fsdp(key, value)
+
+    def capture(self, sink: Sink) -> Any:
+        """See `Entry.capture`."""
+        state = self.value.state_dict(keep_vars=True)
+        extra: dict[str, Any] = {}
+        for row, value in zip(self._current(state).rows, state.values(), strict=True):
+            if type(value) is torch.nn.Parameter:
+                sink.add(row.name, value, row.parameter)
+                sink.parameter_names.setdefault(id(value), row.name)
+            elif isinstance(value, torch.Tensor):
+                sink.add(row.name, value, row.buffer)
+            else:
+                extra[row.fqn] = encode(strip(value, row.name, sink.emitter(row.buffer)), row.name)
+        return {EXTRA: extra} if extra else {}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by the names that `capture` gives them, also those on meta."""
+        state = self.value.state_dict(keep_vars=True)
+        for row, value in zip(self._current(state).rows, state.values(), strict=True):
+            if isinstance(value, torch.nn.Parameter):
+                yield row.name, value
+
+    def has_meta(self) -> bool:
+        """True if the module has tensors on the meta device, which a restore makes real."""
+        return any(tensor.is_meta for tensor in chain(self.value.parameters(), self.value.buffers()))
+
+    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
+        """See `Entry.plan`."""
+        module: torch.nn.Module = self.value
+        state = module.state_dict(keep_vars=True)
+        live = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+        self._plan_meta(plan)
+        trees = self._saved_extra(plan)
+        special: dict[str, Any] = {}  # key -> saved name of a tensor, or a tree
+        for row, (key, value) in zip(self._current(state).rows, state.items(), strict=True):
+            saved = plan.saved_names.get(row.name)
+            if saved is not None and id(value) in live:
+                plan.fill(saved, value, row.name)
+            elif saved is not None:
+                plan.fresh(saved)
+                special[key] = _Named(saved)
+            elif row.name in trees:
+                tree = trees.pop(row.name)
+                for name in references(tree):
+                    plan.fresh(name)
+                special[key] = tree
+            else:
+                plan.missing.append(row.name)
+        plan.unexpected.extend(trees)
+        if special or _has_load_code(module):
+            plan.do(Phase.MODULE, lambda: self._finish(plan, special))
+
+    def _finish(self, plan: Plan, special: dict[str, Any]) -> None:
+        """Run the module's own load code; parameters that are filled already are copied onto themselves."""
+        state = self.value.state_dict(keep_vars=True)
+        live = {id(tensor) for tensor in chain(self.value.parameters(), self.value.buffers())}
+        for key in [key for key, value in state.items() if id(value) not in live]:
+            if key not in special:
+                del state[key]
+                continue
+            value = special[key]
+            state[key] = plan.tensor(value.name) if isinstance(value, _Named) else graft(value, plan.tensor)
+        try:
+            with torch.no_grad():
+                self.value.load_state_dict(state, strict=False)
+        except Exception as error:
+            message = f"{self.key}: load_state_dict() refused what state_dict() had saved: {error}"
+            raise InvalidInput(message, key=self.key) from error
+
+    def _saved_extra(self, plan: Plan) -> dict[str, Any]:
+        """Saved trees that are not tensors, by live name."""
+        values, saved_key = plan.values(self.key), plan.saved_key(self.key)
+        extra = values.get(EXTRA, {}) if isinstance(values, dict) else {}
+        return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
+
+    def _plan_meta(self, plan: Plan) -> None:
+        """Choose where meta tensors become real; refuse those that the checkpoint cannot hold."""
+        if not self.has_meta():
+            return
+        module: torch.nn.Module = self.value
+        tensors = list(chain(module.parameters(), module.buffers()))
+        lost = [
+            ".".join(part for part in (path, name) if part)
+            for path, child in module.named_modules()
+            for name in sorted(child._non_persistent_buffers_set)
+            if (buffer := child._buffers.get(name)) is not None and buffer.is_meta
+        ]
+        if lost:
+            message = (
+                f"{self.key} has non-persistent buffers on the meta device, which no checkpoint holds: "
+                f"{', '.join(lost[:10])}. Nothing was changed. Make them real before you restore: build the "
+                "module on a real device, or call to_empty() and initialize these buffers."
+            )
+            raise InvalidInput(message, key=f"{self.key}.{lost[0]}")
+        real = next((t.device for t in tensors if not t.is_meta), torch.get_default_device())
+        device = torch.device("cpu") if real.type == "meta" else real
+        for tensor in tensors:
+            if tensor.is_meta:
+                plan.put_real(tensor, device)
+
+    def _current(self, state: dict[str, Any]) -> _Structure:
+        """The structure of a state_dict(), made anew if keys or wrappers have changed."""
+        keys, known = list(state), self._structure
+        if known is None or known.keys != keys or known.facts != self._facts(known.wrappers):
+            self._structure = known = self._read(keys)
+        return known
+
+    def _read(self, keys: list[str]) -> _Structure:
+        wrappers = tuple(dict.fromkeys(path for key in keys for path in _wrapper_paths(key)))
+        return _Structure(
+            keys=keys,
+            wrappers=wrappers,
+            facts=self._facts(wrappers),
+            rows=tuple(self._row(key) for key in keys),
+        )
+
+    def _facts(self, wrappers: tuple[str, ...]) -> list[object]:
+        return [_facts(_at(self.value, path)) for path in wrappers]
+
+    def _row(self, key: str) -> _Row:
+        fqn, parameter, buffer = _canonical(self.value, key)
+        return _Row(fqn, f"{self.key}.{fqn}", self.spread or parameter, self.spread or buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Stands for a saved tensor that goes through the module's own load code."""
+
+    name: str
+
+
+def _canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
+    """Name of a state_dict() key without wrappers, and how it is spread as a parameter and as a buffer."""
+    parameter, buffer = Spread.REPLICATED, Spread.PER_RANK
+    parts: list[str] = []
+    module: Any = root
+    steps = key.split(".")
+    for i, part in enumerate(steps):
+        if isinstance(module, DistributedDataParallel) and part == "module":
+            if ".".join(steps[i + 1 :]) in module.parameters_to_ignore:
+                parameter, buffer = Spread.PER_RANK, Spread.PER_RANK
+            elif module.broadcast_buffers:
+                buffer = Spread.LOWEST
+        elif not (part == _CHECKPOINT_WRAPPED or (part == "_orig_mod" and _is_compiled(module))):
+            parts.append(part)
+        module = getattr(module, part, None)
+    return ".".join(parts), parameter, buffer
+
+
+def _wrapper_paths(key: str) -> list[str]:
+    """Paths in a key after which a wrapper's part comes."""
+    parts = key.split(".")
+    return [".".join(parts[:i]) for i, part in enumerate(parts) if part in _WRAPPER_PARTS]
+
+
+def _at(root: torch.nn.Module, path: str) -> Any:
+    module: Any = root
+    for part in path.split(".") if path else ():
+        module = getattr(module, part, None)
+    return module
+
+
+def _facts(module: Any) -> object:
+    """All of a possible wrapper that names and spreads depend on."""
+    if isinstance(module, DistributedDataParallel):
+        return (type(module), module.broadcast_buffers, frozenset(module.parameters_to_ignore))
+    return type(module)
+
+
+def _is_compiled(module: Any) -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def _refuse_fsdp(key: str, module: torch.nn.Module) -> None:
+    """Refuse FSDP before its state_dict() would gather shards on every save."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for path, child in module.named_modules():
+        if isinstance(child, fsdp.FullyShardedDataParallel):
+            name = f"{key}.{path}" if path else key
+            raise Unsupported(f"{name} is wrapped in FSDP; sharded states are not in this version.", key=name)
+
+
+def _has_load_code(module: torch.nn.Module) -> bool:
+    """True if loading a module is more than copying its tensors."""
+    plain = torch.nn.Module
+    return any(
+        child._load_state_dict_pre_hooks
+        or child._load_state_dict_post_hooks
+        or type(child).load_state_dict is not plain.load_state_dict
+        or (
+            type(child)._load_from_state_dict is not plain._load_from_state_dict
+            and not type(child)._load_from_state_dict.__module__.startswith("torch.nn.")
+        )
+        for child in module.modules()
+    )

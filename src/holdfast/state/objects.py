@@ -1,0 +1,159 @@
+"""Everything that is neither module nor optimizer: objects with state_dict(), tensors, generators, values."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from holdfast.errors import InvalidInput
+from holdfast.format.values import TensorRef, encode
+from holdfast.state.capture import Sink
+from holdfast.state.entry import Entry
+from holdfast.state.load import Phase, Plan
+from holdfast.state.rng import python_state, set_python_state
+from holdfast.state.spread import Marked, Spread
+from holdfast.state.tree import graft, meet, references, strip, update
+
+
+def is_stateful(value: Any) -> bool:
+    """True if an object has state_dict() and load_state_dict()."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_generator(value: Any) -> bool:
+    """True for a torch, python or numpy random number generator."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+@final
+class StatefulEntry(Entry):
+    """An object with state_dict() and load_state_dict(): a scheduler, a scaler, a data loader, an optimizer
+    with save code of its own.
+    """
+
+    def capture(self, sink: Sink) -> Any:
+        """See `Entry.capture`."""
+        return encode(
+            strip(self.value.state_dict(), self.key, sink.emitter(self.spread or Spread.PER_RANK)), self.key
+        )
+
+    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
+        """See `Entry.plan`."""
+        if plan.lacks(self.key):
+            return
+        tree = plan.values(self.key)
+        for name in references(tree):
+            plan.fresh(name)
+        plan.do(Phase.OBJECT, lambda: self._finish(graft(tree, plan.tensor)))
+
+    def _finish(self, state: Any) -> None:
+        try:
+            self.value.load_state_dict(state)
+        except Exception as error:
+            kind = type(self.value).__qualname__
+            message = f"{self.key}: {kind}.load_state_dict() refused what was saved under this key: {error!r}"
+            raise InvalidInput(message, key=self.key) from error
+
+
+@final
+class TensorEntry(Entry):
+    """A tensor, filled in place."""
+
+    def capture(self, sink: Sink) -> Any:
+        """See `Entry.capture`."""
+        sink.add(self.key, self.value, self.spread or Spread.PER_RANK)
+        if isinstance(self.value, torch.nn.Parameter):
+            sink.parameter_names.setdefault(id(self.value), self.key)
+        return encode(TensorRef(self.key), self.key)
+
+    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
+        """See `Entry.plan`."""
+        saved = plan.saved_names.get(self.key)
+        if saved is None:
+            plan.missing.append(self.key)
+        else:
+            plan.fill(saved, self.value, self.key)
+
+
+@final
+class GeneratorEntry(Entry):
+    """A random number generator of torch, python or numpy."""
+
+    def capture(self, sink: Sink) -> Any:
+        """See `Entry.capture`."""
+        generator = self.value
+        if isinstance(generator, torch.Generator):
+            sink.add(self.key, generator.get_state(), self.spread or Spread.PER_RANK)
+            return encode(TensorRef(self.key), self.key)
+        if isinstance(generator, random.Random):
+            return encode(python_state(generator), self.key)
+        if hasattr(generator, "bit_generator"):
+            return encode(generator.bit_generator.state, self.key)
+        return encode(generator.get_state(legacy=False), self.key)
+
+    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
+        """See `Entry.plan`."""
+        if plan.lacks(self.key):
+            return
+        tree = plan.values(self.key)
+        for name in references(tree):
+            plan.fresh(name)
+        plan.do(Phase.OBJECT, lambda: self._finish(graft(tree, plan.tensor)))
+
+    def _finish(self, state: Any) -> None:
+        generator = self.value
+        try:
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state.cpu())
+            elif isinstance(generator, random.Random):
+                set_python_state(generator, state)
+            elif hasattr(generator, "bit_generator"):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            kind = type(generator).__qualname__
+            message = f"{self.key} is a {kind}, and the checkpoint has no state that fits one: {error!r}"
+            raise InvalidInput(message, key=self.key) from error
+
+
+@final
+class ValueEntry(Entry):
+    """A plain value, or a container of values and tensors.
+
+    Containers are updated in place, so that references to them from elsewhere see the restored content;
+    what cannot be changed in place is stored under the key anew.
+    """
+
+    def capture(self, sink: Sink) -> Any:
+        """See `Entry.capture`."""
+        return encode(strip(self.value, self.key, sink.emitter(self.spread or Spread.PER_RANK)), self.key)
+
+    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
+        """See `Entry.plan`."""
+        if plan.lacks(self.key):
+            return
+
+        def claim(name: str, live: torch.Tensor) -> bool:
+            if live.is_meta or tuple(live.shape) != plan.shape(name) or live.dtype is not plan.dtype(name):
+                return False
+            plan.fill(name, live, f"{self.key}: {name}")
+            return True
+
+        tree = meet(plan.values(self.key), self.value, claim)
+        for name in references(tree):
+            plan.fresh(name)
+
+        def finish() -> None:
+            new = update(self.value, graft(tree, plan.tensor))
+            if new is not self.value:
+                put(Marked(new, self.spread) if self.spread else new)
+
+        plan.do(Phase.VALUE, finish)

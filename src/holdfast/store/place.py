@@ -1,0 +1,70 @@
+"""From what a user writes for a place, a path or URL, to the store that is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+from urllib.parse import unquote
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.store.contract import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+
+_ALLOWED = "a path, file:///PATH or memory://NAME"
+_OBJECT_STORES = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss", "r2", "oss")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_SQUASHED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
+
+_shared: dict[str, MemoryStore] = {}
+_shared_lock = threading.Lock()
+
+
+def open_store(place: str | os.PathLike[str]) -> Store:
+    """The store at a path or URL; nothing is created before the first put.
+
+    Args:
+        place: a path (`~` is expanded in a string), `file:///PATH` (percent-encoded), or `memory://NAME`, which
+            is the same store for the same name everywhere in this process.
+
+    Raises:
+        InvalidInput: empty, an unknown kind of URL, a URL squashed by `pathlib`, or a path that is a file.
+        Unsupported: an object store, which this version cannot reach.
+        RetryLater: the file system does not answer.
+    """
+    text = os.fspath(place)
+    if not text:
+        raise InvalidInput(f"An empty string is no place for checkpoints; give {_ALLOWED}.")
+    if not isinstance(place, str):
+        if squashed := _SQUASHED.match(text):
+            raise InvalidInput(
+                f"{text!r} looks like a {squashed[1]}:// URL that lost a slash in a pathlib.Path; pass it as a string."
+            )
+        return LocalStore(text)
+    url = _SCHEME.fullmatch(text)
+    return _open_url(url[1].lower(), url[2], text) if url else LocalStore(Path(text).expanduser())
+
+
+def _open_url(scheme: str, rest: str, url: str) -> Store:
+    if scheme == "file":
+        return _open_file_url(rest, url)
+    if scheme == "memory":
+        if not rest:
+            raise InvalidInput("memory:// needs a name, such as memory://test.")
+        with _shared_lock:
+            return _shared.setdefault(rest, MemoryStore(rest))
+    if scheme in _OBJECT_STORES:
+        raise Unsupported(
+            f"{url!r} is in an object store, and object stores are not in this version of Holdfast. "
+            f"Give {_ALLOWED}; a mounted bucket is a path, if its mount keeps what fsync and rename promise."
+        )
+    raise InvalidInput(f"{url!r} is of a kind ({scheme}://) that Holdfast does not know; give {_ALLOWED}.")
+
+
+def _open_file_url(rest: str, url: str) -> LocalStore:
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash or not path:
+        raise InvalidInput(f"{url!r} is not a file URL of this host; it needs the form file:///ABSOLUTE/PATH.")
+    return LocalStore("/" + unquote(path))

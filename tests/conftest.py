@@ -1,0 +1,33 @@
+"""Settings of the whole test run: a clean environment for every process that a test starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).parent.parent
+
+# No deadline: these machines are shared, and a slow example is no failure.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare the environment before any test module is imported; child processes inherit it."""
+    for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+        del os.environ[name]  # a developer's own settings, or a kill point left in the shell
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    # Workers, ranks and keepers share few cores: more threads only make them wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    paths = [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every test its own folder for keepers' traces, so that tests never wait for each other's keepers."""
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))

@@ -1,0 +1,83 @@
+"""The code in the documents: Python compiles and uses only public names, commands are commands, marked blocks run.
+
+A block that follows the line `<!-- run -->` is executed, in an empty folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.cli import make_parser
+
+ROOT = Path(__file__).parent.parent.parent
+DOCUMENTS = [
+    path
+    for path in sorted(
+        {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")}
+    )
+    if "design" not in path.parts  # notes tell what was decided at their time
+]
+BLOCK = re.compile(r"^(<!-- run -->\n+)?```(\w+)\n(.*?)^```", re.M | re.S)
+
+
+def blocks(*languages: str, run: bool | None = None) -> list[object]:
+    """Code blocks of all documents in these languages; only those marked to be run, or not, if asked."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for block in BLOCK.finditer(text):
+            if block[2] in languages and run in (None, bool(block[1])):
+                line = text[: block.start(3)].count("\n") + 1
+                found.append(pytest.param(block[3], id=f"{document.relative_to(ROOT)}:{line}"))
+    return found
+
+
+def commands() -> list[object]:
+    """Every `holdfast ...` line of the console blocks of all documents."""
+    found = []
+    for param in blocks("console", "sh", "bash"):
+        for line in param.values[0].splitlines():  # type: ignore[attr-defined]
+            words = line.strip().removeprefix("$ ")
+            if words.startswith("holdfast "):
+                found.append(pytest.param(words, id=words))
+    return found
+
+
+@pytest.mark.parametrize("code", blocks("python", "py"))
+def test_python_compiles_and_names_what_there_is(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "holdfast"
+        ):
+            assert hasattr(holdfast, node.attr), f"line {node.lineno}: there is no holdfast.{node.attr}"
+
+
+@pytest.mark.parametrize("code", blocks("python", "py", run=True))
+def test_marked_python_runs(code: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_is_understood(command: str) -> None:
+    """The command line of the documents parses; nothing is run."""
+    words = shlex.split(command, comments=True)[1:]
+    for stop in ("|", "||", "&&", ">", ";"):
+        if stop in words:
+            words = words[: words.index(stop)]
+    try:
+        make_parser().parse_args(words)
+    except SystemExit as error:
+        assert error.code == 0, command  # noqa: PT017 - only --help and --version end with 0

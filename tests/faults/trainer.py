@@ -1,0 +1,90 @@
+"""A small deterministic training run as its own process, for crash tests: `python trainer.py HOME TOTAL [options]`.
+
+It appends one line per completed step to HOME/../progress.log and, when finished, writes the digest of its
+final state to HOME/../final.txt. Its data depend on the step alone and on the saved generators, so that a run
+that was interrupted must end with the weights of one that was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("home", type=Path)
+    parser.add_argument("total", type=int)
+    parser.add_argument("--every", default="2")
+    parser.add_argument("--keep", type=int, default=3)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
+    parser.add_argument("--commit-timeout", default="20s")
+    return parser.parse_args()
+
+
+def digest(objects: dict[str, object]) -> str:
+    """Hash of every tensor of a model and its optimizer."""
+    model, optimizer = objects["model"], objects["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    text = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        text.update(tensor.numpy().tobytes())
+    for state in optimizer.state.values():
+        for _, tensor in sorted(state.items()):
+            text.update(tensor.numpy().tobytes())
+    return text.hexdigest()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(1)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(args.width, args.width), nn.BatchNorm1d(args.width), nn.Dropout(0.1), nn.Linear(args.width, 8)
+    )
+    net = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
+    state: dict[str, object] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+    every = int(args.every) if args.every.isdigit() else args.every
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    with holdfast.Checkpointer(
+        args.home, state, every=every, keep=args.keep, memory="64MiB", commit_timeout=args.commit_timeout
+    ) as ckpt:
+        for step in ckpt.steps(args.total):
+            noise = random.random() + float(np.random.rand())
+            inputs = torch.randn(16, args.width) + noise
+            loss = net(inputs).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            time.sleep(args.step_s)
+            if rank == 0:
+                with (args.home.parent / "progress.log").open("a") as log:
+                    log.write(f"{step + 1}\n")
+    if rank == 0:
+        (args.home.parent / "final.txt").write_text(digest({"model": model, "optimizer": optimizer}))
+    holdfast.leave(0)
+
+
+if __name__ == "__main__":
+    main()

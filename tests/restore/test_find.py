@@ -1,0 +1,308 @@
+"""Listing a home, reading its documents, finishing commits, telling dead branches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from making import RUN_ID, make_checkpoint, make_home
+
+from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater, Unsupported
+from holdfast.format import manifest as manifest_format
+from holdfast.format import names, run
+from holdfast.format.manifest import Manifest
+from holdfast.format.sealed import dumps, seal, unseal
+from holdfast.restore import find
+from holdfast.store.memory import MemoryStore
+
+TWO_RANKS = [{"a": torch.arange(10.0)}, {"b": torch.arange(4)}]
+
+
+def make_store() -> MemoryStore:
+    store = MemoryStore()
+    make_home(store, attempts=[1, 2])
+    return store
+
+
+def rewrite(store: MemoryStore, name: str, **facts: object) -> None:
+    """Change a sealed document and seal it again, as another writer would have written it."""
+    body = unseal(store.get(name), name)
+    body.pop("xxh3_128", None)
+    store.put(name, seal(dumps({**body, **facts})))
+
+
+def test_a_listing_tells_what_is_there() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    make_checkpoint(store, 7, 2, TWO_RANKS, commit=False)
+    store.delete(names.part(7, 2, 1))
+    store.put("step-00000005/notes.txt", b"mine")
+    store.put("elsewhere.txt", b"not in a step directory")
+    home = find.list_home(store)
+    assert home.attempts == (1, 2)
+    assert home.foreign == ("step-00000005/notes.txt",)
+    assert set(home.saved) == {(5, 1), (7, 2)}
+    assert home.saved[5, 1].is_committed
+    assert not home.saved[7, 2].is_committed
+    assert set(home.saved[7, 2].parts) == {0}
+    assert set(home.saved[7, 2].data) == {0, 1}
+    assert home.saved[7, 2].data[1] == store.size(names.data(7, 2, 1))
+    in_step_5 = [entry.num_bytes for entry in store.list("step-00000005/") if "notes" not in entry.name]
+    assert home.saved[5, 1].num_bytes == sum(in_step_5)
+
+
+def test_one_step_can_be_listed_alone() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    make_checkpoint(store, 6, 1, TWO_RANKS)
+    home = find.list_home(store, step=5)
+    assert set(home.saved) == {(5, 1)}
+
+
+def test_a_newer_attempt_comes_before_a_greater_step() -> None:
+    store = make_store()
+    for step, attempt in [(500, 1), (300, 1), (400, 2), (310, 2)]:
+        make_checkpoint(store, step, attempt, TWO_RANKS)
+    make_checkpoint(store, 600, 2, TWO_RANKS, commit=False)
+    assert find.candidates(find.list_home(store)) == [(2, 400), (2, 310), (1, 500), (1, 300)]
+
+
+def test_an_unused_home_has_no_run_and_no_candidates() -> None:
+    store = MemoryStore()
+    assert find.read_run(store) is None
+    assert find.candidates(find.list_home(store)) == []
+
+
+def test_the_run_is_read_and_its_damage_found() -> None:
+    store = make_store()
+    assert find.read_run(store) == run.Run(RUN_ID, 1_700_000_000.0)
+    damaged = bytearray(store.get(names.RUN))
+    damaged[60] ^= 1
+    store.put(names.RUN, damaged)
+    with pytest.raises(Corrupt, match="seal"):
+        find.read_run(store)
+
+
+def test_a_manifest_is_read_back_as_it_was_merged() -> None:
+    store = make_store()
+    made = make_checkpoint(store, 5, 1, TWO_RANKS)
+    assert find.read_manifest(store, 5, 1, RUN_ID) == made
+    assert find.read_manifest(store, 5, 1, None) == made
+
+
+def test_every_flipped_bit_of_a_manifest_is_found() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    name = names.manifest(5, 1)
+    good = store.get(name)
+    for position in range(len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 1 << position % 8
+        store.put(name, bad)
+        with pytest.raises(Corrupt):
+            find.read_manifest(store, 5, 1, RUN_ID)
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, 200])
+def test_a_truncated_manifest_is_found(length: int) -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    store.put(names.manifest(5, 1), store.get(names.manifest(5, 1))[:length])
+    with pytest.raises(Corrupt):
+        find.read_manifest(store, 5, 1, RUN_ID)
+
+
+def test_the_manifest_of_another_run_is_refused() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS, run_id="run-two")
+    with pytest.raises(Corrupt, match="belongs to another run"):
+        find.read_manifest(store, 5, 1, RUN_ID)
+
+
+def test_a_manifest_under_another_name_is_refused() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    store.put(names.manifest(6, 1), store.get(names.manifest(5, 1)))
+    with pytest.raises(Corrupt, match="step 5"):
+        find.read_manifest(store, 6, 1, RUN_ID)
+
+
+def test_a_manifest_of_a_future_version_says_upgrade() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    rewrite(store, names.manifest(5, 1), version=2)
+    with pytest.raises(Unsupported, match="Upgrade"):
+        find.read_manifest(store, 5, 1, RUN_ID)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"tensors": {"a": ["F32", [10], 2]}},
+        {"tensors": {"a": ["F32", [10], "somebody"]}},
+        {"tensors": {"a": ["F7", [10], 0]}},
+        {"world_size": 3},
+        {"parts": []},
+    ],
+)
+def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, object]) -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    rewrite(store, names.manifest(5, 1), **facts)
+    with pytest.raises(Corrupt):
+        find.read_manifest(store, 5, 1, RUN_ID)
+
+
+def test_missing_and_truncated_files_are_named() -> None:
+    store = make_store()
+    made = make_checkpoint(store, 5, 1, TWO_RANKS)
+    find.check_files(find.list_home(store), made)
+    data, part = names.data(5, 1, 1), names.part(5, 1, 0)
+    image, document = store.get(data), store.get(part)
+
+    store.put(data, image[:-1])
+    with pytest.raises(Corrupt, match=f"truncated: expected {len(image)} bytes, found {len(image) - 1}") as caught:
+        find.check_files(find.list_home(store), made)
+    assert (caught.value.key, caught.value.rank, caught.value.step) == (data, 1, 5)
+
+    store.put(data, image + b"!")
+    with pytest.raises(Corrupt, match="too long"):
+        find.check_files(find.list_home(store), made)
+
+    store.delete(data)
+    with pytest.raises(NotFound, match="missing") as missing:
+        find.check_files(find.list_home(store), made)
+    assert missing.value.key == data
+
+    store.put(data, image)
+    store.put(part, document[:-3])
+    with pytest.raises(Corrupt) as short:
+        find.check_files(find.list_home(store), made)
+    assert short.value.key == part
+
+
+def test_a_part_that_was_not_committed_is_refused_though_it_is_sealed() -> None:
+    store = make_store()
+    made = make_checkpoint(store, 5, 1, TWO_RANKS, values=[{"x": 1}, {"x": 2}])
+    assert find.read_part(store, made, 1).values == {"x": 2}
+    rewrite(store, names.part(5, 1, 1), values={"x": 3})
+    with pytest.raises(Corrupt, match="not the part that was committed"):
+        find.read_part(store, made, 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["b", "I64", [4], [0], [4], 1 << 40, 0],
+        ["b", "I64", [4], [0], [4], -8, 0],
+        ["b", "I64", [4], [2], [4], 4096, 0],
+        ["b", "I64", [4], [0], [-4], 4096, 0],
+        ["b", "I64", [4, 1], [0], [4], 4096, 0],
+        ["b", "Q9", [4], [0], [4], 4096, 0],
+    ],
+)
+def test_a_part_that_points_out_of_its_file_is_not_committed(row: list[object]) -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
+    rewrite(store, names.part(5, 1, 1), pieces=[row])
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert store.size(names.manifest(5, 1)) is None
+
+
+def test_a_part_with_boundless_chunks_is_not_committed() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False, chunk_bytes=1 << 30)
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+
+
+def test_a_save_without_only_its_manifest_is_committed() -> None:
+    store = make_store()
+    make_checkpoint(store, 4, 1, TWO_RANKS)
+    expected = make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == [(5, 1)]
+    found = find.read_manifest(store, 5, 1, RUN_ID)
+    assert (found.parts, found.tensors) == (expected.parts, expected.tensors)
+    assert len(found.id) == 32
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+
+
+@pytest.mark.parametrize("harm", ["no part", "no data", "short data", "torn part", "other run", "newer part"])
+def test_a_save_that_lacks_more_is_left_alone(harm: str) -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False, run_id="x" if harm == "other run" else RUN_ID)
+    data, part = names.data(5, 1, 1), names.part(5, 1, 1)
+    if harm == "no part":
+        store.delete(part)
+    elif harm == "no data":
+        store.delete(data)
+    elif harm == "short data":
+        store.put(data, store.get(data)[:-1])
+    elif harm == "torn part":
+        store.put(part, store.get(part)[:-1])
+    elif harm == "newer part":
+        rewrite(store, part, version=9)
+    before = sorted(entry.name for entry in store.list())
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert sorted(entry.name for entry in store.list()) == before
+
+
+def test_a_rank_that_never_wrote_anything_keeps_a_save_from_being_committed() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
+    store.delete(names.part(5, 1, 1))
+    store.delete(names.data(5, 1, 1))
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+
+
+def test_a_commit_that_somebody_else_finished_counts_as_finished() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
+    home = find.list_home(store)
+    make_checkpoint(store, 5, 1, TWO_RANKS, id="the keeper's")
+    assert find.finish_commits(store, home, RUN_ID) == [(5, 1)]
+    assert find.read_manifest(store, 5, 1, RUN_ID).id == "the keeper's"
+
+
+def test_a_full_disk_while_finishing_is_told() -> None:
+    class Full(MemoryStore):
+        def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:  # pyright: ignore
+            if if_absent:
+                raise RetryLater("disk full")
+            super().put(name, data)
+
+    store = Full()
+    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
+    with pytest.raises(RetryLater, match="full"):
+        find.finish_commits(store, find.list_home(store), None)
+
+
+def of(step: int, attempt: int, base_step: int | None) -> Manifest:
+    return Manifest("id", RUN_ID, step, attempt, 1, base_step, 0.0, (), {}, {})
+
+
+def test_what_a_newer_attempt_went_back_behind_is_superseded() -> None:
+    first = [of(step, 1, None) for step in (100, 200, 300, 400)]
+    second = [of(step, 2, 200) for step in (300, 400)]
+    assert find.superseded(first) == set()
+    assert find.superseded([*first, *second]) == {(300, 1), (400, 1)}
+    third = [of(350, 3, 300)]
+    assert find.superseded([*first, *second, *third]) == {(300, 1), (400, 1), (400, 2)}
+
+
+def test_a_fresh_start_supersedes_all_before_it() -> None:
+    assert find.superseded([of(100, 1, None), of(200, 1, None), of(50, 2, None)]) == {(100, 1), (200, 1)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.none() | st.integers(0, 9)), max_size=20))
+def test_the_newest_attempt_is_never_superseded(rows: list[tuple[int, int, int | None]]) -> None:
+    manifests = [of(*row) for row in rows]
+    dead = find.superseded(manifests)
+    newest = max((attempt for _, attempt, _ in rows), default=0)
+    assert all(attempt != newest for _, attempt in dead)
+    assert dead <= {(step, attempt) for step, attempt, _ in rows}
+
+
+def test_conflict_is_not_hidden_when_the_manifest_is_written_twice() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    with pytest.raises(Conflict):
+        store.put(names.manifest(5, 1), manifest_format.document(of(5, 1, None)), if_absent=True)

@@ -1,0 +1,206 @@
+"""The verified reader: which chunks it reads, what it hands on, how it stops."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import make_checkpoint
+
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater
+from holdfast.format import names
+from holdfast.format.part import Part
+from holdfast.restore.parts import Parts
+from holdfast.restore.read import READ_BYTES, Job, Want, read
+from holdfast.store.memory import MemoryStore
+
+CHUNK = 4096
+
+
+class Recorder(MemoryStore):
+    """Remembers every range that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        self.reads.append((name, offset, len(buffer)))
+        super().read_into(name, offset, buffer)
+
+
+class Taker:
+    """A sink that keeps what it is given."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = bytearray(num_bytes)
+        self.count = 0
+        self.lock = threading.Lock()
+
+    def write(self, offset: int, view: memoryview) -> None:
+        with self.lock:
+            self.data[offset : offset + len(view)] = view
+            self.count += len(view)
+
+
+def make_file(num_bytes: int, chunk_bytes: int = CHUNK) -> tuple[Recorder, Part, bytes]:
+    """A store with one rank's file of one tensor; with its part and its image."""
+    store = Recorder()
+    tensor = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    made = make_checkpoint(store, 1, 1, [{"t": tensor}], chunk_bytes=chunk_bytes)
+    return store, Parts(store, made).part(0), store.get(names.data(1, 1, 0))
+
+
+STORE, PART, IMAGE = make_file(40 * CHUNK + 17)
+
+
+def wants(ranges: list[tuple[int, int]]) -> list[Want]:
+    return [Want(start, num_bytes, Taker(num_bytes)) for start, num_bytes in ranges]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.integers(0, len(IMAGE)).flatmap(
+            lambda start: st.tuples(st.just(start), st.integers(0, len(IMAGE) - start))
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 5),
+)
+def test_any_ranges_arrive_and_each_needed_chunk_is_read_once(ranges: list[tuple[int, int]], threads: int) -> None:
+    store = Recorder()
+    store.put(names.data(1, 1, 0), IMAGE)
+    wanted = wants(ranges)
+    stats = read(store, [Job(PART, wanted)], num_threads=threads)
+    for (start, num_bytes), want in zip(ranges, wanted, strict=True):
+        assert isinstance(want.sink, Taker)
+        assert bytes(want.sink.data) == IMAGE[start : start + num_bytes]
+        assert want.sink.count == num_bytes
+    needed = {c for start, size in ranges if size for c in range(start // CHUNK, (start + size - 1) // CHUNK + 1)}
+    got = [c for _, start, size in store.reads for c in range(start // CHUNK, -(-(start + size) // CHUNK))]
+    assert sorted(got) == sorted(needed)
+    assert stats.num_bytes == sum(size for *_, size in store.reads)
+    assert stats.num_reads == len(store.reads)
+
+
+def test_adjacent_chunks_are_read_together_but_bounded() -> None:
+    chunk_bytes = 64 << 10
+    store, part, image = make_file(2 * READ_BYTES + 5 * chunk_bytes, chunk_bytes)
+    taker = Taker(len(image))
+    read(store, [Job(part, [Want(0, len(image), taker)])], num_threads=2)
+    assert bytes(taker.data) == image
+    assert sorted(size for *_, size in store.reads)[-2:] == [READ_BYTES, READ_BYTES]
+    assert len(store.reads) == 3
+    assert all(offset % CHUNK == 0 for _, offset, _ in store.reads)
+
+
+def test_several_files_are_read_in_one_go() -> None:
+    store = Recorder()
+    made = make_checkpoint(store, 1, 1, [{"a": torch.arange(9)}, {"b": torch.arange(3.0)}])
+    parts = Parts(store, made)
+    takers = [Taker(72), Taker(12)]
+    sizes = (72, 12)
+    jobs = [
+        Job(parts.part(rank), [Want(parts.part(rank).starts[0], sizes[rank], takers[rank])]) for rank in (0, 1)
+    ]
+    read(store, jobs)
+    assert torch.equal(torch.frombuffer(takers[0].data, dtype=torch.int64), torch.arange(9))
+    assert torch.equal(torch.frombuffer(takers[1].data, dtype=torch.float32), torch.arange(3.0))
+
+
+@pytest.mark.parametrize("position", [0, 5, CHUNK, 20 * CHUNK + 1, len(IMAGE) - 1])
+def test_a_damaged_chunk_is_named_and_not_handed_on(position: int) -> None:
+    store = Recorder()
+    bad = bytearray(IMAGE)
+    bad[position] ^= 4
+    store.put(names.data(1, 1, 0), bad)
+    taker = Taker(len(IMAGE))
+    with pytest.raises(Corrupt, match=f"chunk {position // CHUNK} ") as caught:
+        read(store, [Job(PART, [Want(0, len(IMAGE), taker)])], num_threads=1)
+    assert names.data(1, 1, 0) in str(caught.value)
+    assert caught.value.key == ("t" if position >= PART.starts[0] else names.data(1, 1, 0))
+    assert ("header" in str(caught.value)) == (position < PART.starts[0])
+    assert PART.file.chunks[position // CHUNK] in str(caught.value)
+    assert taker.count == 0
+
+
+def test_damage_in_a_chunk_that_is_not_needed_is_not_read() -> None:
+    store = Recorder()
+    bad = bytearray(IMAGE)
+    bad[30 * CHUNK] ^= 1
+    store.put(names.data(1, 1, 0), bad)
+    read(store, [Job(PART, wants([(2 * CHUNK, 10)]))])
+    assert store.reads == [(names.data(1, 1, 0), 2 * CHUNK, CHUNK)]
+
+
+def test_with_on_error_all_damage_is_collected_and_the_rest_is_read() -> None:
+    store = Recorder()
+    bad = bytearray(IMAGE)
+    for chunk in (3, 4, 11):
+        bad[chunk * CHUNK + 9] ^= 1
+    store.put(names.data(1, 1, 0), bad)
+    errors: list[HoldfastError] = []
+    stats = read(store, [Job(PART, wants([(0, len(IMAGE))]))], on_error=errors.append)
+    assert sorted(str(error).split("chunk ")[1].split()[0] for error in errors) == ["11", "3", "4"]
+    assert stats.num_bytes == len(IMAGE)
+
+
+def test_the_first_error_stops_the_others_and_is_the_one_that_is_raised() -> None:
+    class Failing(Recorder):
+        def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+            super().read_into(name, offset, buffer)
+            if len(self.reads) == 2:
+                raise RetryLater("gone away")
+
+    store = Failing()
+    chunk_bytes = 1 << 20
+    base, part, image = make_file(40 * READ_BYTES // 8, chunk_bytes)
+    store.put(names.data(1, 1, 0), base.get(names.data(1, 1, 0)))
+    with pytest.raises(RetryLater, match="gone away"):
+        read(store, [Job(part, wants([(0, len(image))]))], num_threads=1)
+    assert len(store.reads) == 2
+
+
+def test_all_threads_have_ended_when_an_error_is_raised() -> None:
+    store = Recorder()
+    store.put(names.data(1, 1, 0), IMAGE[:-1])
+    with pytest.raises(Corrupt):
+        read(store, [Job(PART, wants([(0, len(IMAGE))]))], num_threads=8)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-read")]
+
+
+def test_an_error_of_a_sink_or_a_callback_is_raised_too() -> None:
+    class Broken:
+        def write(self, offset: int, view: memoryview) -> None:
+            raise ZeroDivisionError
+
+    def broken(num_bytes: int) -> None:
+        raise KeyError(num_bytes)
+
+    with pytest.raises(ZeroDivisionError):
+        read(STORE, [Job(PART, [Want(0, 9, Broken())])])
+    with pytest.raises(KeyError):
+        read(STORE, [Job(PART, wants([(0, 9)]))], on_bytes=broken)
+
+
+def test_a_missing_file_is_told() -> None:
+    with pytest.raises(NotFound):
+        read(MemoryStore(), [Job(PART, wants([(0, 9)]))])
+
+
+def test_bytes_are_reported_as_they_come() -> None:
+    seen: list[int] = []
+    stats = read(STORE, [Job(PART, wants([(0, len(IMAGE))]))], on_bytes=seen.append, num_threads=3)
+    assert sum(seen) == stats.num_bytes == len(IMAGE)
+
+
+def test_nothing_wanted_is_nothing_read() -> None:
+    assert read(MemoryStore(), [Job(PART, wants([(0, 0), (77, 0)]))]).num_reads == 0
+    assert read(MemoryStore(), []).num_bytes == 0
+
+
+def test_no_threads_is_refused() -> None:
+    with pytest.raises(InvalidInput):
+        read(STORE, [], num_threads=0)

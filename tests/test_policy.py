@@ -1,0 +1,146 @@
+"""Policies: when a save is due, which checkpoints stay, what a save costs."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import InvalidInput
+from holdfast.policy import EveryAuto, EverySteps, EveryTime, Keep, Meter, Pace, every, line_of
+
+
+def pace(step: int, **facts: float) -> Pace:
+    values = {"now_s": 0.0, "saved_step": 0, "saved_s": 0.0, **facts}
+    return Pace(step=step, **values)  # pyright: ignore[reportArgumentType]
+
+
+def test_steps_are_due_at_multiples_and_never_twice():
+    policy = EverySteps(100)
+    assert [step for step in range(1, 401) if policy.due(pace(step))] == [100, 200, 300, 400]
+    assert not policy.due(pace(200, saved_step=200))
+
+
+def test_time_is_due_by_the_clock_since_the_last_save():
+    policy = EveryTime(600)
+    assert not policy.due(pace(7, now_s=599.0))
+    assert policy.due(pace(7, now_s=600.0))
+    assert not policy.due(pace(7, now_s=5000.0, saved_step=7))
+
+
+def test_auto_first_measures_then_keeps_the_cost_under_its_budget():
+    policy = EveryAuto(budget=0.01, first_steps=10)
+    assert not policy.due(pace(9))
+    assert policy.due(pace(10))
+    assert not policy.due(pace(50, now_s=19.9, save_cost_s=0.2))
+    assert policy.due(pace(50, now_s=20.0, save_cost_s=0.2))
+
+
+def test_auto_never_saves_faster_than_saves_become_durable():
+    assert not EveryAuto().due(pace(50, now_s=3.0, save_cost_s=0.001, durable_s=5.0))
+
+
+def test_policies_compose():
+    policy = EverySteps(100) | EveryTime(60)
+    assert policy.timed
+    assert policy.due(pace(100, now_s=1.0))
+    assert policy.due(pace(7, now_s=61.0))
+    assert not policy.due(pace(7, now_s=1.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (500, EverySteps(500)),
+        ("10m", EveryTime(600.0)),
+        ("1.5h", EveryTime(5400.0)),
+        (datetime.timedelta(seconds=90), EveryTime(90.0)),
+        ("auto", EveryAuto()),
+        (EverySteps(3), EverySteps(3)),
+    ],
+)
+def test_every_reads_what_people_write(value: object, expected: object):
+    assert every(value) == expected  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("value", [0, -5, True, "soon", None, 1.5, "0s"])
+def test_every_refuses_what_it_cannot_read(value: object):
+    with pytest.raises(InvalidInput, match="every must be"):
+        every(value)  # pyright: ignore[reportArgumentType]
+
+
+def test_keep_refuses_to_keep_nothing():
+    with pytest.raises(InvalidInput, match="at least 1"):
+        Keep(0)
+
+
+ids = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 50)), unique=True, min_size=1)
+
+
+@given(ids, st.integers(1, 5), st.none() | st.integers(1, 10))
+def test_keep_always_keeps_the_newest_and_what_it_promises(found: list[tuple[int, int]], last: int, keep_every: int | None):
+    line = sorted(found, reverse=True)
+    kept = Keep(last, keep_every).kept(line)
+    assert line[0] in kept
+    assert set(line[:last]) <= kept
+    assert all(item in line[:last] or (keep_every and item[1] % keep_every == 0) for item in kept)
+
+
+def test_keep_none_keeps_everything():
+    line = [(1, step) for step in range(9, 0, -1)]
+    assert Keep(None).kept(line) == set(line)
+
+
+def test_what_a_newer_attempt_left_behind_is_superseded():
+    """Attempt 1 reached 500; attempt 2 began from 400 (500 was damaged) and committed 450."""
+    line = line_of([((1, 300), None), ((1, 400), None), ((1, 500), None), ((2, 450), 400)])
+    assert line.current == ((2, 450), (1, 400), (1, 300))
+    assert line.superseded == ((1, 500),)
+
+
+def test_an_attempt_that_committed_nothing_supersedes_nothing():
+    line = line_of([((1, 400), None), ((1, 500), None)])
+    assert line.current == ((1, 500), (1, 400))
+    assert line.superseded == ()
+
+
+def test_a_fresh_start_supersedes_all_that_was_there():
+    line = line_of([((1, 400), None), ((2, 10), None)])
+    assert line.current == ((2, 10),)
+    assert line.superseded == ((1, 400),)
+
+
+def test_going_back_twice_hides_what_both_left_behind():
+    line = line_of([((1, 100), None), ((1, 200), None), ((1, 300), None), ((2, 250), 200), ((2, 350), 200), ((3, 220), 100)])
+    assert line.current == ((3, 220), (1, 100))
+    assert set(line.superseded) == {(1, 200), (1, 300), (2, 250), (2, 350)}
+
+
+@given(st.dictionaries(st.tuples(st.integers(1, 4), st.integers(0, 20)), st.none()), st.lists(st.none() | st.integers(0, 20), min_size=5, max_size=5))
+def test_every_checkpoint_is_current_or_superseded_and_the_newest_is_current(found: dict[tuple[int, int], None], bases: list[int | None]):
+    items = [(item, bases[item[0]]) for item in found]
+    line = line_of(items)
+    assert sorted(line.current + line.superseded) == sorted(found)
+    if found:
+        assert line.current[0] == max(found)
+
+
+def test_the_meter_counts_blocked_time_and_slowed_steps():
+    meter = Meter()
+    for _ in range(10):
+        meter.step(1.0, in_flight=False)
+    meter.step(1.25, in_flight=True)
+    meter.step(1.15, in_flight=True)
+    meter.saved(blocked_s=0.1, durable_s=2.0)
+    assert meter.save_cost_s == pytest.approx(0.5)
+    assert meter.durable_s == 2.0
+
+
+def test_a_step_that_happens_to_be_quick_costs_nothing():
+    meter = Meter()
+    meter.step(1.0, in_flight=False)
+    meter.step(0.5, in_flight=True)
+    meter.saved(blocked_s=0.01, durable_s=1.0)
+    assert meter.save_cost_s == 0.0

@@ -52,7 +52,8 @@ def limits(results: Results, state: str) -> str:
 def verdict(found: Verdict) -> tuple[str, str, str, str]:
     """Goal, bound, what was found, and pass or FAIL."""
     sign = "at least" if found.at_least else "under"
-    outcome = {True: "pass", False: "FAIL", None: "not measured"}[found.passed]
+    unknown = "lost in noise" if found.noisy else "not measured"
+    outcome = {True: "pass", False: "FAIL", None: unknown}[found.passed]
     spread = found.found
     if spread is None:
         value = NONE

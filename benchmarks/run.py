@@ -23,7 +23,8 @@ from worker import in_short, measure_alone
 HERE = Path(__file__).resolve().parent
 STATES = ("gpt2-124m", "gpt2-355m", "small-8000", "tiny")
 TRAINED = ("gpt2-124m", "tiny")
-console = Console()
+# markup would take [least..greatest] for a tag; a log file has no width of its own
+console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 220)
 
 
 def main() -> int:
@@ -32,10 +33,14 @@ def main() -> int:
     directory = options.dir.resolve() / f"run-{os.getpid()}"
     directory.mkdir(parents=True)
     facts = machine.describe(directory)
+    runs: list[Run] = []
     try:
-        results = _measure_all(options, directory)
+        _measure_all(options, directory, runs)
+    except KeyboardInterrupt:
+        console.print("interrupted; what was measured until now is kept")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    results = Results(tuple(runs))
     _write(options.out, facts, results, options)
     return _show(results, facts, options.rounds)
 
@@ -57,9 +62,8 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _measure_all(options: argparse.Namespace, directory: Path) -> Results:
+def _measure_all(options: argparse.Namespace, directory: Path, runs: list[Run]) -> None:
     contestants = ["limits", *options.contestants]
-    runs: list[Run] = []
     for number in range(options.rounds):
         for state in options.states:
             pairs = 0 if state not in TRAINED else 1 if options.quick else 2
@@ -67,9 +71,8 @@ def _measure_all(options: argparse.Namespace, directory: Path) -> Results:
             shift = number % len(contestants)
             for name in contestants[shift:] + contestants[:shift]:
                 runs.append(measure_alone(name, state, number, directory, pairs=pairs))
-                console.print(in_short(runs[-1]), highlight=False, markup=False)
+                console.print(in_short(runs[-1]))
     runs.sort(key=lambda run: (run["round"], contestants.index(run["contestant"])))
-    return Results(tuple(runs))
 
 
 def _write(out: Path | None, facts: dict[str, Any], results: Results, options: argparse.Namespace) -> None:
@@ -85,17 +88,17 @@ def _write(out: Path | None, facts: dict[str, Any], results: Results, options: a
         "runs": results.runs,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
-    console.print(f"wrote {path}", highlight=False)
+    console.print(f"wrote {path}")
 
 
 def _show(results: Results, facts: dict[str, Any], rounds: int) -> int:
-    console.print(columns.facts(facts, rounds), highlight=False)
+    console.print(columns.facts(facts, rounds))
     for state in results.states():
         table = Table("", *(column.heading for column in columns.COLUMNS), title=state)
         for row in columns.rows(results, state):
             table.add_row(*row)
         console.print(table)
-        console.print(columns.limits(results, state), highlight=False)
+        console.print(columns.limits(results, state))
     verdicts = [columns.verdict(found) for found in judge(results)]
     table = Table("goal", "bound", "found", "", title="goals")
     for row in verdicts:

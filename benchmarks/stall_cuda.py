@@ -20,7 +20,8 @@ from worker import in_short, measure_alone
 
 HERE = Path(__file__).resolve().parent
 CONTESTANTS = ("limits", "holdfast", "torch-save", "dcp-staged", "torch-checkpointing-async")
-console = Console()
+# markup would take [least..greatest] for a tag; a log file has no width of its own
+console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 220)
 
 
 def main() -> int:
@@ -61,19 +62,19 @@ def _measure_all(options: argparse.Namespace, directory: Path) -> Results:
             shift = number % len(CONTESTANTS)
             for name in CONTESTANTS[shift:] + CONTESTANTS[:shift]:
                 runs.append(measure_alone(name, state, number, directory, pairs=2, device="cuda"))
-                console.print(in_short(runs[-1]), highlight=False, markup=False)
+                console.print(in_short(runs[-1]))
     runs.sort(key=lambda run: (run["round"], CONTESTANTS.index(run["contestant"])))
     return Results(tuple(runs))
 
 
 def _show(results: Results, title: str) -> None:
-    console.print(title, highlight=False)
+    console.print(title)
     for state in results.states():
         table = Table("", *(column.heading for column in columns.COLUMNS), title=f"{state} on CUDA")
         for row in columns.rows(results, state):
             table.add_row(*row)
         console.print(table)
-        console.print(columns.limits(results, state), highlight=False)
+        console.print(columns.limits(results, state))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ def measure(loop: Loop, peer: Peer, *, first_step: int, in_flight_s: float, pair
         "train_blocked_s": sum(span.blocked_s for span in saving) / pairs,
         "train_wait_s": (sum(s.wait_s for s in saving) - sum(s.wait_s for s in quiet)) / pairs,
         "lost_s": saving_s - quiet_s,
+        "quiet_range_s": max(span.wall_s for span in quiet) - min(span.wall_s for span in quiet),
         "lost_in_view": float(all(span.finished for span in saving)),
     }
 

@@ -27,7 +27,7 @@ def measure_alone(
     Blocks: until the measurement is complete, at most `LIMIT_S`.
     """
     work = directory / "work"
-    work.mkdir()
+    work.mkdir(parents=True)
     answer = directory / "answer.json"
     answer.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "measure.py"), contestant, state, str(work), str(answer)]

@@ -29,5 +29,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def own_runtime_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every test its own folder for keepers' traces, so that tests never wait for each other's keepers."""
+    """Give every test its own folder for keepers' traces: tests must not wait for each other's keepers."""
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))

@@ -216,8 +216,8 @@ def test_room_does_not_import_torch(room: str) -> None:
         if part_of(path) == room and path.stem != "__main__"
     ]
     assert modules
-    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('torch' in sys.modules)"
-    assert run_python(code) == "False"
+    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    assert run_python(f"{code}print('torch' in sys.modules)") == "False"
 
 
 def test_every_kill_point_is_passed_somewhere() -> None:

@@ -74,7 +74,8 @@ class TorchCheckpointingAsync(TorchCheckpointing):
         """Copy in a thread, write in the child."""
         future = self._manager.save(str(self.path(step)), self._state())
         if future is None:
-            raise RuntimeError("the asynchronous saver answered as a synchronous one")
+            message = "the asynchronous saver answered as a synchronous one"
+            raise RuntimeError(message)
         return Pending(self._wait_staged, future.result)
 
     def guard(self) -> contextlib.AbstractContextManager[object]:

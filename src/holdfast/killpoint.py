@@ -1,7 +1,9 @@
 """Named places between two effects where a crash test can have this process killed.
 
 A test sets HOLDFAST_KILL_AT to "NAME" or "NAME:N"; the process then sends itself SIGKILL when it reaches
-that place for the Nth time (default first). Unset, a kill point costs one comparison.
+that place for the Nth time (default first). HOLDFAST_KILL_MARK may name a file that is made by the kill: one
+that is there already prevents it, so that of several processes with this environment only one is killed.
+Unset, a kill point costs one comparison.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ POINTS = (
 
 _name, _, _count = os.environ.get("HOLDFAST_KILL_AT", "").partition(":")
 _left = int(_count or 1)
+_mark = os.environ.get("HOLDFAST_KILL_MARK")
 
 
 def kill_point(name: str) -> None:
@@ -34,5 +37,15 @@ def kill_point(name: str) -> None:
     if name != _name:
         return
     _left -= 1
-    if _left == 0:
+    if _left == 0 and _take_mark():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _take_mark() -> bool:
+    if _mark is None:
+        return True
+    try:
+        os.close(os.open(_mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The code in the documents: Python compiles and uses only public names, commands are commands, marked blocks run.
+"""The code in the documents: Python compiles and names what is public, commands parse, marked blocks run.
 
 A block that follows the line `<!-- run -->` is executed, in an empty folder.
 """

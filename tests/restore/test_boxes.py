@@ -18,7 +18,9 @@ SIDES = st.lists(
 
 
 @given(SIDES, st.data())
-def test_runs_place_every_byte_where_a_region_copy_does(sides: list[tuple[int, int, int]], data: st.DataObject) -> None:
+def test_runs_place_every_byte_where_a_region_copy_does(
+    sides: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
     shape, offsets, lengths = (tuple(side[i] for side in sides) for i in range(3))
     piece = Piece("t", "I16", shape, offsets, lengths)
     values = torch.arange(1, piece.num_bytes // 2 + 1, dtype=torch.int16).reshape(lengths)

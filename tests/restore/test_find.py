@@ -4,15 +4,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from making import RUN_ID, make_checkpoint, make_home
 
-from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater, Unsupported
-from holdfast.format import manifest as manifest_format
+from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
 from holdfast.format.manifest import Manifest
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.restore import find
 from holdfast.store.memory import MemoryStore
+from making import RUN_ID, make_checkpoint, make_home
 
 TWO_RANKS = [{"a": torch.arange(10.0)}, {"b": torch.arange(4)}]
 
@@ -160,7 +159,9 @@ def test_missing_and_truncated_files_are_named() -> None:
     image, document = store.get(data), store.get(part)
 
     store.put(data, image[:-1])
-    with pytest.raises(Corrupt, match=f"truncated: expected {len(image)} bytes, found {len(image) - 1}") as caught:
+    with pytest.raises(
+        Corrupt, match=f"truncated: expected {len(image)} bytes, found {len(image) - 1}"
+    ) as caught:
         find.check_files(find.list_home(store), made)
     assert (caught.value.key, caught.value.rank, caught.value.step) == (data, 1, 5)
 
@@ -299,10 +300,3 @@ def test_the_newest_attempt_is_never_superseded(rows: list[tuple[int, int, int |
     newest = max((attempt for _, attempt, _ in rows), default=0)
     assert all(attempt != newest for _, attempt in dead)
     assert dead <= {(step, attempt) for step, attempt, _ in rows}
-
-
-def test_conflict_is_not_hidden_when_the_manifest_is_written_twice() -> None:
-    store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS)
-    with pytest.raises(Conflict):
-        store.put(names.manifest(5, 1), manifest_format.document(of(5, 1, None)), if_absent=True)

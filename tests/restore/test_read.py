@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import make_checkpoint
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.format import names
@@ -14,6 +13,7 @@ from holdfast.format.part import Part
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import READ_BYTES, Job, Want, read
 from holdfast.store.memory import MemoryStore
+from making import make_checkpoint
 
 CHUNK = 4096
 
@@ -47,7 +47,9 @@ class Taker:
 def make_file(num_bytes: int, chunk_bytes: int = CHUNK) -> tuple[Recorder, Part, bytes]:
     """A store with one rank's file of one tensor; with its part and its image."""
     store = Recorder()
-    tensor = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    tensor = torch.randint(
+        0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     made = make_checkpoint(store, 1, 1, [{"t": tensor}], chunk_bytes=chunk_bytes)
     return store, Parts(store, made).part(0), store.get(names.data(1, 1, 0))
 
@@ -69,7 +71,9 @@ def wants(ranges: list[tuple[int, int]]) -> list[Want]:
     ),
     st.integers(1, 5),
 )
-def test_any_ranges_arrive_and_each_needed_chunk_is_read_once(ranges: list[tuple[int, int]], threads: int) -> None:
+def test_any_ranges_arrive_and_each_needed_chunk_is_read_once(
+    ranges: list[tuple[int, int]], threads: int
+) -> None:
     store = Recorder()
     store.put(names.data(1, 1, 0), IMAGE)
     wanted = wants(ranges)
@@ -78,7 +82,9 @@ def test_any_ranges_arrive_and_each_needed_chunk_is_read_once(ranges: list[tuple
         assert isinstance(want.sink, Taker)
         assert bytes(want.sink.data) == IMAGE[start : start + num_bytes]
         assert want.sink.count == num_bytes
-    needed = {c for start, size in ranges if size for c in range(start // CHUNK, (start + size - 1) // CHUNK + 1)}
+    needed = {
+        c for start, size in ranges if size for c in range(start // CHUNK, (start + size - 1) // CHUNK + 1)
+    }
     got = [c for _, start, size in store.reads for c in range(start // CHUNK, -(-(start + size) // CHUNK))]
     assert sorted(got) == sorted(needed)
     assert stats.num_bytes == sum(size for *_, size in store.reads)
@@ -103,7 +109,8 @@ def test_several_files_are_read_in_one_go() -> None:
     takers = [Taker(72), Taker(12)]
     sizes = (72, 12)
     jobs = [
-        Job(parts.part(rank), [Want(parts.part(rank).starts[0], sizes[rank], takers[rank])]) for rank in (0, 1)
+        Job(parts.part(rank), [Want(parts.part(rank).starts[0], sizes[rank], takers[rank])])
+        for rank in (0, 1)
     ]
     read(store, jobs)
     assert torch.equal(torch.frombuffer(takers[0].data, dtype=torch.int64), torch.arange(9))

@@ -1,4 +1,4 @@
-"""Layout of a rank's data file: a safetensors file whose header is padded so that data starts at a 4 KiB boundary."""
+"""Layout of a rank's data file: safetensors, with the header padded so that data starts at 4 KiB."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.sealed import is_text
 
 BLOCK_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # safetensors readers refuse more
-_RESERVED = re.compile(r"@r\d+$")
+_RESERVED = re.compile(r"@r[0-9]+\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Piece:
         return self.lengths == self.shape
 
     def file_key(self, rank: int) -> str:
-        """Key in the safetensors file: the name; `NAME@rR` for rank R's own copy of a per-rank tensor, R > 0."""
+        """Key in the safetensors file: the name; `NAME@rR` for rank R's copy of a per-rank tensor, R > 0."""
         return f"{self.name}@r{rank}" if self.per_rank and rank else self.name
 
 
@@ -56,10 +57,14 @@ def check_name(name: str) -> None:
     """Refuse a tensor name that the format keeps for itself.
 
     Raises:
-        InvalidInput: the name is reserved.
+        InvalidInput: the name is reserved, or cannot be written as UTF-8.
     """
+    if not is_text(name):
+        raise InvalidInput(f"Tensor name {name!r} is not valid Unicode text; rename the key.", key=name)
     if name == "__metadata__" or _RESERVED.search(name):
-        raise InvalidInput(f"Tensor name {name!r} is reserved by the checkpoint format; rename the key.", key=name)
+        raise InvalidInput(
+            f"Tensor name {name!r} is reserved by the checkpoint format; rename the key.", key=name
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,8 @@ def lay_out(pieces: list[Piece], rank: int) -> FileLayout:
     safetensors format forbids.
 
     Raises:
-        InvalidInput: a reserved name, or a header over the 100 MB that safetensors readers accept.
+        InvalidInput: a reserved name, two pieces of one tensor, or a header over the 100 MB that safetensors
+            readers accept.
     """
     order = sorted(range(len(pieces)), key=lambda i: -ITEM_BYTES[pieces[i].dtype])
     header: dict[str, Any] = {}
@@ -89,6 +95,10 @@ def lay_out(pieces: list[Piece], rank: int) -> FileLayout:
         piece = pieces[index]
         check_name(piece.name)
         key, stop = piece.file_key(rank), position + piece.num_bytes
+        if key in header:
+            raise InvalidInput(
+                f"Rank {rank} has two pieces of {key}; a data file holds one of each.", key=key
+            )
         header[key] = {"dtype": piece.dtype, "shape": list(piece.lengths), "data_offsets": [position, stop]}
         sharding[key] = {"saved_offsets": list(piece.offsets)}
         starts[index], position = position, stop
@@ -96,13 +106,15 @@ def lay_out(pieces: list[Piece], rank: int) -> FileLayout:
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
     if len(text) > MAX_HEADER_BYTES:
-        raise InvalidInput(f"{len(pieces)} tensors need a header of {len(text)} bytes; safetensors allows 100 MB.")
+        raise InvalidInput(
+            f"{len(pieces)} tensors need a header of {len(text)} bytes; safetensors allows 100 MB."
+        )
     prefix = struct.pack("<Q", len(text)) + text
     return FileLayout(prefix, tuple(len(prefix) + start for start in starts), len(prefix) + position)
 
 
 def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
-    """Entries of a safetensors header by key (`__metadata__` included), and the file offset where data starts.
+    """Entries of a safetensors header by key (`__metadata__` included), and the offset where data starts.
 
     Args:
         head: the file's first bytes, at least the whole header.
@@ -115,6 +127,9 @@ def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
     if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):
         raise Corrupt(f"{what} has no safetensors header (length field says {size}).", key=what)
     try:
-        return json.loads(head[8 : 8 + size]), 8 + size
-    except ValueError as error:
+        entries = json.loads(head[8 : 8 + size])
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"{what}: the safetensors header is not JSON: {error}.", key=what) from error
+    if not isinstance(entries, dict):
+        raise Corrupt(f"{what}: the safetensors header is not a JSON object.", key=what)
+    return entries, 8 + size

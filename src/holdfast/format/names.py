@@ -10,10 +10,14 @@ RUN = "holdfast.json"
 DONE = "done.json"
 """The durable word that the run has finished."""
 
-_STEP_DIR = re.compile(r"step-(\d{8,})$")
-_ATTEMPT = re.compile(r"attempts/a(\d{4,})\.json$")
-_MANIFEST = re.compile(r"step-(\d{8,})/manifest-a(\d{4,})\.json$")
-_RANK_FILE = re.compile(r"step-(\d{8,})/rank-(\d{5,})-a(\d{4,})\.(json|safetensors)$")
+# Only what the functions below write: ASCII digits, and leading zeros only up to the fixed width, so that no
+# two names mean the same.
+_STEP = r"step-([0-9]{8}|[1-9][0-9]{8,})"
+_A = r"a([0-9]{4}|[1-9][0-9]{4,})"
+_STEP_DIR = re.compile(_STEP)
+_ATTEMPT = re.compile(rf"attempts/{_A}\.json")
+_MANIFEST = re.compile(rf"{_STEP}/manifest-{_A}\.json")
+_RANK_FILE = re.compile(rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,}})-{_A}\.(json|safetensors)")
 
 
 def step_dir(step: int) -> str:
@@ -58,13 +62,13 @@ class Parsed:
 
 def parse(name: str) -> Parsed | None:
     """Facts of an object's name, or None for a name that is not of this format's run tree."""
-    if found := _MANIFEST.match(name):
+    if found := _MANIFEST.fullmatch(name):
         return Parsed("manifest", step=int(found[1]), attempt=int(found[2]))
-    if found := _RANK_FILE.match(name):
+    if found := _RANK_FILE.fullmatch(name):
         kind = "part" if found[4] == "json" else "data"
         return Parsed(kind, step=int(found[1]), rank=int(found[2]), attempt=int(found[3]))
-    if found := _ATTEMPT.match(name):
+    if found := _ATTEMPT.fullmatch(name):
         return Parsed("attempt", attempt=int(found[1]))
-    if found := _STEP_DIR.match(name.partition("/")[0]):
+    if found := _STEP_DIR.fullmatch(name.partition("/")[0]):
         return Parsed("step-other", step=int(found[1]))
     return None

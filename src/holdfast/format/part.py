@@ -40,7 +40,7 @@ class Part:
 
 
 def pieces_text(pieces: list[Piece], starts: tuple[int, ...]) -> bytes:
-    """Canonical JSON of the piece table; the costly part of a draft, so callers keep it with the structure."""
+    """Canonical JSON of the piece table; costly, so callers keep it with the structure."""
     rows = [
         [p.name, p.dtype, p.shape, p.offsets, p.lengths, start, int(p.per_rank)]
         for p, start in zip(pieces, starts, strict=True)
@@ -100,7 +100,7 @@ def parse(document: bytes, what: str) -> Part:
     check_kind(body, FORMAT, VERSION, what)
     try:
         return _parse(body)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise Corrupt(f"{what} is sealed but lacks what a part holds: {error!r}.", key=what) from error
 
 
@@ -116,7 +116,9 @@ def _parse(body: dict[str, Any]) -> Part:
         rank=body["rank"],
         world_size=body["world_size"],
         base_step=body["base_step"],
-        pieces=tuple(Piece(r[0], r[1], tuple(r[2]), tuple(r[3]), tuple(r[4]), bool(r[6])) for r in body["pieces"]),
+        pieces=tuple(
+            Piece(r[0], r[1], tuple(r[2]), tuple(r[3]), tuple(r[4]), bool(r[6])) for r in body["pieces"]
+        ),
         starts=tuple(row[5] for row in body["pieces"]),
         tied=body["tied"],
         values=body["values"],
@@ -135,5 +137,5 @@ def check_kind(body: dict[str, Any], kind: str, version: int, what: str) -> None
         raise Corrupt(f"{what} is a {body.get('format')!r} document, expected {kind!r}.", key=what)
     found = body.get("version")
     if not isinstance(found, int) or found > version:
-        message = f"{what} has format version {found}; this Holdfast reads up to {version}. Upgrade to read it."
+        message = f"{what} has format version {found}; this Holdfast reads up to {version}. Upgrade it."
         raise Unsupported(message, key=what)

@@ -13,8 +13,20 @@ _HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
 
 
 def dumps(value: Any) -> bytes:
-    """Canonical JSON: no white space, keys in the given order, UTF-8, no NaN."""
+    """Canonical JSON: no white space, keys in the given order, UTF-8, no NaN.
+
+    Every string must be text as `is_text` tells.
+    """
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def is_text(text: str) -> bool:
+    """False for a string with lone surrogates (a file name that is not UTF-8), which `dumps` cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def seal(body: bytes) -> bytes:
@@ -37,14 +49,17 @@ def unseal(document: bytes, what: str) -> dict[str, Any]:
     """
     document = bytes(document)
     body = b"{" + document[_HEAD_BYTES:]
-    if not document.startswith(_OPEN) or len(document) <= _HEAD_BYTES:
-        raise Corrupt(f"{what} is not a sealed Holdfast document: it begins with {document[:24]!r}.", key=what)
+    is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
+    if not is_sealed or len(document) <= _HEAD_BYTES:
+        raise Corrupt(
+            f"{what} is not a sealed Holdfast document: it begins with {document[:24]!r}.", key=what
+        )
     expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), digest(body)
     if expected != found:
         message = f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found})."
         raise Corrupt(message, key=what)
     try:
         value = json.loads(body)
-    except ValueError as error:  # a sealed document that is no JSON was sealed by somebody else
+    except (ValueError, RecursionError) as error:  # then somebody else has sealed it
         raise Corrupt(f"{what} is sealed but is not JSON: {error}.", key=what) from error
     return value

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.format.sealed import is_text
 
 _SAFE_INT = 2**53
+_MAX_INT_BITS = 8192  # Python reads and writes decimal integers up to 4300 digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,15 @@ def encode(value: Any, path: str) -> Any:
         path: key path of the value, for the error.
 
     Raises:
-        InvalidInput: a type that cannot be written, named with its key path.
+        InvalidInput: a type, or a value of it, that cannot be written, named with its key path.
     """
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if value is None or kind is bool:
         return value
+    if kind is str:
+        return _checked_text(value, path)
     if kind is int:
-        return value if -_SAFE_INT < value < _SAFE_INT else {"$int": str(value)}
+        return value if -_SAFE_INT < value < _SAFE_INT else _encode_int(value, path)
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
@@ -54,8 +58,8 @@ def encode(value: Any, path: str) -> Any:
     if encoder := _foreign_encoder(value):
         return encoder(value, path)
     raise InvalidInput(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which has no place in a checkpoint: only tensors, "
-        "numbers, strings, bytes, containers of these and objects with state_dict() can be saved, so that "
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which has no place in a checkpoint: only "
+        "tensors, numbers, strings, bytes, containers of these and objects with state_dict() can be saved, so that "
         "opening a checkpoint never runs code. Nothing was written. Give the object state_dict() and "
         "load_state_dict(), or leave it out of the state.",
         key=path,
@@ -76,14 +80,36 @@ def decode(value: Any) -> Any:
         ((tag, body),) = value.items()
         if tag.startswith("$"):
             if tag not in _DECODERS:
-                raise Unsupported(f"Unknown value tag {tag!r}: written by a newer Holdfast? Upgrade to read it.")
+                raise Unsupported(
+                    f"Unknown value tag {tag!r}: written by a newer Holdfast? Upgrade to read it."
+                )
             return _DECODERS[tag](body)
     return {key: decode(item) for key, item in value.items()}
 
 
+def _checked_text(value: str, path: str) -> str:
+    if not value.isascii() and not is_text(value):
+        message = (
+            f"{path} is the string {value!r}, which is not valid Unicode text (a file name that is not "
+            "UTF-8?), so it cannot be saved. Nothing was written. Save it as bytes, see os.fsencode()."
+        )
+        raise InvalidInput(message, key=path)
+    return value
+
+
+def _encode_int(value: int, path: str) -> Any:
+    if value.bit_length() > _MAX_INT_BITS:
+        message = f"{path} is an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved."
+        raise InvalidInput(message, key=path)
+    return {"$int": str(value)}
+
+
 def _encode_dict(value: dict[Any, Any], path: str) -> Any:
     if all(type(key) is str for key in value) and not any(key.startswith("$") for key in value):
-        return {key: encode(item, f"{path}.{key}" if path else key) for key, item in value.items()}
+        return {
+            _checked_text(key, f"{path}.<key {key!r}>"): encode(item, f"{path}.{key}" if path else key)
+            for key, item in value.items()
+        }
     return {"$dict": _encode_items(value, path)}
 
 
@@ -126,8 +152,8 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     datetime.datetime: lambda value, path: {"$datetime": value.isoformat()},
     datetime.date: lambda value, path: {"$date": value.isoformat()},
     datetime.timedelta: _encode_timedelta,
-    pathlib.PosixPath: lambda value, path: {"$path": str(value)},
-    pathlib.PurePosixPath: lambda value, path: {"$path": str(value)},
+    pathlib.PosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
+    pathlib.PurePosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
 }
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -158,7 +184,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 def _foreign_encoder(value: Any) -> Callable[[Any, str], Any] | None:
     """Encoder for a numpy or torch value; looks only at modules that are already imported."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+    # Exactly ndarray: its subclasses (masked arrays, matrices) mean more than their numbers.
+    if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
         return _encode_numpy
     if torch is not None and isinstance(value, (torch.dtype, torch.device, torch.Size)):
         return _encode_torch
@@ -166,17 +193,24 @@ def _foreign_encoder(value: Any) -> Callable[[Any, str], Any] | None:
 
 
 def _encode_numpy(value: Any, path: str) -> Any:
-    if value.dtype.hasobject or value.dtype.names:
-        raise InvalidInput(f"{path} is a numpy array of dtype {value.dtype}; only plain dtypes can be saved.", key=path)
+    numpy = importlib.import_module("numpy")
+    kind = value.dtype
+    # An extension dtype such as bfloat16 says "<V2", and would come back as two bytes of nothing.
+    if kind.hasobject or kind.names or kind != numpy.dtype(kind.str):
+        raise InvalidInput(
+            f"{path} is a numpy array of dtype {kind}; only plain dtypes can be saved.", key=path
+        )
     tag = "$ndarray" if value.shape or type(value).__name__ == "ndarray" else "$npscalar"
     data = base64.b64encode(value.tobytes()).decode()
-    return {tag: [value.dtype.str, list(value.shape), data]}
+    return {tag: [kind.str, list(value.shape), data]}
 
 
 def _decode_ndarray(body: Any) -> Any:
     numpy = importlib.import_module("numpy")
-    dtype, shape, data = body
-    return numpy.frombuffer(base64.b64decode(data), dtype=numpy.dtype(dtype)).reshape(shape).copy()
+    dtype, shape, data = numpy.dtype(body[0]), body[1], base64.b64decode(body[2])
+    if not data:  # no elements, or elements of no bytes: frombuffer takes neither
+        return numpy.zeros(shape, dtype)
+    return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
 def _encode_torch(value: Any, path: str) -> Any:

@@ -8,15 +8,16 @@ import socket
 import sys
 
 from holdfast.keeper.process import serve
+from holdfast.keeper.terms import IGNORED_SIGNALS
 
 _NICENESS = 5  # training comes first; what the keeper does has until the next save
 
 
 def main() -> None:
     """Serve one trainer until it is gone and all its staged saves are done."""
-    # The trainer's signals are not ours: whoever stops a run wants its last save finished. SIGKILL still works.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE):
+    for number in (*IGNORED_SIGNALS, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(_NICENESS)
     serve(socket.socket(fileno=int(sys.argv[1])), trainer_pid=int(sys.argv[2]))
 

@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError, Internal, RetryLater
 from holdfast.keeper import protocol
 from holdfast.keeper.presence import process_start
 from holdfast.keeper.protocol import Message
-from holdfast.keeper.terms import Terms
+from holdfast.keeper.terms import IGNORED_SIGNALS, Terms
 
 _MAX_DEATHS = 5
 """Keepers that may die in a row without completing a save before saving is given up."""
@@ -204,16 +204,21 @@ class Keeper:
         self._stderr = os.memfd_create("holdfast-keeper-stderr")  # read if it dies; leaves no file behind
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.keeper", str(theirs.fileno()), str(os.getpid())],
-            env={**os.environ, "PYTHONPATH": path},
-            cwd="/",  # neither hold the user's directory nor import modules from it
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C and SIGTERM to the trainer's process group do not reach it
-        )
+        # A process inherits its maker's mask: blocked here, they cannot end the keeper before it ignores them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.keeper", str(theirs.fileno()), str(os.getpid())],
+                env={**os.environ, "PYTHONPATH": path},
+                cwd="/",  # neither hold the user's directory nor import modules from it
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C and SIGTERM to the trainer's process group do not reach it
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self._send({"terms": self.terms.text(), "trainer_start": process_start(os.getpid())})
         listener = threading.Thread(target=self._listen, args=(ours,), name="holdfast-listen", daemon=True)

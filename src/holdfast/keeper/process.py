@@ -203,8 +203,8 @@ class Work:
             try:
                 self._put_data_and_part(job)
             except RetryLater:
-                if not tries_left:
-                    raise
+                if not tries_left or self.desk.jobs:
+                    raise  # a newer save is waiting: it is worth more than another try of this one
                 time.sleep(pause_s)
                 pause_s *= 2
             else:

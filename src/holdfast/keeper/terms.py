@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import asdict, dataclass
+
+# Whoever stops a run wants its last save finished, so what stops trainers does not stop keepers. SIGKILL does.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.errors import InvalidInput, NotFound
+from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.layout import Piece
 from holdfast.format.manifest import Manifest
@@ -20,9 +20,19 @@ from holdfast.store.contract import Store
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_DTYPES = {name: getattr(torch, torch_name, None) for name, torch_name in TORCH_NAMES.items()}
+
+
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name."""
-    return getattr(torch, TORCH_NAMES[name])
+    """The torch dtype of a safetensors dtype name.
+
+    Raises:
+        Unsupported: the installed torch has no such dtype.
+    """
+    dtype = _DTYPES[name]
+    if dtype is None:
+        raise Unsupported(f"torch {torch.__version__} has no dtype for {name}; a newer one has.")
+    return dtype
 
 
 class TensorSink:
@@ -33,11 +43,13 @@ class TensorSink:
         base: byte of the tensor that byte 0 of what is wanted goes to.
     """
 
+    __slots__ = ("_address", "_base", "_limit", "_tensor")
+
     def __init__(self, tensor: torch.Tensor, base: int = 0) -> None:
         self._tensor = tensor  # keeps the memory behind the address alive
         self._limit = tensor.nbytes
         self._base = base
-        self._address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        self._address = tensor.data_ptr() if tensor.is_cpu else 0
         if not tensor.is_contiguous():
             raise InvalidInput(f"A tensor of shape {list(tensor.shape)} must be contiguous to be filled.")
 

@@ -13,7 +13,7 @@ from holdfast.format import names, run
 from holdfast.format import part as part_format
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import MAX_CHUNK_BYTES, digest
-from holdfast.format.layout import BLOCK_BYTES
+from holdfast.format.layout import BLOCK_BYTES, Piece
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
 from holdfast.store.contract import Store
@@ -224,14 +224,22 @@ def check_part(part: Part, rank: int, name: str) -> None:
         message = f"{name} has chunks of {chunk_bytes} bytes: expected a multiple of 4 KiB up to 8 MiB."
         raise Corrupt(message, step=part.step, rank=rank, key=name)
     for piece, start in zip(part.pieces, part.starts, strict=True):
-        known = piece.dtype in ITEM_BYTES
-        sides = zip(piece.offsets, piece.lengths, piece.shape, strict=False)
-        inside = len(piece.offsets) == len(piece.lengths) == len(piece.shape) and all(
-            0 <= offset <= offset + length <= size for offset, length, size in sides
-        )
-        if not (known and inside and 0 <= start <= part.file.num_bytes - piece.num_bytes):
+        if piece.dtype not in ITEM_BYTES or not _is_box(piece):
+            bad = True
+        else:
+            bad = not 0 <= start <= part.file.num_bytes - piece.num_bytes
+        if bad:
             message = f"{name} places {piece.name} at byte {start} as {piece}, which cannot be."
             raise Corrupt(message, step=part.step, rank=rank, key=piece.name)
+
+
+def _is_box(piece: Piece) -> bool:
+    if piece.lengths == piece.shape and not any(piece.offsets):
+        return len(piece.offsets) == len(piece.shape) and min(piece.shape, default=0) >= 0
+    if not len(piece.offsets) == len(piece.lengths) == len(piece.shape):
+        return False
+    sides = zip(piece.offsets, piece.lengths, piece.shape, strict=True)
+    return all(0 <= offset <= offset + length <= size for offset, length, size in sides)
 
 
 def finish_commits(store: Store, home: Home, run_id: str | None) -> list[tuple[int, int]]:

@@ -182,14 +182,13 @@ class _Crew:
     def _drain(self) -> None:
         if not self._todo:
             return
-        with mmap.mmap(-1, self._buffer_bytes) as buffer, memoryview(buffer) as view:
-            while not self._errors:
-                try:
-                    one = self._todo.popleft()
-                except IndexError:
-                    return
-                with view[: one.stop - one.start] as part:
-                    self._do(one, part)
+        view = memoryview(mmap.mmap(-1, self._buffer_bytes))  # page-aligned, as direct reads ask
+        while not self._errors:
+            try:
+                one = self._todo.popleft()
+            except IndexError:
+                return
+            self._do(one, view[: one.stop - one.start])
 
     def _do(self, one: _Read, view: memoryview) -> None:
         damage = self._fetch(one, view)
@@ -222,8 +221,7 @@ def _damage(one: _Read, view: memoryview) -> list[HoldfastError]:
     for start in range(one.start, one.stop, chunk_bytes):
         stop = min(start + chunk_bytes, one.stop)
         number = start // chunk_bytes
-        with view[start - one.start : stop - one.start] as chunk:
-            found = digest(chunk)
+        found = digest(view[start - one.start : stop - one.start])
         if found != chunks[number]:
             damage.append(_damaged_chunk(one, number, start, stop, found))
     return damage

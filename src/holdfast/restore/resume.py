@@ -199,7 +199,7 @@ def _look(store: Store, step: int | None) -> dict[str, Any]:
     for (saved_step, attempt), saved in sorted(home.saved.items()):
         try:
             finished += finish_commit(store, saved, run_id)
-        except RetryLater as error:  # noqa: PERF203 - the others must be tried too
+        except RetryLater as error:
             passed.append([saved_step, attempt, f"its manifest is missing and could not be written: {error}"])
     every = candidates(list_home(store) if finished else home)
     if step is not None:

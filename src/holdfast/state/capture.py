@@ -11,7 +11,7 @@ import torch
 from holdfast.errors import InvalidInput
 from holdfast.format.layout import check_name
 from holdfast.state.spread import Spread
-from holdfast.state.tensors import NAMES, PLAIN, is_same_view, is_savable, refuse
+from holdfast.state.tensors import is_same_view, is_savable, refuse
 
 _REPLICATED, _LOWEST = Spread.REPLICATED, Spread.LOWEST
 
@@ -49,7 +49,8 @@ class Sink:
         self.parameter_names: dict[int, str] = {}  # id of a live parameter -> its first name
         self._checked = checked
         self._is_single = world_size == 1
-        self._at: dict[int, list[str]] = {}  # address -> names of the tensors that start there
+        self._at: dict[int, str] = {}  # address -> first tensor that starts there
+        self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
 
     def add(self, name: str, tensor: torch.Tensor, spread: Spread) -> str:
         """Take a tensor; answers the name under which its bytes stand, another one if it is tied.
@@ -58,7 +59,7 @@ class Sink:
             Unsupported: a tensor that cannot be saved.
             InvalidInput: a name that is taken or reserved.
         """
-        if type(tensor) not in PLAIN or tensor.dtype not in NAMES or not is_savable(tensor):
+        if not is_savable(tensor):
             raise refuse(tensor, name)
         if name not in self._checked:
             check_name(name)
@@ -66,18 +67,21 @@ class Sink:
         if name in self.tensors or name in self.tied:
             raise _collision(name)
         address = tensor.data_ptr()
-        if address:  # an empty tensor has none, and is never tied
-            names = self._at.setdefault(address, [])
-            for other in names:
-                if is_same_view(self.tensors[other], tensor):
-                    self.tied[name] = other
-                    return other
-            names.append(name)
+        if self._at.setdefault(address, name) is not name:
+            if (other := self._twin(address, tensor)) is not None:
+                self.tied[name] = other
+                return other
+            self._more.setdefault(address, []).append(name)
         is_bare = type(tensor) is torch.Tensor and not tensor.requires_grad
         self.tensors[name] = tensor if is_bare else tensor.detach()
         if not self._is_single and spread is not _REPLICATED:
             (self.lowest if spread is _LOWEST else self.per_rank).add(name)
         return name
+
+    def _twin(self, address: int, tensor: torch.Tensor) -> str | None:
+        """Name of a taken tensor that is the same as this one; an empty tensor has no address and no twin."""
+        names = [self._at[address], *self._more.get(address, ())] if address else []
+        return next((name for name in names if is_same_view(self.tensors[name], tensor)), None)
 
     def emitter(self, spread: Spread, *, is_owned: bool = False) -> Callable[[str, torch.Tensor], None]:
         """A function that takes tensors with one spread, for `tree.strip`."""

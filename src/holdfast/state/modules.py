@@ -191,7 +191,7 @@ def _canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
     """Name of a state_dict() key without wrappers, and how it is spread as a parameter and as a buffer."""
     parameter, buffer = Spread.REPLICATED, Spread.PER_RANK
     parts: list[str] = []
-    module: Any = root
+    module: Any = _unwrapped(root)
     steps = key.split(".")
     for i, part in enumerate(steps):
         if isinstance(module, DistributedDataParallel) and part == "module":
@@ -201,7 +201,7 @@ def _canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
                 buffer = Spread.LOWEST
         elif not (part == _CHECKPOINT_WRAPPED or (part == "_orig_mod" and _is_compiled(module))):
             parts.append(part)
-        module = getattr(module, part, None)
+        module = _child(module, part)
     return ".".join(parts), parameter, buffer
 
 
@@ -212,9 +212,20 @@ def _wrapper_paths(key: str) -> list[str]:
 
 
 def _at(root: torch.nn.Module, path: str) -> Any:
-    module: Any = root
+    module: Any = _unwrapped(root)
     for part in path.split(".") if path else ():
-        module = getattr(module, part, None)
+        module = _child(module, part)
+    return module
+
+
+def _child(module: Any, part: str) -> Any:
+    return module if part == _CHECKPOINT_WRAPPED else _unwrapped(getattr(module, part, None))
+
+
+def _unwrapped(module: Any) -> Any:
+    """A module without activation checkpointing around it, which leaves its own part out of names."""
+    while isinstance(module, torch.nn.Module) and _CHECKPOINT_WRAPPED in module._modules:
+        module = module._modules[_CHECKPOINT_WRAPPED]
     return module
 
 

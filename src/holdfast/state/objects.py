@@ -34,8 +34,9 @@ def is_generator(value: Any) -> bool:
 
 @final
 class StatefulEntry(Entry):
-    """An object with state_dict() and load_state_dict(): a scheduler, a scaler, a data loader, an optimizer
-    with save code of its own.
+    """An object with state_dict() and load_state_dict(): a scheduler, a scaler, a data loader.
+
+    Optimizers with save code of their own are among them.
     """
 
     def capture(self, sink: Sink) -> Any:

@@ -79,12 +79,15 @@ class OptimizerEntry(Entry):
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
-        groups = [self._capture_group(sink, i, group) for i, group in enumerate(self.value.param_groups)]
+        groups: list[dict[str, Any]] = []
         other: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
-        for fqn, parameter in self._parameters(sink.parameter_names):
-            if state := self.value.state.get(parameter):
-                self._capture_state(sink, fqn, parameter, state, other)
+        for i, group in enumerate(self.value.param_groups):
+            named = list(_named(i, group, sink.parameter_names))
+            groups.append(self._capture_group(sink, i, group, [fqn for fqn, _ in named]))
+            for fqn, parameter in named:
+                if state := self.value.state.get(parameter):
+                    self._capture_state(sink, fqn, parameter, state, other)
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
                 emit = sink.emitter(self.spread or Spread.REPLICATED, is_owned=True)
@@ -94,23 +97,25 @@ class OptimizerEntry(Entry):
             values["shared"] = encode(shared, f"{self.key}.state")
         return values
 
-    def _capture_group(self, sink: Sink, index: int, group: dict[str, Any]) -> dict[str, Any]:
+    def _capture_group(
+        self, sink: Sink, index: int, group: dict[str, Any], fqns: list[str]
+    ) -> dict[str, Any]:
         emit = sink.emitter(self.spread or Spread.REPLICATED)
         options = {
             name: strip(value, f"{self.key}.param_groups.{index}.{name}", emit)
             for name, value in group.items()
             if name != "params"
         }
-        fqns = [fqn for fqn, _ in _named(index, group, sink.parameter_names)]
         return {"params": fqns, **encode(options, f"{self.key}.param_groups[{index}]")}
 
     def _capture_state(
         self, sink: Sink, fqn: str, parameter: torch.Tensor, state: dict[Any, Any], other: dict[str, Any]
     ) -> None:
         prefix, spread = f"{self.key}.state.{fqn}.", self._spread_of(sink, fqn, parameter)
+        add, own = sink.add, sink.owned.add
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and type(name) is str and name.isidentifier():
-                sink.owned.add(sink.add(prefix + name, value, spread))
+                own(add(prefix + name, value, spread))
             else:
                 emit = sink.emitter(spread, is_owned=True)
                 other.setdefault(fqn, {})[name] = strip(value, f"{prefix}{name}", emit)
@@ -122,10 +127,6 @@ class OptimizerEntry(Entry):
         if id(parameter) not in sink.parameter_names or sink.is_per_rank(fqn):
             return Spread.PER_RANK
         return Spread.REPLICATED
-
-    def _parameters(self, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for i, group in enumerate(self.value.param_groups):
-            yield from _named(i, group, names)
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
@@ -280,8 +281,8 @@ def _check_saved(key: str, values: Any) -> None:
     if isinstance(groups, list) and all(type(f) is str for group in groups for f in group.get("params", [0])):
         return
     message = (
-        f"{key} was not saved as a plain optimizer, but as another kind of object or as an optimizer with its "
-        "own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same kind."
+        f"{key} was not saved as a plain optimizer, but as another kind of object or as an optimizer with "
+        "its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same kind."
     )
     raise InvalidInput(message, key=key)
 

@@ -11,6 +11,7 @@ _TORCH = {name: getattr(torch, label) for name, label in TORCH_NAMES.items() if 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH.items()}
 """safetensors dtype name by torch dtype."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -39,11 +40,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def is_savable(tensor: torch.Tensor) -> bool:
     """True if a tensor's bytes can stand in a checkpoint as they are."""
+    kind = type(tensor)
     return (
-        type(tensor) in PLAIN
+        (kind is _TENSOR or kind is _PARAMETER)
         and tensor.dtype in NAMES
-        and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
+        and tensor.layout is _STRIDED
+        and not tensor.is_meta
     )
 
 

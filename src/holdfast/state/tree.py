@@ -43,8 +43,9 @@ def strip(value: Any, name: str, emit: Emit) -> Any:
         return collections.deque(items, maxlen=value.maxlen)
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         message = (
-            f"{name} is a {kind.__module__}.{kind.__qualname__} inside a container; objects with state_dict() "
-            "are only saved as entries of the state itself. Nothing was written. Give it a key of its own."
+            f"{name} is a {kind.__module__}.{kind.__qualname__} inside a container; objects with "
+            "state_dict() are only saved as entries of the state itself. Nothing was written. "
+            "Give it a key of its own."
         )
         raise InvalidInput(message, key=name)
     return value

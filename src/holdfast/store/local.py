@@ -1,8 +1,8 @@
 """A store in a directory tree: the fast disk of a host, or a shared one that is mounted.
 
-An object is a file. A put writes a file `.unfinished-PID-RANDOM` beside the target, under an `flock` that ends
-with the process, makes it durable, and then gives it its name by rename(2), or by link(2) where the name must be
-free. `sweep` removes unfinished files whose lock is free.
+An object is a file. A put writes a file `.unfinished-PID-RANDOM` beside the target, under an `flock` that
+ends with the process, makes it durable, and then gives it its name by rename(2), or by link(2) where the name
+must be free. `sweep` removes unfinished files whose lock is free.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,22 +28,23 @@ _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _CANNOT_FSYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _MAX_CREATE_TRIES = 16
+_MAX_DURABLE = 64
 
 
 class LocalStore(Store):
     """A directory tree; its URL is the absolute path of `root`.
 
-    Nothing is created before the first put. A root that has once been seen is never created again: if it is gone,
-    or is on another file system than before (an unmounted disk leaves its empty mount point behind), every call
-    raises `RetryLater` until it is back, rather than write somewhere else or report that nothing is there.
+    Nothing is created before the first put. A root that has once been seen is never created again: if it is
+    gone, or is on another file system than before (an unmounted disk leaves its empty mount point behind),
+    every call raises `RetryLater` until it is back, rather than write elsewhere or report that all is gone.
 
-    After a directory could not be made durable, the last step of a put, the object may stand under its name
-    although the put raised `RetryLater`; it is then whole.
+    When the last step of a put fails, making its directory durable, the put raises `RetryLater` although the
+    object may stand under its name; it is then whole.
 
     Args:
         root: directory; relative paths are taken from the current directory at this call.
-        survives_host: say True where the tree is on a disk that outlives the machine. A path does not tell, so
-            the default is the careful answer.
+        survives_host: say True where the tree is on a disk that outlives the machine. A path does not tell,
+            so the default is the careful answer.
 
     Raises:
         InvalidInput: `root` is a file.
@@ -54,7 +56,7 @@ class LocalStore(Store):
         self.url = str(self.root)
         self.properties = Properties(survives_host=survives_host, read_align_bytes=direct.ALIGN_BYTES)
         self._seen: tuple[int, int] | None = None  # device and inode of the root
-        self._parent_synced = False
+        self._durable: dict[Path, tuple[int, int]] = {}  # directories whose names we know to be durable
         with self._refusing("open", ""):
             self._check_root()
 
@@ -77,7 +79,7 @@ class LocalStore(Store):
         view = view.cast("B") if view.nbytes else memoryview(b"")
         with self._refusing("write", name, len(view)):
             if if_absent and os.path.lexists(target):  # spares writing what cannot be kept; link() decides
-                raise _taken(target)
+                raise _taken(target, name)
             temp, fd = self._create(target.parent)
             try:
                 try:
@@ -85,9 +87,9 @@ class LocalStore(Store):
                     kill_point("store.written")
                     os.fsync(fd)  # the data first: a name must never lead to bytes that a power cut takes
                     kill_point("store.synced")
-                    _publish(temp, target, if_absent=if_absent)
+                    _publish(temp, target, name, if_absent=if_absent)
                 except BaseException:
-                    with suppress(OSError):  # the reason to be here says more than this would; sweep() gets it
+                    with suppress(OSError):  # what brought us here says more; sweep() gets the file
                         temp.unlink()
                     raise
             finally:
@@ -107,8 +109,8 @@ class LocalStore(Store):
             got = direct.read(fd, offset, buffer)
             if got < len(buffer):
                 raise Corrupt(
-                    f"{self.root / name} ends at byte {os.fstat(fd).st_size}; {len(buffer)} bytes at {offset} were "
-                    f"wanted and {got} are there. The file is not the one that was written.",
+                    f"{self.root / name} ends at byte {os.fstat(fd).st_size}; {len(buffer)} bytes at {offset}"
+                    f" were wanted, {got} are there. The file is not the one that was written.",
                     key=name,
                 )
 
@@ -204,15 +206,16 @@ class LocalStore(Store):
             RetryLater: it was there before.
             InvalidInput: it is not a directory.
         """
+        seen = self._seen  # before looking: another thread may be making the root
         try:
             info = self.root.stat()
         except (FileNotFoundError, NotADirectoryError):
-            if self._seen is None:
+            if seen is None:
                 return False
             raise RetryLater(self._vanished("is gone")) from None
-        if not self.root.is_dir():
-            raise InvalidInput(f"{self.root} is not a directory, so it cannot hold checkpoints; give another place.")
-        device, inode = self._seen or (info.st_dev, info.st_ino)
+        if not stat.S_ISDIR(info.st_mode):
+            raise InvalidInput(f"{self.root} is a file, so it cannot hold checkpoints; give another place.")
+        device, inode = seen or (info.st_dev, info.st_ino)
         if device != info.st_dev and inode != info.st_ino:  # a remount of the same disk keeps the inode
             raise RetryLater(self._vanished("is on another file system than before"))
         self._seen = info.st_dev, info.st_ino
@@ -220,13 +223,13 @@ class LocalStore(Store):
 
     def _vanished(self, how: str) -> str:
         return (
-            f"The home {self.root} vanished: the directory {how}, though this process has used it. Was its disk "
-            "unmounted, or the directory deleted? It was not made anew, since that might write to the wrong disk. "
-            "Bring it back, or open the store again if the loss is meant."
+            f"The home {self.root} vanished: the directory {how}, though this process has seen it. Was its "
+            "disk unmounted, or the directory deleted? It was not made anew, since that might write to the "
+            "wrong disk. Bring it back, or open the store again if the loss is meant."
         )
 
     def _make_directories(self, directory: Path) -> None:
-        """Make `directory` and what leads to it, each durable before anything is put into it."""
+        """Make `directory` and what leads to it; what is below the root is made durable by `_sync_up`."""
         if not self._check_root():
             for level in (*reversed(self.root.parents), self.root):
                 if not level.is_dir():
@@ -239,11 +242,10 @@ class LocalStore(Store):
     def _open_in(self, directory: Path, path: Path, flags: int) -> int:
         """Open a file that may need its directory made, though deletes remove directories that are empty."""
         for _ in range(_MAX_CREATE_TRIES):
-            try:
+            with suppress(FileNotFoundError):
                 return os.open(path, flags | os.O_CLOEXEC, 0o666)
-            except FileNotFoundError:
-                with suppress(FileNotFoundError):
-                    self._make_directories(directory)
+            with suppress(FileNotFoundError):
+                self._make_directories(directory)
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def _create(self, directory: Path) -> tuple[Path, int]:
@@ -264,25 +266,25 @@ class LocalStore(Store):
             os.close(fd)  # a sweep got in between creation and lock, and took it for abandoned
 
     def _sync_up(self, directory: Path) -> None:
-        """Make every name from the root down to what is in `directory` durable.
+        """Make every name from the root's own down to what is in `directory` durable.
 
-        All levels, since another process may have made one of them and not yet come to its fsync; a directory
-        without changes costs next to nothing.
+        Each level once, whoever made it: another process may have, and not yet come to its fsync. Twice would
+        double the time of a small put, since an fsync without changes still flushes the disk's cache.
         """
         _sync_directory(directory)
-        for level in _below(self.root, directory):
-            _sync_directory(level.parent)
-        if not self._parent_synced:
-            with suppress(PermissionError):  # where we may not read, we have not made the root either
-                _sync_directory(self.root.parent)
-            self._parent_synced = True
+        for level in (*_below(self.root, directory), self.root):
+            info = level.stat()
+            if self._durable.get(level) != (info.st_dev, info.st_ino):
+                _sync_directory(level.parent)
+                if len(self._durable) >= _MAX_DURABLE:
+                    self._durable.clear()
+                self._durable[level] = info.st_dev, info.st_ino
 
     def _remove_empty(self, directory: Path) -> None:
-        for level in _below(self.root, directory):
-            try:
+        with suppress(OSError):  # not empty, gone, or not ours: an empty directory does no harm
+            for level in _below(self.root, directory):
                 level.rmdir()
-            except OSError:  # not empty, gone, or not ours: an empty directory does no harm
-                return
+                self._durable.pop(level, None)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
@@ -334,7 +336,7 @@ def _free_space(path: Path) -> str:
     return "Its free space could not be read."
 
 
-def _publish(temp: Path, target: Path, *, if_absent: bool) -> None:
+def _publish(temp: Path, target: Path, name: str, *, if_absent: bool) -> None:
     if not if_absent:
         temp.replace(target)
         kill_point("store.linked")
@@ -342,20 +344,21 @@ def _publish(temp: Path, target: Path, *, if_absent: bool) -> None:
     try:
         target.hardlink_to(temp)  # unlike rename, refuses a name that is taken
     except FileExistsError:
-        raise _taken(target) from None
+        raise _taken(target, name) from None
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise
         raise Unsupported(
-            f"The file system of {target} has no hard links ({error.strerror}), so a name cannot be taken there "
-            "without a race. Nothing was changed. Use another place as home."
+            f"The file system of {target} has no hard links ({error.strerror}), so a name cannot be taken "
+            "there without a race. Nothing was changed. Use another place as home.",
+            key=name,
         ) from error
     kill_point("store.linked")
     temp.unlink()
 
 
-def _taken(target: Path) -> Conflict:
-    return Conflict(f"{target} exists already; it was left alone.", key=str(target))
+def _taken(target: Path, name: str) -> Conflict:
+    return Conflict(f"{target} exists already; it was left alone.", key=name)
 
 
 def _below(root: Path, directory: Path) -> list[Path]:
@@ -368,7 +371,10 @@ def _below(root: Path, directory: Path) -> list[Path]:
 
 
 def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a directory that may be entered but not read; there is no other way to sync it
+        return
     try:
         with _ignoring(*_CANNOT_FSYNC):  # some FUSE file systems have no fsync for directories
             os.fsync(fd)

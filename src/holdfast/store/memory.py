@@ -47,7 +47,8 @@ class MemoryStore(Store):
         found = data[offset : offset + len(buffer)]
         if len(found) < len(buffer):
             raise Corrupt(
-                f"{self.url}/{name} ends at byte {len(data)}; {len(buffer)} bytes at {offset} were wanted.", key=name
+                f"{self.url}/{name} ends at byte {len(data)}; {len(buffer)} bytes at {offset} were wanted.",
+                key=name,
             )
         buffer[:] = found
 
@@ -61,8 +62,8 @@ class MemoryStore(Store):
         """See `Store.list`."""
         check_prefix(prefix)
         with self._lock:
-            found = [Entry(name, len(data)) for name, data in self._objects.items() if name.startswith(prefix)]
-        return iter(found)
+            found = [Entry(name, len(data)) for name, data in self._objects.items()]
+        return (entry for entry in found if entry.name.startswith(prefix))
 
     def size(self, name: str) -> int | None:
         """See `Store.size`."""

@@ -14,12 +14,12 @@ def check_name(name: str) -> str:
     """The name itself, if it can name an object.
 
     Raises:
-        InvalidInput: empty, absolute, with an empty, "." or ".." part, a reserved or too long part, or not text
-            that a file system takes.
+        InvalidInput: empty, absolute, with an empty, "." or ".." part, a reserved or too long part, or not
+            text that a file system takes.
     """
     for part in name.split("/"):
         if fault := _fault(part):
-            raise InvalidInput(f"{name!r} cannot name an object in a store: {fault}. Nothing was done.", key=name)
+            raise InvalidInput(f"{name!r} cannot name an object in a store: {fault}.", key=name)
     return name
 
 

@@ -26,8 +26,8 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     """The store at a path or URL; nothing is created before the first put.
 
     Args:
-        place: a path (`~` is expanded in a string), `file:///PATH` (percent-encoded), or `memory://NAME`, which
-            is the same store for the same name everywhere in this process.
+        place: a path (`~` is expanded in a string), `file:///PATH` (percent-encoded), or `memory://NAME`,
+            which is the same store for the same name everywhere in this process.
 
     Raises:
         InvalidInput: empty, an unknown kind of URL, a URL squashed by `pathlib`, or a path that is a file.
@@ -40,7 +40,8 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     if not isinstance(place, str):
         if squashed := _SQUASHED.match(text):
             raise InvalidInput(
-                f"{text!r} looks like a {squashed[1]}:// URL that lost a slash in a pathlib.Path; pass it as a string."
+                f"{text!r} looks like a {squashed[1]}:// URL that lost a slash in a pathlib.Path; "
+                "pass it as a string."
             )
         return LocalStore(text)
     url = _SCHEME.fullmatch(text)
@@ -52,7 +53,7 @@ def _open_url(scheme: str, rest: str, url: str) -> Store:
         return _open_file_url(rest, url)
     if scheme == "memory":
         if not rest:
-            raise InvalidInput("memory:// needs a name, such as memory://test.")
+            raise InvalidInput(f"{url!r} needs a name, such as memory://test.")
         with _shared_lock:
             return _shared.setdefault(rest, MemoryStore(rest))
     if scheme in _OBJECT_STORES:
@@ -66,5 +67,7 @@ def _open_url(scheme: str, rest: str, url: str) -> Store:
 def _open_file_url(rest: str, url: str) -> LocalStore:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash or not path:
-        raise InvalidInput(f"{url!r} is not a file URL of this host; it needs the form file:///ABSOLUTE/PATH.")
+        raise InvalidInput(
+            f"{url!r} is not a file URL of this host; it needs the form file:///ABSOLUTE/PATH."
+        )
     return LocalStore("/" + unquote(path))

@@ -1,0 +1,68 @@
+"""The command line: finds the command, runs it, and turns errors into one line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from holdfast.errors import Corrupt, HoldfastError
+
+COMMANDS = ("ls", "show", "verify", "diff", "history", "rm")
+"""Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`."""
+
+FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
+"""Exit statuses besides 0: damage or difference found; could not be done; Ctrl-C; nobody reads the output."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="holdfast",
+        description="Looks after the checkpoints of training runs; needs no model and runs no saved code.",
+        epilog="`holdfast COMMAND --help` tells more, with examples. HOME is a Checkpointer's home.",
+    )
+    parser.add_argument("--version", action="version", version=f"holdfast {_version()}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"holdfast.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after the program's name; default this process's.
+
+    Returns:
+        Exit status: 0 done, 1 damage or a difference was found, 2 it could not be done.
+
+    Raises:
+        SystemExit: the command line cannot be understood (2), or asked for help only (0).
+    """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return TROUBLE
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return FOUND if isinstance(error, Corrupt) else TROUBLE
+    except KeyboardInterrupt:
+        print("holdfast: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # `holdfast show | head`: what is still buffered goes nowhere, and Python must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_OFF
+    return status
+
+
+def _version() -> str:
+    return importlib.import_module("holdfast").__version__

@@ -1,0 +1,296 @@
+"""`holdfast diff`: in what two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli import TROUBLE, values
+from holdfast.cli.inventory import open_home
+from holdfast.cli.options import Commands, add_filter, add_json, command
+from holdfast.cli.tables import plural, print_json, print_table
+from holdfast.errors import Corrupt
+from holdfast.format.manifest import EACH
+from holdfast.restore.checkpoint import Checkpoint
+from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.restore.find import read_part
+from holdfast.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+_EXAMPLES = """
+holdfast diff runs/gpt@500 runs/gpt@1000
+holdfast diff runs/gpt runs/gpt-again --filter 'model.*'
+holdfast diff runs/gpt@500 runs/other@500 --within 1e-6 && echo same
+"""
+_BATCH_BYTES = 256 << 20  # of tensors in memory at once, from each side
+_SLICE_ITEMS = 1 << 22  # compared at once: in double precision that is some 100 MB
+_PLACE = re.compile(r"(.+)@(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two checkpoints."""
+
+    store: Store
+    checkpoint: Checkpoint
+
+    def state(self, rank: int) -> dict[str, Any]:
+        """What a rank saved beside tensors, by path, as tagged JSON."""
+        part = read_part(self.store, self.checkpoint.manifest, rank)
+        return dict(leaf for key, value in part.values.items() for leaf in values.leaves(value, key))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor that differs. Without numbers if dtype or shape differ, which `how` then tells."""
+
+    name: str
+    how: str
+    num_changed: int | None = None
+    num_items: int | None = None
+    max_abs: float | None = None  # NaN where one side has NaN and the other has not
+    mean_abs: float | None = None  # over all elements
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """All that differs. `a` and `b` are texts of the values at those paths, None where there is none."""
+
+    only_a: list[str]
+    only_b: list[str]
+    changed: list[TensorChange]
+    values: list[tuple[str, str | None, str | None]]
+    num_compared: int
+
+    def __bool__(self) -> bool:
+        return bool(self.only_a or self.only_b or self.changed or self.values)
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Compare two checkpoints; exit status 1 if they differ, like diff."
+    parser = command(commands, "diff", run, job=job, examples=_EXAMPLES)
+    for name in ("A", "B"):
+        parser.add_argument(name.lower(), metavar=name, help="HOME for its newest checkpoint, or HOME@STEP")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="differences of numbers up to this are none (default: 0)",
+    )
+    add_filter(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; damage is trouble (2), since 1 says that the two differ."""
+    try:
+        a, b = (_open(place) for place in (args.a, args.b))
+        difference = compare(a, b, pattern=args.filter or "*", within=args.within)
+    except Corrupt as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return TROUBLE
+    if args.json:
+        print_json(_as_json(a, b, difference))
+    else:
+        _print(a, b, difference)
+    return int(bool(difference))
+
+
+def _open(place: str) -> Side:
+    found = _PLACE.fullmatch(place)
+    store, _ = open_home(found[1] if found else place)
+    return Side(store, open_checkpoint(store, int(found[2]) if found else None))
+
+
+def _facts(side: Side) -> dict[str, Any]:
+    return {"home": side.store.url, "step": side.checkpoint.step, "attempt": side.checkpoint.attempt}
+
+
+def _as_json(a: Side, b: Side, difference: Difference) -> dict[str, Any]:
+    facts = {"a": _facts(a), "b": _facts(b), **asdict(difference)}
+    for change in facts["changed"]:
+        for name in ("max_abs", "mean_abs"):
+            if change[name] is not None and not math.isfinite(change[name]):
+                change[name] = str(change[name])
+    facts["values"] = [dict(zip(("name", "a", "b"), row, strict=True)) for row in difference.values]
+    return facts
+
+
+def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Difference:
+    """Compare two checkpoints, with bounded memory.
+
+    What every rank has for itself is compared rank by rank if both have the same ranks; otherwise only
+    the first ranks' are.
+
+    Args:
+        a: one of them.
+        b: the other.
+        pattern: glob for the names of tensors and values that are looked at.
+        within: absolute difference up to which numbers of tensors count as equal.
+
+    Raises:
+        Corrupt: damage was found.
+        NotFound: a file is missing.
+        RetryLater: a store failed.
+    """
+    keys_a, keys_b = (
+        [key for key in side.checkpoint if fnmatch.fnmatchcase(key, pattern)] for side in (a, b)
+    )
+    shared = set(keys_a) & set(keys_b)
+    both = [key for key in keys_a if key in shared and _tied_to(a, b, key) not in shared]
+    ranks = range(a.checkpoint.world_size) if a.checkpoint.world_size == b.checkpoint.world_size else range(1)
+    changed: list[TensorChange] = []
+    changed_values: list[tuple[str, str | None, str | None]] = []
+    for rank in ranks:
+        suffix = f"@r{rank}" if rank else ""
+        names = [key for key in both if not rank or _is_per_rank(a, key) or _is_per_rank(b, key)]
+        changed += _changes(a, b, names, rank, within, suffix)
+        changed_values += _value_changes(a.state(rank), b.state(rank), pattern, suffix)
+    return Difference(
+        only_a=sorted(set(keys_a) - set(keys_b)),
+        only_b=sorted(set(keys_b) - set(keys_a)),
+        changed=changed,
+        values=changed_values,
+        num_compared=len(both),
+    )
+
+
+def _tied_to(a: Side, b: Side, key: str) -> str | None:
+    """The name that a key is tied to on both sides: one tensor need not be compared twice."""
+    name = a.checkpoint.info(key).tied_to
+    return name if name == b.checkpoint.info(key).tied_to else None
+
+
+def _is_per_rank(side: Side, key: str) -> bool:
+    return side.checkpoint.info(key).owner == EACH
+
+
+def _changes(
+    a: Side, b: Side, names: list[str], rank: int, within: float, suffix: str
+) -> Iterator[TensorChange]:
+    for batch in _batches(a.checkpoint, names):
+        left, right = _read(a, batch, rank), _read(b, batch, rank)
+        for name in batch:
+            one, other = left.get(name), right.get(name)
+            if one is None or other is None:
+                if one is not other:
+                    yield TensorChange(name + suffix, "only in A" if other is None else "only in B")
+            elif found := _change(name + suffix, one, other, within):
+                yield found
+
+
+def _batches(checkpoint: Checkpoint, names: list[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    batch_bytes = 0
+    for name in names:
+        num_bytes = checkpoint.info(name).num_bytes
+        if batch and batch_bytes + num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(name)
+        batch_bytes += num_bytes
+    if batch:
+        yield batch
+
+
+def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
+    """Tensors as a rank sees them, verified; without those that are per rank and that this rank has not."""
+    import torch  # not above: help must not wait for it
+
+    from holdfast.restore.fill import fill, torch_dtype
+    from holdfast.restore.parts import Parts
+
+    manifest = side.checkpoint.manifest
+    parts, targets = Parts(side.store, manifest), {}
+    for name in names:
+        saved = parts.shape_of(manifest.tied.get(name, name), rank)
+        if saved is not None:
+            targets[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]))
+    fill(side.store, manifest, targets, rank, parts=parts)
+    return targets
+
+
+def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> TensorChange | None:
+    import torch
+
+    if a.dtype != b.dtype or a.shape != b.shape:
+        how = f"{_kind(a)} in A, {_kind(b)} in B"
+        return TensorChange(name, how)
+    num_changed, max_abs, sum_abs = 0, 0.0, 0.0
+    left, right = a.reshape(-1), b.reshape(-1)
+    for start in range(0, a.numel(), _SLICE_ITEMS):
+        one, other = left[start : start + _SLICE_ITEMS], right[start : start + _SLICE_ITEMS]
+        bits = (one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, a.element_size()).any(1)
+        if bits.any():
+            apart = _apart(one, other)
+            # Bits may differ where numbers do not: -0.0, payloads of NaN, integers beyond 2^53.
+            num_changed += int((apart.isnan() | (apart > within) | (bits & (within == 0))).sum())
+            max_abs = max(max_abs, float(apart.max()), key=_nan_last)
+            sum_abs += float(apart.sum())
+    if not num_changed:
+        return None
+    return TensorChange(name, _kind(a), num_changed, a.numel(), max_abs, sum_abs / a.numel())
+
+
+def _nan_last(x: float) -> tuple[bool, float]:
+    """Order in which NaN is the greatest, as it is for torch."""
+    return x != x, x
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Absolute differences in double precision; 0 between equal infinities and between two NaN."""
+    import torch
+
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    return (a - b).abs().masked_fill_((a == b) | (a.isnan() & b.isnan()), 0.0)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _value_changes(
+    a: dict[str, Any], b: dict[str, Any], pattern: str, suffix: str
+) -> Iterator[tuple[str, str | None, str | None]]:
+    for path in dict.fromkeys([*a, *b]):
+        if fnmatch.fnmatchcase(path, pattern) and (path in a, a.get(path)) != (path in b, b.get(path)):
+            one, other = (values.say(side[path]) if path in side else None for side in (a, b))
+            yield path + suffix, one, other
+
+
+def _print(a: Side, b: Side, difference: Difference) -> None:
+    for label, side in (("A", a), ("B", b)):
+        facts = _facts(side)
+        print(f"{label}: {facts['home']}, step {facts['step']}, attempt {facts['attempt']}")
+    if a.checkpoint.world_size != b.checkpoint.world_size:
+        print(
+            "saved by other numbers of ranks: of what each rank has for itself, only the first's is compared"
+        )
+    for label, names in (("A", difference.only_a), ("B", difference.only_b)):
+        for name in names:
+            print(f"only in {label}: {name}")
+    if difference.changed:
+        columns = ("TENSOR", "KIND", "CHANGED", "OF", "MAX ABS", "MEAN ABS")
+        print_table(columns, map(_cells, difference.changed), right=columns[2:])
+    if difference.values:
+        rows = [(path, one or "-", other or "-") for path, one, other in difference.values]
+        print_table(("VALUE", "A", "B"), rows)
+    tensors = f"{plural(difference.num_compared, 'tensor')} compared"
+    print(f"{tensors}, {len(difference.changed)} differ" if difference else f"{tensors}: no difference")
+
+
+def _cells(change: TensorChange) -> tuple[str, ...]:
+    numbers = ("-" if n is None else str(n) for n in (change.num_changed, change.num_items))
+    sizes = ("-" if x is None else f"{x:.3g}" for x in (change.max_abs, change.mean_abs))
+    return (change.name, change.how, *numbers, *sizes)

@@ -1,0 +1,69 @@
+"""`holdfast ls`: the checkpoints of a run, newest first."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+from holdfast.cli.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, open_home, take_inventory
+from holdfast.cli.options import Commands, add_home, add_json, command
+from holdfast.cli.tables import plural, print_json, print_table, say_age
+from holdfast.quantity import say_bytes
+
+_EXAMPLES = """
+holdfast ls runs/gpt
+holdfast ls runs/gpt --all
+holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = command(
+        commands, "ls", run, job="List the checkpoints of a run, newest first.", examples=_EXAMPLES
+    )
+    add_home(parser)
+    parser.add_argument("--all", action="store_true", help="show superseded and incomplete ones too")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List a home; reads manifests and sizes, no data."""
+    store, home = open_home(args.home)
+    inventory = take_inventory(store, home)
+    rows = [row for row in inventory.rows if args.all or row.state not in (SUPERSEDED, INCOMPLETE)]
+    if args.json:
+        shown = [row.as_json() for row in rows]
+        print_json({"home": store.url, "run": inventory.run_id, "checkpoints": shown})
+        return 0
+    if rows:
+        columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE")
+        print_table(columns, map(_cells, rows), right=columns[:4])
+    else:
+        print("no checkpoints")
+    _print_notes(inventory, rows)
+    return 0
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        str(row.attempt),
+        "-" if row.ranks is None else str(row.ranks),
+        say_bytes(row.num_bytes),
+        say_age(row.created_unix_s),
+        f"{row.state}, newest" if row.is_newest else row.state,
+    )
+
+
+def _print_notes(inventory: Inventory, rows: list[Row]) -> None:
+    """Say what is wrong with what is shown, and what is not shown."""
+    for row in rows:
+        if row.reason and row.state != INCOMPLETE:
+            print(f"step {row.step}, attempt {row.attempt}: {row.reason}")
+    hidden = Counter(row.state for row in inventory.rows if row not in rows)
+    if hidden:
+        what = " and ".join(f"{number} {state}" for state, number in sorted(hidden.items()))
+        print(f"{what} not shown; --all shows {'it' if hidden.total() == 1 else 'them'}")
+    if inventory.home.foreign:
+        print(f"{plural(len(inventory.home.foreign), 'foreign file')}, such as {inventory.home.foreign[0]}")

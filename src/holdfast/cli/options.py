@@ -1,0 +1,78 @@
+"""Options that several commands share, so that they are called and told alike."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+Commands = Any
+"""What `add_subparsers` returns; argparse keeps its class to itself."""
+
+
+def command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], *, job: str, examples: str
+) -> argparse.ArgumentParser:
+    """Add a command.
+
+    Args:
+        commands: what `add_subparsers` returned.
+        name: the word that calls it.
+        run: does it, and returns the exit status.
+        job: one sentence about what it does.
+        examples: lines for the end of its help.
+    """
+    parser = commands.add_parser(
+        name,
+        help=job[0].lower() + job[1:].rstrip("."),
+        description=job,
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_home(parser: argparse.ArgumentParser) -> None:
+    """The place of the run."""
+    parser.add_argument("home", metavar="HOME", help="folder or URL that holds the run's checkpoints")
+
+
+def add_step(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Which checkpoint: --step and --attempt."""
+    parser.add_argument("--step", type=step_number, metavar="N", help=f"which step (default: {default})")
+    add_attempt(parser, default="the newest")
+
+
+def add_attempt(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Whose checkpoint of a step, where several attempts saved it."""
+    parser.add_argument(
+        "--attempt", type=step_number, metavar="A", help=f"only this attempt's (default: {default})"
+    )
+
+
+def add_filter(parser: argparse.ArgumentParser) -> None:
+    """Names to be looked at."""
+    parser.add_argument("--filter", metavar="GLOB", help="only names that match, such as 'model.*.weight'")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Output for programs."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def step_number(text: str) -> int:
+    """A number of steps or of an attempt, 0 or more."""
+    if not text.isdecimal():
+        message = f"expected a whole number, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A number of things, 1 or more."""
+    number = step_number(text)
+    if not number:
+        message = "expected at least 1"
+        raise argparse.ArgumentTypeError(message)
+    return number

@@ -1,0 +1,160 @@
+"""`holdfast rm`: deletes checkpoints, their manifest first, so that nothing incomplete is ever visible."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from holdfast.cli.inventory import (
+    COMPLETE,
+    DAMAGED,
+    INCOMPLETE,
+    SUPERSEDED,
+    Inventory,
+    Row,
+    open_home,
+    take_inventory,
+)
+from holdfast.cli.options import Commands, add_attempt, add_home, add_json, command, step_number
+from holdfast.cli.tables import plural, print_json, print_table, say_age
+from holdfast.errors import Conflict, InvalidInput, NotFound
+from holdfast.format import names
+from holdfast.quantity import say_bytes
+from holdfast.store import Store
+
+_EXAMPLES = """
+holdfast rm runs/gpt --step 500
+holdfast rm runs/gpt --before 10000 --yes
+holdfast rm runs/gpt --superseded --incomplete --dry-run
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Delete checkpoints; the newest complete one only with --force."
+    parser = command(commands, "rm", run, job=job, examples=_EXAMPLES)
+    add_home(parser)
+    parser.add_argument("--step", type=step_number, metavar="N", help="this step")
+    parser.add_argument("--before", type=step_number, metavar="N", help="complete ones of steps before this")
+    parser.add_argument("--superseded", action="store_true", help="those the run does not continue any more")
+    parser.add_argument("--incomplete", action="store_true", help="files of saves that were never completed")
+    add_attempt(parser, default="all")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="the newest complete one too, and files that may still be written",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Delete what was asked for, after asking if a person sits there."""
+    if args.step is None and args.before is None and not (args.superseded or args.incomplete):
+        message = (
+            "Say what to delete: --step N, --before N, --superseded or --incomplete. Nothing was deleted."
+        )
+        raise InvalidInput(message)
+    store, home = open_home(args.home)
+    inventory = take_inventory(store, home)
+    rows = _choose(inventory, args, is_done=store.size(names.DONE) is not None)
+    if args.step is not None and not rows:
+        message = (
+            f"{store.url} holds no step {args.step} that could be deleted. `holdfast ls --all` lists them."
+        )
+        raise NotFound(message, step=args.step)
+    if not args.json:
+        _print_plan(rows)
+    if rows and not args.dry_run:
+        if not args.yes and sys.stdin.isatty() and not _agrees():
+            print("nothing was deleted")
+            return 0
+        for row in rows:
+            delete(store, inventory, row)
+    if args.json:
+        deleted = [] if args.dry_run else [row.as_json() for row in rows]
+        print_json({"home": store.url, "chosen": [row.as_json() for row in rows], "deleted": deleted})
+    elif rows and not args.dry_run:
+        print(f"deleted {_what(rows)}")
+    return 0
+
+
+def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) -> list[Row]:
+    """The rows that the options name, oldest first.
+
+    Raises:
+        Conflict: the newest complete one is among them, without --force.
+    """
+    rows = [row for row in inventory.rows if args.attempt in (None, row.attempt) and _is_named(row, args)]
+    if not args.force:
+        newest = inventory.newest
+        if newest in rows:
+            assert newest is not None
+            message = (
+                f"Step {newest.step} of attempt {newest.attempt} is the newest complete checkpoint, from "
+                "which the run would go on. Nothing was deleted. Add --force to delete it all the same."
+            )
+            raise Conflict(message, step=newest.step)
+        rows = [row for row in rows if is_done or not _may_be_written(inventory, row)]
+    return rows[::-1]
+
+
+def _is_named(row: Row, args: argparse.Namespace) -> bool:
+    old = args.before is not None and row.step < args.before and row.state in (COMPLETE, SUPERSEDED, DAMAGED)
+    return (
+        row.step == args.step
+        or old
+        or (args.superseded and row.state == SUPERSEDED)
+        or (args.incomplete and row.state == INCOMPLETE)
+    )
+
+
+def _may_be_written(inventory: Inventory, row: Row) -> bool:
+    """True for files of the newest attempt without a manifest: its keepers may be at work on them."""
+    if row.state != INCOMPLETE or row.attempt < max(inventory.home.attempts, default=0):
+        return False
+    print(
+        f"holdfast: step {row.step} of attempt {row.attempt} is left alone: that attempt is the newest and "
+        "may still be writing it. If it has ended, add --force.",
+        file=sys.stderr,
+    )
+    return True
+
+
+def _what(rows: list[Row]) -> str:
+    return f"{plural(len(rows), 'checkpoint')}, {say_bytes(sum(row.num_bytes for row in rows))}"
+
+
+def _print_plan(rows: list[Row]) -> None:
+    if not rows:
+        print("nothing to delete")
+        return
+    columns = ("STEP", "ATTEMPT", "SIZE", "AGE", "STATE")
+    cells = (
+        (str(row.step), str(row.attempt), say_bytes(row.num_bytes), say_age(row.created_unix_s), row.state)
+        for row in rows
+    )
+    print_table(columns, cells, right=columns[:3])
+
+
+def _agrees() -> bool:
+    print("delete these? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def delete(store: Store, inventory: Inventory, row: Row) -> None:
+    """Delete one checkpoint: after its manifest is gone for good, its other files.
+
+    Raises:
+        RetryLater: the store failed; what is left is incomplete, and can be deleted as such.
+
+    Blocks: until the removal is durable.
+    """
+    saved = inventory.home.saved[row.step, row.attempt]
+    if saved.is_committed:
+        store.delete(names.manifest(row.step, row.attempt))
+    for rank in saved.parts:
+        store.delete(names.part(row.step, row.attempt, rank))
+    for rank in saved.data:
+        store.delete(names.data(row.step, row.attempt, rank))

@@ -1,0 +1,123 @@
+"""`holdfast show`: what is inside a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.cli import values
+from holdfast.cli.inventory import open_home
+from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
+from holdfast.cli.tables import plural, print_json, print_table, say_age, say_moment
+from holdfast.errors import InvalidInput
+from holdfast.quantity import say_bytes
+from holdfast.restore.checkpoint import Checkpoint
+from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.restore.find import read_part
+
+_EXAMPLES = """
+holdfast show runs/gpt
+holdfast show runs/gpt --step 500 --filter 'model.*.weight'
+holdfast show runs/gpt --rank 3 --filter 'rng*'
+holdfast show runs/gpt --json | jq '.tensors[] | select(.dtype == "BF16").name'
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Show what is inside a checkpoint: tensors, and the state beside them."
+    parser = command(commands, "show", run, job=job, examples=_EXAMPLES)
+    add_home(parser)
+    add_step(parser, default="the newest complete one")
+    parser.add_argument("--rank", type=step_number, default=0, metavar="R", help="whose state (default: 0)")
+    add_filter(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show one checkpoint; reads the manifest and one part, no data."""
+    store, _ = open_home(args.home)
+    checkpoint = open_checkpoint(store, args.step, args.attempt)
+    for passed in checkpoint.passed:
+        print(f"holdfast: passed over step {passed.step}: {passed.reason}", file=sys.stderr)
+    if args.rank >= checkpoint.world_size:
+        message = (
+            f"Step {checkpoint.step} was saved by {plural(checkpoint.world_size, 'rank')}; there is no rank"
+        )
+        raise InvalidInput(f"{message} {args.rank}.", step=checkpoint.step, rank=args.rank)
+    tensors = [name for name in checkpoint.keys() if _matches(name, args.filter)]  # noqa: SIM118 - no mapping
+    state = read_part(store, checkpoint.manifest, args.rank).values
+    if args.json:
+        print_json(_as_json(checkpoint, tensors, state))
+        return 0
+    _print_facts(store.url, checkpoint)
+    _print_tensors(checkpoint, tensors)
+    _print_state(state, args.filter)
+    return 0
+
+
+def _matches(name: str, pattern: str | None) -> bool:
+    return pattern is None or fnmatch.fnmatchcase(name, pattern)
+
+
+def _owner(owner: int | str) -> str:
+    return f"rank {owner}" if isinstance(owner, int) else {"each": "each rank", "split": "split"}[owner]
+
+
+def _as_json(checkpoint: Checkpoint, tensors: list[str], state: dict[str, Any]) -> dict[str, Any]:
+    infos = ((name, checkpoint.info(name)) for name in tensors)
+    return {
+        "step": checkpoint.step,
+        "attempt": checkpoint.attempt,
+        "ranks": checkpoint.world_size,
+        "run": checkpoint.run,
+        "base_step": checkpoint.manifest.base_step,
+        "created_unix_s": checkpoint.created,
+        "data_bytes": checkpoint.manifest.data_bytes,
+        "tensors": [
+            {
+                "name": name,
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "bytes": info.num_bytes,
+                "owner": info.owner,
+                "tied_to": info.tied_to,
+            }
+            for name, info in infos
+        ],
+        "values": state,
+    }
+
+
+def _print_facts(url: str, checkpoint: Checkpoint) -> None:
+    base = checkpoint.manifest.base_step
+    began = "from nothing" if base is None else f"from step {base}"
+    print(f"{url}: step {checkpoint.step}, attempt {checkpoint.attempt} (began {began})")
+    print(f"run {checkpoint.run}, saved by {plural(checkpoint.world_size, 'rank')}", end=", ")
+    print(f"{say_bytes(checkpoint.manifest.data_bytes)}", end=", ")
+    print(f"{say_moment(checkpoint.created)} ({say_age(checkpoint.created)})")
+
+
+def _print_tensors(checkpoint: Checkpoint, tensors: list[str]) -> None:
+    print(f"\n{plural(len(tensors), 'tensor')}")
+    if tensors:
+        columns = ("NAME", "DTYPE", "SHAPE", "SIZE", "SAVED BY", "TIED TO")
+        print_table(columns, _tensor_rows(checkpoint, tensors), right=("SIZE",))
+
+
+def _tensor_rows(checkpoint: Checkpoint, tensors: list[str]) -> Iterator[tuple[str, ...]]:
+    for name in tensors:
+        info = checkpoint.info(name)
+        size = "-" if info.tied_to else say_bytes(info.num_bytes)
+        yield name, info.dtype, str(list(info.shape)), size, _owner(info.owner), info.tied_to or ""
+
+
+def _print_state(state: dict[str, Any], pattern: str | None) -> None:
+    found = [leaf for key, value in state.items() for leaf in values.leaves(value, key)]
+    rows = [(path, values.say(value)) for path, value in found if _matches(path, pattern)]
+    print(f"\n{plural(len(rows), 'value')}")
+    if rows:
+        print_table(("NAME", "VALUE"), rows)

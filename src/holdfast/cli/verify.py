@@ -1,0 +1,156 @@
+"""`holdfast verify`: re-hashes every byte of checkpoints and names all damage."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.cli.inventory import open_home, read_run_id
+from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
+from holdfast.cli.tables import plural, print_json
+from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.format.manifest import Manifest
+from holdfast.quantity import say_bytes, say_seconds
+from holdfast.restore.find import candidates, read_manifest
+from holdfast.restore.verify import VerifyReport, verify
+from holdfast.store import Store
+
+_EXAMPLES = """
+holdfast verify runs/gpt
+holdfast verify runs/gpt --step 500
+holdfast verify runs/gpt --all && echo all good
+"""
+
+_Found = dict[tuple[int, int], "Manifest | HoldfastError"]  # by (attempt, step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What is said of one checkpoint."""
+
+    step: int
+    attempt: int
+    problems: tuple[str, ...]
+    report: VerifyReport | None  # None: its manifest cannot be read
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Re-hash every byte of a checkpoint; exit status 1 if anything is damaged."
+    parser = command(commands, "verify", run, job=job, examples=_EXAMPLES)
+    add_home(parser)
+    add_step(parser, default="the newest that has a manifest")
+    parser.add_argument(
+        "--all", action="store_true", help="every checkpoint of the home, superseded ones too"
+    )
+    parser.add_argument(
+        "--threads", type=count, default=4, metavar="T", help="threads that read (default: 4)"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify the checkpoints asked for."""
+    store, manifests = _choose(args)
+    lines = []
+    with _progress(manifests) as on_bytes:
+        for (attempt, step), found in manifests.items():
+            line = _verify(store, step, attempt, found, args.threads, on_bytes)
+            lines.append(line)
+            if not args.json:
+                _print_line(line)
+    if args.json:
+        print_json({"home": store.url, "checkpoints": [_as_json(line) for line in lines]})
+    elif len(lines) > 1:
+        bad = sum(not line.is_good for line in lines)
+        print(f"{plural(len(lines), 'checkpoint')} verified, {bad} damaged")
+    return int(any(not line.is_good for line in lines))
+
+
+def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
+    """The checkpoints asked for, newest first, each with its manifest or why that cannot be read."""
+    store, home = open_home(args.home)
+    run_id = read_run_id(store)
+    every = candidates(home)
+    chosen = [(a, s) for a, s in every if args.step in (None, s) and args.attempt in (None, a)]
+    if not chosen:
+        known = ", ".join(f"{step} (attempt {attempt})" for attempt, step in every[:20]) or "none"
+        message = f"{store.url} holds no such complete checkpoint. Complete steps, newest first: {known}."
+        raise NotFound(message, step=args.step)
+    found: _Found = {}
+    for attempt, step in chosen if args.all else chosen[:1]:
+        try:
+            found[attempt, step] = read_manifest(store, step, attempt, run_id)
+        except (Corrupt, NotFound, Unsupported) as error:
+            found[attempt, step] = error
+    return store, found
+
+
+def _verify(
+    store: Store,
+    step: int,
+    attempt: int,
+    found: Manifest | HoldfastError,
+    num_threads: int,
+    on_bytes: Callable[[int], None] | None,
+) -> _Line:
+    if isinstance(found, HoldfastError):
+        return _Line(step, attempt, (str(found),), None)
+    report = verify(store, found, num_threads=num_threads, on_bytes=on_bytes)
+    return _Line(step, attempt, tuple(problem.message for problem in report.problems), report)
+
+
+@contextlib.contextmanager
+def _progress(manifests: _Found) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar on stderr, if a person sees it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console  # not above: help must not wait for it
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    total = sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest))
+    # What is printed beside the bar must go around it on a terminal, and stay on stdout if that is piped.
+    options = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
+    with Progress(*columns, console=Console(stderr=True), **options) as bar:
+        task = bar.add_task("verify", total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+def _print_line(line: _Line) -> None:
+    what = f"step {line.step}, attempt {line.attempt}:"
+    if line.is_good and line.report:
+        report = line.report
+        speed = f", {say_bytes(report.num_bytes / report.seconds)}/s" if report.seconds else ""
+        done = f"{plural(report.num_files, 'file')}, {say_bytes(report.num_bytes)} of data"
+        print(f"{what} good ({done}, {say_seconds(report.seconds)}{speed})")
+    else:
+        print(f"{what} DAMAGED, {plural(len(line.problems), 'problem')}")
+        for problem in line.problems:
+            print(f"  {problem}")
+    for extra in line.report.extra if line.report else ():
+        print(f"  beside it, harmless: {extra}")
+
+
+def _as_json(line: _Line) -> dict[str, Any]:
+    report = line.report
+    return {
+        "step": line.step,
+        "attempt": line.attempt,
+        "good": line.is_good,
+        "problems": [asdict(problem) for problem in report.problems]
+        if report
+        else [{"kind": "corrupt", "rank": None, "key": None, "message": line.problems[0]}],
+        "extra": list(report.extra) if report else [],
+        "bytes": report.num_bytes if report else 0,
+        "seconds": report.seconds if report else 0.0,
+    }

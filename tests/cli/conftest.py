@@ -1,0 +1,103 @@
+"""A home with a past, and the command line called in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.cli import main
+from holdfast.store import open_store
+from making import CREATED_UNIX_S, make_checkpoint, make_home
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command said."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Its output as JSON."""
+        return json.loads(self.out)
+
+
+Command = Callable[..., Said]
+
+
+@pytest.fixture
+def holdfast(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command line in this process."""
+
+    def call(*words: object) -> Said:
+        capsys.readouterr()
+        status = main([str(word) for word in words])
+        said = capsys.readouterr()
+        return Said(status, said.out, said.err)
+
+    return call
+
+
+def tensors_at(number: int) -> list[dict[str, torch.Tensor]]:
+    """What two ranks save: replicated tensors spread over both, and a generator's state for each."""
+    return [
+        {
+            "model.weight": torch.full((30, 4), float(number)),
+            "rng.torch": torch.full((16,), 1, dtype=torch.uint8),
+        },
+        {"model.bias[0]": torch.arange(5) * number, "rng.torch": torch.full((16,), 2, dtype=torch.uint8)},
+    ]
+
+
+def save(
+    home: Path, step: int, attempt: int = 1, *, base_step: int | None = None, commit: bool = True
+) -> None:
+    """Make one checkpoint of the home with a past."""
+    groups = [{"lr": 0.5, "betas": (0.9, 0.95)}]
+    make_checkpoint(
+        open_store(home),
+        step,
+        attempt,
+        tensors_at(step + attempt),
+        per_rank=["rng.torch"],
+        tied={"model.head": "model.weight"},
+        values=[{"epoch": step // 100, "optimizer": {"groups": groups}, "seed": rank} for rank in range(2)],
+        base_step=base_step,
+        commit=commit,
+        created_unix_s=CREATED_UNIX_S + step,
+    )
+
+
+@pytest.fixture(scope="session")
+def first_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home that every test's own is a copy of: copying needs no fsync."""
+    place = tmp_path_factory.mktemp("first") / "run"
+    make_home(open_store(place), attempts=(1, 2))
+    for step in (100, 200, 300):
+        save(place, step)
+    save(place, 250, 2, base_step=200)
+    save(place, 300, 2, base_step=200)
+    save(place, 400, 2, base_step=200, commit=False)
+    return place
+
+
+@pytest.fixture
+def home(first_home: Path, tmp_path: Path) -> Path:
+    """Attempt 1 saved 100, 200, 300; attempt 2 began from 200 and saved 250, 300; 400 was never completed."""
+    return shutil.copytree(first_home, tmp_path / "run")
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)

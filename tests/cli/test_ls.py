@@ -1,0 +1,124 @@
+"""`holdfast ls` tells every checkpoint with its true state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli.conftest import Command, flip, save
+from holdfast.format import names
+from holdfast.store import open_store
+from making import make_home
+
+
+def states(said_json: dict) -> dict[tuple[int, int], str]:
+    return {(row["step"], row["attempt"]): row["state"] for row in said_json["checkpoints"]}
+
+
+def test_lists_complete_checkpoints_newest_first(holdfast: Command, home: Path) -> None:
+    said = holdfast("ls", home, "--json")
+    assert said.status == 0
+    rows = said.json["checkpoints"]
+    assert [(row["step"], row["attempt"]) for row in rows] == [(300, 2), (250, 2), (200, 1), (100, 1)]
+    assert [row["is_newest"] for row in rows] == [True, False, False, False]
+    assert {row["ranks"] for row in rows} == {2}
+    assert said.json["run"] == "run-one"
+
+
+def test_all_shows_superseded_and_incomplete(holdfast: Command, home: Path) -> None:
+    assert states(holdfast("ls", home, "--all", "--json").json) == {
+        (400, 2): "incomplete",
+        (300, 2): "complete",
+        (250, 2): "complete",
+        (300, 1): "superseded",
+        (200, 1): "complete",
+        (100, 1): "complete",
+    }
+
+
+def test_size_is_that_of_all_files(holdfast: Command, home: Path) -> None:
+    row = holdfast("ls", home, "--json").json["checkpoints"][-1]
+    files = list((home / "step-00000100").iterdir())
+    assert row["num_bytes"] == sum(file.stat().st_size for file in files)
+    assert row["created_unix_s"] == 1_700_000_100.0
+
+
+def test_table_has_a_line_for_each_and_counts_the_rest(holdfast: Command, home: Path) -> None:
+    said = holdfast("ls", home)
+    lines = said.out.splitlines()
+    assert [line.split()[:3] for line in lines[:5]] == [
+        ["STEP", "ATTEMPT", "RANKS"],
+        ["300", "2", "2"],
+        ["250", "2", "2"],
+        ["200", "1", "2"],
+        ["100", "1", "2"],
+    ]
+    assert lines[1].endswith("complete, newest")
+    assert "1 incomplete and 1 superseded not shown" in lines[5]
+
+
+def test_a_manifest_that_cannot_be_read_is_damage_and_not_the_newest(holdfast: Command, home: Path) -> None:
+    flip(home / names.manifest(300, 2))
+    said = holdfast("ls", home, "--json")
+    rows = {(row["step"], row["attempt"]): row for row in said.json["checkpoints"]}
+    assert rows[300, 2]["state"] == "damaged"
+    assert "seal" in rows[300, 2]["reason"]
+    assert [key for key, row in rows.items() if row["is_newest"]] == [(250, 2)]
+    assert "does not match its own seal" in holdfast("ls", home).out
+
+
+def test_a_truncated_or_missing_file_is_damage(holdfast: Command, home: Path) -> None:
+    data = home / names.data(300, 2, 1)
+    data.write_bytes(data.read_bytes()[:-1])
+    (home / names.part(250, 2, 0)).unlink()
+    found = states(holdfast("ls", home, "--json").json)
+    assert (found[300, 2], found[250, 2]) == ("damaged", "damaged")
+
+
+def test_a_checkpoint_of_another_run_is_damage(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_home(open_store(other), run_id="run-two")
+    (home / "step-00000100").rename(other / "step-00000100")
+    row = holdfast("ls", other, "--json").json["checkpoints"][0]
+    assert row["state"] == "damaged"
+    assert "another run" in row["reason"]
+
+
+def test_foreign_files_are_told(holdfast: Command, home: Path) -> None:
+    (home / "step-00000100" / "notes.txt").write_text("mine")
+    assert "1 foreign file, such as step-00000100/notes.txt" in holdfast("ls", home).out
+
+
+def test_a_home_without_checkpoints_is_no_error(holdfast: Command, tmp_path: Path) -> None:
+    make_home(open_store(tmp_path / "new"))
+    said = holdfast("ls", tmp_path / "new")
+    assert (said.status, said.out) == (0, "no checkpoints\n")
+
+
+def test_no_home_is_an_error_that_says_so(holdfast: Command, tmp_path: Path) -> None:
+    said = holdfast("ls", tmp_path / "none")
+    assert said.status == 2
+    assert said.out == ""
+    assert said.err.startswith("holdfast: ")
+    assert "holds no run" in said.err
+    assert not (tmp_path / "none").exists(), "looking must not make a home"
+
+
+def test_a_step_folder_is_answered_with_its_home(holdfast: Command, home: Path) -> None:
+    said = holdfast("ls", home / "step-00000100")
+    assert said.status == 2
+    assert f"HOME is the folder above it: {home}." in said.err
+
+
+def test_a_damaged_run_document_is_told_and_passed_over(holdfast: Command, home: Path) -> None:
+    flip(home / names.RUN)
+    said = holdfast("ls", home, "--json")
+    assert said.status == 0
+    assert len(said.json["checkpoints"]) == 4
+    assert "holdfast.json" in said.err
+
+
+def test_an_attempt_that_began_afresh_supersedes_everything(holdfast: Command, home: Path) -> None:
+    save(home, 50, 3)
+    found = states(holdfast("ls", home, "--all", "--json").json)
+    assert found.pop((50, 3)) == "complete"
+    assert set(found.values()) == {"superseded", "incomplete"}

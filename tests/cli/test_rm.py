@@ -1,0 +1,148 @@
+"""`holdfast rm` deletes what was named, nothing else, and never what a run would go on from."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command, flip, save
+from holdfast.cli import inventory, rm
+from holdfast.errors import RetryLater
+from holdfast.format import names, run
+from holdfast.store import open_store
+from holdfast.testing import FaultyStore
+
+
+def left(home: Path) -> set[str]:
+    return {path.name for path in home.glob("step-*") if any(path.iterdir())}
+
+
+def files(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+class Terminal(io.StringIO):
+    """A person who types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_step_goes_with_all_its_files(holdfast: Command, home: Path) -> None:
+    before = files(home)
+    said = holdfast("rm", home, "--step", 100)
+    assert said.status == 0
+    assert "deleted 1 checkpoint" in said.out
+    gone = before - files(home)
+    assert len(gone) == 5
+    assert {name.partition("/")[0] for name in gone} == {"step-00000100"}
+
+
+def test_a_step_of_one_attempt(holdfast: Command, home: Path) -> None:
+    assert holdfast("rm", home, "--step", 300, "--attempt", 1).status == 0
+    assert (home / names.manifest(300, 2)).exists()
+    assert not list((home / "step-00000300").glob("*-a0001*"))
+
+
+def test_the_newest_is_refused_and_nothing_else_is_touched(holdfast: Command, home: Path) -> None:
+    before = files(home)
+    for words in (["--step", 300], ["--before", 1000], ["--before", 301, "--superseded"]):
+        said = holdfast("rm", home, *words, "--yes")
+        assert said.status == 2
+        assert "newest complete" in said.err
+        assert "Nothing was deleted" in said.err
+    assert files(home) == before
+
+
+def test_force_deletes_the_newest(holdfast: Command, home: Path) -> None:
+    assert holdfast("rm", home, "--step", 300, "--force").status == 0
+    assert left(home) == {"step-00000100", "step-00000200", "step-00000250", "step-00000400"}
+
+
+def test_the_newest_whole_one_is_guarded_when_a_newer_is_damaged(holdfast: Command, home: Path) -> None:
+    """A damaged newest may go; then the one that a restore would take may not."""
+    flip(home / names.manifest(300, 2))
+    assert holdfast("rm", home, "--step", 250).status == 2
+    assert holdfast("rm", home, "--step", 300, "--attempt", 2).status == 0
+    assert holdfast("rm", home, "--step", 250).status == 2
+
+
+def test_before_takes_older_steps_only(holdfast: Command, home: Path) -> None:
+    assert holdfast("rm", home, "--before", 250).status == 0
+    assert left(home) == {"step-00000250", "step-00000300", "step-00000400"}
+
+
+def test_superseded(holdfast: Command, home: Path) -> None:
+    found = holdfast("rm", home, "--superseded", "--json").json
+    assert [(row["step"], row["attempt"]) for row in found["deleted"]] == [(300, 1)]
+    assert (home / names.manifest(300, 2)).exists()
+
+
+def test_files_that_may_still_be_written_stay(holdfast: Command, home: Path) -> None:
+    said = holdfast("rm", home, "--incomplete")
+    assert said.status == 0
+    assert "nothing to delete" in said.out
+    assert "may still be writing" in said.err
+    assert holdfast("rm", home, "--step", 400).status == 2
+    assert "step-00000400" in left(home)
+
+
+def test_incomplete_files_go_when_their_attempt_is_over(holdfast: Command, home: Path) -> None:
+    save(home, 350, 1, commit=False)
+    assert holdfast("rm", home, "--incomplete").status == 0
+    assert left(home) == {f"step-00000{step}" for step in (100, 200, 250, 300, 400)}
+    open_store(home).put(names.DONE, run.document(run.Done("run-one", 2, 300, 0.0)))
+    assert holdfast("rm", home, "--incomplete").status == 0
+    assert "step-00000400" not in left(home)
+
+
+def test_dry_run_deletes_nothing(holdfast: Command, home: Path) -> None:
+    before = files(home)
+    said = holdfast("rm", home, "--before", 250, "--dry-run")
+    assert said.status == 0
+    assert [line.split()[0] for line in said.out.splitlines()] == ["STEP", "100", "200"]
+    found = holdfast("rm", home, "--before", 250, "--dry-run", "--json").json
+    assert (len(found["chosen"]), found["deleted"]) == (2, [])
+    assert files(home) == before
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_deleted"), [("y\n", True), ("yes\n", True), ("n\n", False), ("", False)]
+)
+def test_a_person_is_asked(
+    holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch, answer: str, is_deleted: bool
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    said = holdfast("rm", home, "--step", 100)
+    assert said.status == 0
+    assert "delete these? [y/N]" in said.out
+    assert (home / "step-00000100").exists() is not is_deleted
+
+
+def test_yes_asks_nobody(holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    assert "[y/N]" not in holdfast("rm", home, "--step", 100, "--yes").out
+    assert not (home / "step-00000100").exists()
+
+
+def test_naming_nothing_is_refused(holdfast: Command, home: Path) -> None:
+    said = holdfast("rm", home)
+    assert said.status == 2
+    assert "Say what to delete" in said.err
+
+
+def test_the_manifest_goes_first(home: Path) -> None:
+    """If the store fails at any delete after the first, no manifest is left over missing files."""
+    for failing in range(1, 6):
+        store = FaultyStore(open_store(home))
+        store.fail("delete", RetryLater("the disk is gone"), nth=failing)
+        found = inventory.take_inventory(store, inventory.open_home(str(home))[1])
+        row = next(row for row in found.rows if row.step == 200)
+        with pytest.raises(RetryLater):
+            rm.delete(store, found, row)
+        manifest = (home / names.manifest(200, 1)).exists()
+        whole = len(list((home / "step-00000200").iterdir())) == 5
+        assert manifest == whole
+        save(home, 200, 1)

@@ -1,0 +1,32 @@
+"""Fixtures of the crash tests: a nursery per worker, a playground per test, a reference result per session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults.nursery import Nursery
+from faults.playground import Playground
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    found = Nursery()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def playground(tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playground]:
+    found = Playground(tmp_path, nursery)
+    yield found
+    found.check_no_process_is_left()
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the final state of a run of the usual length that nothing happened to."""
+    place = Playground(tmp_path_factory.mktemp("uninterrupted"), nursery)
+    place.finish()
+    return place.final()

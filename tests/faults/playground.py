@@ -1,0 +1,140 @@
+"""One run under test: start it, kill it, wait for its progress, and check all that must hold afterwards."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+import holdfast
+from faults.nursery import END_TIMEOUT_S, Child, Nursery
+from holdfast.restore.find import candidates, list_home
+from holdfast.store import open_store
+
+TOTAL = 24
+
+
+class Playground:
+    """A home, its runtime folder, and the processes that work on it."""
+
+    def __init__(self, folder: Path, nursery: Nursery) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.runtime = folder / "runtime"
+        self.nursery = nursery
+        self.num_started = 0
+
+    # -- processes ---------------------------------------------------------------------------------------------
+
+    def start(self, *options: str, total: int = TOTAL, **env: str) -> Child:
+        """Start one trainer."""
+        self.num_started += 1
+        output = self.folder / f"output-{self.num_started}.txt"
+        arguments = [str(self.home), str(total), *options]
+        return self.nursery.start(arguments, output, HOLDFAST_RUNTIME_DIR=str(self.runtime), **env)
+
+    def start_ranks(self, world_size: int, port: int, *options: str, total: int = TOTAL, **env: str) -> list[Child]:
+        """Start one trainer per rank of a gloo world."""
+        world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
+        return [self.start(*options, total=total, RANK=str(rank), **world) for rank in range(world_size)]
+
+    def finish(self, *options: str, total: int = TOTAL, **env: str) -> Child:
+        """Start a trainer that nothing happens to, and see it finish."""
+        child = self.start(*options, total=total, **env)
+        status = child.wait()
+        assert status == 0, f"ended with {status}:\n{child.said()}"
+        return child
+
+    def keepers(self) -> list[psutil.Process]:
+        """The living keepers of this home."""
+        mine = f"HOLDFAST_RUNTIME_DIR={self.runtime}".encode()
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if b"holdfast.keeper" not in (place / "cmdline").read_bytes().split(b"\0"):
+                    continue  # a zombie has no command line
+                if mine in (place / "environ").read_bytes().split(b"\0"):
+                    found.append(psutil.Process(int(place.name)))
+            except (OSError, psutil.NoSuchProcess):
+                continue  # it ended while we looked
+        return found
+
+    def kill_keepers(self) -> int:
+        """SIGKILL every keeper; how many there were."""
+        keepers = self.keepers()
+        for keeper in keepers:
+            keeper.kill()
+        return len(keepers)
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+
+    def wait_for(self, what: Callable[[], object], name: str) -> None:
+        """Wait until `what()` is true."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while not what():
+            assert time.monotonic() < deadline, f"waited in vain for {name}"
+            self.pause(0.005)
+
+    def num_steps(self) -> int:
+        """Steps that all attempts together have completed, those made twice counted twice."""
+        log = self.folder / "progress.log"
+        return log.read_text().count("\n") if log.exists() else 0
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        """Wait until training has completed `num_steps` steps."""
+        self.wait_for(lambda: self.num_steps() >= num_steps, f"{num_steps} steps")
+
+    def pause(self, seconds: float) -> None:
+        """Let a random moment pass; nothing may depend on its length."""
+        threading.Event().wait(seconds)
+
+    def wait_for_keepers(self) -> None:
+        """Wait until every keeper has ended."""
+        self.wait_for(lambda: not self.keepers(), "the keepers to end")
+
+    def check_no_process_is_left(self) -> None:
+        """Keepers end by themselves."""
+        self.wait_for_keepers()
+
+    # -- what must hold ----------------------------------------------------------------------------------------
+
+    def complete(self) -> list[tuple[int, int]]:
+        """(attempt, step) of every checkpoint that counts as complete, newest first."""
+        return list(candidates(list_home(open_store(str(self.home)))))
+
+    def check_all_complete_verify(self) -> int:
+        """Every checkpoint that is called complete verifies; how many there are."""
+        found = self.complete()
+        for attempt, step in found:
+            report = holdfast.open(self.home, step=step, attempt=attempt).verify()
+            assert report.is_good, f"step {step} of attempt {attempt}: {report.problems}"
+        return len(found)
+
+    def final(self) -> str:
+        """Digest of the state at the end of training."""
+        return (self.folder / "final.txt").read_text()
+
+    def check_finishes_like(self, expected: str, *, said: str = "restored step") -> None:
+        """A new attempt finishes, with the weights of a run that nothing happened to."""
+        child = self.finish()
+        assert said in child.said(), child.said()
+        assert self.final() == expected
+        assert self.check_all_complete_verify() > 0
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def name_of(status: int) -> str:
+    """`SIGKILL` for -9."""
+    return signal.Signals(-status).name if status < 0 else str(status)

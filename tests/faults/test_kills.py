@@ -1,0 +1,95 @@
+"""Whatever process dies, whenever: complete checkpoints verify, and the resumed run ends with the right weights."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+from faults.playground import Playground
+from holdfast.killpoint import POINTS
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_between_any_two_effects_loses_nothing(
+    playground: Playground, uninterrupted: str, point: str, count: int
+):
+    """SIGKILL at each named place, in the one process that gets there first."""
+    mark = playground.folder / "killed"
+    child = playground.start(HOLDFAST_KILL_AT=f"{point}:{count}", HOLDFAST_KILL_MARK=str(mark))
+    status = child.wait()
+    assert mark.exists(), f"nobody was killed at {point}:\n{child.said()}"
+    assert status in (0, -signal.SIGKILL), child.said()
+    playground.wait_for_keepers()
+    playground.check_all_complete_verify()
+    playground.finish()
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify() > 0
+
+
+def check_random_kills(playground: Playground, uninterrupted: str, seed: int, num_kills: int) -> None:
+    """Kill trainer, keeper or both at random moments, `num_kills` times; then let the run finish."""
+    draw = random.Random(seed)
+    for _ in range(num_kills):
+        child = playground.start("--step-s", "0.01", "--every", "1")
+        seen = playground.num_steps()
+        wanted = seen + draw.randint(0, 3)
+        playground.wait_for(lambda n=wanted: playground.num_steps() >= n or not child.ended.empty(), "progress")
+        playground.pause(draw.random() * 0.03)
+        victim = draw.choice(["trainer", "keeper", "both"])
+        if victim != "trainer":
+            playground.kill_keepers()
+        if victim != "keeper":
+            child.kill()
+        if victim == "keeper":  # the trainer starts another one and goes on
+            wanted = playground.num_steps() + 2
+            playground.wait_for(lambda n=wanted: playground.num_steps() >= n or not child.ended.empty(), "progress")
+            child.kill()
+        child.wait()
+        playground.check_all_complete_verify()
+    playground.finish()
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify() > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_kills(playground: Playground, uninterrupted: str, seed: int):
+    """A few of the random kills that the long suite makes by the hundred."""
+    check_random_kills(playground, uninterrupted, seed, num_kills=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_hundreds_of_random_kills(playground: Playground, uninterrupted: str, seed: int):
+    """Two hundred kills, five to a home."""
+    check_random_kills(playground, uninterrupted, seed, num_kills=5)
+
+
+def test_a_killed_trainer_loses_no_staged_save(playground: Playground):
+    """The keeper finishes what was handed over, although the trainer is killed at once."""
+    child = playground.start("--every", "3", HOLDFAST_KILL_AT="trainer.handed:2")
+    assert child.wait() == -signal.SIGKILL
+    playground.wait_for_keepers()
+    assert playground.complete()[0] == (1, 6)
+    assert playground.check_all_complete_verify() == 2
+
+
+def test_the_next_attempt_waits_for_a_keeper_that_is_still_at_work(playground: Playground):
+    """A new attempt that starts at once restores what the dead one's keeper was still writing."""
+    child = playground.start("--every", "3", "--width", "2000", HOLDFAST_KILL_AT="trainer.handed:2")
+    assert child.wait() == -signal.SIGKILL
+    second = playground.finish("--every", "3", "--width", "2000")
+    assert "restored step 6 " in second.said()
+
+
+def test_a_dead_keeper_is_told_and_replaced(playground: Playground, uninterrupted: str):
+    """The next save says that the keeper died, and training ends as if nothing had happened."""
+    child = playground.start("--step-s", "0.02")
+    playground.wait_for(playground.keepers, "a keeper")
+    playground.wait_for_steps(4)
+    assert playground.kill_keepers() == 1
+    assert child.wait() == 0, child.said()
+    assert "died (SIGKILL)" in child.said()
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify() == 3

@@ -1,0 +1,190 @@
+"""Homes that fill up, vanish, refuse or are shared: earlier checkpoints stand, and the user is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults.playground import Playground
+
+import holdfast
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 kB, mounted."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.getuid() != 0 or subprocess.call(["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(place)]):
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.check_call(["umount", "-l", str(place)])
+
+
+def fill_up(ballast: Path) -> None:
+    """Leave no space on the disk of `ballast`."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+
+
+def test_a_full_disk_keeps_earlier_checkpoints_and_stops_the_run_only_after_several_failures(
+    playground: Playground, small_disk: Path
+):
+    """Each checkpoint has 71 kB; keep=100 fills the disk."""
+    playground.home = small_disk / "home"
+    child = playground.start("--keep", "100", "--every", "1", "--step-s", "0.05", total=60)
+    assert child.wait() == 1, child.said()
+    playground.wait_for_keepers()
+    said = child.said()
+    assert "SaveWarning" in said
+    assert "No space left" in said
+    assert "RetryLater" in said
+    assert playground.check_all_complete_verify() >= 4
+    newest = playground.complete()[0][1]
+    assert newest == holdfast.open(playground.home).step
+
+
+def test_space_that_comes_back_lets_the_run_go_on(playground: Playground, small_disk: Path):
+    """A disk that is full for a while costs saves, not the run."""
+    playground.home = small_disk / "home"
+    ballast = small_disk / "ballast"
+    child = playground.start("--keep", "2", "--every", "4", "--step-s", "0.05", total=40)
+    playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
+    fill_up(ballast)
+    playground.wait_for(lambda: "SaveWarning" in child.said() or not child.ended.empty(), "a warning")
+    ballast.unlink()
+    assert child.wait() == 0, child.said()
+    assert "No space left" in child.said()
+    assert playground.complete()[0][1] == 40
+    assert playground.check_all_complete_verify() == 2
+
+
+def test_a_home_that_vanishes_is_told_and_not_written_through(playground: Playground):
+    """A mount point that has gone away must not be filled with checkpoints nobody will find."""
+    child = playground.start("--every", "1", "--step-s", "0.05", total=200)
+    playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
+    away = playground.folder / "away"
+    playground.home.rename(away)
+    assert child.wait() == 1, child.said()
+    assert "SaveWarning" in child.said()
+    assert "vanished" in child.said()
+    assert not playground.home.exists()
+    away.rename(playground.home)
+    assert playground.check_all_complete_verify() > 1
+    assert "restored step" in playground.finish(total=30).said()
+
+
+def test_a_read_only_home_is_refused_at_once(playground: Playground, small_disk: Path):
+    """Before any training, with the reason."""
+    playground.home = small_disk / "home"
+    subprocess.check_call(["mount", "-o", "remount,ro", str(small_disk)])
+    child = playground.start()
+    assert child.wait() == 1
+    assert "Read-only file system" in child.said()
+    assert playground.num_steps() == 0
+
+
+def test_a_home_that_becomes_read_only_keeps_what_it_has(playground: Playground, small_disk: Path):
+    playground.home = small_disk / "home"
+    child = playground.start("--every", "1", "--step-s", "0.05", total=200)
+    playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
+    subprocess.check_call(["mount", "-o", "remount,ro", str(small_disk)])
+    assert child.wait() == 1, child.said()
+    assert "Read-only file system" in child.said()
+    playground.wait_for_keepers()
+    assert playground.check_all_complete_verify() > 1
+
+
+def test_of_two_runs_on_one_home_the_newer_wins_and_nothing_is_mixed(playground: Playground):
+    """The older one's next save says that it is fenced; every checkpoint is whole and of one attempt."""
+    first = playground.start("--every", "2", "--step-s", "0.05", total=400)
+    playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
+    second = playground.start("--every", "2", "--step-s", "0.01", total=60)
+    assert first.wait() == 1, first.said()
+    assert "has taken over this home" in first.said()
+    assert second.wait() == 0, second.said()
+    playground.wait_for_keepers()
+    assert playground.check_all_complete_verify() == 3
+    assert {attempt for attempt, _ in playground.complete()} == {2}
+
+
+def test_two_runs_started_in_the_same_moment_take_different_attempts(playground: Playground):
+    children = [playground.start("--every", "2", "--step-s", "0.02", total=20) for _ in range(2)]
+    statuses = sorted(child.wait() for child in children)
+    assert statuses[0] == 0, [child.said() for child in children]
+    attempts = sorted(path.name for path in (playground.home / "attempts").iterdir())
+    assert attempts == ["a0001.json", "a0002.json"]
+    playground.wait_for_keepers()
+    assert playground.complete()[0] == (2, 20)
+    assert playground.check_all_complete_verify() > 0
+
+
+def test_a_stopped_trainer_that_comes_back_cannot_commit(playground: Playground):
+    """SIGSTOP, a new attempt, SIGCONT: the old one is fenced although it never saw it coming."""
+    first = playground.start("--every", "2", "--step-s", "0.02", total=400)
+    playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
+    first.kill(signal.SIGSTOP)
+    second = playground.finish("--every", "2", total=30)
+    assert "restored step" in second.said()
+    before = playground.complete()
+    first.kill(signal.SIGCONT)
+    assert first.wait() == 1
+    assert "fenced" in first.said()
+    playground.wait_for_keepers()
+    assert playground.complete() == before
+    assert playground.check_all_complete_verify() > 0
+
+
+def test_a_clock_set_back_does_not_change_what_is_newest(playground: Playground, uninterrupted: str):
+    """The second attempt and its keeper live a year earlier; a third still restores what they saved last."""
+    child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:3")
+    child.wait()
+    playground.wait_for_keepers()
+    year_s = 365 * 24 * 3600
+    clock = Path(__file__).parent / "clock"
+    path = os.pathsep.join([str(clock), *filter(None, [os.environ.get("PYTHONPATH")])])
+    second = playground.start(HOLDFAST_KILL_AT="trainer.handed:3", CLOCK_OFFSET_S=str(-year_s), PYTHONPATH=path)
+    second.wait()
+    playground.wait_for_keepers()
+    attempt, step = playground.complete()[0]
+    assert (attempt, step) == (2, 12)
+    created = {found: holdfast.open(playground.home, step=found[1]).created for found in playground.complete()}
+    assert created[2, 12] < created[1, 6] - year_s / 2, "the clock was not set back"
+    playground.check_finishes_like(uninterrupted, said="restored step 12 ")
+
+
+def test_nothing_of_a_run_is_left_in_the_runtime_folder(playground: Playground):
+    playground.finish()
+    playground.wait_for_keepers()
+    assert [path for path in playground.runtime.rglob("*") if path.is_file()] == []
+
+
+def test_the_example_of_a_plain_process_works_without_a_main_guard(tmp_path: Path):
+    """A script that is only statements, as people write them; the keeper must not import it."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import torch, holdfast\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"ckpt = holdfast.Checkpointer({str(tmp_path / 'home')!r}, {{'model': model, 'optimizer': optimizer}}, every=2)\n"
+        "for step in ckpt.steps(5):\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "ckpt.close()\n"
+        "print('ran once')\n"
+    )
+    (tmp_path / "json.py").write_text("raise RuntimeError('the keeper imported from the user\\'s folder')\n")
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ran once\n"
+    assert holdfast.open(tmp_path / "home").step == 5

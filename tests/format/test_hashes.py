@@ -1,0 +1,49 @@
+"""Chunks of a file."""
+
+from __future__ import annotations
+
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.format.hashes import (
+    CHUNKS_PER_FILE,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    chunk_bytes_for,
+    chunk_ranges,
+    digest,
+)
+
+sizes = st.integers(0, 1 << 45)
+
+
+@given(sizes)
+def test_chunk_sizes_stay_within_their_bounds(file_bytes: int) -> None:
+    """A power of two, at most the stated number of chunks unless the largest chunk is reached."""
+    chunk_bytes = chunk_bytes_for(file_bytes)
+    assert MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES
+    assert chunk_bytes & (chunk_bytes - 1) == 0
+    assert chunk_bytes == MAX_CHUNK_BYTES or file_bytes <= chunk_bytes * CHUNKS_PER_FILE
+    assert chunk_bytes == MIN_CHUNK_BYTES or file_bytes > chunk_bytes // 2 * CHUNKS_PER_FILE
+
+
+@given(sizes, sizes)
+def test_larger_files_never_have_smaller_chunks(a: int, b: int) -> None:
+    assert chunk_bytes_for(min(a, b)) <= chunk_bytes_for(max(a, b))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 700))
+def test_chunks_cover_the_file_in_order(file_bytes: int, chunk_bytes: int) -> None:
+    """Without gap or overlap, all full but the last."""
+    ranges = list(chunk_ranges(file_bytes, chunk_bytes))
+    assert [i for start, stop in ranges for i in range(start, stop)] == list(range(file_bytes))
+    assert all(stop - start == chunk_bytes for start, stop in ranges[:-1])
+    assert all(stop > start for start, stop in ranges)
+
+
+@given(st.binary())
+def test_a_digest_is_xxh3_128_whoever_holds_the_bytes(data: bytes) -> None:
+    expected = xxhash.xxh3_128(data).hexdigest()
+    assert digest(data) == digest(bytearray(data)) == digest(memoryview(data)) == expected
+    assert len(expected) == 32

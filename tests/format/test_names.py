@@ -1,0 +1,90 @@
+"""Names and the facts in them lead to each other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.format import names
+from holdfast.format.names import Parsed
+from holdfast.store.naming import check_name
+
+numbers = st.integers(0, 10**12)
+
+
+@given(numbers, numbers, numbers)
+def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
+    facts = {
+        names.manifest(step, attempt): Parsed("manifest", step, attempt),
+        names.data(step, attempt, rank): Parsed("data", step, attempt, rank),
+        names.part(step, attempt, rank): Parsed("part", step, attempt, rank),
+        names.attempt(attempt): Parsed("attempt", attempt=attempt),
+        f"{names.step_dir(step)}/stray.txt": Parsed("step-other", step),
+        names.step_dir(step): Parsed("step-other", step),
+    }
+    assert {name: names.parse(name) for name in facts} == facts
+    assert all(check_name(name) for name in [*facts, names.RUN, names.DONE, names.history(attempt, rank)])
+
+
+@given(st.lists(st.tuples(numbers, numbers, numbers), unique=True))
+def test_different_facts_have_different_names(facts: list[tuple[int, int, int]]) -> None:
+    assert len({names.data(*fact) for fact in facts} | {names.part(*fact) for fact in facts}) == 2 * len(
+        facts
+    )
+
+
+@given(st.lists(st.integers(0, 10**8 - 1)))
+def test_names_sort_as_steps_do(steps: list[int]) -> None:
+    """In a plain listing too, as long as steps have at most eight digits."""
+    assert sorted(map(names.step_dir, steps)) == [names.step_dir(step) for step in sorted(steps)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "holdfast.json",
+            "done.json",
+            "history/a0001-rank-00000.jsonl",
+            "",
+            "step-",
+            "step-500/manifest-a0001.json",
+        ),
+        *(
+            "attempts/a1.json",
+            "attempts/a0001.json\n",
+            "attempts/a00001.json",
+            "attempts/a0001.json.tmp",
+            "x/attempts",
+        ),
+        *("step-0000000500", "step-00000500\n/a", "xstep-00000500/manifest-a0001.json"),
+        "step-٠٠٠٠٠٥٠٠/manifest-a0001.json",
+    ],
+)
+def test_names_that_nobody_writes_are_not_parsed(name: str) -> None:
+    """Wrong widths, other digits, something before or behind."""
+    assert names.parse(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest-a001.json",
+        "manifest-a0001.json\n",
+        "manifest-a00001.json",
+        "rank-0-a0001.json",
+        "rank-00000-a0001.pt",
+    ],
+)
+def test_strays_in_a_step_are_seen_as_strays(name: str) -> None:
+    assert names.parse(f"step-00000500/{name}") == Parsed("step-other", 500)
+
+
+@given(st.text())
+def test_a_parsed_name_can_be_made_from_its_facts(name: str) -> None:
+    """No two names mean the same object."""
+    for candidate in (name, f"attempts/{name}", f"step-00000001/{name}"):
+        facts = names.parse(candidate)
+        if facts is not None and facts.kind == "attempt":
+            assert names.attempt(facts.attempt) == candidate

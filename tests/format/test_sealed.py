@@ -1,0 +1,86 @@
+"""A sealed document shows every change."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import Corrupt
+from holdfast.format.sealed import dumps, is_text, seal, unseal
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=8,
+)
+bodies = st.dictionaries(text.filter(lambda key: key != "xxh3_128"), json_values, min_size=1, max_size=4)
+
+
+@given(bodies)
+def test_what_was_sealed_is_unsealed(body: dict[str, object]) -> None:
+    assert unseal(seal(dumps(body)), "doc") == body
+
+
+@given(bodies)
+def test_a_sealed_document_is_json_itself(body: dict[str, object]) -> None:
+    """Any JSON reader can read it: the seal is its first member."""
+    import json
+
+    document = json.loads(seal(dumps(body)))
+    assert next(iter(document)) == "xxh3_128"
+    del document["xxh3_128"]
+    assert document == body
+
+
+def test_every_flipped_bit_is_found() -> None:
+    """All bits of a document, the seal's own punctuation included."""
+    document = seal(dumps({"step": 500, "name": "é", "list": [1, 2.5, None]}))
+    for position in range(len(document)):
+        for bit in range(8):
+            damaged = bytearray(document)
+            damaged[position] ^= 1 << bit
+            with pytest.raises(Corrupt, match="the-document"):
+                unseal(bytes(damaged), "the-document")
+
+
+@given(bodies, st.data())
+def test_any_change_of_one_byte_is_found(body: dict[str, object], data: st.DataObject) -> None:
+    document = bytearray(seal(dumps(body)))
+    position = data.draw(st.integers(0, len(document) - 1))
+    document[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(Corrupt):
+        unseal(bytes(document), "doc")
+
+
+@given(bodies, st.data())
+def test_a_document_that_was_cut_or_grew_is_found(body: dict[str, object], data: st.DataObject) -> None:
+    document = seal(dumps(body))
+    cut = data.draw(st.integers(0, len(document) - 1))
+    for damaged in (document[:cut], document + b"\n", document + bytes(4096), document[cut + 1 :]):
+        with pytest.raises(Corrupt):
+            unseal(damaged, "doc")
+
+
+@given(st.binary(max_size=200))
+def test_foreign_bytes_are_corrupt(document: bytes) -> None:
+    with pytest.raises(Corrupt):
+        unseal(document, "doc")
+
+
+@pytest.mark.parametrize("body", [b"{not json}", b"{" + b'"a":[' * 100_000, b'{"a":"\xff"}', b"{" + bytes(9)])
+def test_what_somebody_else_sealed_is_corrupt(body: bytes) -> None:
+    """A valid seal around nonsense, or around nesting that no parser takes, raises nothing but Corrupt."""
+    with pytest.raises(Corrupt, match="is not JSON"):
+        unseal(seal(body), "doc")
+
+
+def test_nan_is_no_json() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        dumps({"a": float("nan")})
+
+
+def test_lone_surrogates_are_no_text() -> None:
+    assert is_text("é\N{GRINNING FACE}")
+    assert not is_text("a\udcff")

@@ -1,0 +1,103 @@
+"""Makes the golden checkpoints of format version 1; run once, the files are kept for ever.
+
+Run from the repository root: `PYTHONPATH=src:tests python tests/golden/make_v1.py NEW_DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import pathlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.format import names, run
+from holdfast.format.dtypes import TORCH_NAMES
+from holdfast.format.values import TensorRef
+from holdfast.store.local import LocalStore
+from making import CREATED_UNIX_S, Region, make_checkpoint, make_home
+
+VALUES: dict[str, Any] = {
+    "plain": [None, True, 3, 0.1, "text \u00e9 \U0001f40c", {"nested": []}],
+    "tensor": TensorRef("data.table"),
+    "int": 2**80,
+    "float": [float("inf"), float("-inf")],
+    "tuple": (1, (2,)),
+    "set": {3, 1, 2},
+    "frozenset": frozenset({"b", "a"}),
+    "bytes": b"\x00\xff",
+    "bytearray": bytearray(b"ab"),
+    "complex": 1.5 - 2j,
+    "range": range(2, 10, 3),
+    "dict": {1: "one", (2, 3): "pair", "$tag": "dollar"},
+    "odict": collections.OrderedDict([("b", 1), ("a", 2)]),
+    "counter": collections.Counter({"x": 2}),
+    "deque": collections.deque([1, 2], maxlen=5),
+    "datetime": datetime.datetime(2026, 11, 21, 12, 30, 15, 250, tzinfo=datetime.timezone.utc),
+    "date": datetime.date(2026, 11, 21),
+    "timedelta": datetime.timedelta(days=-1, seconds=5, microseconds=7),
+    "path": pathlib.PurePosixPath("/data/train"),
+    "ndarray": np.array([[1, 2], [3, 4]], dtype=np.int16),
+    "npscalar": np.float32(0.5),
+    "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")],
+}
+
+
+def bits(dtype: torch.dtype, count: int, first: int = 1) -> torch.Tensor:
+    """`count` elements whose bytes are first, first + 1, ..."""
+    raw = (torch.arange(count * dtype.itemsize) + first) % (2 if dtype is torch.bool else 251)
+    return raw.to(torch.uint8).view(dtype)
+
+
+def make_one_rank(root: Path) -> None:
+    """One rank, one step: a value of every tag, a finished run."""
+    store = LocalStore(root)
+    make_home(store, run_id="golden-one")
+    tensors = {
+        "model.weight": torch.arange(6.0).reshape(2, 3) / 4,
+        "data.table": torch.arange(18_000, dtype=torch.int32),  # reaches over a chunk border
+    }
+    make_checkpoint(store, 7, 1, [tensors], values=[VALUES], run_id="golden-one", id="golden-one-7-1")
+    store.put(names.DONE, run.document(run.Done("golden-one", 1, 7, CREATED_UNIX_S + 60)))
+
+
+def make_two_ranks(root: Path) -> None:
+    """Two ranks, two attempts: every dtype, empty and 0-dim, per rank, tied, split by rows and by columns."""
+    store = LocalStore(root)
+    make_home(store, run_id="golden-two", attempts=[1, 2])
+    first: list[dict[str, torch.Tensor]] = [{"w": torch.ones(2)}, {"v": torch.zeros(2)}]
+    make_checkpoint(store, 10, 1, first, run_id="golden-two", id="golden-two-10-1")
+    grid = torch.arange(12, dtype=torch.int16).reshape(3, 4)
+    ranks: list[dict[str, torch.Tensor | Region]] = [{}, {}]
+    for index, (name, torch_name) in enumerate(TORCH_NAMES.items()):
+        ranks[index % 2][f"dtype.{name}"] = bits(getattr(torch, torch_name), 3)
+    ranks[0]["empty"] = torch.zeros(0, 3)
+    ranks[1]["scalar"] = torch.tensor(2.5, dtype=torch.float64)
+    for rank in (0, 1):
+        ranks[rank]["rng"] = bits(torch.uint8, 4 + rank, first=100 * rank)
+        ranks[rank]["columns"] = (grid[:, 2 * rank : 2 * rank + 2].contiguous(), (0, 2 * rank), (3, 4))
+    ranks[0]["rows"] = (grid[:1], (0, 0), (3, 4))
+    ranks[1]["rows"] = (grid[1:], (1, 0), (3, 4))
+    make_checkpoint(
+        store,
+        12,
+        2,
+        ranks,
+        per_rank=["rng"],
+        tied={"head": "dtype.F32"},
+        values=[{"epoch": 1, "rank": 0}, {"epoch": 1, "rank": 1}],
+        base_step=10,
+        run_id="golden-two",
+        id="golden-two-12-2",
+    )
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.mkdir(parents=True)  # never over what is there
+    make_one_rank(target / "one-rank")
+    make_two_ranks(target / "two-ranks")

@@ -1,0 +1,161 @@
+"""Checkpoints of format version 1 load for ever, with exactly these contents."""
+
+import collections
+import datetime
+import pathlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.format import names, run
+from holdfast.format.values import TensorRef
+from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.restore.find import read_run
+from holdfast.store.local import LocalStore
+
+GOLDEN = Path(__file__).parent / "v1"
+
+FIRST_BYTES = {
+    "F64": (torch.float64, bytes(range(1, 25))),
+    "I64": (torch.int64, bytes(range(1, 25))),
+    "U64": (torch.uint64, bytes(range(1, 25))),
+    "C64": (torch.complex64, bytes(range(1, 25))),
+    "F32": (torch.float32, bytes(range(1, 13))),
+    "I32": (torch.int32, bytes(range(1, 13))),
+    "U32": (torch.uint32, bytes(range(1, 13))),
+    "F16": (torch.float16, bytes(range(1, 7))),
+    "BF16": (torch.bfloat16, bytes(range(1, 7))),
+    "I16": (torch.int16, bytes(range(1, 7))),
+    "U16": (torch.uint16, bytes(range(1, 7))),
+    "F8_E4M3": (torch.float8_e4m3fn, b"\1\2\3"),
+    "F8_E4M3FNUZ": (torch.float8_e4m3fnuz, b"\1\2\3"),
+    "F8_E5M2": (torch.float8_e5m2, b"\1\2\3"),
+    "F8_E5M2FNUZ": (torch.float8_e5m2fnuz, b"\1\2\3"),
+    "F8_E8M0": (getattr(torch, "float8_e8m0fnu", None), b"\1\2\3"),
+    "I8": (torch.int8, b"\1\2\3"),
+    "U8": (torch.uint8, b"\1\2\3"),
+    "BOOL": (torch.bool, b"\1\0\1"),
+}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_the_files_are_small_and_all_there() -> None:
+    files = [path for path in GOLDEN.rglob("*") if path.is_file()]
+    assert len(files) == 19
+    assert sum(path.stat().st_size for path in files) < 200 << 10
+
+
+@pytest.mark.parametrize("home", ["one-rank", "two-ranks"])
+def test_every_byte_verifies(home: str) -> None:
+    opened = open_checkpoint(GOLDEN / home)
+    report = opened.verify()
+    assert report.is_good
+    assert report.extra == ()
+    assert report.num_bytes == opened.manifest.data_bytes > 8192
+
+
+def test_the_facts_of_one_rank() -> None:
+    opened = open_checkpoint(GOLDEN / "one-rank")
+    assert (opened.step, opened.attempt, opened.world_size) == (7, 1, 1)
+    assert (opened.run, opened.created) == ("golden-one", 1_700_000_000.0)
+    assert opened.manifest.id == "golden-one-7-1"
+    assert opened.manifest.base_step is None
+    store = LocalStore(GOLDEN / "one-rank")
+    assert read_run(store) == run.Run("golden-one", 1_700_000_000.0)
+    done = run.parse(run.Done, store.get(names.DONE), names.DONE)
+    assert done == run.Done("golden-one", 1, 7, 1_700_000_060.0)
+    claim = run.parse(run.Attempt, store.get(names.attempt(1)), "claim")
+    assert claim == run.Attempt(1, "golden-one", 1, "host", 1001, 1_700_000_001.0)
+
+
+def test_the_tensors_of_one_rank() -> None:
+    opened = open_checkpoint(GOLDEN / "one-rank")
+    assert opened.keys() == ["model.weight", "data.table"]
+    expected = torch.tensor([[0.0, 0.25, 0.5], [0.75, 1.0, 1.25]])
+    assert torch.equal(opened["model.weight"], expected)
+    assert torch.equal(opened["data.table"], torch.arange(18_000, dtype=torch.int32))
+
+
+def test_a_value_of_every_tag() -> None:
+    values = open_checkpoint(GOLDEN / "one-rank").values()
+    array, scalar = values.pop("ndarray"), values.pop("npscalar")
+    assert array.dtype == np.int16
+    assert array.tolist() == [[1, 2], [3, 4]]
+    assert type(scalar) is np.float32
+    assert scalar == 0.5
+    deque = values.pop("deque")
+    assert (type(deque), list(deque), deque.maxlen) == (collections.deque, [1, 2], 5)
+    expected = {
+        "plain": [None, True, 3, 0.1, "text é 🐌", {"nested": []}],
+        "tensor": TensorRef("data.table"),
+        "int": 1208925819614629174706176,
+        "float": [float("inf"), float("-inf")],
+        "tuple": (1, (2,)),
+        "set": {1, 2, 3},
+        "frozenset": frozenset({"a", "b"}),
+        "bytes": b"\x00\xff",
+        "bytearray": bytearray(b"ab"),
+        "complex": 1.5 - 2j,
+        "range": range(2, 10, 3),
+        "dict": {1: "one", (2, 3): "pair", "$tag": "dollar"},
+        "odict": collections.OrderedDict([("b", 1), ("a", 2)]),
+        "counter": collections.Counter({"x": 2}),
+        "datetime": datetime.datetime(2026, 11, 21, 12, 30, 15, 250, tzinfo=datetime.timezone.utc),
+        "date": datetime.date(2026, 11, 21),
+        "timedelta": datetime.timedelta(days=-1, seconds=5, microseconds=7),
+        "path": pathlib.Path("/data/train"),
+        "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")],
+    }
+    assert values == expected
+    assert {key: type(value) for key, value in values.items()} == {
+        key: type(value) for key, value in expected.items()
+    }
+
+
+def test_the_facts_of_two_ranks() -> None:
+    opened = open_checkpoint(GOLDEN / "two-ranks")
+    assert (opened.step, opened.attempt, opened.world_size, opened.manifest.base_step) == (12, 2, 2, 10)
+    assert opened.manifest.tied == {"head": "dtype.F32"}
+    assert opened.values(0) == {"epoch": 1, "rank": 0}
+    assert opened.values(1) == {"epoch": 1, "rank": 1}
+    older = open_checkpoint(GOLDEN / "two-ranks", 10)
+    assert older.attempt == 1
+    assert {key: tensor.tolist() for key, tensor in older.tensors().items()} == {"w": [1, 1], "v": [0, 0]}
+
+
+@pytest.mark.parametrize("name", FIRST_BYTES)
+def test_every_dtype(name: str) -> None:
+    dtype, expected = FIRST_BYTES[name]
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    found = open_checkpoint(GOLDEN / "two-ranks")[f"dtype.{name}"]
+    assert (found.dtype, found.shape, raw(found)) == (dtype, (3,), expected)
+
+
+def test_shapes_ties_splits_and_tensors_per_rank() -> None:
+    opened = open_checkpoint(GOLDEN / "two-ranks")
+    grid = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert opened["columns"].tolist() == opened["rows"].tolist() == grid
+    assert opened["columns"].dtype == torch.int16
+    assert opened["empty"].shape == (0, 3)
+    assert opened["scalar"].shape == ()
+    assert opened["scalar"].item() == 2.5
+    assert raw(opened["head"]) == raw(opened["dtype.F32"])
+    assert opened.tensor("rng", rank=0).tolist() == [0, 1, 2, 3]
+    assert opened.tensor("rng", rank=1).tolist() == [100, 101, 102, 103, 104]
+    assert opened.info("rng").owner == "each"
+    assert opened.info("rows").owner == opened.info("columns").owner == "split"
+    assert opened.info("scalar").owner == 1
+
+
+def test_a_stock_safetensors_reader_reads_the_data_files() -> None:
+    found = load_file(GOLDEN / "two-ranks" / names.data(12, 2, 1))
+    assert found["scalar"].item() == 2.5
+    assert found["rng@r1"].tolist() == [100, 101, 102, 103, 104]
+    assert found["columns"].tolist() == [[2, 3], [6, 7], [10, 11]]

@@ -1,0 +1,487 @@
+"""Restoring the newest good checkpoint: fallback with reasons, agreement of ranks, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.format import names
+from holdfast.format.manifest import EACH, Manifest
+from holdfast.format.part import Part
+from holdfast.format.sealed import dumps, seal, unseal
+from holdfast.restore.resume import Restored, restore_newest
+from holdfast.store.contract import Store
+from holdfast.store.memory import MemoryStore
+from making import make_checkpoint, make_home
+
+
+class Alone:
+    """A group of one."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def share(self, value: Any) -> Any:
+        return value
+
+
+class Threads:
+    """A group whose ranks are threads; JSON-like values only, as over a network."""
+
+    def __init__(self, world_size: int) -> None:
+        self.size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.slots: list[Any] = [None] * world_size
+
+    def member(self, rank: int) -> Member:
+        return Member(self, rank)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = dumps(value)
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return [json.loads(text) for text in found]
+
+
+@dataclass
+class Member:
+    """One rank's end of `Threads`."""
+
+    threads: Threads
+    rank: int
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.threads.exchange(self.rank, value)
+
+    def share(self, value: Any) -> Any:
+        return self.threads.exchange(self.rank, value)[0]
+
+
+@dataclass
+class Live:
+    """Live objects of a rank: tensors that `load` fills by name."""
+
+    tensors: dict[str, torch.Tensor]
+    strict: bool = True
+    finished: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+
+    def load(self, manifest: Manifest, part: Part) -> Plan:
+        saved = {name for name, tensor in manifest.tensors.items() if tensor.owner != EACH}
+        saved |= {piece.name for piece in part.pieces}
+        if self.strict and saved != self.tensors.keys():
+            raise InvalidInput(f"the model has {sorted(self.tensors)}, the checkpoint {sorted(saved)}")
+        self.parts.append(part.rank)
+        return Plan(
+            self, manifest.step, {name: self.tensors[name] for name in sorted(saved & self.tensors.keys())}
+        )
+
+
+@dataclass
+class Plan:
+    """What `Live.load` returns."""
+
+    live: Live
+    step: int
+    targets: Mapping[str, torch.Tensor]
+
+    def finish(self) -> None:
+        self.live.finished.append(self.step)
+
+
+def restore(store: Store, live: Live, step: int | None = None) -> Restored | None:
+    return restore_newest(store, live.load, rank=0, world_size=1, group=Alone(), step=step, num_threads=2)
+
+
+def on_ranks(store: Store, lives: list[Live]) -> list[Any]:
+    """What each rank's restore returns or raises."""
+    threads = Threads(len(lives))
+
+    def one(rank: int) -> Any:
+        try:
+            member = threads.member(rank)
+            return restore_newest(
+                store, lives[rank].load, rank=rank, world_size=len(lives), group=member, num_threads=2
+            )
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error
+
+    with ThreadPoolExecutor(len(lives)) as pool:
+        return list(pool.map(one, range(len(lives))))
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((3000,), float(step)), "n": torch.tensor(step)}
+
+
+def empty_live() -> Live:
+    return Live({"w": torch.zeros(3000), "n": torch.tensor(0)})
+
+
+def make_store(steps: tuple[int, ...] = (100, 200, 300)) -> MemoryStore:
+    store = MemoryStore()
+    make_home(store)
+    for step in steps:
+        make_checkpoint(store, step, 1, [state_of(step)], chunk_bytes=4096)
+    return store
+
+
+def flip(store: Store, name: str, position: int = -1) -> None:
+    data = bytearray(store.get(name))
+    data[position] ^= 16
+    store.put(name, data)
+
+
+def zero(store: Store, name: str, start: int, num_bytes: int) -> None:
+    data = bytearray(store.get(name))
+    assert any(data[start : start + num_bytes])
+    data[start : start + num_bytes] = bytes(num_bytes)
+    store.put(name, data)
+
+
+def reseal(store: Store, name: str, **facts: object) -> None:
+    body = unseal(store.get(name), name)
+    body.pop("xxh3_128", None)
+    store.put(name, seal(dumps({**body, **facts})))
+
+
+def test_the_newest_is_restored() -> None:
+    live = empty_live()
+    restored = restore(make_store(), live)
+    assert restored is not None
+    assert (restored.step, restored.attempt, restored.world_size, restored.passed) == (300, 1, 1, ())
+    assert restored.num_bytes >= 12_000
+    assert restored.seconds > 0
+    assert live.tensors["w"].eq(300).all()
+    assert live.tensors["n"].item() == 300
+    assert live.finished == [300]
+
+
+def test_an_empty_home_is_a_fresh_start() -> None:
+    store = MemoryStore()
+    assert restore(store, empty_live()) is None
+    make_home(store)
+    make_checkpoint(store, 5, 1, [{"w": torch.zeros(1)}, {}], commit=False)
+    store.delete(names.part(5, 1, 1))
+    assert restore(store, empty_live()) is None
+
+
+HARM: dict[str, tuple[Callable[[MemoryStore], None], str]] = {
+    "flipped bit in data": (lambda store: flip(store, names.data(300, 1, 0)), "damaged in chunk"),
+    "flipped bit in header": (lambda store: flip(store, names.data(300, 1, 0), 4100), "damaged in chunk"),
+    "flipped bit in part": (
+        lambda store: flip(store, names.part(300, 1, 0)),
+        "not the part that was committed",
+    ),
+    "flipped bit in manifest": (lambda store: flip(store, names.manifest(300, 1)), "seal"),
+    "zeroed hole": (lambda store: zero(store, names.data(300, 1, 0), 8192, 4096), "damaged in chunk 2 "),
+    "truncated data": (
+        lambda store: store.put(names.data(300, 1, 0), store.get(names.data(300, 1, 0))[:-1]),
+        "truncated",
+    ),
+    "truncated manifest": (
+        lambda store: store.put(names.manifest(300, 1), store.get(names.manifest(300, 1))[:50]),
+        "seal",
+    ),
+    "missing data": (lambda store: store.delete(names.data(300, 1, 0)), "missing"),
+    "missing part": (lambda store: store.delete(names.part(300, 1, 0)), "missing"),
+    "manifest of another run": (
+        lambda store: reseal(store, names.manifest(300, 1), run="run-two"),
+        "belongs to another run",
+    ),
+    "manifest of the future": (lambda store: reseal(store, names.manifest(300, 1), version=2), "Upgrade"),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(harm: str) -> None:
+    store, live = make_store(), empty_live()
+    do, reason = HARM[harm]
+    do(store)
+    restored = restore(store, live)
+    assert restored is not None
+    assert restored.step == 200
+    (passed,) = restored.passed
+    assert (passed.step, passed.attempt) == (300, 1)
+    assert passed.reason.startswith("rank 0: ")
+    assert re.search(reason, passed.reason)
+    assert live.tensors["w"].eq(200).all()
+    assert live.finished == [200]
+
+
+def test_every_reason_is_told_when_several_are_passed_over() -> None:
+    store, live = make_store(), empty_live()
+    flip(store, names.data(300, 1, 0))
+    store.delete(names.part(200, 1, 0))
+    restored = restore(store, live)
+    assert restored is not None
+    assert restored.step == 100
+    assert [one.step for one in restored.passed] == [300, 200]
+
+
+def test_an_extra_file_is_harmless() -> None:
+    store = make_store()
+    store.put("step-00000300/notes.txt", b"mine")
+    store.put(names.data(300, 1, 9), b"?")
+    restored = restore(store, empty_live())
+    assert restored is not None
+    assert (restored.step, restored.passed) == (300, ())
+
+
+def test_none_good_raises_with_all_reasons_and_never_starts_from_zero() -> None:
+    store, live = make_store(), empty_live()
+    for step in (100, 200):
+        flip(store, names.data(step, 1, 0))
+    store.delete(names.data(300, 1, 0))
+    with pytest.raises(Corrupt, match="must not start from zero") as caught:
+        restore(store, live)
+    for step in (100, 200, 300):
+        assert f"step {step}, attempt 1: rank 0: " in str(caught.value)
+    assert "do not train with them" in str(caught.value)
+    assert live.finished == []
+
+
+def test_a_newer_format_alone_says_upgrade_not_corrupt() -> None:
+    store = make_store((100,))
+    reseal(store, names.manifest(100, 1), version=2)
+    with pytest.raises(Unsupported, match="Upgrade"):
+        restore(store, empty_live())
+
+
+def test_a_step_that_is_asked_for_is_restored_or_raised() -> None:
+    store, live = make_store(), empty_live()
+    restored = restore(store, live, step=200)
+    assert restored is not None
+    assert restored.step == 200
+    flip(store, names.data(200, 1, 0))
+    with pytest.raises(Corrupt, match="step 200"):
+        restore(store, live, step=200)
+    with pytest.raises(NotFound, match="Complete steps, newest first: 300"):
+        restore(store, live, step=250)
+
+
+def test_a_commit_is_finished_before_the_newest_is_chosen() -> None:
+    store, live = make_store(), empty_live()
+    make_checkpoint(store, 400, 1, [state_of(400)], commit=False)
+    restored = restore(store, live)
+    assert restored is not None
+    assert restored.step == 400
+    assert store.size(names.manifest(400, 1)) is not None
+
+
+def test_a_commit_that_cannot_be_finished_is_told() -> None:
+    class Full(MemoryStore):
+        full = False
+
+        def put(self, name: str, data: Any, *, if_absent: bool = False) -> None:
+            if self.full:
+                raise RetryLater("disk full")
+            super().put(name, data, if_absent=if_absent)
+
+    store = Full()
+    make_checkpoint(store, 300, 1, [state_of(300)])
+    make_checkpoint(store, 400, 1, [state_of(400)], commit=False)
+    store.full = True
+    restored = restore(store, empty_live())
+    assert restored is not None
+    assert restored.step == 300
+    assert [(one.step, "disk full" in one.reason) for one in restored.passed] == [(400, True)]
+
+
+def test_a_dead_branch_is_not_fallen_back_to() -> None:
+    """Attempt 2 went back from 300 to 100; when its 200 is damaged, 100 is the newest of its line."""
+    store, live = make_store(), empty_live()
+    make_checkpoint(store, 200, 2, [state_of(222)], base_step=100, chunk_bytes=4096)
+    flip(store, names.data(200, 2, 0))
+    restored = restore(store, live)
+    assert restored is not None
+    assert (restored.step, restored.attempt) == (100, 1)
+    reasons = {(one.step, one.attempt): one.reason for one in restored.passed}
+    assert set(reasons) == {(200, 2), (300, 1), (200, 1)}
+    assert reasons[300, 1] == "superseded: attempt 2 went on from step 100"
+    by_hand = restore(store, live, step=300)
+    assert by_hand is not None
+    assert by_hand.attempt == 1
+
+
+def test_an_asked_for_step_falls_back_to_an_older_attempts() -> None:
+    store, live = make_store(), empty_live()
+    make_checkpoint(store, 200, 2, [state_of(222)], base_step=100, chunk_bytes=4096)
+    flip(store, names.data(200, 2, 0))
+    restored = restore(store, live, step=200)
+    assert restored is not None
+    assert restored.attempt == 1
+    assert live.tensors["n"].item() == 200
+
+
+def test_a_model_that_does_not_fit_is_raised_and_no_older_one_is_tried() -> None:
+    store = make_store()
+    live = Live({"other": torch.zeros(1)})
+    with pytest.raises(InvalidInput, match="the model has"):
+        restore(store, live)
+    assert live.parts == []
+
+
+def test_a_foreign_error_of_the_live_objects_is_raised_as_it_is() -> None:
+    def broken(manifest: Manifest, part: Part) -> Plan:
+        raise ZeroDivisionError("in the user's code")
+
+    with pytest.raises(ZeroDivisionError):
+        restore_newest(make_store(), broken, rank=0, world_size=1, group=Alone())
+
+
+def test_tensors_left_over_from_a_damaged_checkpoint_are_not_hidden() -> None:
+    store = make_store((100,))
+    make_checkpoint(store, 200, 1, [{**state_of(200), "extra": torch.ones(9)}], chunk_bytes=4096)
+    flip(store, names.data(200, 1, 0))
+    live = Live({**empty_live().tensors, "extra": torch.zeros(9)}, strict=False)
+    with pytest.raises(Corrupt, match="mixes steps") as caught:
+        restore(store, live)
+    assert "extra" in str(caught.value)
+    assert live.finished == []
+
+
+def test_damage_that_shows_without_reading_data_touches_nothing_live() -> None:
+    store = make_store((100,))
+    make_checkpoint(store, 200, 1, [{**state_of(200), "extra": torch.ones(9)}], chunk_bytes=4096)
+    store.delete(names.data(200, 1, 0))
+    live = Live({**empty_live().tensors, "extra": torch.zeros(9)}, strict=False)
+    restored = restore(store, live)
+    assert restored is not None
+    assert restored.step == 100
+    assert not live.tensors["extra"].any()
+
+
+def two_ranks(step: int) -> list[dict[str, torch.Tensor]]:
+    return [
+        {"a": torch.full((3000,), float(step)), "own": torch.tensor([step, 0])},
+        {"b": torch.full((3000,), float(-step)), "own": torch.tensor([step, 1])},
+    ]
+
+
+def two_rank_store() -> MemoryStore:
+    store = MemoryStore()
+    make_home(store)
+    for step in (100, 200):
+        make_checkpoint(store, step, 1, two_ranks(step), per_rank=["own"], chunk_bytes=4096)
+    return store
+
+
+def rank_live(num_items: int = 3000) -> Live:
+    own = torch.zeros(2, dtype=torch.int64)
+    return Live({"a": torch.zeros(num_items), "b": torch.zeros(num_items), "own": own})
+
+
+def test_two_ranks_restore_together_each_its_own() -> None:
+    lives = [rank_live(), rank_live()]
+    results = on_ranks(two_rank_store(), lives)
+    assert [(one.step, one.world_size) for one in results] == [(200, 2), (200, 2)]
+    assert [live.tensors["own"].tolist() for live in lives] == [[200, 0], [200, 1]]
+    assert all(live.tensors["b"].eq(-200).all() for live in lives)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_another_number_of_ranks_takes_parts_modulo_the_saved_one(world_size: int) -> None:
+    lives = [rank_live() for _ in range(world_size)]
+    results = on_ranks(two_rank_store(), lives)
+    assert [one.step for one in results] == [200] * world_size
+    assert [live.parts for live in lives] == [[rank % 2] for rank in range(world_size)]
+    assert [live.tensors["own"][1].item() for live in lives] == [rank % 2 for rank in range(world_size)]
+
+
+def test_damage_that_one_rank_alone_meets_makes_both_fall_back() -> None:
+    """Rank 1 alone reads its own copy, and that chunk is damaged."""
+    store = two_rank_store()
+    part_at = store.get(names.data(200, 1, 1)).rfind(torch.tensor([200, 1]).numpy().tobytes())
+    assert part_at > 0
+    lives = [rank_live(), rank_live()]
+    for live in lives:
+        live.strict = False
+        del live.tensors["b"]
+    flip(store, names.data(200, 1, 1), part_at)
+    results = on_ranks(store, lives)
+    assert [one.step for one in results] == [100, 100]
+    assert [len(one.passed) for one in results] == [1, 1]
+    assert results[0].passed == results[1].passed
+    assert results[0].passed[0].reason.startswith("rank 1: ")
+    assert [live.tensors["own"].tolist() for live in lives] == [[100, 0], [100, 1]]
+    assert [live.finished for live in lives] == [[100], [100]]
+
+
+def test_a_rank_whose_store_fails_makes_both_fall_back() -> None:
+    class Flaky(MemoryStore):
+        def get(self, name: str) -> bytes:
+            if name == names.part(200, 1, 1) and threading.current_thread().name.endswith("_1"):
+                raise RetryLater("unreachable")
+            return super().get(name)
+
+    base, store = two_rank_store(), Flaky()
+    for entry in base.list():
+        store.put(entry.name, base.get(entry.name))
+    lives = [rank_live(), rank_live()]
+    results = on_ranks(store, lives)
+    assert [one.step for one in results] == [100, 100]
+    assert "unreachable" in results[0].passed[0].reason
+
+
+def test_none_good_raises_on_every_rank() -> None:
+    store = two_rank_store()
+    for step in (100, 200):
+        flip(store, names.data(step, 1, 1))
+    results = on_ranks(store, [rank_live(), rank_live()])
+    assert all(isinstance(one, Corrupt) for one in results)
+    assert "ranks 0, 1: " in str(results[0])
+
+
+def test_a_misfit_on_one_rank_is_raised_on_every_rank() -> None:
+    lives = [rank_live(), rank_live(7)]
+    results = on_ranks(two_rank_store(), lives)
+    assert all(isinstance(one, InvalidInput) for one in results)
+    assert "rank 1" in str(results[0])
+    assert [live.finished for live in lives] == [[], []]
+
+
+def test_a_foreign_error_while_finishing_is_raised_on_every_rank() -> None:
+    class Breaks(Live):
+        def load(self, manifest: Manifest, part: Part) -> Plan:
+            plan = super().load(manifest, part)
+            return BrokenPlan(plan.live, plan.step, plan.targets)
+
+    class BrokenPlan(Plan):
+        def finish(self) -> None:
+            raise KeyError("scheduler")
+
+    results = on_ranks(two_rank_store(), [rank_live(), Breaks(rank_live().tensors)])
+    assert type(results[0]) is HoldfastError
+    assert "rank 1: KeyError" in str(results[0])
+    assert isinstance(results[1], KeyError)
+
+
+def test_a_home_that_rank_0_cannot_read_is_told_to_every_rank() -> None:
+    store = two_rank_store()
+    store.put(names.RUN, b"torn")
+    results = on_ranks(store, [rank_live(), rank_live()])
+    assert all(isinstance(one, Corrupt) for one in results)
+    assert "Rank 0 could not look into" in str(results[1])
+
+
+def test_a_fresh_home_is_fresh_on_every_rank() -> None:
+    assert on_ranks(MemoryStore(), [rank_live(), rank_live()]) == [None, None]
+
+
+def test_checkpoints_of_a_home_without_a_run_document_can_be_restored() -> None:
+    store = make_store()
+    store.delete(names.RUN)
+    restored = restore(store, empty_live())
+    assert restored is not None
+    assert restored.step == 300

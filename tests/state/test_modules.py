@@ -1,0 +1,386 @@
+"""Names, spread and load of modules, whatever is wrapped around them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.state import State, per_rank, replicated
+from state.trip import Net, assert_same_state, kept, same, train
+
+
+def _compiled_inside() -> nn.Module:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model[1][0] = torch.compile(model[1][0], backend="eager")
+    model[0] = checkpoint_wrapper(model[0])
+    return model
+
+
+class Module(nn.Module):
+    """Names that look like those of wrappers, but are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self._orig_mod = nn.ModuleDict({"module": nn.Linear(2, 2)})
+
+
+WRAPPED: dict[str, Callable[[], Any]] = {
+    "plain": Net,
+    "compiled": lambda: torch.compile(Net(), backend="eager"),
+    "checkpointed": lambda: checkpoint_wrapper(Net()),
+    "compiled and checkpointed inside": _compiled_inside,
+    "compiled around checkpointed": lambda: torch.compile(checkpoint_wrapper(Net()), backend="eager"),
+    "misleading names": Module,
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+    "data parallel": lambda: nn.DataParallel(Net()),
+    "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_names_are_those_of_distributed_checkpoint(name: str) -> None:
+    """With ties resolved, our names are the keys of get_model_state_dict()."""
+    model = WRAPPED[name]()
+    captured = State({"m": model}).capture()
+    ours = {n for n in [*captured.tensors, *captured.tied] if not n.startswith("rng")}
+    theirs: dict[str, Any] = get_model_state_dict(model)
+    assert ours == {f"m.{fqn}" for fqn in theirs}
+    for fqn, tensor in theirs.items():
+        found = captured.tensors[captured.tied.get(f"m.{fqn}", f"m.{fqn}")]
+        assert found.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("into", WRAPPED)
+def test_a_checkpoint_goes_into_any_wrapping(into: str) -> None:
+    """What is saved from one wrapping comes back to the bit, buffers and ties included."""
+    torch.manual_seed(1)
+    model, other = WRAPPED[into](), WRAPPED[into]()
+    kept({"m": model}).restore(State({"m": other}))
+    assert_same_state({"m": model}, {"m": other})
+
+
+def test_a_plain_model_loads_what_a_compiled_one_saved() -> None:
+    """Wrapping does not show in a checkpoint."""
+    model: Any = torch.compile(Net(), backend="eager")
+    other = Net()
+    kept({"m": model}).restore(State({"m": other}))
+    assert same(dict(model._orig_mod.state_dict()), dict(other.state_dict()))
+
+
+def test_non_persistent_buffers_and_gradients_are_left_out() -> None:
+    """Only what state_dict() holds is saved; frozen parameters are part of it."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("scratch", torch.zeros(3), persistent=False)
+    model.register_buffer("kept", torch.zeros(3))
+    model.bias.requires_grad_(False)
+    captured = State({"m": model}).capture()
+    assert [n for n in captured.tensors if n.startswith("m.")] == ["m.weight", "m.bias", "m.kept"]
+    assert not any(t.requires_grad for t in captured.tensors.values())
+    assert captured.tensors["m.weight"]._version == model.weight._version
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert captured.tensors["m.weight"]._version == model.weight._version
+
+
+class Extra(nn.Module):
+    """Extra state with a tensor and a value in it."""
+
+    def __init__(self, seen: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.table, self.seen = torch.full((3,), float(seen)), seen
+
+    def get_extra_state(self) -> Any:
+        return {"table": self.table, "seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.table, self.seen = state["table"], state["seen"]
+
+
+def test_extra_state_comes_back() -> None:
+    """Its tensors stand among the tensors, the rest among the values."""
+    model = nn.Sequential(Extra(4), nn.Linear(1, 1))
+    other: Any = nn.Sequential(Extra(), nn.Linear(1, 1))
+    saved = kept({"m": model})
+    assert "m.0._extra_state.table" in saved.tensors
+    saved.restore(State({"m": other}))
+    assert other[0].seen == 4
+    assert other[0].table.tolist() == [4.0] * 3
+
+
+def test_state_dict_hooks_are_honoured_both_ways() -> None:
+    """A module that saves its weight transposed loads it through its own hook."""
+
+    def build() -> Any:
+        model: Any = nn.Linear(2, 3, bias=False)
+
+        def save(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+            state[prefix + "turned"] = state.pop(prefix + "weight").detach().t().clone()
+
+        def load(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            if prefix + "turned" in state:
+                state[prefix + "weight"] = state.pop(prefix + "turned").t()
+
+        model.register_state_dict_post_hook(save)
+        model.register_load_state_dict_pre_hook(load)
+        return nn.Sequential(model)
+
+    model, other = build(), build()
+    saved = kept({"m": model})
+    assert [n for n in saved.tensors if n.startswith("m")] == ["m.0.turned"]
+    saved.restore(State({"m": other}))
+    assert same(model[0].weight, other[0].weight)
+
+
+def test_unusual_memory_comes_back_with_its_layout() -> None:
+    """Non-contiguous, expanded, empty, 0-dim and complex tensors keep values, and the live strides."""
+
+    def build() -> Any:
+        model: Any = nn.Module()
+        model.conv = nn.Conv2d(3, 4, 3)
+        model.conv.weight.data = model.conv.weight.data.contiguous(memory_format=torch.channels_last)
+        model.register_buffer("wide", torch.randn(1).expand(5))
+        model.register_buffer("empty", torch.empty(0, 3))
+        model.register_buffer("scalar", torch.randn(()))
+        model.register_buffer("complex", torch.randn(3, dtype=torch.complex64).conj())
+        model.register_buffer("small", torch.randn(4).to(torch.float8_e4m3fn))
+        return model
+
+    model, other = build(), build()
+    saved = kept({"m": model})
+    assert not saved.tied
+    saved.restore(State({"m": other}))
+    for name, tensor in model.state_dict().items():
+        assert same(tensor.resolve_conj(), other.state_dict()[name].resolve_conj()), name
+    assert other.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_tied_tensors_are_saved_once_and_stay_tied() -> None:
+    """The first name in order holds the bytes; tied slices of one storage are not mistaken for ties."""
+    model, other = Net(), Net()
+    captured = State({"m": model, "also": {"w": model.embed.weight, "row": model.embed.weight[0]}}).capture()
+    assert captured.tied == {"m.out.weight": "m.embed.weight", "also.w": "m.embed.weight"}
+    assert "also.row" in captured.tensors
+    kept({"m": model}).restore(State({"m": other}))
+    assert other.out.weight is other.embed.weight
+    assert same(other.embed.weight, model.embed.weight)
+
+
+def test_a_tied_checkpoint_fills_untied_tensors() -> None:
+    """Both live tensors get the one saved."""
+    model, other = Net(), Net()
+    other.out.weight = nn.Parameter(torch.zeros(11, 8))
+    kept({"m": model}).restore(State({"m": other}))
+    assert other.out.weight is not other.embed.weight
+    assert same(other.out.weight, model.embed.weight)
+    assert same(other.embed.weight, model.embed.weight)
+
+
+def test_an_untied_checkpoint_in_tied_tensors_is_noted() -> None:
+    """The later name counts, as with load_state_dict()."""
+    model, other = Net(), Net()
+    model.out.weight = nn.Parameter(torch.full((11, 8), 3.0))
+    load = kept({"m": model}).restore(State({"m": other}))
+    assert any("m.out.weight" in note and "tied" in note for note in load.notes)
+    assert same(other.embed.weight, model.out.weight)
+
+
+def test_a_meta_module_becomes_real_with_its_optimizer() -> None:
+    """Parameters keep their identity: the optimizer that was made on meta goes on training them."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 2)
+    saved = kept({"model": model, "optimizer": optimizer})
+    train(model, optimizer, 2)
+    with torch.device("meta"):
+        blank: Any = Net()
+    blank.embed.weight.mark = "kept"
+    optimizer2 = torch.optim.AdamW(blank.parameters())
+    saved.restore(State({"model": blank, "optimizer": optimizer2}))
+    assert blank.out.weight is blank.embed.weight
+    assert blank.embed.weight.mark == "kept"
+    assert not any(t.is_meta for t in [*blank.parameters(), *blank.buffers()])
+    train(blank, optimizer2, 2)
+    assert_same_state({"model": model, "optimizer": optimizer}, {"model": blank, "optimizer": optimizer2})
+
+
+def test_meta_tensors_untie_when_only_the_checkpoint_is_tied() -> None:
+    """Two separate meta parameters do not come to share memory."""
+    with torch.device("meta"):
+        blank = Net()
+        blank.out.weight = nn.Parameter(torch.empty(11, 8))
+    model = Net()
+    kept({"m": model}).restore(State({"m": blank}))
+    assert blank.out.weight.data_ptr() != blank.embed.weight.data_ptr()
+    assert same(blank.out.weight, model.embed.weight)
+
+
+def test_lost_meta_buffers_are_named() -> None:
+    """A non-persistent buffer on meta cannot be restored."""
+    saved = kept({"m": nn.Linear(1, 1)})
+    with torch.device("meta"):
+        blank = nn.Linear(1, 1)
+        blank.register_buffer("rope", torch.zeros(2), persistent=False)
+    with pytest.raises(InvalidInput, match="rope"):
+        saved.plan(State({"m": blank}))
+
+
+def test_a_meta_module_cannot_be_saved() -> None:
+    """It has no bytes."""
+    with pytest.raises(Unsupported, match=r"m\.weight.*meta"):
+        State({"m": nn.Linear(1, 1, device="meta")}).capture()
+
+
+def test_a_lazy_module_must_have_run() -> None:
+    """Uninitialized parameters are refused by name."""
+    with pytest.raises(Unsupported, match=r"m\.weight.*lazy module"):
+        State({"m": nn.LazyLinear(2)})
+
+
+def test_changed_modules_are_noticed() -> None:
+    """Replaced parameters, new layers and new wrappers show in the next capture."""
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    objects = {"m": model}
+    state = State(objects)
+    assert "m.0.weight" in state.capture().tensors
+    model[0].weight = nn.Parameter(torch.zeros(3, 2))
+    assert state.capture().tensors["m.0.weight"].shape == (3, 2)
+    model.append(nn.Linear(3, 1))
+    assert "m.1.bias" in state.capture().tensors
+    compiled: Any = torch.compile(model[0], backend="eager")
+    model[0] = checkpoint_wrapper(compiled)
+    assert "m.0.weight" in state.capture().tensors
+    objects["m"] = nn.Linear(1, 1)
+    assert [n for n in state.capture().tensors if n.startswith("m")] == ["m.weight", "m.bias"]
+
+
+def test_same_keys_under_another_wrapper_are_noticed() -> None:
+    """A compiled module and one whose child happens to be called like its inside have the same keys."""
+    inside = nn.Linear(1, 1)
+    plain: Any = nn.Module()
+    plain._orig_mod = inside
+    model: Any = nn.Module()
+    model.a = torch.compile(inside, backend="eager")
+    state = State({"m": model})
+    assert "m.a.weight" in state.capture().tensors
+    model.a = plain
+    assert "m.a._orig_mod.weight" in state.capture().tensors
+
+
+RANKS = """
+import json, os, sys, torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel as DDP
+from holdfast.state import State, assign, per_rank, replicated
+rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+lone = nn.BatchNorm1d(2)
+ddp = DDP(torch.compile(model, backend="eager"))
+quiet = DDP(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), broadcast_buffers=False)
+optimizer = torch.optim.AdamW(ddp.parameters())
+for parameter in ddp.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+optimizer.step()
+own = nn.Linear(2, 2)
+objects = {"optimizer": optimizer, "model": ddp, "lone": lone, "quiet": quiet, "own": per_rank(own),
+           "own_optimizer": torch.optim.SGD(own.parameters(), 0.1, momentum=0.9),
+           "table": replicated(torch.zeros(9)), "list": [torch.zeros(2)], "step": rank}
+for parameter in own.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+objects["own_optimizer"].step()
+captured = State(objects).capture()
+sizes = {n: t.nbytes for n, t in captured.tensors.items()}
+owners = assign(sizes, captured.per_rank, captured.lowest, world_size=world)
+print(json.dumps({"names": list(captured.tensors), "per_rank": sorted(captured.per_rank),
+                  "lowest": sorted(captured.lowest), "owned": sorted(captured.owned), "owners": owners,
+                  "sizes": sizes, "tied": captured.tied}))
+torch.distributed.destroy_process_group()
+"""
+
+
+def _run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
+    script = folder / "ranks.py"
+    script.write_text(RANKS)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(world_size), str(folder / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    results = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        results.append(json.loads(out.splitlines()[-1]))
+    return results
+
+
+@pytest.mark.ranks
+def test_two_ranks_agree_without_talking(tmp_path: Path) -> None:
+    """Names, spread and assignment are equal on both ranks, and each kind of tensor is spread rightly."""
+    first, second = _run_ranks(2, tmp_path)
+    assert first == second
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    assert first["lowest"] == sorted(f"model.1.{b}" for b in buffers)
+    assert set(first["per_rank"]) == {
+        *(f"lone.{b}" for b in buffers),
+        *(f"quiet.1.{b}" for b in buffers),
+        "own.weight",
+        "own.bias",
+        "own_optimizer.state.own.weight.momentum_buffer",
+        "own_optimizer.state.own.bias.momentum_buffer",
+        "list.0",
+        "rng.torch",
+    }
+    assert "optimizer.state.model.0.weight.exp_avg" in first["owners"]
+    assert {"model.0.weight", "optimizer.state.model.2.bias.step"} <= set(first["owned"])
+    assert not {"lone.weight", "table", "model.1.running_mean"} & set(first["owned"])
+    assert set(first["owners"]) == set(first["names"]) - set(first["per_rank"])
+    assert set(first["owners"].values()) == {0, 1}
+    assert all(first["owners"][name] == 0 for name in first["lowest"])
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group with this process alone."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_with_one_rank_nothing_is_per_rank() -> None:
+    """A process group of one behaves as none, and DDP does not show in names."""
+    model: Any = DistributedDataParallel(torch.compile(Net(), backend="eager"))
+    marked = {"own": per_rank(nn.Linear(1, 1)), "all": replicated([torch.zeros(1)])}
+    captured = State({"model": model, **marked}).capture()
+    assert captured.per_rank == captured.lowest == frozenset()
+    assert "model.norm.running_mean" in captured.tensors
+    ours = {n for n in [*captured.tensors, *captured.tied] if n.startswith("model")}
+    assert ours == {f"model.{fqn}" for fqn in get_model_state_dict(model)}
+    plain = Net()
+    saved = kept({"model": model})
+    saved.restore(State({"model": plain}))
+    assert same(plain.inner.weight, model.module._orig_mod.inner.weight)
+    saved.restore(State({"model": model}))

@@ -1,0 +1,340 @@
+"""Tensors, generators, plain values and containers, and what is refused."""
+
+from __future__ import annotations
+
+import collections
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.tensor import distribute_tensor
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.state import State, assign, dtype_name, per_rank, replicated, torch_dtype
+from state.trip import kept, same
+
+
+def test_plain_values_are_put_into_the_users_mapping() -> None:
+    """Scalars are assigned, of whatever type they were."""
+    saved = kept({"epoch": 3, "loss": 0.5, "name": "x", "none": None, "pair": (1, 2), "blob": b"ab"})
+    objects: dict[str, Any] = {"epoch": 0, "loss": None, "name": "", "none": 4, "pair": (), "blob": b""}
+    saved.restore(State(objects))
+    assert objects == {"epoch": 3, "loss": 0.5, "name": "x", "none": None, "pair": (1, 2), "blob": b"ab"}
+
+
+def test_values_are_those_of_the_moment_of_capture() -> None:
+    """Later changes do not reach into what was captured."""
+    history = [1, {"a": [2]}]
+    objects = {"history": history, "epoch": 1}
+    state = State(objects)
+    captured = state.capture()
+    history[1]["a"].append(3)
+    objects["epoch"] = 2
+    assert captured.values["history"] == [1, {"a": [2]}]
+    assert captured.values["epoch"] == 1
+    assert state.capture().values["epoch"] == 2
+
+
+def test_containers_are_updated_in_place() -> None:
+    """References from elsewhere see the restored content; tensors in them stay the same objects."""
+
+    def build(n: int) -> dict[str, Any]:
+        return {
+            "log": {
+                "steps": [n, n + 1],
+                "best": torch.full((2,), float(n)),
+                "inner": {"x": n},
+                "queue": collections.deque([n], maxlen=3),
+                "seen": {n},
+                "array": np.full(3, n),
+                "pair": (torch.full((1,), float(n)), n),
+                "bytes": bytearray(b"%d" % n),
+                "odict": collections.OrderedDict(a=n),
+            }
+        }
+
+    saved = kept(build(1))
+    objects = build(2)
+    log = objects["log"]
+    log["steps"].append(99)
+    log["gone"] = 5
+    parts = {key: log[key] for key in log if key not in ("pair", "gone")}
+    pair_tensor = log["pair"][0]
+    saved.restore(State(objects))
+    assert objects["log"] is log
+    assert "gone" not in log
+    assert all(log[key] is part for key, part in parts.items())
+    assert log["steps"] == [1, 2]
+    assert log["best"].tolist() == [1.0, 1.0]
+    assert log["inner"] == {"x": 1}
+    assert list(log["queue"]) == [1]
+    assert log["seen"] == {1}
+    assert log["array"].tolist() == [1, 1, 1]
+    assert log["pair"][0] is pair_tensor
+    assert pair_tensor.tolist() == [1.0]
+    assert log["bytes"] == b"1"
+    assert log["odict"] == {"a": 1}
+
+
+def test_a_container_of_another_shape_is_replaced_where_it_differs() -> None:
+    """Tensors of another shape are new ones."""
+    saved = kept({"x": {"t": torch.ones(3), "list": [1, [2]], "new": {"deep": torch.zeros(1)}}})
+    objects: dict[str, Any] = {"x": {"t": torch.zeros(2), "list": 5}}
+    saved.restore(State(objects))
+    assert objects["x"]["t"].tolist() == [1.0] * 3
+    assert objects["x"]["list"] == [1, [2]]
+    assert objects["x"]["new"]["deep"].tolist() == [0.0]
+
+
+def test_plain_tensors_are_filled_in_place() -> None:
+    """A top-level tensor keeps its identity, whatever its layout."""
+    saved = kept({"t": torch.arange(6.0).reshape(2, 3), "p": nn.Parameter(torch.ones(2))})
+    tensor, parameter = torch.zeros(3, 2).t(), nn.Parameter(torch.zeros(2))
+    objects = {"t": tensor, "p": parameter}
+    saved.restore(State(objects))
+    assert objects["t"] is tensor
+    assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert parameter.tolist() == [1, 1]
+    assert parameter.requires_grad
+
+
+def test_generators_continue_where_they_were() -> None:
+    """Single generators of torch, python and numpy."""
+
+    def build(seed: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "torch": generator,
+            "python": random.Random(seed),
+            "numpy": np.random.default_rng(seed),
+            "twister": np.random.Generator(np.random.MT19937(seed)),
+            "legacy": np.random.RandomState(seed),
+        }
+
+    def draw(g: dict[str, Any]) -> list[float]:
+        numbers = [g["python"].gauss(0, 1), g["numpy"].normal(), g["twister"].random(), g["legacy"].randn()]
+        return [*numbers, torch.rand(1, generator=g["torch"]).item()]
+
+    objects = build(1)
+    draw(objects)
+    saved = kept(objects)
+    expected = [draw(objects), draw(objects)]
+    objects2 = build(2)
+    saved.restore(State(objects2))
+    assert [draw(objects2), draw(objects2)] == expected
+    with pytest.raises(InvalidInput, match="no state that fits"):
+        saved.restore(State({**build(3), "numpy": random.Random(1)}))
+
+
+def _draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), float(np.random.rand()), torch.rand(1).item()]
+
+
+def test_process_wide_generators_come_back_last() -> None:
+    """Also when a user's load_state_dict() draws numbers."""
+
+    class Drawer:
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": torch.zeros(1)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            _draw()
+
+    random.gauss(0, 1)
+    saved = kept({"drawer": Drawer()})
+    assert "rng.torch" in saved.tensors
+    expected = _draw()
+    saved.restore(State({"drawer": Drawer()}))
+    assert _draw() == expected
+
+
+def test_borrowed_generators_are_reseeded_the_same_way_every_time() -> None:
+    """On another world size, streams are new, reproducible and noted."""
+    saved = kept({"x": 1})
+    own = _draw()
+    load = saved.restore(State({"x": 1}), own_rank=False)
+    borrowed = _draw()
+    assert borrowed != own
+    assert len(load.notes) == 1
+    saved.restore(State({"x": 1}), own_rank=False)
+    assert _draw() == borrowed
+
+
+def test_a_stateful_object_gets_back_what_it_gave() -> None:
+    """Nested tuples, lists and dicts with tensors, non-string keys and ties inside."""
+
+    class Thing:
+        def __init__(self, state: Any) -> None:
+            self.state = state
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    shared = torch.arange(3)
+    state = {
+        "a": (shared, [shared, None]),
+        5: {"t": torch.ones(2, 2, requires_grad=True)},
+        "n": np.float32(2),
+    }
+    other = Thing(None)
+    kept({"thing": Thing(state)}).restore(State({"thing": other}))
+    assert same(other.state["a"], state["a"])
+    assert other.state["a"][0] is other.state["a"][1][0]
+    assert other.state[5]["t"].tolist() == [[1, 1], [1, 1]]
+    assert not other.state[5]["t"].requires_grad
+    assert other.state["n"] == 2
+
+
+def test_errors_of_a_stateful_object_name_its_key() -> None:
+    """load_state_dict() that raises is reported with key and cause."""
+
+    class Picky:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("lost")
+
+    with pytest.raises(InvalidInput, match=r"picky: .*lost"):
+        kept({"picky": Picky()}).restore(State({"picky": Picky()}))
+
+
+@pytest.mark.parametrize("key", ["", "rng", "a/b", "a@r1", 3])
+def test_bad_keys_are_refused(key: Any) -> None:
+    """When the state is made, and when a key is added later."""
+    with pytest.raises(InvalidInput, match="key of the state"):
+        State({key: 1})
+    objects: dict[Any, Any] = {"x": 1}
+    state = State(objects)
+    objects[key] = 1
+    with pytest.raises(InvalidInput, match="key of the state"):
+        state.capture()
+
+
+def _nested(depth: int) -> list[Any]:
+    tree: list[Any] = []
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": [1, object()]}, r"x\.a\[1\]"),
+        (print, "x is a"),
+        ({"m": nn.Linear(1, 1)}, r"x\.m .*inside a container"),
+        ([torch.optim.SGD([torch.zeros(1)], 0.1)], r"x\.0 .*inside a container"),
+        ({1: torch.zeros(1), "1": torch.zeros(1)}, r"x\.1"),
+        (_nested(5000), "x contains itself"),
+        (random.SystemRandom(), "SystemRandom"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_early_with_its_path(value: Any, path: str) -> None:
+    """Before the first step, not at the first save."""
+    with pytest.raises(InvalidInput, match=path):
+        State({"x": value})
+
+
+class Sub(torch.Tensor):
+    """A tensor subclass."""
+
+
+def _quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but there
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+BARE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "qint8": _quantized,
+    "meta": lambda: torch.zeros(2, device="meta"),
+    "complex128": lambda: torch.zeros(2, dtype=torch.complex128),
+    "Sub": lambda: torch.zeros(2).as_subclass(Sub),
+}
+
+
+@pytest.mark.parametrize("why", BARE)
+def test_tensors_without_plain_bytes_are_refused(why: str) -> None:
+    """With their key path, wherever they are."""
+    tensor = BARE[why]()
+    with pytest.raises(Unsupported, match=f"x.a cannot be saved: .*{why}"):
+        State({"x": {"a": tensor}})
+    model = nn.Linear(1, 1)
+    model.register_buffer("b", tensor)
+    with pytest.raises(Unsupported, match=f"m.b cannot be saved: .*{why}"):
+        State({"m": model}).capture()
+
+
+def test_sharded_tensors_are_refused() -> None:
+    """A DTensor is named as such."""
+    dist = torch.distributed
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.ones(2), mesh)
+        with pytest.raises(Unsupported, match=r"t cannot be saved: it is a DTensor.*sharded"):
+            State({"t": tensor})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_names_that_meet_are_refused() -> None:
+    """A dotted key and a module path that read the same."""
+    with pytest.raises(InvalidInput, match=r"m\.weight"):
+        State({"m": nn.Linear(1, 1), "m.weight": torch.ones(1)}).capture()
+
+
+def test_marked_values_keep_their_mark() -> None:
+    """A marked scalar is restored under the same mark."""
+    saved = kept({"a": replicated(3), "b": per_rank([1])})
+    objects: dict[str, Any] = {"a": replicated(0), "b": per_rank([2])}
+    saved.restore(State(objects))
+    assert objects["a"] == replicated(3)
+    assert objects["b"].value == [1]
+
+
+def test_dtype_names_go_both_ways() -> None:
+    """Every dtype of the format that this torch has."""
+    assert dtype_name(torch.bfloat16) == "BF16"
+    assert torch_dtype("F8_E4M3") is torch.float8_e4m3fn
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.uint16, torch.complex64):
+        assert torch_dtype(dtype_name(dtype)) is dtype
+    with pytest.raises(Unsupported):
+        dtype_name(torch.complex128)
+    with pytest.raises(Unsupported):
+        torch_dtype("F4")
+
+
+_names = st.text("abc.", min_size=1, max_size=6)
+
+
+@given(st.dictionaries(_names, st.integers(0, 10**9), max_size=40), st.integers(1, 9), st.data())
+def test_assignment_covers_every_name_once_and_evenly(
+    sizes: dict[str, int], world_size: int, data: Any
+) -> None:
+    """Same answer for any order of names; no rank is over the mean by more than the largest tensor."""
+    each = data.draw(st.sets(st.sampled_from(sorted(sizes)))) if sizes else set()
+    lowest = data.draw(st.sets(st.sampled_from(sorted(set(sizes) - each)))) if set(sizes) - each else set()
+    owners = assign(sizes, each, lowest, world_size=world_size)
+    assert set(owners) == set(sizes) - each
+    assert all(owners[name] == 0 for name in lowest)
+    shuffled = dict(sorted(sizes.items(), key=lambda pair: hash(pair[0])))
+    assert assign(shuffled, each, lowest, world_size=world_size) == owners
+    loads = [sum(sizes[n] for n, owner in owners.items() if owner == rank) for rank in range(world_size)]
+    if not lowest:
+        largest = max((sizes[n] for n in owners), default=0)
+        assert max(loads) <= sum(loads) / world_size + largest

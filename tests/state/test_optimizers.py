@@ -1,0 +1,241 @@
+"""Optimizer state follows parameters by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import InvalidInput
+from holdfast.state import State
+from state.trip import Net, kept, same, train
+
+
+def _trained(groups: Any = None) -> tuple[Net, torch.optim.AdamW]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters() if groups is None else groups(model), 1e-2)
+    train(model, optimizer, 2)
+    return model, optimizer
+
+
+def _split(model: Net) -> list[dict[str, Any]]:
+    """Two groups: weights decayed, others not."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.5}]
+
+
+def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
+
+
+def test_state_is_named_after_parameters() -> None:
+    """Names do not depend on the order of parameters in groups."""
+    model, optimizer = _trained()
+    captured = State({"optimizer": optimizer, "model": model}).capture()
+    assert "optimizer.state.model.inner.weight.exp_avg" in captured.tensors
+    group = captured.values["optimizer"]["param_groups"][0]
+    assert group["params"][0] == "model.embed.weight"
+    assert group["betas"] == {"$tuple": [0.9, 0.999]}
+    optimizer_names = {name for name in captured.tensors if name.startswith("optimizer.state.")}
+    parameters = {name for name in captured.tensors if name.startswith("model.")} - {
+        f"model.norm.{b}" for b in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    assert captured.owned == optimizer_names | parameters
+
+
+def test_groups_in_another_order_take_their_own_options() -> None:
+    """Each parameter's state and each group's options come back to where they belong."""
+    model, optimizer = _trained(_split)
+    saved = kept({"m": model, "o": optimizer})
+    model2 = Net()
+    optimizer2 = torch.optim.AdamW(list(reversed(_split(model2))), 1.0)
+    load = saved.restore(State({"m": model2, "o": optimizer2}))
+    assert not load.notes
+    assert [g["weight_decay"] for g in optimizer2.param_groups] == [0.0, 0.1]
+    assert [g["lr"] for g in optimizer2.param_groups] == [0.5, 1e-2]
+    assert same(_by_name(model2, optimizer2), _by_name(model, optimizer))
+
+
+def test_groups_split_differently_warn_when_options_differ() -> None:
+    """One live group over two saved ones takes the first's options and says so."""
+    model, optimizer = _trained(_split)
+    saved = kept({"m": model, "o": optimizer})
+    model2 = Net()
+    optimizer2 = torch.optim.AdamW(model2.parameters())
+    with pytest.warns(UserWarning, match="2 saved groups"):
+        load = saved.restore(State({"m": model2, "o": optimizer2}))
+    assert optimizer2.param_groups[0]["weight_decay"] == 0.1
+    assert len(load.notes) == 1
+    assert same(_by_name(model2, optimizer2), _by_name(model, optimizer))
+
+
+def test_one_saved_group_fills_two_live_ones_without_sharing_tensors() -> None:
+    """A tensor learning rate of one group does not become one tensor in two groups."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.25))
+    saved = kept({"m": model, "o": optimizer})
+    model2 = Net()
+    parameters = list(model2.parameters())
+    optimizer2 = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
+    saved.restore(State({"m": model2, "o": optimizer2}))
+    rates = [group["lr"] for group in optimizer2.param_groups]
+    assert [float(rate) for rate in rates] == [0.25, 0.25]
+    assert rates[0].data_ptr() != rates[1].data_ptr()
+
+
+def test_tensor_rates_are_filled_in_place_and_not_owned() -> None:
+    """A scheduler may change a rate between steps, so it must be copied at once."""
+    model, rate = Net(), torch.tensor(0.25)
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    objects = {"m": model, "o": optimizer}
+    captured = State(objects).capture()
+    assert "o.param_groups.0.lr" not in captured.owned
+    saved = kept(objects)
+    rate.fill_(9)
+    saved.restore(State(objects))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
+
+
+def test_a_new_group_and_a_replaced_parameter_are_noticed() -> None:
+    """The next capture has them."""
+    model, optimizer = _trained()
+    extra = nn.Linear(2, 2)
+    state = State({"m": model, "o": optimizer, "extra": extra})
+    assert not any("extra" in name for name in state.capture().owned)
+    optimizer.add_param_group({"params": extra.parameters()})
+    captured = state.capture()
+    assert captured.values["o"]["param_groups"][1]["params"] == ["extra.weight", "extra.bias"]
+    assert "extra.weight" in captured.owned
+    model.inner.bias = nn.Parameter(torch.zeros(8))
+    captured = state.capture()
+    assert "m.inner.bias" not in captured.owned
+    assert captured.values["o"]["param_groups"][0]["params"][4] == "group0.4"
+
+
+def test_parameters_outside_the_state_are_numbered() -> None:
+    """Their state still comes back by place."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 5.0)
+    saved = kept({"o": optimizer})
+    assert "o.state.group0.0.momentum_buffer" in saved.tensors
+    other = nn.Parameter(torch.ones(2))
+    optimizer2 = torch.optim.SGD([other], 0.1, momentum=0.9)
+    saved.restore(State({"o": optimizer2}))
+    assert optimizer2.state[other]["momentum_buffer"].tolist() == [5.0, 5.0]
+
+
+def test_saved_under_the_other_name_of_a_tied_parameter() -> None:
+    """State of a tied parameter is found even if the live model has another name first."""
+
+    class Swapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = Net()
+            self.out, self.norm, self.inner, self.embed = inner.out, inner.norm, inner.inner, inner.embed
+
+    model, optimizer = _trained()
+    other = Swapped()
+    optimizer2 = torch.optim.AdamW(other.parameters())
+    load = kept({"m": model, "o": optimizer}).restore(State({"m": other, "o": optimizer2}))
+    assert not load.notes
+    found, expected = optimizer2.state[other.embed.weight], optimizer.state[model.embed.weight]
+    assert same(found["exp_avg"], expected["exp_avg"])
+    assert optimizer2.param_groups[0]["lr"] == 1e-2
+
+
+def test_a_shared_step_counter_stays_shared() -> None:
+    """State tensors that several parameters share are one tensor again."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = torch.tensor(3.0)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["step"] = step
+    saved = kept({"m": model, "o": optimizer})
+    other = nn.Linear(2, 2)
+    optimizer2 = torch.optim.SGD(other.parameters(), 0.1)
+    saved.restore(State({"m": other, "o": optimizer2}))
+    assert optimizer2.state[other.weight]["step"] is optimizer2.state[other.bias]["step"]
+
+
+def test_state_under_no_parameter_and_nested_state_come_back() -> None:
+    """Whatever an optimizer puts into its state, by whatever key."""
+    model = nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state["global"] = {"count": 3, "table": torch.ones(2)}
+    optimizer.state[model.weight] = {
+        "n": 1,
+        "deep": [torch.zeros(1), (torch.ones(1), None)],
+        "a.b": torch.ones(3),
+    }
+    other = nn.Linear(2, 2)
+    optimizer2: Any = torch.optim.SGD(other.parameters(), 0.1)
+    optimizer2.state["stale"] = 1
+    kept({"m": model, "o": optimizer}).restore(State({"m": other, "o": optimizer2}))
+    assert same(optimizer2.state["global"], optimizer.state["global"])
+    found = optimizer2.state[other.weight]
+    assert same({key: found[key] for key in optimizer.state[model.weight]}, optimizer.state[model.weight])
+    assert len(found) == 3
+    assert "stale" not in optimizer2.state
+
+
+class OwnCode(torch.optim.SGD):
+    """An optimizer with save and load code of its own."""
+
+    note = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "note": self.note}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        self.note = state_dict.pop("note")
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_with_its_own_code_goes_through_it() -> None:
+    """Its parameters are owned; its tensors are copied at once."""
+    model = Net()
+    optimizer = OwnCode(model.parameters(), 0.1, momentum=0.9)
+    train(model, optimizer, 2)
+    optimizer.note = 7
+    objects = {"m": model, "o": optimizer}
+    state = State(objects)
+    captured = state.capture()
+    assert state.optimizers() == [optimizer]
+    assert "m.inner.weight" in captured.owned
+    assert "o.state.0.momentum_buffer" in captured.tensors
+    assert not any(name.startswith("o.") for name in captured.owned)
+    other = Net()
+    optimizer2 = OwnCode(other.parameters(), 0.2, momentum=0.9)
+    kept(objects).restore(State({"m": other, "o": optimizer2}))
+    assert optimizer2.note == 7
+    assert same(_by_name(other, optimizer2), _by_name(model, optimizer))
+    plain = torch.optim.SGD(other.parameters(), 0.2)
+    with pytest.raises(InvalidInput, match="o was not saved as a plain optimizer"):
+        kept(objects).plan(State({"m": other, "o": plain}))
+
+
+def test_state_dict_hooks_of_an_optimizer_are_honoured() -> None:
+    """An optimizer that gets a hook later is saved through its state_dict() from then on."""
+    model, optimizer = _trained()
+    state = State({"m": model, "o": optimizer})
+    assert "o.state.m.inner.weight.exp_avg" in state.capture().tensors
+
+    def hook(_: Any, values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "added": 1}
+
+    optimizer.register_state_dict_post_hook(hook)
+    assert state.capture().values["o"]["added"] == 1
+
+
+def test_options_that_cannot_be_saved_are_named() -> None:
+    """The key path leads to the option."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.param_groups[0]["callback"] = print
+    with pytest.raises(InvalidInput, match=r"o\.param_groups\[0\]\.callback"):
+        State({"o": optimizer}).capture()

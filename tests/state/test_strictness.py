@@ -1,0 +1,151 @@
+"""What happens when the live state and the checkpoint differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import InvalidInput
+from holdfast.state import State
+from state.trip import Net, kept, same, train
+
+
+def test_names_on_one_side_are_listed_with_advice() -> None:
+    """Both directions, with counts, and nothing is changed."""
+    saved = kept(
+        {"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "old": 1, "gone": {"a": torch.ones(1)}}
+    )
+    objects: dict[str, Any] = {"m": nn.ModuleDict({"0": nn.Linear(2, 2), "x": nn.Linear(2, 2)}), "new": 2}
+    with pytest.raises(InvalidInput) as caught:
+        saved.plan(State(objects))
+    message = str(caught.value)
+    assert "3 in the live state but not in the checkpoint: m.x.weight, m.x.bias, new" in message
+    assert "4 in the checkpoint but not in the live state: old, gone, m.1.weight, m.1.bias" in message
+    assert "strict=False" in message
+    load = saved.restore(State(objects), strict=False)
+    assert load.missing == ["m.x.weight", "m.x.bias", "new"]
+    assert load.unexpected == ["old", "gone", "m.1.weight", "m.1.bias"]
+    assert objects["new"] == 2
+    assert same(objects["m"]["0"].weight, saved.tensors["m.0.weight"])
+
+
+def test_long_lists_are_cut() -> None:
+    """Ten names and a count."""
+    saved = kept({"x": 1})
+    with pytest.raises(InvalidInput, match=r"24 in the live state.*m\.4\.bias, \.\.\."):
+        saved.plan(State({"x": 1, "m": nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))}))
+
+
+def test_another_shape_is_always_refused() -> None:
+    """Even when not strict."""
+    saved = kept({"m": nn.Linear(2, 3)})
+    with pytest.raises(InvalidInput, match=r"m\.weight has shape \[4, 2\] .* \[3, 2\] in the checkpoint"):
+        saved.plan(State({"m": nn.Linear(2, 4)}), strict=False)
+
+
+def test_another_dtype_is_cast_and_noted() -> None:
+    """The target has the saved dtype; the live tensor keeps its own."""
+    saved = kept({"m": nn.Linear(2, 2)})
+    other = nn.Linear(2, 2).bfloat16()
+    load = saved.restore(State({"m": other}))
+    assert load.targets["m.weight"].dtype is torch.float32
+    assert same(other.weight, saved.tensors["m.weight"].bfloat16())
+    assert any("m.weight: saved as torch.float32, cast to torch.bfloat16" in note for note in load.notes)
+
+
+def test_only_restores_the_named_keys() -> None:
+    """Everything else, RNG included, stays."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    saved = kept({"model": model, "optimizer": optimizer, "epoch": 4, "lost": 1})
+    other = Net()
+    objects: dict[str, Any] = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), "epoch": 0}
+    state = torch.get_rng_state()
+    load = saved.restore(State(objects), only={"model"})
+    assert all(name.startswith("model.") for name in load.targets)
+    assert same(
+        dict(other.state_dict()),
+        {k: saved.tensors[saved.tied.get(f"model.{k}", f"model.{k}")] for k in other.state_dict()},
+    )
+    assert objects["epoch"] == 0
+    assert not objects["optimizer"].state
+    assert torch.equal(torch.get_rng_state(), state)
+    saved.restore(State(objects), only={"optimizer"})
+    assert objects["optimizer"].state
+    with pytest.raises(InvalidInput, match="only= names"):
+        saved.plan(State(objects), only={"modell"})
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {"model": "net", "model.inner": "net.hidden", "optimizer": "opt"},
+        lambda n: n.replace("model", "net").replace("inner", "hidden").replace("optimizer", "opt"),
+    ],
+    ids=["mapping", "function"],
+)
+def test_renaming_reaches_into_optimizers(rename: Any) -> None:
+    """Tensors, top-level keys and the parameters that an optimizer names."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.125)
+    train(model, optimizer, 1)
+    saved = kept({"model": model, "optimizer": optimizer})
+    other: Any = Net()
+    other.hidden = other.inner
+    del other.inner
+    optimizer2 = torch.optim.AdamW(other.parameters())
+    load = saved.restore(State({"net": other, "opt": optimizer2}), rename=rename)
+    assert load.missing == load.unexpected == []
+    assert same(other.hidden.weight, model.inner.weight)
+    assert same(
+        optimizer2.state[other.hidden.weight]["exp_avg"], optimizer.state[model.inner.weight]["exp_avg"]
+    )
+    assert optimizer2.param_groups[0]["lr"] == 0.125
+
+
+def test_a_part_of_a_model_can_be_moved_to_a_key_of_its_own() -> None:
+    """Prefixes may cross top-level keys; what is not taken is reported."""
+    saved = kept({"model": nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 1)})})
+    encoder = nn.Linear(2, 2)
+    load = saved.restore(State({"encoder": encoder}), rename={"model.encoder": "encoder"}, strict=False)
+    assert same(encoder.weight, saved.tensors["model.encoder.weight"])
+    assert load.unexpected == ["model.head.weight", "model.head.bias"]
+    with pytest.raises(InvalidInput, match=r"model\.head\.weight"):
+        saved.plan(State({"encoder": encoder}), rename={"model.encoder": "encoder"})
+
+
+def test_two_names_renamed_to_one_are_refused() -> None:
+    """Which of them would win is nobody's guess."""
+    saved = kept({"a": torch.ones(1), "b": torch.ones(1)})
+    with pytest.raises(InvalidInput, match="rename= calls both"):
+        saved.plan(State({"c": torch.ones(1)}), rename={"a": "c", "b": "c"})
+
+
+def test_optimizer_parameters_on_one_side_are_listed_once_each() -> None:
+    """Not once per state tensor; with strict=False the others are restored."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = kept({"m": model, "o": optimizer})
+    other = nn.Linear(2, 2)
+    extra = nn.Parameter(torch.ones(1))
+    optimizer2 = torch.optim.AdamW([other.weight, extra])
+    load = saved.restore(State({"m": other, "o": optimizer2}), strict=False)
+    assert load.missing == ["o.param_groups: group0.1"]
+    assert load.unexpected == ["o.param_groups: m.bias"]
+    assert set(optimizer2.state[other.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert extra not in optimizer2.state
+
+
+def test_a_checkpoint_that_lacks_a_tensor_it_refers_to_is_refused() -> None:
+    """Values of one part that name a tensor of no part."""
+    saved = kept({"x": {"t": torch.ones(1)}})
+    del saved.specs["x.t"]
+    with pytest.raises(InvalidInput, match=r"x\.t"):
+        saved.plan(State({"x": {"t": torch.ones(1)}}))

@@ -1,0 +1,119 @@
+"""Small training set-ups, and the trip of a state through a checkpoint, for the tests of the state room."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.format.manifest import Tensor
+from holdfast.format.sealed import dumps
+from holdfast.format.values import decode
+from holdfast.state import Captured, Load, State, dtype_name
+
+
+class Net(nn.Module):
+    """Embedding, a normalized layer with buffers, dropout, and an output layer tied to the embedding."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.inner = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(width, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(x))
+        return self.out(self.drop(torch.tanh(self.inner(hidden))))
+
+
+class Kept:
+    """What a checkpoint keeps of a captured state: copies of the bytes, values as JSON text."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.tensors = {
+            name: t.clone(memory_format=torch.contiguous_format) for name, t in captured.tensors.items()
+        }
+        self.specs = {
+            name: Tensor(dtype_name(t.dtype), tuple(t.shape), 0) for name, t in captured.tensors.items()
+        }
+        self.tied = dict(captured.tied)
+        self.values: dict[str, Any] = copy.deepcopy(captured.values)
+        self.text = dumps(self.values)
+
+    def plan(self, state: State, **options: Any) -> Load:
+        return state.load(self.specs, self.tied, self.values, **options)
+
+    def fill(self, load: Load) -> Load:
+        for name, target in load.targets.items():
+            assert target.is_contiguous()
+            assert target.dtype is self.tensors[name].dtype
+            assert target.shape == self.tensors[name].shape
+            target.copy_(self.tensors[name])
+        return load
+
+    def restore(self, state: State, **options: Any) -> Load:
+        load = self.fill(self.plan(state, **options))
+        load.finish()
+        return load
+
+
+def kept(objects: dict[str, Any]) -> Kept:
+    return Kept(State(objects).capture())
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(0, 11, (16,))
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, after: Callable[[], Any] = int) -> None:
+    """Steps with random batches and dropout, so that results depend on the RNG states too."""
+    for _ in range(steps):
+        x = batch()
+
+        def closure(x: torch.Tensor = x) -> Any:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), x)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        after()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit equality of two trees of tensors and values."""
+    if isinstance(a, torch.Tensor):
+        if not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return torch.equal(_bytes(a), _bytes(b))
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return whole.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
+
+
+def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Two states are equal to the bit, names, ties, values and RNG included (as far as it is shared)."""
+    left, right = State(a).capture(), State(b).capture()
+    assert left.tensors.keys() == right.tensors.keys()
+    assert left.tensors
+    different = [name for name, t in left.tensors.items() if not same(t, right.tensors[name])]
+    assert not different
+    assert left.tied == right.tied
+    assert decode_all(left) == decode_all(right)
+
+
+def decode_all(captured: Captured) -> dict[str, Any]:
+    return {key: repr(decode(value)) for key, value in captured.values.items()}

@@ -1,0 +1,550 @@
+"""The local store keeps the store contract, and what only a file system can break."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.store import Entry, Store
+from holdfast.store.local import LocalStore
+from holdfast.testing import StoreSuite
+
+DIRECT = (4 << 20) + 4097  # large enough for direct I/O, with an odd tail
+POINTS = ("store.written", "store.synced", "store.linked")
+SMALL_DISK_BYTES = 4 << 20
+
+
+class TestLocalStore(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "made" / "when" / "needed")
+
+
+class TestLocalStoreWithoutDirectIo(StoreSuite):
+    """The same where the file system refuses O_DIRECT."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+        refusals = _refuse_direct(monkeypatch)
+        store = LocalStore(tmp_path / "home")
+        store.put("probe", bytes(DIRECT))
+        store.delete("probe")
+        assert refusals
+        return store
+
+
+def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have the kernel seem to refuse O_DIRECT; returns the refused descriptors, as they come."""
+    real, refusals = fcntl.fcntl, []
+
+    def fake(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            refusals.append(fd)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", fake)
+    return refusals
+
+
+def _page_aligned(data: bytes) -> memoryview:
+    held = memoryview(mmap.mmap(-1, len(data)))
+    held[:] = data
+    return held
+
+
+def _files(root: Path) -> set[str]:
+    """Every file below a directory, whether the store would list it or not."""
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+# Direct I/O
+
+
+@pytest.mark.parametrize("method", ["pwrite", "preadv"])
+def test_a_file_system_that_refuses_only_when_it_is_used_is_read_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Some file systems accept the O_DIRECT flag and refuse the first, or a later, transfer with EINVAL."""
+    real, calls = getattr(os, method), []
+
+    def fake(fd: int, data: object, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            calls.append(offset)
+            if len(calls) == 2:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, data, offset)
+
+    data = os.urandom((33 << 20) + 4097)  # three slices
+    store, room = LocalStore(tmp_path), _page_aligned(bytes(len(data)))
+    monkeypatch.setattr(os, method, fake)
+    store.put("a", _page_aligned(data))
+    store.read_into("a", 0, room)
+    if not calls:
+        pytest.skip("the file system under the temporary directory has no direct I/O")
+    assert len(calls) == 2
+    assert room == data
+
+
+def test_large_aligned_puts_do_not_fill_the_page_cache(tmp_path: Path) -> None:
+    """A put of an arena leaves the page cache to the training data; the tail and small objects may use it."""
+    from holdfast.store import direct
+
+    store = LocalStore(tmp_path)
+    store.put("a", _page_aligned(os.urandom(DIRECT)))
+    fd = os.open(store.path("a"), os.O_RDONLY)
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError:
+            pytest.skip("the file system under the temporary directory has no direct I/O")
+        assert not direct._cached(fd, 0, 1 << 20)
+    finally:
+        os.close(fd)
+
+
+def test_what_the_page_cache_holds_is_read_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was just written through the page cache is not read from the disk again."""
+    data = os.urandom(DIRECT)
+    store, room = LocalStore(tmp_path), _page_aligned(bytes(DIRECT))
+    store.path("a").write_bytes(data)
+    fd = os.open(store.path("a"), os.O_RDONLY)
+    from holdfast.store import direct
+
+    known = direct._cached(fd, 0, DIRECT - DIRECT % 4096)
+    os.close(fd)
+    if not known:
+        pytest.skip("this kernel does not tell what it caches (cachestat, Linux 6.5)")
+    refusals = _refuse_direct(monkeypatch)
+    store.read_into("a", 0, room)
+    assert room == data
+    assert refusals == []
+
+
+def test_a_file_that_another_program_truncated_is_corrupt(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", _page_aligned(os.urandom(DIRECT)))
+    os.truncate(store.path("a"), DIRECT - 8192)
+    with pytest.raises(Corrupt, match=f"ends at byte {DIRECT - 8192}"):
+        store.read_into("a", 0, _page_aligned(bytes(DIRECT)))
+
+
+# Disks that are full, read-only or gone
+
+
+@contextmanager
+def _mounted(place: Path, *, num_bytes: int = SMALL_DISK_BYTES) -> Iterator[None]:
+    place.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if done.returncode:
+        pytest.skip(f"may not mount a file system: {done.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("num_bytes", [SMALL_DISK_BYTES // 2 + 1, SMALL_DISK_BYTES * 2])
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_a_full_disk_keeps_the_old_object(tmp_path: Path, num_bytes: int, if_absent: bool) -> None:
+    """The put says what it wanted and what is free, leaves nothing behind, and works once there is room."""
+    with _mounted(tmp_path / "disk"):
+        store = LocalStore(tmp_path / "disk")
+        old = os.urandom(SMALL_DISK_BYTES // 2)
+        store.put("d/a", old)
+        name = "d/b" if if_absent else "d/a"
+        with pytest.raises(
+            RetryLater, match=rf"\({num_bytes} bytes\).*No space left.*\d+ bytes free"
+        ) as caught:
+            store.put(name, _page_aligned(os.urandom(num_bytes)), if_absent=if_absent)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert str(store.path(name)) in str(caught.value)
+        assert store.get("d/a") == old
+        assert _files(tmp_path / "disk") == {"d/a"}
+        store.put("d/c", b"small")
+        assert store.get("d/c") == b"small"
+        if not if_absent:
+            store.delete("d/a")
+            store.put("d/a", bytes(SMALL_DISK_BYTES // 2 + 1))
+
+
+def test_a_full_disk_does_not_stop_the_log_reader(tmp_path: Path) -> None:
+    with _mounted(tmp_path / "disk", num_bytes=64 << 10):
+        store = LocalStore(tmp_path / "disk")
+        store.append("log", b"first\n")
+        with pytest.raises(RetryLater, match="No space left"):
+            store.append("log", bytes(128 << 10))
+        assert store.get("log").startswith(b"first\n")
+
+
+def test_a_read_only_disk_is_read_and_refuses_to_be_written(tmp_path: Path) -> None:
+    with _mounted(tmp_path / "disk"):
+        store = LocalStore(tmp_path / "disk")
+        store.put("d/a", b"old")
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        for change in (
+            lambda: store.put("d/a", b"new"),
+            lambda: store.put("new/a", b"new", if_absent=True),
+            lambda: store.append("log", b"x"),
+            lambda: store.delete("d/a"),
+        ):
+            with pytest.raises(RetryLater, match="Read-only file system"):
+                change()
+        assert store.get("d/a") == b"old"
+        assert [entry.name for entry in store.list()] == ["d/a"]
+
+
+def test_a_directory_without_permission_refuses_plainly() -> None:
+    """A user who may read but not write a home can read, and is told what failed."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+        home = Path(folder) / "home"
+        LocalStore(home).put("d/a", b"old")
+        Path(folder).chmod(0o755)
+        for directory in (home, home / "d"):
+            directory.chmod(0o555)
+        done = _run(f"""
+import os
+from holdfast.errors import RetryLater
+from holdfast.store import open_store
+if os.getuid() == 0:  # to whom permissions do not apply
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+store = open_store({str(home)!r})
+assert store.get("d/a") == b"old"
+store.sweep()
+put, delete = store.put, store.delete
+for change in (lambda: put("d/a", b"new"), lambda: put("e/a", b"new"), lambda: delete("d/a")):
+    try:
+        change()
+    except RetryLater as error:
+        print(error)
+""")
+        for directory in (home, home / "d"):
+            directory.chmod(0o755)
+        assert done.stdout.count("Permission denied") == 3, done.stdout + done.stderr
+        assert LocalStore(home).get("d/a") == b"old"
+
+
+def test_a_home_that_was_deleted_is_not_made_anew(tmp_path: Path) -> None:
+    """After the root has vanished, nothing is written and nothing is reported as absent, until it is back."""
+    home = tmp_path / "home"
+    home.mkdir()
+    store = LocalStore(home)
+    store.put("d/a", b"x")
+    home.rename(tmp_path / "away")
+    for call in (
+        lambda: store.put("d/a", b"y"),
+        lambda: store.append("log", b"y"),
+        lambda: store.get("d/a"),
+        lambda: store.read_into("d/a", 0, memoryview(bytearray(1))),
+        lambda: store.size("d/a"),
+        lambda: list(store.list()),
+        lambda: store.delete("d/a"),
+        lambda: store.sweep(),
+    ):
+        with pytest.raises(RetryLater, match="vanished"):
+            call()
+    assert not home.exists()
+    (tmp_path / "away").rename(home)
+    assert store.get("d/a") == b"x"
+
+
+def test_a_home_made_by_the_first_put_may_not_vanish_either(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "new" / "home")
+    store.put("a", b"x")
+    shutil.rmtree(tmp_path / "new")
+    with pytest.raises(RetryLater, match="vanished"):
+        store.put("a", b"x")
+    assert _files(tmp_path) == set()
+
+
+def test_an_unmounted_disk_is_not_written_through_its_mount_point(tmp_path: Path) -> None:
+    """The empty directory under a mount is another file system: a put there would fill the wrong disk."""
+    disk = tmp_path / "disk"
+    with _mounted(disk):
+        store = LocalStore(disk)
+        store.put("a", b"x")
+        subprocess.run(["umount", str(disk)], check=True)
+        with pytest.raises(RetryLater, match="another file system"):
+            store.put("a", b"y")
+        assert _files(disk) == set()
+        with _mounted(disk):
+            store.put("a", b"z")
+            assert store.get("a") == b"z"
+
+
+def test_a_directory_deleted_by_hand_is_made_again(tmp_path: Path) -> None:
+    """Only the root is guarded: what is below belongs to the store."""
+    store = LocalStore(tmp_path)
+    store.put("d/e/a", b"x")
+    shutil.rmtree(tmp_path / "d")
+    store.put("d/e/a", b"y")
+    assert store.get("d/e/a") == b"y"
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(InvalidInput, match="is a file"):
+        LocalStore(tmp_path / "file")
+
+
+def test_a_name_below_an_object_and_a_directory_name_are_refused(tmp_path: Path) -> None:
+    """A file cannot be a directory too; the message says which path is in the way."""
+    store = LocalStore(tmp_path)
+    store.put("d/a", b"x")
+    for name in ("d/a/b", "d"):
+        with pytest.raises(InvalidInput, match="a directory has this name, or a part of the path is a file"):
+            store.put(name, b"y")
+    assert _files(tmp_path) == {"d/a"}
+
+
+def test_names_of_unfinished_files_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="unfinished"):
+        LocalStore(tmp_path).put("d/.unfinished-1-2", b"x")
+
+
+def test_a_file_system_without_hard_links_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(Unsupported, match="no hard links"):
+        store.put("a", b"x", if_absent=True)
+    assert _files(tmp_path) == set()
+    store.put("a", b"x")
+
+
+@pytest.mark.parametrize("failing", ["pwrite", "fsync", "replace", "link"])
+@pytest.mark.parametrize("size", [10, DIRECT])
+def test_an_io_error_at_any_step_keeps_the_old_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, size: int
+) -> None:
+    def fail(*args: object, **options: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = LocalStore(tmp_path)
+    store.put("d/a", b"old")
+    monkeypatch.setattr(os, failing, fail)
+    name = "d/b" if failing == "link" else "d/a"
+    with pytest.raises(RetryLater, match="Input/output error"):
+        store.put(name, bytes(size), if_absent=failing == "link")
+    monkeypatch.undo()
+    assert store.get("d/a") == b"old"
+    assert _files(tmp_path) == {"d/a"}
+
+
+def test_file_and_directories_are_synced_before_put_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data before the name, then every directory up to and above the root."""
+    synced, real_fsync, real_replace = [], os.fsync, os.replace
+
+    def fsync(fd: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink())
+        real_fsync(fd)
+
+    def replace(*args: str, **options: int) -> None:
+        synced.append("replace")
+        real_replace(*args, **options)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    root = tmp_path / "runs" / "home"
+    LocalStore(root).put("d/e/a", b"x")
+    at = synced.index("replace")
+    assert synced[at - 1].name.startswith(".unfinished-")
+    assert {root / "d" / "e", root / "d", root, root.parent} <= set(synced[at + 1 :])
+    assert tmp_path in synced[:at]
+
+
+# Links, listing
+
+
+def test_links_to_files_are_listed_and_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "home")
+    store.put("a", b"x")
+    (tmp_path / "elsewhere").write_bytes(b"linked")
+    (tmp_path / "home" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "home" / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "home" / "loop").symlink_to(tmp_path / "home")
+    assert set(store.list()) == {Entry("a", 1), Entry("b", 6)}
+    assert store.get("b") == b"linked"
+    with pytest.raises(NotFound):
+        store.get("dangling")
+
+
+def test_deleting_the_last_object_removes_its_directories_but_never_the_root(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "home")
+    store.put("d/e/a", b"x")
+    store.put("d/b", b"x")
+    store.delete("d/e/a")
+    assert [path.name for path in (tmp_path / "home" / "d").iterdir()] == ["b"]
+    store.delete("d/b")
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+# Processes that are killed
+
+
+def _run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+
+
+def _put_killed(home: Path, point: str, *, if_absent: bool, name: str = "d/a") -> None:
+    """Have another process killed at a kill point while it puts bytes of value 1 under `name`."""
+    done = _run(
+        f"""
+import mmap
+from holdfast.store import open_store
+data = memoryview(mmap.mmap(-1, {DIRECT}))
+data[:] = b"\\1" * {DIRECT}
+open_store({str(home)!r}).put({name!r}, data, if_absent={if_absent})
+""",
+        HOLDFAST_KILL_AT=point,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_killed_put_leaves_the_old_or_the_new_object(tmp_path: Path, point: str, existing: bool) -> None:
+    """`kill -9` at any moment: one whole object under the name or none, and sweep removes what was left."""
+    old, new = b"\0" * 1000, b"\1" * DIRECT
+    store = LocalStore(tmp_path / "home")
+    store.put("other", b"x")
+    if existing:
+        store.put("d/a", old)
+    _put_killed(tmp_path / "home", point, if_absent=not existing)
+    expected = new if point == "store.linked" else old if existing else None
+    size = None if expected is None else len(expected)
+    assert store.size("d/a") == size
+    assert {e for e in store.list("d") if e.name != "other"} == ({Entry("d/a", size)} if size else set())
+    if expected is not None:
+        assert store.get("d/a") == expected
+    left = {name for name in _files(tmp_path / "home") if ".unfinished-" in name}
+    assert len(left) == (0 if existing and point == "store.linked" else 1)
+    store.sweep("elsewhere")
+    assert left <= _files(tmp_path / "home")
+    store.sweep("d/")
+    assert _files(tmp_path / "home") == {"other"} | ({"d/a"} if expected else set())
+    assert (tmp_path / "home" / "d").exists() == bool(expected)
+    store.put("d/a", b"after")
+    assert store.get("d/a") == b"after"
+
+
+def test_a_name_taken_by_a_killed_put_stays_taken(tmp_path: Path) -> None:
+    _put_killed(tmp_path, "store.linked", if_absent=True)
+    with pytest.raises(Conflict):
+        LocalStore(tmp_path).put("d/a", b"x", if_absent=True)
+
+
+def test_sweep_leaves_the_unfinished_file_of_a_live_process(tmp_path: Path) -> None:
+    """A put of another process, stopped in the middle, survives any sweep and then finishes."""
+    script = f"""
+import sys
+from holdfast.store import local
+from holdfast.store.local import LocalStore
+def wait(point):
+    if point == "store.synced":
+        print(point, flush=True)
+        sys.stdin.readline()
+local.kill_point = wait
+LocalStore({str(tmp_path)!r}).put("d/a", b"x" * 5000)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "store.synced\n"
+        store = LocalStore(tmp_path)
+        _put_killed(tmp_path, "store.written", if_absent=False, name="d/b")
+        assert len(_files(tmp_path)) == 2
+        store.sweep()
+        assert len(_files(tmp_path)) == 1
+        assert list(store.list()) == []
+        child.communicate("\n")
+        assert child.returncode == 0
+    assert store.get("d/a") == b"x" * 5000
+    assert _files(tmp_path) == {"d/a"}
+
+
+def test_a_put_that_a_sweep_overtook_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between making and locking its file, a put looks dead; it notices that the file was removed."""
+    store, other, real = LocalStore(tmp_path), LocalStore(tmp_path), fcntl.flock
+    swept = []
+
+    def flock(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not swept:
+            swept.extend(_files(tmp_path))
+            other.sweep()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    store.put("d/a", b"x")
+    assert len(swept) == 1
+    assert _files(tmp_path) == {"d/a"}
+    assert store.get("d/a") == b"x"
+
+
+def test_many_processes_race_for_one_name(tmp_path: Path) -> None:
+    """Between processes too, one wins, and the object is the winner's."""
+    script = f"""
+import sys
+from holdfast.errors import Conflict
+from holdfast.store import open_store
+store = open_store({str(tmp_path)!r})
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    store.put("d/a", sys.argv[1].encode() * 100_000, if_absent=True)
+    print("won")
+except Conflict:
+    print("lost")
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(number)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    said = [child.communicate()[0].strip() for child in children]
+    assert sorted(said) == ["lost"] * 3 + ["won"]
+    assert LocalStore(tmp_path).get("d/a") == b"%d" % said.index("won") * 100_000
+    assert _files(tmp_path) == {"d/a"}

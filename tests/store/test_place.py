@@ -1,0 +1,87 @@
+"""From paths and URLs to stores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.store import open_store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+
+
+def test_a_path_is_a_local_store_and_nothing_is_created_yet(tmp_path: Path) -> None:
+    for place in (tmp_path / "home", str(tmp_path / "home"), f"file://{tmp_path}/home"):
+        store = open_store(place)
+        assert isinstance(store, LocalStore)
+        assert store.url == str(tmp_path / "home")
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_url_leads_back_to_the_same_store(tmp_path: Path) -> None:
+    for place in (str(tmp_path), "memory://back"):
+        store = open_store(place)
+        store.put("a", b"x")
+        assert open_store(store.url).get("a") == b"x"
+
+
+def test_relative_paths_are_taken_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store("runs/gpt")
+    monkeypatch.chdir("/")
+    assert store.url == str(tmp_path / "runs" / "gpt")
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/runs").url == str(tmp_path / "runs")
+
+
+def test_file_urls_are_decoded(tmp_path: Path) -> None:
+    assert open_store(f"file://localhost{tmp_path}/with%20space").url == f"{tmp_path}/with space"
+
+
+def test_memory_stores_are_shared_by_name() -> None:
+    first = open_store("memory://one")
+    assert isinstance(first, MemoryStore)
+    first.put("a", b"x")
+    assert open_store("memory://one") is first
+    assert open_store("memory://two").size("a") is None
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "az://container/run", "S3://bucket"])
+def test_object_stores_are_not_there_yet(url: str) -> None:
+    with pytest.raises(Unsupported, match="object stores are not in this version"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", ["ftp://host/run", "http://host/run", "hf://user/model"])
+def test_other_urls_are_refused_with_what_is_allowed(url: str) -> None:
+    with pytest.raises(InvalidInput, match=r"a path, file:///PATH or memory://NAME"):
+        open_store(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "memory://", "file://host/path", "file://", "file:///", Path("s3://bucket/x")]
+)
+def test_places_that_mean_nothing_are_refused(url: str | Path) -> None:
+    with pytest.raises(InvalidInput):
+        open_store(url)
+
+
+def test_stores_do_not_import_torch_or_numpy() -> None:
+    script = "import sys, holdfast.store; print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )
+    assert done.stdout.strip() == "set()"

@@ -51,13 +51,14 @@ def insert(text: str, table: str, *, what: str) -> str:
     """`text` with everything between the markers replaced by `table`.
 
     Raises:
-        ValueError: the markers are not there once each, in order.
+        ValueError: the markers are not there, each once and on a line of its own, in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{what} needs {BEGIN} and {END} once each, in this order; nothing was changed.")
-    head, rest = text.split(BEGIN)
-    tail = rest.split(END)[1]
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+    lines = text.splitlines()
+    if lines.count(BEGIN) != 1 or lines.count(END) != 1 or lines.index(BEGIN) > lines.index(END):
+        message = f"{what} needs the lines {BEGIN} and {END} once each, in this order; nothing was changed."
+        raise ValueError(message)
+    head, tail = lines[: lines.index(BEGIN) + 1], lines[lines.index(END) :]
+    return "\n".join([*head, table, *tail]) + "\n"
 
 
 def render(document: dict[str, Any]) -> str:

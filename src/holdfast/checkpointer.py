@@ -27,13 +27,14 @@ from holdfast.errors import (
     Preempted,
     RetryLater,
     SaveWarning,
+    Unsupported,
 )
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
-from holdfast.keeper import Keeper, Save, Terms, wait_for_orphans
+from holdfast.keeper import Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
 from holdfast.killpoint import kill_point
 from holdfast.notice import Notices
 from holdfast.policy import AnyOf, Every, Keep, Meter, Pace, every
@@ -69,6 +70,7 @@ class Checkpointer:
 
     Raises:
         InvalidInput: an argument or an entry of `state` cannot be used.
+        Unsupported: a home that other processes cannot reach.
 
     Ranks: collective; every rank makes it with the same arguments.
     """
@@ -93,6 +95,10 @@ class Checkpointer:
         if when_full not in ("wait", "skip"):
             raise InvalidInput(f"when_full must be 'wait' or 'skip', got {when_full!r}.")
         self.home = _absolute(home)
+        if self.home.startswith("memory://"):
+            raise Unsupported(
+                f"{self.home} is memory of this process, and checkpoints are written by another one. Give a path."
+            )
         self.state = state
         self.preempted: str | None = None
         """Why the run has to stop, agreed by all ranks; None while it need not."""
@@ -127,6 +133,7 @@ class Checkpointer:
         self.waited_for_memory_s = 0.0
         """Time that `save` has waited for staging memory, in all."""
         self._step_ended_s: float | None = None
+        self._pulse_step = 0
         self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
         self._closed = False
         if signals:
@@ -155,9 +162,8 @@ class Checkpointer:
                 self.save(step)
             if self.preempted:
                 self._stop(step)
-        if self._last is None or self._last.step != step:
-            if step != self._base_step:
-                self.save(step)
+        if (self._last is None or self._last.step != step) and step != self._base_step:
+            self._save(step, must=True)
         self.wait()
         self._mark_done(step)
 
@@ -178,11 +184,18 @@ class Checkpointer:
             self._meter.step(now_s - self._step_ended_s, in_flight=bool(self._saves))
         self._settle_durable()
         pace = Pace(
-            step, now_s, self._pace.saved_step, self._pace.saved_s, self._meter.save_cost_s, self._meter.durable_s
+            step,
+            now_s,
+            self._pace.saved_step,
+            self._pace.saved_s,
+            self._meter.save_cost_s,
+            self._meter.durable_s,
         )
         due_here = any(policy.due(pace) for policy in self._every if not policy.timed)
         timed = self._ranks.rank == 0 and any(policy.due(pace) for policy in self._every if policy.timed)
         noticed, timed = self._ranks.pulse(step, (self._notices.reason is not None, timed))
+        said_step, self._pulse_step = (step if self._ranks.world_size == 1 else self._pulse_step), step
+        timed = timed and self._pace.saved_step < said_step  # else it has been saved since it was said
         if noticed and self.preempted is None:
             self.preempted = self._notices.reason or "another rank's notice"
         if self._plan is None:
@@ -195,7 +208,7 @@ class Checkpointer:
         """End a preempted run: everything durable, then SystemExit."""
         global _preempted
         if self._last is None or self._last.step != step:
-            self.save(step)
+            self._save(step, must=True)
         self.wait()
         reason = self.preempted or "notice"
         self._say(f"preempted ({reason}); step {step} is durable")
@@ -222,6 +235,10 @@ class Checkpointer:
         Ranks: every rank calls it for the same step. Not collective, unless `when_full="skip"`.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
+        return self._save(step, must=False)
+
+    def _save(self, step: int, *, must: bool) -> Save:
+        """Save; with `must` a save that there is no room for waits, whatever `when_full` says."""
         began = time.perf_counter()
         self._check_process()
         self._surface()
@@ -236,19 +253,23 @@ class Checkpointer:
         save = Save(step)
         captured = self._objects.capture()
         plan = self._plan_for(captured)
-        arena = self._acquire(plan)
+        draft = self._draft(step, plan, captured)
+        arena = self._acquire(plan, may_skip=self._skip_when_full and not must)
         if arena is None:
             return self._skip(save)
-        draft = self._draft(step, plan, captured)
         self._stager.watch(self._objects.optimizers())
 
         def hand_over(staging: Staging) -> None:
             self._hand_over(staging, save, plan, draft, keeper)
 
+        save.num_bytes = plan.layout.file_bytes
+        try:
+            self._stager.stage(plan, captured.tensors, arena, then=hand_over)
+        except BaseException:
+            self._release(arena.number)
+            raise
         self._saves.append(save)
         self._last = save
-        save.num_bytes = plan.layout.file_bytes
-        self._stager.stage(plan, captured.tensors, arena, then=hand_over)
         save.blocked_s = time.perf_counter() - began
         now_s = self._step_ended_s = time.monotonic()
         self._pace = Pace(step, now_s, saved_step=step, saved_s=now_s)
@@ -285,9 +306,9 @@ class Checkpointer:
             values=captured.values,
         )
 
-    def _acquire(self, plan: Plan) -> Arena | None:
+    def _acquire(self, plan: Plan, *, may_skip: bool) -> Arena | None:
         num_bytes = plan.layout.file_bytes
-        if self._skip_when_full and not all(self._ranks.gather(self._arenas.has_room(num_bytes))):
+        if may_skip and not all(self._ranks.gather(self._arenas.has_room(num_bytes))):
             return None  # all ranks skip together: a checkpoint of some ranks can never be complete
         began = time.perf_counter()
         arena = self._arenas.acquire(num_bytes)
@@ -324,14 +345,21 @@ class Checkpointer:
             self._release(staging.arena.number)
             return
         kill_point("trainer.staged")
-        keeper.submit(
-            save,
-            arena=staging.arena.number,
-            arena_fd=staging.arena.fd,
-            arenas=self._arenas.numbers(),
-            num_bytes=plan.layout.file_bytes,
-            draft=draft,
-        )
+        try:
+            keeper.submit(
+                save,
+                arena=staging.arena.number,
+                arena_fd=staging.arena.fd,
+                arenas=self._arenas.numbers(),
+                num_bytes=plan.layout.file_bytes,
+                draft=draft,
+            )
+        except OSError as error:
+            save.mark_failed(
+                RetryLater(f"Step {save.step} could not be handed to the keeper: {error}.", step=save.step)
+            )
+            self._release(staging.arena.number)
+            return
         kill_point("trainer.handed")
         save.mark_staged()
         keeper.note("staged", step=save.step, num_bytes=plan.layout.file_bytes, seconds=save.blocked_s)
@@ -400,6 +428,8 @@ class Checkpointer:
             try:
                 save.wait_durable(left)
             except HoldfastError:
+                if save.failed is None:
+                    raise  # not yet durable, but on its way
                 if save is self._last:
                     self._saves.remove(save)  # told now; do not tell again
                     raise
@@ -416,6 +446,7 @@ class Checkpointer:
         """Claim an attempt and start its keeper, once."""
         if self._keeper is not None:
             return self._keeper
+        wait_for_let_go(self.home, timeout_s=self._commit_timeout_s)
         wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
         self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
         claim = self._on_rank_0(self._claim)
@@ -441,7 +472,12 @@ class Checkpointer:
         number = 1 + max((facts.attempt for facts in self._attempts()), default=0)
         while True:
             claim = runs.Attempt(
-                number, run, self._ranks.world_size, socket.gethostname(), os.getpid(), started_unix_s=time.time()
+                number,
+                run,
+                self._ranks.world_size,
+                socket.gethostname(),
+                os.getpid(),
+                started_unix_s=time.time(),
             )
             try:
                 self._store.put(names.attempt(number), runs.document(claim), if_absent=True)
@@ -517,7 +553,13 @@ class Checkpointer:
         def load(manifest: Manifest, part: Part) -> Load:
             own_rank = manifest.world_size == self._ranks.world_size
             return self._objects.load(
-                manifest.tensors, manifest.tied, part.values, strict=strict, only=only, rename=rename, own_rank=own_rank
+                manifest.tensors,
+                manifest.tied,
+                part.values,
+                strict=strict,
+                only=only,
+                rename=rename,
+                own_rank=own_rank,
             )
 
         found = restore_newest(
@@ -538,12 +580,21 @@ class Checkpointer:
         return found.step
 
     def _tell_restored(self, found: Restored, keeper: Keeper) -> None:
-        passed = "; ".join(f"passed over step {p.step} of attempt {p.attempt}: {p.reason}" for p in found.passed)
+        passed = "; ".join(
+            f"passed over step {p.step} of attempt {p.attempt}: {p.reason}" for p in found.passed
+        )
         keeper.note(
-            "restored", step=found.step, num_bytes=found.num_bytes, seconds=found.seconds, detail=passed[:4000]
+            "restored",
+            step=found.step,
+            num_bytes=found.num_bytes,
+            seconds=found.seconds,
+            detail=passed[:4000],
         )
         rate = f"{say_bytes(found.num_bytes)} in {say_seconds(found.seconds)}"
-        self._say(f"restored step {found.step} from {self.home} ({rate}, verified)" + (f"; {passed}" if passed else ""))
+        self._say(
+            f"restored step {found.step} from {self.home} ({rate}, verified)"
+            + (f"; {passed}" if passed else "")
+        )
 
     def _end_attempt(self) -> None:
         with contextlib.suppress(HoldfastError):
@@ -556,12 +607,9 @@ class Checkpointer:
 
     def _mark_done(self, step: int) -> None:
         """Write the durable word that the run has finished; an exit status alone is not to be trusted."""
-
-        def mark() -> None:
+        if self._ranks.rank == 0:
             done = runs.Done(self._run or "", self._attempt, step, finished_unix_s=time.time())
             self._store.put(names.DONE, runs.document(done))
-
-        self._on_rank_0(mark)
 
     # -- ending ------------------------------------------------------------------------------------------------
 
@@ -572,14 +620,15 @@ class Checkpointer:
             HoldfastError: the newest save failed.
             RetryLater: not durable within `timeout_s`; the keeper goes on by itself.
 
-        Ranks: not collective, but waits for every rank's parts.
-        Blocks: until the keeper has ended, at most `timeout_s`.
+        Ranks: collective; no rank leaves while another still needs it.
+        Blocks: until the keeper has ended, at most `timeout_s`, and until every rank has called it.
         """
         if self._closed or os.getpid() != self._pid:
             return
         try:
             self._stager.wait()
             self.wait(timeout_s)
+            self._ranks.part()
         finally:
             self._let_go(timeout_s)
 
@@ -589,8 +638,6 @@ class Checkpointer:
         self._stager.close()
         if self._keeper is not None:
             self._keeper.close(timeout_s)
-        with contextlib.suppress(HoldfastError):
-            self._ranks.close()
         self._arenas.close()
 
     def __enter__(self) -> Checkpointer:
@@ -601,7 +648,7 @@ class Checkpointer:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._closed:
+        elif not self._closed and os.getpid() == self._pid:
             self._let_go(timeout_s=0.0)  # the keeper finishes what was staged; the error must not wait for it
 
     def _check_process(self) -> None:
@@ -626,7 +673,9 @@ def _absolute(home: str | os.PathLike[str]) -> str:
 
 def _policies(value: int | str | datetime.timedelta | Every) -> tuple[Every, ...]:
     policy = every(value)
-    return policy.policies if isinstance(policy, AnyOf) else (policy,)
+    if isinstance(policy, AnyOf):
+        return tuple(one for inner in policy.policies for one in _policies(inner))
+    return (policy,)
 
 
 _preempted = False

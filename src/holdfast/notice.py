@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-import sys
 import threading
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
 
 
 class Notices:
@@ -20,6 +22,7 @@ class Notices:
     def __init__(self) -> None:
         self.reason: str | None = None
         self._before: dict[int, object] = {}
+        self._interrupted = False
 
     def watch(self) -> bool:
         """Take over the signals; True if they are watched now."""
@@ -39,8 +42,10 @@ class Notices:
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT":
+        if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
+        self.reason = self.reason or signal.Signals(number).name
         if number == signal.SIGINT:
-            print("\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once", file=sys.stderr)
+            self._interrupted = True
+            with contextlib.suppress(OSError):
+                os.write(2, _INTERRUPTED)  # print may not be entered from a handler while it is at work

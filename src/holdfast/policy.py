@@ -129,7 +129,9 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:
-            raise InvalidInput(f"keep must be at least 1: the newest checkpoint is never deleted. Got {self.last}.")
+            raise InvalidInput(
+                f"keep must be at least 1: the newest checkpoint is never deleted. Got {self.last}."
+            )
         if self.every is not None and self.every < 1:
             raise InvalidInput(f"keep_every must be at least 1 step, got {self.every}.")
 

@@ -45,7 +45,9 @@ def say_bytes(num_bytes: float) -> str:
     """`1.5 GB`, decimal, for people."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(num_bytes) < 999.5 or unit == "TB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 99.5 else f"{num_bytes:.1f} {unit}"
+            return (
+                f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 99.5 else f"{num_bytes:.1f} {unit}"
+            )
         num_bytes /= 1000
     raise AssertionError
 

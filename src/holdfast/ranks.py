@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from holdfast.errors import InvalidInput, RetryLater
 
 _T = TypeVar("_T")
+_PART_TIMEOUT = datetime.timedelta(seconds=30)
+_numbers = (
+    itertools.count()
+)  # tells this process's Ranks apart; alike on every rank, since making one is collective
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -31,6 +39,7 @@ class Ranks:
         self._group: dist.ProcessGroup | None = None
         self._pulse: tuple[torch.Tensor, dist.Work] | None = None
         self._timeout_s = timeout_s
+        self._number = next(_numbers)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -41,6 +50,7 @@ class Ranks:
         if self.world_size > 1:
             # Ours alone: a collective of ours must never be matched with one of training's.
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+            self._store: dist.Store = distributed_c10d._get_default_store()
 
     def gather(self, value: _T) -> list[_T]:
         """The values of all ranks, by rank.
@@ -131,7 +141,24 @@ class Ranks:
             rank=self.rank,
         )
 
-    def close(self) -> None:
-        """Finish the exchange under way, if the other ranks are still there to finish it."""
-        if self._pulse is not None:
-            self._finish_pulse(0)
+    def part(self) -> None:
+        """Finish the exchange under way and wait until every rank is here, so that none leaves another in mid-sentence.
+
+        gloo fails a collective that has done its work if the peer's process ends before this one has noticed
+        that it has. So the last meeting is at the store, not in a collective; rank 0, which holds the store,
+        goes last. Ranks that are gone are waited for only shortly.
+
+        Ranks: collective.
+        Blocks: until every rank has called it, at most 30 s.
+        """
+        if self._group is None:
+            return
+        self._finish_pulse(0)
+        with contextlib.suppress(dist.DistError):  # a rank that is gone; nothing is left to be lost
+            self._meet("here", range(self.world_size))
+            self._meet("gone", range(self.world_size) if self.rank == 0 else ())
+
+    def _meet(self, where: str, ranks: Iterable[int]) -> None:
+        key = f"holdfast/{self._number}/{where}"
+        self._store.set(f"{key}/{self.rank}", "")
+        self._store.wait([f"{key}/{rank}" for rank in ranks], _PART_TIMEOUT)

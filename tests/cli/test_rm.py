@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +100,19 @@ def test_incomplete_files_go_when_their_attempt_is_over(holdfast: Command, home:
     open_store(home).put(names.DONE, run.document(run.Done("run-one", 2, 300, 0.0)))
     assert holdfast("rm", home, "--incomplete").status == 0
     assert "step-00000400" not in left(home)
+
+
+def test_what_a_killed_writer_left_goes_too(holdfast: Command, home: Path) -> None:
+    code = (
+        "import sys; from holdfast.store import open_store\n"
+        "open_store(sys.argv[1]).put('step-00000100/rank-00009-a0001.safetensors', bytes(5000))"
+    )
+    env = {**os.environ, "HOLDFAST_KILL_AT": "store.written"}
+    killed = subprocess.run([sys.executable, "-c", code, str(home)], env=env, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(files(home / "step-00000100")) == 6
+    assert holdfast("rm", home, "--step", 100).status == 0
+    assert not (home / "step-00000100").exists()
 
 
 def test_dry_run_deletes_nothing(holdfast: Command, home: Path) -> None:

@@ -48,7 +48,8 @@ def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
     (tmp_path / "there.md").write_text("# One Heading: here\n")
     document = tmp_path / "page.md"
     document.write_text(
-        "# Top\n[a](there.md) [b](there.md#one-heading-here) [c](#top)\n[d](gone.md) [e](there.md#no) [f](#no)\n"
+        "# Top\n[a](there.md) [b](there.md#one-heading-here) [c](#top)\n"
+        "[d](gone.md) [e](there.md#no) [f](#no)\n"
         "`[g](code.md)`\n```\n[h](block.md)\n```\n[i](https://example.org)\n"
     )
     assert broken(document) == ["gone.md", "there.md#no", "#no"]

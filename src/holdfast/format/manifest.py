@@ -95,8 +95,8 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
         if getattr(part, fact) != getattr(first, fact):
             raise InvalidInput(
                 f"Rank {part.rank} says {fact}={getattr(part, fact)!r} for step {first.step}, "
-                f"rank {first.rank} says {getattr(first, fact)!r}: their parts do not belong to one checkpoint. It was not "
-                "committed.",
+                f"rank {first.rank} says {getattr(first, fact)!r}: their parts do not belong "
+                "to one checkpoint. It was not committed.",
                 step=first.step,
                 rank=part.rank,
             )
@@ -128,8 +128,8 @@ def _check_piece(piece: Piece, rank: int, first: Piece, first_rank: int, step: i
     if piece.per_rank != first.per_rank:
         own, shared = (rank, first_rank) if piece.per_rank else (first_rank, rank)
         message = (
-            f"Ranks disagree about {name}: for rank {own} every rank has its own, for rank {shared} all share "
-            f"it. Step {step} was not committed."
+            f"Ranks disagree about {name}: for rank {own} every rank has its own, for rank {shared} all "
+            f"share it. Step {step} was not committed."
         )
         raise InvalidInput(message, step=step, rank=rank, key=name)
     same_dims = len(piece.shape) == len(piece.offsets) == len(piece.lengths)

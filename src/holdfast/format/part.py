@@ -107,8 +107,9 @@ def parse(document: bytes, what: str) -> Part:
 def _parse(body: dict[str, Any]) -> Part:
     file, digests = body["file"], body["file"]["chunks"]
     chunks = tuple(digests[i : i + 32] for i in range(0, len(digests), 32))
-    if len(chunks) != sum(1 for _ in chunk_ranges(file["bytes"], file["chunk_bytes"])):
-        raise ValueError(f"{len(chunks)} chunk hashes for {file['bytes']} bytes")
+    num_chunks = sum(1 for _ in chunk_ranges(file["bytes"], file["chunk_bytes"]))
+    if len(digests) != 32 * num_chunks:
+        raise ValueError(f"{len(digests)} digits of chunk hashes for {num_chunks} chunks")
     return Part(
         run=body["run"],
         step=body["step"],

@@ -59,8 +59,8 @@ def encode(value: Any, path: str) -> Any:
         return encoder(value, path)
     raise InvalidInput(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which has no place in a checkpoint: only "
-        "tensors, numbers, strings, bytes, containers of these and objects with state_dict() can be saved, so that "
-        "opening a checkpoint never runs code. Nothing was written. Give the object state_dict() and "
+        "tensors, numbers, strings, bytes, containers of these and objects with state_dict() can be saved, "
+        "so that opening a checkpoint never runs code. Nothing was written. Give the object state_dict() and "
         "load_state_dict(), or leave it out of the state.",
         key=path,
     )
@@ -208,7 +208,7 @@ def _encode_numpy(value: Any, path: str) -> Any:
 def _decode_ndarray(body: Any) -> Any:
     numpy = importlib.import_module("numpy")
     dtype, shape, data = numpy.dtype(body[0]), body[1], base64.b64decode(body[2])
-    if not data:  # no elements, or elements of no bytes: frombuffer takes neither
+    if not dtype.itemsize or 0 in shape:  # frombuffer takes neither
         return numpy.zeros(shape, dtype)
     return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
 

@@ -1,4 +1,4 @@
-"""Entry of the keeper process: `python -m holdfast.keeper SOCKET_FD TRAINER_PID`; not for people."""
+"""Entry of the keeper process: `python -m holdfast.keeper SOCKET_FD TRACE_FD TRACE_PATH`; not for people."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 
+from holdfast.keeper.presence import Presence
 from holdfast.keeper.process import serve
 from holdfast.keeper.terms import IGNORED_SIGNALS
 
@@ -19,7 +20,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(_NICENESS)
-    serve(socket.socket(fileno=int(sys.argv[1])), trainer_pid=int(sys.argv[2]))
+    socket_fd, trace_fd, trace_path = sys.argv[1:]
+    serve(socket.socket(fileno=int(socket_fd)), Presence.adopt(trace_path, int(trace_fd)))
 
 
 if __name__ == "__main__":

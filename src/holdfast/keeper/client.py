@@ -1,4 +1,4 @@
-"""The trainer's side of a keeper: starts it, hands saves over, hears what became of them, replaces it if it dies."""
+"""The trainer's side of a keeper: starts and replaces it, hands saves over, hears what became of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from holdfast import errors
 from holdfast.errors import HoldfastError, Internal, RetryLater
 from holdfast.keeper import protocol
-from holdfast.keeper.presence import process_start
-from holdfast.keeper.protocol import Message
+from holdfast.keeper.presence import Presence, Trace, process_start
+from holdfast.keeper.protocol import MAX_DETAIL, Message
 from holdfast.keeper.terms import IGNORED_SIGNALS, Terms
 
 _MAX_DEATHS = 5
@@ -89,7 +89,9 @@ class Save:
 
     def _wait(self, event: threading.Event, timeout_s: float | None, what: str) -> None:
         if not event.wait(timeout_s):
-            raise RetryLater(f"Step {self.step} is not {what} after {timeout_s} s; it goes on.", step=self.step)
+            raise RetryLater(
+                f"Step {self.step} is not {what} after {timeout_s} s; it goes on.", step=self.step
+            )
         if self._error is not None:
             raise self._error
 
@@ -185,10 +187,19 @@ class Keeper:
         finally:
             os.close(draft_fd)
 
-    def note(self, event: str, *, step: int | None, num_bytes: int = 0, seconds: float = 0.0, detail: str = "") -> None:
+    def note(
+        self, event: str, *, step: int | None, num_bytes: int = 0, seconds: float = 0.0, detail: str = ""
+    ) -> None:
         """Have an event of the trainer's written into the run's history."""
         self._send(
-            {"op": "note", "event": event, "step": step, "bytes": num_bytes, "seconds": seconds, "detail": detail[:8000]}
+            {
+                "op": "note",
+                "event": event,
+                "step": step,
+                "bytes": num_bytes,
+                "seconds": seconds,
+                "detail": detail[:MAX_DETAIL],
+            }
         )
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
@@ -205,24 +216,31 @@ class Keeper:
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         # A process inherits its maker's mask: blocked here, they cannot end the keeper before it ignores them.
+        presence = Presence.claim(self.terms.home, self._trace())
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.keeper", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "holdfast.keeper", str(theirs.fileno()), str(presence.fd), str(presence.path)],
                 env={**os.environ, "PYTHONPATH": path},
                 cwd="/",  # neither hold the user's directory nor import modules from it
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), presence.fd),
                 start_new_session=True,  # Ctrl-C and SIGTERM to the trainer's process group do not reach it
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
-        self._send({"terms": self.terms.text(), "trainer_start": process_start(os.getpid())})
+        presence.let_go()
+        self._send({"terms": self.terms.text()})
         listener = threading.Thread(target=self._listen, args=(ours,), name="holdfast-listen", daemon=True)
         listener.start()
+
+    def _trace(self) -> Trace:
+        pid = os.getpid()
+        # Busy until it says otherwise: what we send it while it starts is its work already.
+        return Trace(self.terms.attempt, self.terms.rank, pid, process_start(pid) or 0, busy=True)
 
     def _listen(self, end: socket.socket) -> None:
         while True:
@@ -233,12 +251,28 @@ class Keeper:
         with self._lock:
             if not self._closing:
                 self._replace()
+                return
+            self._forsake()
+        self._process.wait()
+        os.close(self._stderr)
+        end.close()
+
+    def _forsake(self) -> None:
+        """The keeper has ended after `close`: what it has not told of will not be told any more."""
+        for pending in list(self._pending.values()):
+            message = (
+                f"The keeper of rank {self.terms.rank} (pid {self.pid}) ended before it told what became of step "
+                f"{pending.save.step}; it may be complete. Earlier checkpoints stand."
+            )
+            self._finish(pending.save.step, RetryLater(message, step=pending.save.step))
 
     def _replace(self) -> None:
         """Start another keeper in place of a dead one and tell it all that is pending."""
         status = self._process.wait()
         why = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        said = os.pread(self._stderr, 4000, max(0, os.fstat(self._stderr).st_size - 4000)).decode(errors="replace")
+        said = os.pread(self._stderr, 4000, max(0, os.fstat(self._stderr).st_size - 4000)).decode(
+            errors="replace"
+        )
         os.close(self._stderr)
         self._end.close()
         self._deaths += 1
@@ -246,14 +280,13 @@ class Keeper:
         if said.strip():
             told += f" Its last words: {said.strip()}"
         if self._deaths > _MAX_DEATHS:
-            error = Internal(f"{told} It was the {self._deaths}th in a row; saving is given up.")
-            self._given_up = error
-            for pending in list(self._pending.values()):
-                self._finish(pending.save.step, error)
-            for arena in list(self._held):
-                self._release(arena)
+            self._give_up(Internal(f"{told} It was the {self._deaths}th in a row; saving is given up."))
             return
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            self._give_up(RetryLater(f"{told} No other could be started ({error}); saving is given up."))
+            return
         still_read = {pending.arena for pending in self._pending.values() if not pending.persisted}
         for arena in self._held - still_read:  # it died before it could say so
             self._release(arena)
@@ -264,7 +297,16 @@ class Keeper:
             else:
                 self._send_save(pending, arenas)
         count = len(self._pending)
-        self.problems.append(f"{told} Another one (pid {self.pid}) has taken over its {count} unfinished saves.")
+        self.problems.append(
+            f"{told} Another one (pid {self.pid}) has taken over its {count} unfinished saves."
+        )
+
+    def _give_up(self, error: HoldfastError) -> None:
+        self._given_up = error
+        for pending in list(self._pending.values()):
+            self._finish(pending.save.step, error)
+        for arena in list(self._held):
+            self._release(arena)
 
     # -- what became of them ---------------------------------------------------------------------------------
 
@@ -311,7 +353,27 @@ class Keeper:
         """
         with self._lock:
             self._closing = True
+            _let_go[self.pid] = self
             with contextlib.suppress(OSError):  # it may be gone already
                 self._end.shutdown(socket.SHUT_WR)  # our messages are over, its answers still come
+        self.wait_ended(timeout_s)
+
+    def wait_ended(self, timeout_s: float | None) -> None:
+        """Wait until the process that was let go has ended, at most `timeout_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
+            _let_go.pop(self.pid, None)
+
+
+_let_go: dict[int, Keeper] = {}
+"""Keepers of this process, by pid, that may still be at work although nobody hands them anything any more."""
+
+
+def wait_for_let_go(home: str, *, timeout_s: float) -> None:
+    """Wait for the keepers of `home` that this process has let go: they may be about to complete a checkpoint.
+
+    Blocks: until they have ended, at most `timeout_s` each.
+    """
+    for keeper in list(_let_go.values()):
+        if keeper.terms.home == home:
+            keeper.wait_ended(timeout_s)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 
-from holdfast.errors import Conflict, NotFound
+from holdfast.errors import Conflict
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
@@ -38,12 +39,14 @@ def missing_ranks(store: Store, terms: Terms, step: int) -> list[int]:
     """Ranks whose part of `step` is not in the store yet."""
     prefix = f"{names.step_dir(step)}/"
     found = (names.parse(entry.name) for entry in store.list(prefix))
-    there = {f.rank for f in found if f and f.kind == "part" and f.attempt == terms.attempt and f.step == step}
+    there = {
+        f.rank for f in found if f and f.kind == "part" and f.attempt == terms.attempt and f.step == step
+    }
     return [rank for rank in range(terms.world_size) if rank not in there]
 
 
 def commit(store: Store, terms: Terms, step: int) -> None:
-    """Write the manifest of `step`, whose parts are all there. Every rank may call this; one wins.
+    """Write the manifest of `step`, whose parts are all there. Only rank 0's keeper calls this.
 
     Raises:
         Conflict: this attempt is fenced.
@@ -54,17 +57,21 @@ def commit(store: Store, terms: Terms, step: int) -> None:
     Blocks: until the manifest is durable.
     """
     name = names.manifest(step, terms.attempt)
-    if store.size(name) is not None:
-        return
     check_not_fenced(store, terms.attempt)
     documents = [_part(store, names.part(step, terms.attempt, rank)) for rank in range(terms.world_size)]
     manifest = manifests.merge(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
-    try:
+    # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same parts.
+    with contextlib.suppress(Conflict):
         # The commit: before this object exists the checkpoint does not, afterwards it is complete.
         store.put(name, manifests.document(manifest), if_absent=True)
-    except Conflict:
-        return  # another rank of this attempt made the same manifest from the same parts
     kill_point("keeper.manifest")
+    try:
+        check_not_fenced(store, terms.attempt)
+    except Conflict:
+        # A newer attempt began between look and write, and may already be tidying up after this one.
+        if missing_ranks(store, terms, step):
+            store.delete(name)
+        raise
 
 
 def _part(store: Store, name: str) -> tuple[parts.Part, bytes]:
@@ -74,7 +81,10 @@ def _part(store: Store, name: str) -> tuple[parts.Part, bytes]:
 
 def is_committed(store: Store, terms: Terms, step: int) -> bool:
     """True if the manifest of `step` of this attempt exists."""
-    try:
-        return store.size(names.manifest(step, terms.attempt)) is not None
-    except NotFound:
-        return False
+    return store.size(names.manifest(step, terms.attempt)) is not None
+
+
+def newest_committed(store: Store, terms: Terms) -> int:
+    """Highest step of this attempt that has a manifest; -1 if none."""
+    found = (names.parse(entry.name) for entry in store.list("step-"))
+    return max((f.step for f in found if f and f.kind == "manifest" and f.attempt == terms.attempt), default=-1)

@@ -5,13 +5,24 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from holdfast.errors import RetryLater
+from holdfast.errors import HoldfastError
 from holdfast.format import names
 from holdfast.format.sealed import dumps
 from holdfast.keeper.terms import Terms
 from holdfast.store import Store
 
-EVENTS = ("restored", "staged", "persisted", "committed", "retained", "skipped", "dropped", "failed", "fenced", "ended")
+EVENTS = (
+    "restored",
+    "staged",
+    "persisted",
+    "committed",
+    "retained",
+    "skipped",
+    "dropped",
+    "failed",
+    "fenced",
+    "retain-failed",
+)
 """Every kind of event there is."""
 
 
@@ -39,6 +50,6 @@ class History:
         }
         try:
             self.store.append(names.history(self.terms.attempt, self.terms.rank), dumps(line) + b"\n")
-        except RetryLater as error:
+        except HoldfastError as error:
             self.trouble = str(error)
         return line

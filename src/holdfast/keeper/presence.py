@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 from holdfast.errors import Unsupported
 
 _POLL_S = 0.02
+_TRACE_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,6 @@ class Trace:
 
     attempt: int
     rank: int
-    keeper_pid: int
     trainer_pid: int
     trainer_start: int  # clock ticks since boot: tells a reused pid from the trainer
     busy: bool  # has data that is not yet in the store
@@ -63,29 +65,59 @@ def process_start(pid: int) -> int | None:
 
 
 class Presence:
-    """A keeper's own trace: a locked file that says what it is doing. The lock ends with the process."""
+    """A keeper's trace: a locked file that says what it is doing. The lock ends with the last process that holds it.
 
-    def __init__(self, home: str, trace: Trace) -> None:
-        self.path = home_dir(home) / f"a{trace.attempt:04d}-r{trace.rank:05d}-{trace.keeper_pid}.trace"
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+    The trainer makes it before it starts the keeper and hands the locked descriptor over, so that at no moment
+    a keeper is alive without a trace.
+    """
+
+    def __init__(self, path: Path, fd: int, trace: Trace) -> None:
+        self.path = path
+        self.fd = fd
         self._trace = trace
-        self._write()
+
+    @classmethod
+    def claim(cls, home: str, trace: Trace) -> Presence:
+        """A new trace, locked by this process."""
+        folder = home_dir(home)
+        fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        presence = cls(Path(name), fd, trace)
+        presence._write()
+        return presence
+
+    @classmethod
+    def adopt(cls, path: str, fd: int) -> Presence:
+        """The trace that was handed to this process."""
+        return cls(Path(path), fd, _read(fd))
+
+    @property
+    def trainer_pid(self) -> int:
+        """The trainer that the keeper serves."""
+        return self._trace.trainer_pid
+
+    def let_go(self) -> None:
+        """Leave the trace to the process it was handed to."""
+        os.close(self.fd)
 
     def set_busy(self, busy: bool) -> None:
         """Say whether this keeper still has data that is not in the store."""
         if busy != self._trace.busy:
-            self._trace = Trace(**{**asdict(self._trace), "busy": busy})
+            self._trace = dataclasses.replace(self._trace, busy=busy)
             self._write()
 
     def _write(self) -> None:
         text = json.dumps(asdict(self._trace)).encode()
-        os.pwrite(self._fd, text.ljust(512), 0)  # one write of fixed size: a reader never sees half of it
+        os.pwrite(self.fd, text.ljust(_TRACE_BYTES), 0)  # one write of fixed size: no reader sees half of it
 
     def leave(self) -> None:
         """Remove the trace: the work is done."""
         self.path.unlink(missing_ok=True)
-        os.close(self._fd)
+        os.close(self.fd)
+
+
+def _read(fd: int) -> Trace:
+    return Trace(**json.loads(os.pread(fd, _TRACE_BYTES, 0)))
 
 
 def living(home: str) -> Iterator[Trace]:
@@ -96,14 +128,12 @@ def living(home: str) -> Iterator[Trace]:
         except FileNotFoundError:
             continue
         try:
-            if not _is_locked(fd):
+            if _is_locked(fd):
+                yield _read(fd)
+            elif os.fstat(fd).st_size:  # an empty one is just being made
                 path.unlink(missing_ok=True)
-                continue
-            text = os.pread(fd, 512, 0)
         finally:
             os.close(fd)
-        if text.strip():  # a keeper that has only just locked it has written nothing yet
-            yield Trace(**json.loads(text))
 
 
 def _is_locked(fd: int) -> bool:
@@ -128,13 +158,17 @@ def wait_for_orphans(home: str, *, timeout_s: float, say: Callable[[str], None])
     Blocks: until they have ended, at most `timeout_s`.
     """
     began, told = time.monotonic(), False
-    while orphans := [trace for trace in living(home) if process_start(trace.trainer_pid) != trace.trainer_start]:
+    while orphans := [
+        trace for trace in living(home) if process_start(trace.trainer_pid) != trace.trainer_start
+    ]:
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             return False
         if waited_s > 1 and not told:
             told = True
             ranks = sorted({trace.rank for trace in orphans})
-            say(f"waiting for the keepers of ranks {ranks} of attempt {orphans[0].attempt} to finish their saves")
+            say(
+                f"waiting for the keepers of ranks {ranks} of attempt {orphans[0].attempt} to finish their saves"
+            )
         time.sleep(_POLL_S)
     return True

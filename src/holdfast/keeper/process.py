@@ -12,22 +12,23 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
+from holdfast.errors import Conflict, HoldfastError, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.keeper import protocol
-from holdfast.keeper.commit import check_not_fenced, commit, is_committed, missing_ranks
+from holdfast.keeper.commit import check_not_fenced, commit, is_committed, missing_ranks, newest_committed
 from holdfast.keeper.history import History
 from holdfast.keeper.persist import persist
-from holdfast.keeper.presence import Presence, Trace, living, process_start
-from holdfast.keeper.protocol import Message
+from holdfast.keeper.presence import Presence, living, process_start
+from holdfast.keeper.protocol import MAX_DETAIL, Message
 from holdfast.keeper.retain import Retention
 from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep
 from holdfast.store import open_store
 
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0  # pauses between looks for other ranks' parts
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0  # shortest and longest pause between looks for other ranks' parts
+_LOOK_SHARE = 0.2  # else a pause is this share of the time waited so far
 
 
 @dataclass(slots=True)
@@ -39,22 +40,17 @@ class Job:
     num_bytes: int = 0
     draft_fd: int = -1  # -1: persisted already, only the commit is left
     received_s: float = 0.0
-    look_s: float = _FIRST_LOOK_S
     next_look_s: float = 0.0
 
 
-def serve(end: socket.socket, *, trainer_pid: int) -> None:
+def serve(end: socket.socket, presence: Presence) -> None:
     """Serve the trainer at the other end of `end` until it is gone and nothing is left to do."""
-    message, _ = protocol.receive(end)
-    if message is None:
-        return
-    terms = Terms.parse(message["terms"])
-    trace = Trace(terms.attempt, terms.rank, os.getpid(), trainer_pid, message["trainer_start"], busy=False)
-    presence = Presence(terms.home, trace)
-    desk = Desk(end, trainer_pid)
-    threading.Thread(target=desk.run, name="holdfast-desk", daemon=True).start()
     try:
-        Work(desk, terms, presence).run()
+        message, _ = protocol.receive(end)
+        if message is not None:
+            desk = Desk(end, presence.trainer_pid)
+            threading.Thread(target=desk.run, name="holdfast-desk", daemon=True).start()
+            Work(desk, Terms.parse(message["terms"]), presence).run()
     finally:
         presence.leave()
 
@@ -74,6 +70,14 @@ class Desk:
 
     def run(self) -> None:
         """Take messages until the trainer is gone and all it has sent is taken."""
+        try:
+            self._take_all()
+        finally:  # also after a bug: then this keeper ends, and another one is told what is left
+            with self.changed:
+                self.trainer_gone = True
+                self.changed.notify_all()
+
+    def _take_all(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self.end, selectors.EVENT_READ)
             # A killed trainer's data loader workers may keep its end of the socket open: watch the process too.
@@ -82,9 +86,6 @@ class Desk:
             gone = len(selector.get_map()) == 1
             while self._take_next(selector, timeout_s=0 if gone else None):
                 pass
-        with self.changed:
-            self.trainer_gone = True
-            self.changed.notify_all()
 
     def _take_next(self, selector: selectors.BaseSelector, *, timeout_s: float | None) -> bool:
         ready = [key.fileobj for key, _ in selector.select(timeout_s)]
@@ -117,7 +118,9 @@ class Desk:
         """Let go of arenas that the trainer has given back; a mapping keeps their memory in use."""
         needed = {*alive, *(job.arena for job in self.jobs), self.arena_in_use}
         for number in [number for number in self.arenas if number not in needed]:
-            self.arenas.pop(number).close()
+            with contextlib.suppress(BufferError):  # a failed write's traceback still holds it: next time
+                self.arenas[number].close()
+                del self.arenas[number]
 
     def tell(self, message: Message) -> None:
         """Tell the trainer, if it is still there."""
@@ -141,9 +144,12 @@ class Work:
         """Work until the trainer is gone and nothing is left."""
         while True:
             job = self._next_job()
-            if job is None and not self.waiting and self.desk.trainer_gone:
-                return
+            is_over = (
+                job is None and not self.waiting and self.desk.trainer_gone
+            )  # asked before the last notes
             self._write_notes()
+            if is_over:
+                return
             if job is not None:
                 self._persist(job)
             self._look_for_parts()
@@ -234,31 +240,35 @@ class Work:
                 self.waiting.remove(job)
                 self._after_commit(job)
             else:
-                job.look_s = min(job.look_s * 2, _LAST_LOOK_S)
-                job.next_look_s = now_s + job.look_s
+                pause_s = _LOOK_SHARE * (now_s - job.received_s)
+                job.next_look_s = now_s + min(max(pause_s, _FIRST_LOOK_S), _LAST_LOOK_S)
 
     def _try_commit(self, job: Job) -> bool:
         if is_committed(self.store, self.terms, job.step):
             return True
         missing = missing_ranks(self.store, self.terms, job.step)
-        if missing:
-            self._give_up_if_hopeless(job, missing)
-            return False
-        commit(self.store, self.terms, job.step)
-        return True
+        if self.terms.rank in missing and newest_committed(self.store, self.terms) > job.step:
+            return True  # committed and, while we did not look, retained away in favour of newer ones
+        # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
+        # while another deletes it.
+        if self.terms.rank == 0 and not missing:
+            commit(self.store, self.terms, job.step)
+            return True
+        self._give_up_if_hopeless(job, missing)
+        return False
 
     def _give_up_if_hopeless(self, job: Job, missing: list[int]) -> None:
         waited_s = time.monotonic() - job.received_s
         limit_s = self.terms.linger_s if self.desk.trainer_gone else self.terms.commit_timeout_s
         alone = self.desk.trainer_gone and self.terms.all_ranks_here and not self._others_busy()
+        # Look once more: a part may have come between the listing and the look at the other keepers.
+        if alone and not missing_ranks(self.store, self.terms, job.step):
+            return
         if waited_s > limit_s or alone:
-            # Look once more: a part may have come between the listing and the look at the other keepers.
-            if alone and not missing_ranks(self.store, self.terms, job.step):
-                return
+            lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
             raise RetryLater(
-                f"Step {job.step} was not committed: the parts of ranks {missing} did not arrive in "
-                f"{waited_s:.0f} s. Rank {self.terms.rank}'s part is durable; earlier checkpoints stand. "
-                "Look at those ranks' own messages.",
+                f"Step {job.step} was not committed: {lacking} did not come in {waited_s:.0f} s. Rank "
+                f"{self.terms.rank}'s part is durable; earlier checkpoints stand. Look at those ranks' own messages.",
                 step=job.step,
             )
 
@@ -281,7 +291,7 @@ class Work:
                 detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
                 self.history.record("retained", step=deleted.step, detail=detail)
             self.store.sweep("step-")
-        except (RetryLater, NotFound, Corrupt) as error:
+        except HoldfastError as error:
             self._tell("retain-failed", job, detail=str(error))
 
     # -- telling ---------------------------------------------------------------------------------------------
@@ -291,7 +301,14 @@ class Work:
         self._tell(event, job, detail=str(error), kind=type(error).__name__)
 
     def _tell(
-        self, event: str, job: Job, *, num_bytes: int = 0, seconds: float = 0.0, detail: str = "", kind: str = ""
+        self,
+        event: str,
+        job: Job,
+        *,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        detail: str = "",
+        kind: str = "",
     ) -> None:
         self.history.record(event, step=job.step, num_bytes=num_bytes, seconds=seconds, detail=detail)
         trouble, self.history.trouble = self.history.trouble, None
@@ -301,7 +318,7 @@ class Work:
                 "step": job.step,
                 "bytes": num_bytes,
                 "seconds": seconds,
-                "detail": detail[:8000],
+                "detail": detail[:MAX_DETAIL],
                 "kind": kind,
                 "history_trouble": trouble,
             }

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 MAX_PACKET_BYTES = 64 << 10  # messages are small: tensors and drafts travel as descriptors
+MAX_DETAIL = 5000  # characters of free text in a message; as JSON none takes more than 12 bytes
 MAX_FDS = 4
 
 Message = dict[str, Any]

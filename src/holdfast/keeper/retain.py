@@ -43,7 +43,9 @@ class Retention:
             RetryLater: the store failed; what was not deleted yet is found again next time.
         """
         files = self._files()
-        complete = {found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names}
+        complete = {
+            found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names
+        }
         line = line_of((found, self._base_step(found)) for found in complete if self._is_readable(found))
         kept = self.keep.kept(line.current) | {newest}
         doomed = {found for found in line.current if found not in kept}

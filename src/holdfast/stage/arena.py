@@ -66,8 +66,12 @@ class Arena:
             )
         self._pinned = True
 
+    def shrink(self) -> None:
+        """Give the pages back at once, also those that a keeper has mapped; only if nobody reads them any more."""
+        os.ftruncate(self.fd, 0)
+
     def close(self) -> None:
-        """Give the memory back. The keeper's own mapping of it stays valid."""
+        """Let go of the memory. The keeper's own mapping of it stays valid."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
         self.views.clear()
@@ -83,7 +87,8 @@ class Arenas:
         self._free: list[Arena] = []
         self._all: dict[int, Arena] = {}
         self._count = 0
-        self._preparing = 0
+        self._preparing: Arena | None = None
+        self._closed = False
         self._refused: RetryLater | None = None
         self._changed = threading.Condition()
 
@@ -97,9 +102,10 @@ class Arenas:
         with self._changed:
             if self._all or num_bytes > self.cap_bytes:
                 return
-            arena = self._new(num_bytes)
-            self._preparing += 1
-        threading.Thread(target=self._prefault, args=(arena, then), name="holdfast-prefault", daemon=True).start()
+            arena = self._preparing = self._new(num_bytes)
+        threading.Thread(
+            target=self._prefault, args=(arena, then), name="holdfast-prefault", daemon=True
+        ).start()
 
     def _prefault(self, arena: Arena, then: Callable[[Arena], object]) -> None:
         try:
@@ -107,10 +113,13 @@ class Arenas:
             then(arena)
         except RetryLater as error:
             self._refused = error  # raised by the next acquire
-        with self._changed:
-            self._preparing -= 1
-            self._free.append(arena)
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._preparing = None
+                self._free.append(arena)
+                if self._closed:
+                    self._give_back()
+                self._changed.notify_all()
 
     def wait_prepared(self) -> None:
         """Wait for the arena that `prepare` makes.
@@ -130,14 +139,23 @@ class Arenas:
 
     def _new(self, num_bytes: int) -> Arena:
         self._count += 1
-        arena = Arena(self._count, num_bytes)
+        try:
+            arena = Arena(self._count, num_bytes)
+        except OSError as error:
+            raise RetryLater(
+                f"The system refused an arena of {say_bytes(num_bytes)}: {error.strerror}. Nothing was saved. "
+                "Lower memory=, or raise the limit that is in the way (open files, address space)."
+            ) from error
         self._all[arena.number] = arena
         return arena
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if `acquire` would not wait."""
+        """True if `acquire` would not wait for an earlier save."""
         with self._changed:
-            return self._available(num_bytes)
+            if num_bytes + mmap.PAGESIZE > self.cap_bytes:
+                return True  # waiting would not help; acquire says so
+            soon = self._preparing is not None and self._preparing.num_bytes >= num_bytes
+            return soon or self._available(num_bytes)
 
     def _available(self, num_bytes: int) -> bool:
         if any(arena.num_bytes >= num_bytes for arena in self._free):
@@ -178,6 +196,7 @@ class Arenas:
     def _drop_free(self) -> None:
         for arena in self._free:
             del self._all[arena.number]
+            arena.shrink()
             arena.close()
         self._free.clear()
 
@@ -189,9 +208,14 @@ class Arenas:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give all memory back. Nothing may be using an arena any more."""
+        """Give all memory back. No copy may be under way; one arena may still be in preparation."""
         with self._changed:
-            for arena in self._all.values():
-                arena.close()
-            self._all.clear()
-            self._free.clear()
+            self._closed = True
+            if self._preparing is None:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        for arena in self._all.values():
+            arena.close()
+        self._all.clear()
+        self._free.clear()

@@ -41,7 +41,9 @@ class Plan:
         """Plan for `rank`, given the writing rank of each replicated tensor."""
         names = [name for name in tensors if name in per_rank or writers[name] == rank]
         pieces = [
-            Piece.whole(name, _NAMES[tensors[name].dtype], tuple(tensors[name].shape), per_rank=name in per_rank)
+            Piece.whole(
+                name, _NAMES[tensors[name].dtype], tuple(tensors[name].shape), per_rank=name in per_rank
+            )
             for name in names
         ]
         layout = lay_out(pieces, rank)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.killpoint import kill_point
 from holdfast.stage.arena import Arena
 from holdfast.stage.plan import Plan
 
-_GROUP_BYTES = 64 << 20  # copied in one call without the interpreter; small enough to see a failing thread early
+_GROUP_BYTES = (
+    64 << 20
+)  # copied in one call without the interpreter; small enough to see a failing thread early
 
 
 @dataclass
@@ -42,16 +47,19 @@ class Stager:
     def __init__(self) -> None:
         self.waited_s = 0.0
         self._current: Staging | None = None
-        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        # By id, with the object itself: an id alone may come back with another optimizer.
+        self._hooks: dict[int, tuple[weakref.ref[Optimizer], RemovableHandle]] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Make each optimizer's next steps wait for the copy under way."""
         for optimizer in optimizers:
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
+            known = self._hooks.get(id(optimizer))
+            if known is None or known[0]() is not optimizer:
+                hook = optimizer.register_step_pre_hook(self._before_step)
+                self._hooks[id(optimizer)] = weakref.ref(optimizer), hook
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         staging = self._current
         if staging is None or staging.done.is_set():
             return
@@ -85,8 +93,22 @@ class Stager:
         Blocks: for the copy of the eager tensors, and for an earlier copy that is still under way.
         """
         self.wait()
-        staging = Staging(arena)
-        self._current = staging
+        staging = self._current = Staging(arena)
+        try:
+            self._start(staging, plan, tensors, then)
+        except BaseException:  # nothing will copy any more: nobody may wait for it
+            staging.done.set()
+            raise
+        return staging
+
+    def _start(
+        self,
+        staging: Staging,
+        plan: Plan,
+        tensors: Mapping[str, torch.Tensor],
+        then: Callable[[Staging], None],
+    ) -> None:
+        arena = staging.arena
         live = [tensors[name] for name in plan.names]
         cuda = any(tensor.is_cuda for tensor in live)
         if cuda:
@@ -100,9 +122,9 @@ class Stager:
         kill_point("trainer.staging")
         versions = _versions([live[i] for i in plan.background])
         work = _Background(staging, plan, live, views, versions, then)
-        self._thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
-        self._thread.start()
-        return staging
+        thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _start_cuda(
         self, staging: Staging, plan: Plan, live: list[torch.Tensor], views: list[torch.Tensor]
@@ -123,8 +145,8 @@ class Stager:
         """Wait for the copy under way and let go of the optimizers."""
         if self._thread is not None:
             self._thread.join()
-        for handle in self._hooks.values():
-            handle.remove()
+        for _, hook in self._hooks.values():
+            hook.remove()
         self._hooks.clear()
 
 

@@ -1,0 +1,77 @@
+"""How fast the demo's disk takes the same bytes raw, and the damage that the demo does to a file."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RawWrite:
+    """One raw write: a new file from aligned memory, with fsync."""
+
+    num_bytes: int
+    seconds: float
+    is_direct: bool  # past the page cache; not every file system can
+
+
+def write_raw(folder: Path, num_bytes: int) -> RawWrite:
+    """Write and remove a file of about `num_bytes`, whole blocks of 4 KiB.
+
+    Blocks: until it is durable.
+    """
+    num_bytes = max(mmap.PAGESIZE, num_bytes - num_bytes % mmap.PAGESIZE)
+    noise = mmap.mmap(-1, min(_BLOCK_BYTES, num_bytes))
+    noise.write(os.urandom(len(noise)))  # some disks and hosts skip what compresses
+    path = folder / "raw"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+        is_direct = True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        is_direct = False
+    began = time.perf_counter()
+    try:
+        done = 0
+        while done < num_bytes:
+            done += os.pwrite(fd, memoryview(noise)[: min(len(noise), num_bytes - done)], done)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+        seconds = time.perf_counter() - began
+        path.unlink()
+    return RawWrite(num_bytes, seconds, is_direct)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One byte that was changed."""
+
+    step: int
+    attempt: int
+    name: str
+    offset: int
+    before: int
+    after: int  # as read back
+
+
+def flip_byte(root: Path, name: str, *, step: int, attempt: int) -> Damage:
+    """Flip all bits of the byte in the middle of a file."""
+    path = root / name
+    offset = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        file.seek(offset)
+        before = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([before ^ 0xFF]))
+    with path.open("rb") as file:
+        file.seek(offset)
+        return Damage(step, attempt, name, offset, before, file.read(1)[0])

@@ -1,0 +1,131 @@
+"""Shows a demo while it happens, as moving bars or as lines, and its results as tables."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cli.demo.figures import Figures, Return
+from holdfast.cli.demo.proof import Claim
+from holdfast.quantity import say_bytes, say_seconds
+
+_PIPED_WIDTH = 120
+
+
+class Screen:
+    """A terminal gets bars, anything else gets a line now and then.
+
+    Args:
+        file: where to write.
+        steps: length of both trainings.
+        home: folder of the demo, shortened in messages.
+    """
+
+    def __init__(self, file: TextIO, *, steps: int, home: str) -> None:
+        tty = file.isatty()
+        self.console = Console(file=file, width=None if tty else _PIPED_WIDTH, highlight=False)
+        self._home = home
+        self._steps = steps
+        self._shown: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._bars = _bars(self.console) if tty else None
+
+    def __enter__(self) -> Screen:
+        if self._bars is not None:
+            self._bars.start()
+            for who in ("reference", "survivor"):
+                self._tasks[who] = self._bars.add_task(who, total=self._steps, loss="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """Tell one event, with the seconds since the beginning."""
+        self._line(Text.assemble((f"{time.monotonic() - self._began:5.1f} s  ", "dim"), text))
+
+    def said(self, line: str) -> None:
+        """Repeat what a training has written to stderr."""
+        short = line.replace(self._home, "HOME")
+        style = "yellow" if "passed over" in short else "green" if short.startswith("holdfast: ") else "red"
+        self._line(Text.assemble(" " * 9, (short, style)))
+
+    def step(self, who: str, step: int, loss: float) -> None:
+        """Show progress: a bar's place, or a line when a quarter is done."""
+        if self._bars is not None:
+            self._bars.update(self._tasks[who], completed=step, loss=f"loss {loss:.2f}")
+            return
+        quarter = step * 4 // self._steps
+        with self._lock:
+            news = quarter > self._shown.get(who, 0)
+            self._shown[who] = max(quarter, self._shown.get(who, 0))
+        if news:
+            self.say(f"{who}: step {step} of {self._steps}, loss {loss:.2f}")
+
+    def _line(self, text: Text) -> None:
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
+
+    def show(self, claims: list[Claim], figures: Figures) -> None:
+        """The tables, and every claim with what bears it out."""
+        self.console.print()
+        self.console.print(_table_of_returns(figures.returns))
+        self.console.print()
+        self.console.print(_table_of_figures(figures))
+        self.console.print()
+        for claim in claims:
+            mark = ("proven  ", "green") if claim.holds else ("NOT SO  ", "bold red")
+            self._line(Text.assemble(mark, claim.text))
+            self._line(Text(f"        {claim.seen}", style="dim"))
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=40),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        console=console,
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def _table_of_returns(returns: tuple[Return, ...]) -> Table:
+    table = _table(
+        "FAILURE", "EXIT", "AT STEP", "RESTORED", "STEPS LOST", "RESTORE TOOK", "TRAINING AGAIN IN"
+    )
+    for one in returns:
+        what = f"{one.what}, newest damaged" if one.passed_over else one.what
+        back = "-" if one.back_s is None else say_seconds(one.back_s)
+        numbers = (one.status, one.at_step, one.restored, one.steps_lost, say_seconds(one.restore_s), back)
+        table.add_row(what, *map(str, numbers))
+    return table
+
+
+def _table_of_figures(figures: Figures) -> Table:
+    raw = "raw O_DIRECT write" if figures.raw_is_direct else "raw buffered write (no O_DIRECT here)"
+    table = _table("SAVING", "")
+    table.add_row("saves", f"{figures.num_saves} of {say_bytes(figures.num_bytes)}")
+    table.add_row("save() blocked the loop, median", say_seconds(figures.blocked_s))
+    table.add_row("optimizer.step() waited for the copy, median", say_seconds(figures.optimizer_wait_s))
+    table.add_row("background write, durable and hashed, median", f"{figures.write_bps / 1e9:.2f} GB/s")
+    table.add_row(f"{raw} of the same size, median", f"{figures.raw_bps / 1e9:.2f} GB/s")
+    table.add_row("background write / raw write", f"{figures.write_share:.0%}")
+    return table

@@ -1,0 +1,148 @@
+"""The training that the demo kills: a byte-level GPT on the source text of Python's own standard library.
+
+Run as a program, with a home it is a run that Holdfast protects, without one the run that it is compared with.
+Everything random in it comes from torch's generator, so two runs that hold the same state go the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import holdfast
+
+CONTEXT, WIDTH, HEADS, BLOCKS, BATCH = 64, 192, 6, 4, 8
+CORPUS_BYTES = 4 << 20
+_BYTES_PER_WEIGHT = 12  # a float32 and AdamW's two averages of it
+_FIXED_WEIGHTS = BLOCKS * 12 * WIDTH**2 + (256 + CONTEXT) * WIDTH
+
+
+class Block(nn.Module):
+    """One transformer block: causal attention, then a layer for every place by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attend, self.gather = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.think = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, place, WIDTH) float32 to the same."""
+        heads = self.attend(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.dropout(self.gather(found.transpose(1, 2).flatten(-2)))
+        return x + self.dropout(self.think(self.between(x)))
+
+
+class Gpt(nn.Module):
+    """A GPT over bytes, which sees each byte together with the one before it.
+
+    Args:
+        num_pairs: rows of the table of byte pairs. Rows cost memory but hardly time, so this sets how large a
+            checkpoint is.
+    """
+
+    def __init__(self, num_pairs: int) -> None:
+        super().__init__()
+        self.byte, self.place = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.pair = nn.Embedding(num_pairs, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        self.head.weight = self.byte.weight
+        for table in (self.byte, self.place, self.pair):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """(batch, CONTEXT) int64 bytes to (batch, CONTEXT, 256) float32 logits of each next byte."""
+        pairs = (text * 256 + functional.pad(text, (1, 0))[:, :-1]) % self.pair.num_embeddings
+        x = self.byte(text) + self.pair(pairs) + self.place.weight
+        return self.head(self.norm(self.blocks(x)))
+
+
+def corpus() -> Tensor:
+    """The beginning of the standard library's source, (at most CORPUS_BYTES,) uint8."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= CORPUS_BYTES:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8)[:CORPUS_BYTES]
+
+
+def batch(text: Tensor) -> tuple[Tensor, Tensor]:
+    """A random batch: (BATCH, CONTEXT) int64 bytes, and the bytes that follow each."""
+    starts = torch.randint(len(text) - CONTEXT, (BATCH, 1))
+    window = text[starts + torch.arange(CONTEXT + 1)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """sha256 over every byte of the weights and of the optimizer's state."""
+    text = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        text.update(name.encode() + weight.detach().numpy().tobytes())
+        for key, value in sorted(optimizer.state[weight].items()):
+            text.update(key.encode() + value.numpy().tobytes())
+    return text.hexdigest()
+
+
+@contextlib.contextmanager
+def protected(steps: int, state: dict[str, object], home: str | None, every: int) -> Iterator[Iterable[int]]:
+    """The steps of the training: Holdfast's where there is a home, else plain numbers."""
+    if home is None:
+        yield range(steps)
+    else:
+        with holdfast.Checkpointer(home, state, every=every) as ckpt:
+            yield ckpt.steps(steps)
+
+
+def main() -> None:
+    """Train, telling every step to the descriptor `--progress` as a line of JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--home")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True)
+    parser.add_argument("--bytes", type=int, required=True, help="size of a checkpoint, about")
+    parser.add_argument("--progress", type=int, required=True)
+    args = parser.parse_args()
+    progress = os.fdopen(args.progress, "w", buffering=1)
+
+    def tell(**facts: object) -> None:
+        progress.write(json.dumps(facts) + "\n")
+
+    torch.set_num_threads(1)  # the two runs share the machine, and must add in the same order
+    torch.manual_seed(1)
+    text = corpus()
+    num_pairs = max(1, (args.bytes // _BYTES_PER_WEIGHT - _FIXED_WEIGHTS) // WIDTH)
+    model = Gpt(num_pairs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with protected(args.steps, state, args.home, args.every) as steps:
+        for step in steps:
+            inputs, targets = batch(text)
+            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            began = time.perf_counter()
+            optimizer.step()
+            took_s = time.perf_counter() - began
+            scheduler.step()
+            tell(step=step + 1, loss=round(loss.item(), 4), optimizer_s=took_s)
+    tell(sha256=digest(model, optimizer))
+
+
+if __name__ == "__main__":
+    main()

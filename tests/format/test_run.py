@@ -1,0 +1,51 @@
+"""The documents about a run as a whole come back as they were."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import Corrupt, Unsupported
+from holdfast.format.run import Attempt, Done, Run, document, parse
+from holdfast.format.sealed import dumps, seal
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+times = st.floats(0, 1e12)
+counts = st.integers(0, 1 << 40)
+values = (
+    st.builds(Run, text, times)
+    | st.builds(Attempt, counts, text, counts, text, counts, times)
+    | st.builds(Done, text, counts, counts, times)
+)
+
+
+def parse_as(like: Run | Attempt | Done, text: bytes) -> Run | Attempt | Done:
+    if isinstance(like, Run):
+        return parse(Run, text, "doc")
+    return parse(Attempt, text, "doc") if isinstance(like, Attempt) else parse(Done, text, "doc")
+
+
+@given(values)
+def test_a_value_comes_back(value: Run | Attempt | Done) -> None:
+    assert parse_as(value, document(value)) == value
+
+
+@given(values, st.data())
+def test_a_changed_byte_is_found(value: Run | Attempt | Done, data: st.DataObject) -> None:
+    damaged = bytearray(document(value))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(Corrupt):
+        parse_as(value, bytes(damaged))
+
+
+def test_kinds_are_not_mixed_up() -> None:
+    with pytest.raises(Corrupt, match="expected 'holdfast-done'"):
+        parse(Done, document(Run("id", 1.0)), "doc")
+
+
+def test_missing_facts_are_corrupt_and_newer_versions_unsupported() -> None:
+    with pytest.raises(Corrupt, match="lacks 'id'"):
+        parse(Run, seal(dumps({"format": "holdfast-run", "version": 1})), "doc")
+    with pytest.raises(Unsupported, match="version 7"):
+        parse(Run, seal(dumps({"format": "holdfast-run", "version": 7})), "doc")

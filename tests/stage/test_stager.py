@@ -1,0 +1,335 @@
+"""What a save holds is the state at save(), whatever training does right after it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import holdfast
+from holdfast.errors import Conflict, RetryLater, SaveWarning
+from holdfast.stage import stager
+from stage.training import CopyGate, check_saved, compute_gradients, make_checkpointer, make_model, snapshot, train
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda parameters: AdamW(parameters, lr=0.1),
+    "fused AdamW": lambda parameters: AdamW(parameters, lr=0.1, fused=True),
+    "foreach Adam": lambda parameters: Adam(parameters, lr=0.1, foreach=True),
+    "SGD with momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def test_many_rounds_of_a_state_that_takes_long_to_copy(tmp_path: Path) -> None:
+    """240 MB, stepped by fused kernels the moment save() returns: every checkpoint holds its own step."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(4096, 4096)), nn.Parameter(torch.randn(1000, 3333))])
+    state = {"model": model, "optimizer": AdamW(model.parameters(), lr=0.1, fused=True)}
+    for parameter in model:
+        parameter.grad = torch.randn_like(parameter)
+    state["optimizer"].step()
+    expected = {}
+    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
+        for step in range(1, 5):
+            expected[step] = snapshot(state)
+            ckpt.save(step)
+            state["optimizer"].step()
+        ckpt.wait()
+    for step, tensors in expected.items():
+        check_saved(tmp_path / "home", step, tensors)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The copy does not begin before step() has been called, and still has the bytes from before it."""
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    train(model, optimizer)
+    gate = CopyGate(monkeypatch)
+    gate.open_when_stepping([optimizer])
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        expected = snapshot(state)
+        ckpt.save(1)
+        train(model, optimizer)
+        assert not torch.equal(expected["model.0.weight"], snapshot(state)["model.0.weight"])
+    check_saved(tmp_path / "home", 1, expected)
+
+
+def test_each_of_two_optimizers_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that steps first is not the one that the state names first."""
+    a, b = make_model(), make_model()
+    state = {"a": a, "b": b, "for_a": AdamW(a.parameters(), fused=True), "for_b": AdamW(b.parameters(), fused=True)}
+    train(a, state["for_a"])
+    train(b, state["for_b"])
+    gate = CopyGate(monkeypatch)
+    gate.open_when_stepping([state["for_b"], state["for_a"]])
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        expected = snapshot(state)
+        ckpt.save(1)
+        train(b, state["for_b"])
+        train(a, state["for_a"])
+    check_saved(tmp_path / "home", 1, expected)
+
+
+def test_a_gradient_scalers_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu")
+    state = {"model": model, "optimizer": AdamW(model.parameters(), fused=True), "scaler": scaler}
+
+    def step() -> None:
+        model.zero_grad()
+        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        scaler.step(state["optimizer"])
+        scaler.update()
+
+    step()
+    gate = CopyGate(monkeypatch)
+    gate.open_when_stepping([state["optimizer"]])
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        expected = snapshot(state)
+        ckpt.save(1)
+        step()
+        assert gate.opened.is_set()
+    check_saved(tmp_path / "home", 1, expected)
+
+
+@pytest.mark.parametrize("when", ["before the first save", "after it"])
+def test_a_compiled_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A whole training step under torch.compile, traced before or after the hook is there."""
+    torch.compiler.reset()
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    train(model, optimizer)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        optimizer.step()
+
+    if when == "before the first save":
+        compute_gradients(model)
+        step()
+    gate = CopyGate(monkeypatch)
+    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
+        expected = {}
+        for number in range(1, 4):
+            gate.opened.clear()
+            gate.reached.clear()
+            compute_gradients(model)
+            expected[number] = snapshot(state)
+            ckpt.save(number)
+            assert gate.reached.wait(60)
+            helper = threading.Timer(0.05, gate.opened.set)  # nothing depends on its length
+            helper.start()
+            step()
+            assert gate.opened.is_set()
+            helper.join()
+            assert not torch.equal(expected[number]["model.0.weight"], snapshot(state)["model.0.weight"])
+    for number, tensors in expected.items():
+        check_saved(tmp_path / "home", number, tensors)
+
+
+def test_what_no_optimizer_owns_may_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers, a moving average and plain tensors are copied before save() returns."""
+    model, average, plain = make_model(), make_model(), torch.randn(1000)
+    state = {"model": model, "optimizer": AdamW(model.parameters()), "average": average, "plain": plain}
+    train(model, state["optimizer"])
+    gate = CopyGate(monkeypatch)
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        expected = snapshot(state)
+        save = ckpt.save(1)
+        with torch.no_grad():
+            for tensor in (*model.buffers(), *average.parameters(), *average.buffers(), plain):
+                tensor.fill_(7)
+        gate.opened.set()
+        save.wait_durable()
+        assert save.failed is None
+    check_saved(tmp_path / "home", 1, expected)
+
+
+def test_a_change_that_no_hook_announced_drops_the_save_loudly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the tensor, the next save warns, and is itself complete."""
+    model = make_model()
+    state = {"model": model, "optimizer": AdamW(model.parameters())}
+    train(model, state["optimizer"])
+    gate = CopyGate(monkeypatch)
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        torn = ckpt.save(1)
+        assert gate.reached.wait(60)
+        with torch.no_grad():
+            model.get_parameter("2.weight").mul_(2)
+        gate.opened.set()
+        with pytest.raises(Conflict, match=r"model\.2\.weight"):
+            torn.wait_durable()
+        assert torn.failed is not None
+        assert torn.failed.key == "model.2.weight"
+        assert (torn.state, torn.failed.step) == ("failed", 1)
+        expected = snapshot(state)
+        with pytest.warns(SaveWarning, match=r"step 1 was dropped: model\.2\.weight"):
+            ckpt.save(2)
+    check_saved(tmp_path / "home", 2, expected)
+    assert not list((tmp_path / "home").glob("step-00000001/*"))
+    assert '"dropped"' in (tmp_path / "home" / "history" / "a0001-rank-00000.jsonl").read_text()
+
+
+def test_a_new_optimizer_in_the_place_of_an_old_one_waits_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python gives a new object the id of a dead one; the new one must be watched all the same."""
+    model = make_model()
+    state: dict[str, Any] = {"model": model, "optimizer": AdamW(model.parameters(), fused=True)}
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        train(model, state["optimizer"])
+        ckpt.save(1).wait_durable()
+        seen = id(state["optimizer"])
+        others = []
+        del state["optimizer"]
+        ckpt.save(2).wait_durable()
+        gc.collect()
+        for _ in range(1000):
+            state["optimizer"] = AdamW(model.parameters(), fused=True)
+            if id(state["optimizer"]) == seen:
+                break
+            others.append(state["optimizer"])  # keeps its id from being drawn again
+        else:
+            pytest.skip("the id did not come back")
+        train(model, state["optimizer"])
+        gate = CopyGate(monkeypatch)
+        gate.open_when_stepping([state["optimizer"]])
+        expected = snapshot(state)
+        ckpt.save(3)
+        train(model, state["optimizer"])
+        ckpt.wait()
+    check_saved(tmp_path / "home", 3, expected)
+
+
+def test_optimizers_are_not_kept_alive_and_are_let_go_at_close(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    before = len(optimizer._optimizer_step_pre_hooks)
+    with make_checkpointer(tmp_path / "home", {"model": model, "optimizer": optimizer}) as ckpt:
+        train(model, optimizer)
+        ckpt.save(1)
+        ckpt.wait()
+        assert len(optimizer._optimizer_step_pre_hooks) == before + 1
+    assert len(optimizer._optimizer_step_pre_hooks) == before
+    found = weakref.ref(optimizer)
+    del optimizer, ckpt
+    gc.collect()
+    assert found() is None
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_copy_that_fails_is_told_and_the_next_save_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Whether before or after save() returns: nobody waits for ever, and no memory is lost."""
+    model = make_model()
+    state = {"model": model, "optimizer": AdamW(model.parameters())}
+    train(model, state["optimizer"])
+    copy, left = stager._copy, [1]
+
+    def failing(*args: Any, **options: Any) -> None:
+        if (threading.current_thread().name != "holdfast-stage") == at_once and left:
+            left.pop()
+            raise RuntimeError("no such luck")
+        copy(*args, **options)
+
+    monkeypatch.setattr(stager, "_copy", failing)
+    with make_checkpointer(tmp_path / "home", state, memory="1MiB") as ckpt:
+        if at_once:
+            with pytest.raises(RuntimeError, match="no such luck"):
+                ckpt.save(1)
+            ckpt.save(2)
+        else:
+            save = ckpt.save(1)
+            with pytest.raises(RetryLater, match="no such luck"):
+                save.wait_staged()
+            with pytest.warns(SaveWarning, match="no such luck"):
+                ckpt.save(2)
+        train(model, state["optimizer"])
+        ckpt.wait()
+        assert ckpt.latest() == 2
+        assert len(ckpt._arenas.numbers()) == 1
+
+
+DTYPES = [
+    torch.float64, torch.int64, torch.uint64, torch.complex64, torch.float32, torch.int32, torch.uint32,
+    torch.float16, torch.bfloat16, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+
+
+def test_every_dtype_shape_and_stride_is_saved_as_it_reads(tmp_path: Path) -> None:
+    """Also empty and 0-dimensional tensors, transposed, strided, expanded, conjugate and negative views."""
+    torch.manual_seed(0)
+    state: dict[str, Any] = {}
+    for dtype in DTYPES:
+        bits = torch.randint(0, 2 if dtype is torch.bool else 100, (6, 10), dtype=torch.uint8)
+        tensor = bits.view(dtype) if dtype.itemsize == 1 else bits.to(dtype)
+        name = str(dtype).removeprefix("torch.")
+        state |= {name: tensor, f"{name}_scalar": tensor[0, 0].clone(), f"{name}_empty": tensor[:0]}
+        state |= {f"{name}_transposed": tensor.t(), f"{name}_strided": tensor[::2, 1::3]}
+        state[f"{name}_expanded"] = tensor[:, :1].expand(6, 4)
+    both = torch.randn(5, 2, dtype=torch.complex64)
+    state |= {"conjugate": both.conj(), "negative": both.conj().imag, "one": torch.tensor(3.5)}
+    state["parameter"] = nn.Parameter(torch.randn(4, 6).t())
+    state["optimizer"] = AdamW([state["parameter"]])
+    state["parameter"].sum().backward()
+    state["optimizer"].step()
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        ckpt.save(1)
+    saved = holdfast.open(tmp_path / "home")
+    names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+    assert len(names) == 6 * len(DTYPES) + 4
+    for name in names:
+        found, live = saved[name], state[name].detach()
+        assert (found.dtype, found.shape) == (live.dtype, live.shape), name
+        as_bytes = live.resolve_conj().resolve_neg().contiguous()
+        assert found.reshape(-1).view(torch.uint8).equal(as_bytes.reshape(-1).view(torch.uint8)), name
+
+
+def test_tied_weights_are_saved_once_and_restored_tied(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    optimizer = AdamW(model.parameters(), fused=True)
+    model.head(model.embedding(torch.arange(5))).sum().backward()
+    optimizer.step()
+    expected = model.head.weight.detach().clone()
+    with make_checkpointer(tmp_path / "home", {"model": model, "optimizer": optimizer}) as ckpt:
+        assert ckpt.save(1).num_bytes < 4096 + 4 * expected.nbytes
+        optimizer.step()
+    other = Tied()
+    with make_checkpointer(tmp_path / "home", {"model": other, "optimizer": AdamW(other.parameters())}) as ckpt:
+        assert ckpt.restore() == 1
+    assert other.head.weight is other.embedding.weight
+    assert torch.equal(other.head.weight, expected)
+
+
+def test_training_without_a_save_under_way_waits_for_nothing(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    with make_checkpointer(tmp_path / "home", {"model": model, "optimizer": optimizer}) as ckpt:
+        train(model, optimizer)
+        ckpt.save(1).wait_durable()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                train(model, optimizer)
+        assert ckpt._stager.waited_s == 0.0

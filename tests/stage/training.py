@@ -1,0 +1,87 @@
+"""What the tests of staging train: a small model with an optimizer, and a gate that holds the background copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import holdfast
+from holdfast.stage import stager
+
+WAIT_S = 60.0
+
+
+class CopyGate:
+    """Holds the copies that run beside training until it is opened; those that block `save` pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self._copy = stager._copy
+        monkeypatch.setattr(stager, "_copy", self._gated)
+
+    def _gated(self, views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+        if threading.current_thread().name == "holdfast-stage":
+            self.reached.set()
+            assert self.opened.wait(WAIT_S)
+        self._copy(views, live, non_blocking=non_blocking)
+
+    def open_when_stepping(self, optimizers: Iterable[Optimizer]) -> None:
+        """Open at the beginning of an optimizer's step, before any other hook of it runs."""
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.opened.set())
+
+
+def make_model(width: int = 8) -> nn.Module:
+    """A model with parameters and buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+
+
+def compute_gradients(model: nn.Module, width: int = 8) -> None:
+    """One forward and backward pass."""
+    model.zero_grad()
+    model(torch.randn(4, width)).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Optimizer, width: int = 8) -> None:
+    """One whole training step."""
+    compute_gradients(model, width)
+    optimizer.step()
+
+
+def make_checkpointer(home: Path, state: dict[str, Any], **options: Any) -> holdfast.Checkpointer:
+    """A Checkpointer that leaves the test's signals and output alone."""
+    return holdfast.Checkpointer(home, state, **{"signals": False, "quiet": True, "memory": "2GiB", **options})
+
+
+def snapshot(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of all tensors of modules, optimizers and plain tensors, by the names that a checkpoint gives them."""
+    found: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            names.update((id(p), f"{key}.{name}") for name, p in value.named_parameters())
+            found.update((f"{key}.{name}", tensor) for name, tensor in value.state_dict().items())
+        elif isinstance(value, torch.Tensor):
+            found[key] = value
+    for key, value in state.items():
+        if isinstance(value, Optimizer):
+            for parameter, facts in value.state.items():
+                for name, tensor in facts.items():
+                    found[f"{key}.state.{names[id(parameter)]}.{name}"] = tensor
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def check_saved(home: Path, step: int, expected: dict[str, torch.Tensor]) -> None:
+    """The checkpoint of `step` holds exactly these tensors, bit for bit."""
+    assert expected
+    saved = holdfast.open(home, step=step)
+    for name, tensor in expected.items():
+        assert torch.equal(saved[name], tensor), name

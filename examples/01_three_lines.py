@@ -1,6 +1,6 @@
 """A training loop with Holdfast in it: run it, kill it whenever you like, run it again.
 
-    python examples/01_three_lines.py [HOME]
+python examples/01_three_lines.py [HOME]
 """
 
 import hashlib

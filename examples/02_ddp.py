@@ -1,7 +1,7 @@
 """Data-parallel training on several ranks; the next start may have more or fewer of them.
 
-    torchrun --nproc-per-node 2 examples/02_ddp.py [HOME [STEPS]]
-    python examples/02_ddp.py [HOME [STEPS]]          # the same run, on one rank
+torchrun --nproc-per-node 2 examples/02_ddp.py [HOME [STEPS]]
+python examples/02_ddp.py [HOME [STEPS]]          # the same run, on one rank
 """
 
 import os

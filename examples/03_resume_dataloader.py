@@ -1,7 +1,7 @@
-"""Resume in the middle of an epoch, with all that a training has: data loader, schedule, scaler, averaged weights.
+"""Resume in the middle of an epoch: data loader, schedule, gradient scaler, averaged weights and all.
 
-    pip install torchdata scikit-learn
-    python examples/03_resume_dataloader.py [HOME]
+pip install torchdata scikit-learn
+python examples/03_resume_dataloader.py [HOME]
 """
 
 import hashlib
@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import holdfast
 
 home = sys.argv[1] if len(sys.argv) > 1 else "runs/digits"
 TOTAL = 150  # steps; an epoch has 29 batches of 64
 
-digits = load_digits()
-data = TensorDataset(
-    torch.tensor(digits["data"], dtype=torch.float32) / 16,  # 1797 pictures of 64 pixels
-    torch.tensor(digits["target"]),
-)
+pixels, numerals = load_digits(return_X_y=True)  # 1797 pictures of 64 pixels
+data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(numerals))
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
@@ -32,7 +30,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=TOTAL)
 scaler = torch.amp.GradScaler("cpu")
 averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
-loader = StatefulDataLoader(data, batch_size=64, shuffle=True, drop_last=False)
+# The loader draws a number whenever it starts, so it has a generator of its own: if it drew from the one that
+# dropout uses, or from the sampler's, a resumed run would see other numbers than one never stopped.
+sampler = RandomSampler(data, generator=torch.Generator().manual_seed(0))
+loader = StatefulDataLoader(data, batch_size=64, sampler=sampler, generator=torch.Generator())
 history: list[float] = []
 
 

@@ -1,7 +1,7 @@
 """Look into a checkpoint without the model that it is of; no code from it is run.
 
-    python examples/01_three_lines.py runs/first
-    python examples/04_look_inside.py [HOME [EXPORT.safetensors]]
+python examples/01_three_lines.py runs/first
+python examples/04_look_inside.py [HOME [EXPORT.safetensors]]
 """
 
 import sys

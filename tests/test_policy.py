@@ -80,7 +80,9 @@ ids = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 50)), unique=True, mi
 
 
 @given(ids, st.integers(1, 5), st.none() | st.integers(1, 10))
-def test_keep_always_keeps_the_newest_and_what_it_promises(found: list[tuple[int, int]], last: int, keep_every: int | None):
+def test_keep_always_keeps_the_newest_and_what_it_promises(
+    found: list[tuple[int, int]], last: int, keep_every: int | None
+):
     line = sorted(found, reverse=True)
     kept = Keep(last, keep_every).kept(line)
     assert line[0] in kept
@@ -113,13 +115,27 @@ def test_a_fresh_start_supersedes_all_that_was_there():
 
 
 def test_going_back_twice_hides_what_both_left_behind():
-    line = line_of([((1, 100), None), ((1, 200), None), ((1, 300), None), ((2, 250), 200), ((2, 350), 200), ((3, 220), 100)])
+    line = line_of(
+        [
+            ((1, 100), None),
+            ((1, 200), None),
+            ((1, 300), None),
+            ((2, 250), 200),
+            ((2, 350), 200),
+            ((3, 220), 100),
+        ]
+    )
     assert line.current == ((3, 220), (1, 100))
     assert set(line.superseded) == {(1, 200), (1, 300), (2, 250), (2, 350)}
 
 
-@given(st.dictionaries(st.tuples(st.integers(1, 4), st.integers(0, 20)), st.none()), st.lists(st.none() | st.integers(0, 20), min_size=5, max_size=5))
-def test_every_checkpoint_is_current_or_superseded_and_the_newest_is_current(found: dict[tuple[int, int], None], bases: list[int | None]):
+@given(
+    st.dictionaries(st.tuples(st.integers(1, 4), st.integers(0, 20)), st.none()),
+    st.lists(st.none() | st.integers(0, 20), min_size=5, max_size=5),
+)
+def test_every_checkpoint_is_current_or_superseded_and_the_newest_is_current(
+    found: dict[tuple[int, int], None], bases: list[int | None]
+):
     items = [(item, bases[item[0]]) for item in found]
     line = line_of(items)
     assert sorted(line.current + line.superseded) == sorted(found)

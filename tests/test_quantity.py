@@ -9,7 +9,8 @@ from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("8GiB", 8 << 30), ("8GB", 8_000_000_000), ("512 MiB", 512 << 20), ("7", 7), (9, 9), ("1.5k", 1500)]
+    ("text", "num_bytes"),
+    [("8GiB", 8 << 30), ("8GB", 8_000_000_000), ("512 MiB", 512 << 20), ("7", 7), (9, 9), ("1.5k", 1500)],
 )
 def test_sizes_are_read(text: str | int, num_bytes: int):
     assert read_bytes(text, "memory") == num_bytes
@@ -21,11 +22,25 @@ def test_bad_sizes_are_refused_by_name(value: object):
         read_bytes(value, "memory")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("10m", 600.0), ("250ms", 0.25), ("2h", 7200.0), ("1d", 86400.0), (3, 3.0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10m", 600.0), ("250ms", 0.25), ("2h", 7200.0), ("1d", 86400.0), (3, 3.0)]
+)
 def test_durations_are_read(text: str | float, seconds: float):
     assert read_seconds(text, "every") == seconds
 
 
 def test_quantities_are_said_for_people():
-    assert [say_bytes(n) for n in (0, 999, 1_500, 123_000_000, 1_500_000_000)] == ["0 B", "999 B", "1.5 kB", "123 MB", "1.5 GB"]
-    assert [say_seconds(s) for s in (0.0012, 3.44, 320, 7500, 100_000)] == ["1.2 ms", "3.4 s", "5 min 20 s", "2 h 5 min", "1 d 3 h"]
+    assert [say_bytes(n) for n in (0, 999, 1_500, 123_000_000, 1_500_000_000)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "123 MB",
+        "1.5 GB",
+    ]
+    assert [say_seconds(s) for s in (0.0012, 3.44, 320, 7500, 100_000)] == [
+        "1.2 ms",
+        "3.4 s",
+        "5 min 20 s",
+        "2 h 5 min",
+        "1 d 3 h",
+    ]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from holdfast.keeper.client import Save
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
-    from holdfast.restore.checkpoint import Checkpoint, open  # noqa: A004 - holdfast.open, like gzip.open
+    from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
 
 _PLACES = {

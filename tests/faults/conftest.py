@@ -1,4 +1,4 @@
-"""Fixtures of the crash tests: a nursery per worker, a playground per test, a reference result per session."""
+"""Fixtures of the crash tests: a nursery per worker, a playground per test, a reference per session."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from faults.nursery import Nursery
 from faults.playground import Playground
 

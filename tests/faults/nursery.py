@@ -1,7 +1,7 @@
-"""Starts real trainer processes quickly: a process that has imported torch once and forks one child per trainer.
+"""Starts real trainer processes quickly: a process that imports torch once and forks a child per trainer.
 
-Run as a script it is that process: it reads one JSON command per line and reports each child's end. Its children
-are ordinary processes with their own pid and process group; nothing but the import is shared.
+Run as a script it is that process: it reads one JSON command per line and reports each child's end. Its
+children are ordinary processes with their own pid and process group; nothing but the import is shared.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Nursery:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "nursery.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(HERE / "nursery.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._born: queue.Queue[int] = queue.Queue()
         self._children: dict[int, Child] = {}
@@ -101,11 +104,7 @@ def _serve() -> None:
     import selectors
 
     sys.path.insert(0, str(HERE))
-    import torch._dynamo  # an optimizer's first step imports it
-    import torch.distributed.checkpoint.state_dict
     import trainer  # noqa: F401  # pyright: ignore[reportUnusedImport] - imported for its imports
-
-    import holdfast.checkpointer
 
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ, None)
@@ -116,7 +115,7 @@ def _serve() -> None:
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 _, status = os.waitpid(key.data, 0)
-                print("ended", key.data, os.waitstatus_to_exitcode(status), flush=True)
+                _tell("ended", key.data, os.waitstatus_to_exitcode(status))
                 continue
             text = os.read(0, 65536)
             if not text:
@@ -125,7 +124,12 @@ def _serve() -> None:
             for line in lines:
                 pid = _fork(json.loads(line))
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                print("born", pid, flush=True)
+                _tell("born", pid)
+
+
+def _tell(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 def _fork(command: dict[str, Any]) -> int:

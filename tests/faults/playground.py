@@ -28,7 +28,7 @@ class Playground:
         self.nursery = nursery
         self.num_started = 0
 
-    # -- processes ---------------------------------------------------------------------------------------------
+    # -- processes ------------------------------------------------------------------------------------------
 
     def start(self, *options: str, total: int = TOTAL, **env: str) -> Child:
         """Start one trainer."""
@@ -37,7 +37,9 @@ class Playground:
         arguments = [str(self.home), str(total), *options]
         return self.nursery.start(arguments, output, HOLDFAST_RUNTIME_DIR=str(self.runtime), **env)
 
-    def start_ranks(self, world_size: int, port: int, *options: str, total: int = TOTAL, **env: str) -> list[Child]:
+    def start_ranks(
+        self, world_size: int, port: int, *options: str, total: int = TOTAL, **env: str
+    ) -> list[Child]:
         """Start one trainer per rank of a gloo world."""
         world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
         return [self.start(*options, total=total, RANK=str(rank), **world) for rank in range(world_size)]
@@ -70,7 +72,7 @@ class Playground:
             keeper.kill()
         return len(keepers)
 
-    # -- waiting -----------------------------------------------------------------------------------------------
+    # -- waiting --------------------------------------------------------------------------------------------
 
     def wait_for(self, what: Callable[[], object], name: str) -> None:
         """Wait until `what()` is true."""
@@ -84,9 +86,12 @@ class Playground:
         log = self.folder / "progress.log"
         return log.read_text().count("\n") if log.exists() else 0
 
-    def wait_for_steps(self, num_steps: int) -> None:
-        """Wait until training has completed `num_steps` steps."""
-        self.wait_for(lambda: self.num_steps() >= num_steps, f"{num_steps} steps")
+    def wait_for_steps(self, num_steps: int, child: Child | None = None) -> None:
+        """Wait until training has completed `num_steps` steps, or until `child` has ended."""
+        self.wait_for(
+            lambda: self.num_steps() >= num_steps or (child is not None and not child.ended.empty()),
+            f"{num_steps} steps",
+        )
 
     def pause(self, seconds: float) -> None:
         """Let a random moment pass; nothing may depend on its length."""
@@ -100,7 +105,7 @@ class Playground:
         """Keepers end by themselves."""
         self.wait_for_keepers()
 
-    # -- what must hold ----------------------------------------------------------------------------------------
+    # -- what must hold -------------------------------------------------------------------------------------
 
     def complete(self) -> list[tuple[int, int]]:
         """(attempt, step) of every checkpoint that counts as complete, newest first."""

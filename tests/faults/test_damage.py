@@ -1,4 +1,4 @@
-"""Damaged homes: every kind of damage is found before training goes on, and the run goes on from what is good."""
+"""Damaged homes: every kind of damage is found before training goes on, from what is good."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults.playground import Playground
 
 import holdfast
+from faults.playground import Playground
 
 
 def newest_file(playground: Playground, ending: str) -> Path:
     """A file of the newest checkpoint."""
     attempt, step = playground.complete()[0]
     folder = playground.home / f"step-{step:08d}"
-    return next(path for path in folder.iterdir() if path.name.endswith(ending) and f"a{attempt:04d}" in path.name)
+    return next(
+        path for path in folder.iterdir() if path.name.endswith(ending) and f"a{attempt:04d}" in path.name
+    )
 
 
 def flip_bit(path: Path, position: int) -> None:

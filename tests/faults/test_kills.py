@@ -1,4 +1,4 @@
-"""Whatever process dies, whenever: complete checkpoints verify, and the resumed run ends with the right weights."""
+"""Whatever process dies, whenever: complete checkpoints verify, and the resumed run ends right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import signal
 
 import pytest
+
 from faults.playground import Playground
 from holdfast.killpoint import POINTS
 
@@ -34,8 +35,7 @@ def check_random_kills(playground: Playground, uninterrupted: str, seed: int, nu
     for _ in range(num_kills):
         child = playground.start("--step-s", "0.01", "--every", "1")
         seen = playground.num_steps()
-        wanted = seen + draw.randint(0, 3)
-        playground.wait_for(lambda n=wanted: playground.num_steps() >= n or not child.ended.empty(), "progress")
+        playground.wait_for_steps(seen + draw.randint(0, 3), child)
         playground.pause(draw.random() * 0.03)
         victim = draw.choice(["trainer", "keeper", "both"])
         if victim != "trainer":
@@ -43,8 +43,7 @@ def check_random_kills(playground: Playground, uninterrupted: str, seed: int, nu
         if victim != "keeper":
             child.kill()
         if victim == "keeper":  # the trainer starts another one and goes on
-            wanted = playground.num_steps() + 2
-            playground.wait_for(lambda n=wanted: playground.num_steps() >= n or not child.ended.empty(), "progress")
+            playground.wait_for_steps(playground.num_steps() + 2, child)
             child.kill()
         child.wait()
         playground.check_all_complete_verify()

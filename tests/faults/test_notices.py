@@ -6,13 +6,15 @@ import os
 import signal
 
 import pytest
-from faults.playground import Playground, free_port
 
+from faults.playground import Playground, free_port
 from holdfast.errors import PREEMPTED_STATUS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_saves_the_step_and_ends_as_preempted(playground: Playground, uninterrupted: str, number: int):
+def test_a_signal_saves_the_step_and_ends_as_preempted(
+    playground: Playground, uninterrupted: str, number: int
+):
     child = playground.start("--step-s", "0.02", "--every", "1000")
     playground.wait_for_steps(3)
     child.kill(number)
@@ -23,7 +25,9 @@ def test_a_signal_saves_the_step_and_ends_as_preempted(playground: Playground, u
     playground.check_finishes_like(uninterrupted, said=f"restored step {steps} ")
 
 
-def test_a_signal_to_the_whole_process_group_does_not_stop_the_keeper(playground: Playground, uninterrupted: str):
+def test_a_signal_to_the_whole_process_group_does_not_stop_the_keeper(
+    playground: Playground, uninterrupted: str
+):
     """As Ctrl-C in a terminal, and as schedulers that signal the group."""
     child = playground.start("--step-s", "0.02", "--every", "1000")
     playground.wait_for_steps(3)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.playground import Playground
 
 import holdfast
+from faults.playground import Playground
 
 
 @pytest.fixture
@@ -104,9 +104,9 @@ def test_a_home_that_becomes_read_only_keeps_what_it_has(playground: Playground,
 
 def test_of_two_runs_on_one_home_the_newer_wins_and_nothing_is_mixed(playground: Playground):
     """The older one's next save says that it is fenced; every checkpoint is whole and of one attempt."""
-    first = playground.start("--every", "2", "--step-s", "0.05", total=400)
+    first = playground.start("--every", "2", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
-    second = playground.start("--every", "2", "--step-s", "0.01", total=60)
+    second = playground.start("--every", "50", total=2000)  # far beyond what the first can reach meanwhile
     assert first.wait() == 1, first.said()
     assert "has taken over this home" in first.said()
     assert second.wait() == 0, second.said()
@@ -151,7 +151,9 @@ def test_a_clock_set_back_does_not_change_what_is_newest(playground: Playground,
     year_s = 365 * 24 * 3600
     clock = Path(__file__).parent / "clock"
     path = os.pathsep.join([str(clock), *filter(None, [os.environ.get("PYTHONPATH")])])
-    second = playground.start(HOLDFAST_KILL_AT="trainer.handed:3", CLOCK_OFFSET_S=str(-year_s), PYTHONPATH=path)
+    second = playground.start(
+        HOLDFAST_KILL_AT="trainer.handed:3", CLOCK_OFFSET_S=str(-year_s), PYTHONPATH=path
+    )
     second.wait()
     playground.wait_for_keepers()
     attempt, step = playground.complete()[0]
@@ -173,7 +175,8 @@ def test_the_example_of_a_plain_process_works_without_a_main_guard(tmp_path: Pat
         "import torch, holdfast\n"
         "model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        f"ckpt = holdfast.Checkpointer({str(tmp_path / 'home')!r}, {{'model': model, 'optimizer': optimizer}}, every=2)\n"
+        "state = {'model': model, 'optimizer': optimizer}\n"
+        f"ckpt = holdfast.Checkpointer({str(tmp_path / 'home')!r}, state, every=2)\n"
         "for step in ckpt.steps(5):\n"
         "    model(torch.ones(1, 4)).sum().backward()\n"
         "    optimizer.step()\n"
@@ -183,7 +186,13 @@ def test_the_example_of_a_plain_process_works_without_a_main_guard(tmp_path: Pat
     (tmp_path / "json.py").write_text("raise RuntimeError('the keeper imported from the user\\'s folder')\n")
     env = {**os.environ, "PYTHONSAFEPATH": "1", "HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ran once\n"

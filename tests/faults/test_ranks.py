@@ -1,4 +1,4 @@
-"""Two gloo ranks under DDP: ranks and keepers die one by one and together, and the run ends with the right weights."""
+"""Two gloo ranks under DDP: ranks and keepers die one by one and together, and the run ends right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from faults.nursery import Child, Nursery
 from faults.playground import Playground, free_port
 
@@ -87,15 +88,13 @@ def test_one_rank_killed(playground: Playground, uninterrupted_ranks: str, victi
 def test_a_rank_killed_between_two_effects(
     playground: Playground, uninterrupted_ranks: str, victim: int, point: str, tmp_path: Path
 ):
-    """A checkpoint of which one rank's part is missing is never seen; one whose parts are all there is never lost."""
+    """A checkpoint that lacks a rank's part is never seen; one whose parts are all there is never lost."""
     mark = tmp_path / "killed"
     port = free_port()
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     kill = {"HOLDFAST_KILL_AT": f"{point}:3", "HOLDFAST_KILL_MARK": str(mark)}
-    children = [
-        playground.start("--step-s", "0.01", RANK=str(rank), **world, **(kill if rank == victim else {}))
-        for rank in range(2)
-    ]
+    env = [{"RANK": str(rank), **world, **(kill if rank == victim else {})} for rank in range(2)]
+    children = [playground.start("--step-s", "0.01", **each) for each in env]  # pyright: ignore[reportArgumentType]
     if point.startswith("trainer"):
         assert children[victim].wait() == -signal.SIGKILL
         end([children[1 - victim]])
@@ -113,9 +112,7 @@ def check_random_rank_kills(playground: Playground, expected: str, seed: int, nu
     for _ in range(num_kills):
         children = playground.start_ranks(2, free_port(), "--step-s", "0.01", "--every", "1")
         wanted = playground.num_steps() + draw.randint(1, 3)
-        playground.wait_for(
-            lambda n=wanted, c=children: playground.num_steps() >= n or not c[0].ended.empty(), "progress"
-        )
+        playground.wait_for_steps(wanted, children[0])
         playground.pause(draw.random() * 0.02)
         if draw.random() < 0.5:
             draw.choice([*playground.keepers(), *children]).kill()

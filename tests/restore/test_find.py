@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
-from holdfast.format.manifest import Manifest
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.restore import find
 from holdfast.store.memory import MemoryStore
@@ -274,29 +271,3 @@ def test_a_full_disk_while_finishing_is_told() -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
     with pytest.raises(RetryLater, match="full"):
         find.finish_commits(store, find.list_home(store), None)
-
-
-def of(step: int, attempt: int, base_step: int | None) -> Manifest:
-    return Manifest("id", RUN_ID, step, attempt, 1, base_step, 0.0, (), {}, {})
-
-
-def test_what_a_newer_attempt_went_back_behind_is_superseded() -> None:
-    first = [of(step, 1, None) for step in (100, 200, 300, 400)]
-    second = [of(step, 2, 200) for step in (300, 400)]
-    assert find.superseded(first) == set()
-    assert find.superseded([*first, *second]) == {(300, 1), (400, 1)}
-    third = [of(350, 3, 300)]
-    assert find.superseded([*first, *second, *third]) == {(300, 1), (400, 1), (400, 2)}
-
-
-def test_a_fresh_start_supersedes_all_before_it() -> None:
-    assert find.superseded([of(100, 1, None), of(200, 1, None), of(50, 2, None)]) == {(100, 1), (200, 1)}
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.none() | st.integers(0, 9)), max_size=20))
-def test_the_newest_attempt_is_never_superseded(rows: list[tuple[int, int, int | None]]) -> None:
-    manifests = [of(*row) for row in rows]
-    dead = find.superseded(manifests)
-    newest = max((attempt for _, attempt, _ in rows), default=0)
-    assert all(attempt != newest for _, attempt in dead)
-    assert dead <= {(step, attempt) for step, attempt, _ in rows}

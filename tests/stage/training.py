@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import holdfast
 from holdfast.stage import stager
 
-WAIT_S = 60.0
+WAIT_S = 20.0
 
 
 class CopyGate:

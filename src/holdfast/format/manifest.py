@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.hashes import digest
 from holdfast.format.layout import Piece
-from holdfast.format.part import Part, check_kind
+from holdfast.format.part import Part, build, check_kind, unseal_part
 from holdfast.format.sealed import dumps, seal, unseal
 
 FORMAT, VERSION = "holdfast-manifest", 1
@@ -88,6 +89,46 @@ def merge(parts: Sequence[tuple[Part, bytes]], *, id: str, created_unix_s: float
         tensors={name: _tensor(name, pieces, first.step) for name, pieces in by_name.items()},
         tied=tied,
     )
+
+
+def merge_documents(documents: Sequence[tuple[str, bytes]], *, id: str, created_unix_s: float) -> Manifest:
+    """`merge` for documents as they lie in the store, each with its name.
+
+    Does without an object per piece where every tensor is whole in one part, which is most of the time: a
+    keeper does this after every save.
+
+    Raises:
+        Corrupt: a part is damaged.
+        InvalidInput: as `merge`.
+    """
+    bodies = [unseal_part(text, name) for name, text in documents]
+    full = [build({**body, "pieces": []}, name) for body, (name, _) in zip(bodies, documents, strict=True)]
+    manifest = merge(
+        [(part, text) for part, (_, text) in zip(full, documents, strict=True)],
+        id=id,
+        created_unix_s=created_unix_s,
+    )
+    tensors = _whole_tensors(bodies)
+    if tensors is not None:
+        return dataclasses.replace(manifest, tensors=tensors)
+    parts = [(build(body, name), text) for body, (name, text) in zip(bodies, documents, strict=True)]
+    return merge(parts, id=id, created_unix_s=created_unix_s)
+
+
+def _whole_tensors(bodies: Sequence[dict[str, Any]]) -> dict[str, Tensor] | None:
+    """The tensors of a checkpoint in which no tensor is in pieces; None if one is, or if ranks disagree."""
+    tensors: dict[str, Tensor] = {}
+    for body in bodies:
+        rank = body["rank"]
+        for name, dtype, shape, offsets, lengths, _, per_rank in body["pieces"]:
+            known = tensors.get(name)
+            if known is not None and (not per_rank or known.owner != EACH):
+                return None
+            if lengths != shape or any(offsets):
+                return None
+            if known is None:
+                tensors[name] = Tensor(dtype, tuple(shape), EACH if per_rank else rank)
+    return tensors
 
 
 def _check_same_checkpoint(part: Part, first: Part) -> None:

@@ -96,8 +96,27 @@ def parse(document: bytes, what: str) -> Part:
         Corrupt: its bytes have changed, or it is not a part.
         Unsupported: written by a newer format.
     """
+    return build(unseal_part(document, what), what)
+
+
+def unseal_part(document: bytes, what: str) -> dict[str, Any]:
+    """The members of a part's document as JSON gave them.
+
+    Raises:
+        Corrupt: its bytes have changed, or it is not a part.
+        Unsupported: written by a newer format.
+    """
     body = unseal(document, what)
     check_kind(body, FORMAT, VERSION, what)
+    return body
+
+
+def build(body: dict[str, Any], what: str) -> Part:
+    """The part with these members.
+
+    Raises:
+        Corrupt: a member is missing or is not what it must be.
+    """
     try:
         return _parse(body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:

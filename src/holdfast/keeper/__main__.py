@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -20,6 +21,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(_NICENESS)
+    gc.set_threshold(
+        100_000
+    )  # parts of thousands of tensors are built and dropped as a whole, without cycles
     socket_fd, trace_fd, trace_path = sys.argv[1:]
     serve(socket.socket(fileno=int(socket_fd)), Presence.adopt(trace_path, int(trace_fd)))
 

@@ -174,7 +174,7 @@ class Keeper:
     def _send_save(self, pending: _Pending, arenas: list[int]) -> None:
         draft_fd = os.memfd_create("holdfast-draft")
         try:
-            with open(draft_fd, "wb", closefd=False) as file:  # noqa: PTH123 - a descriptor has no path
+            with open(draft_fd, "wb", closefd=False) as file:
                 file.write(pending.draft)
             message: Message = {
                 "op": "save",
@@ -220,7 +220,14 @@ class Keeper:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.keeper", str(theirs.fileno()), str(presence.fd), str(presence.path)],
+                [
+                    sys.executable,
+                    "-m",
+                    "holdfast.keeper",
+                    str(theirs.fileno()),
+                    str(presence.fd),
+                    str(presence.path),
+                ],
                 env={**os.environ, "PYTHONPATH": path},
                 cwd="/",  # neither hold the user's directory nor import modules from it
                 stdin=subprocess.DEVNULL,

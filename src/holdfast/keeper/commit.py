@@ -9,7 +9,6 @@ import uuid
 from holdfast.errors import Conflict
 from holdfast.format import manifest as manifests
 from holdfast.format import names
-from holdfast.format import part as parts
 from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.store import Store
@@ -58,8 +57,9 @@ def commit(store: Store, terms: Terms, step: int) -> None:
     """
     name = names.manifest(step, terms.attempt)
     check_not_fenced(store, terms.attempt)
-    documents = [_part(store, names.part(step, terms.attempt, rank)) for rank in range(terms.world_size)]
-    manifest = manifests.merge(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
+    part_names = [names.part(step, terms.attempt, rank) for rank in range(terms.world_size)]
+    documents = [(part_name, store.get(part_name)) for part_name in part_names]
+    manifest = manifests.merge_documents(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
     # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same parts.
     with contextlib.suppress(Conflict):
         # The commit: before this object exists the checkpoint does not, afterwards it is complete.
@@ -74,11 +74,6 @@ def commit(store: Store, terms: Terms, step: int) -> None:
         raise
 
 
-def _part(store: Store, name: str) -> tuple[parts.Part, bytes]:
-    document = store.get(name)
-    return parts.parse(document, name), document
-
-
 def is_committed(store: Store, terms: Terms, step: int) -> bool:
     """True if the manifest of `step` of this attempt exists."""
     return store.size(names.manifest(step, terms.attempt)) is not None
@@ -87,4 +82,6 @@ def is_committed(store: Store, terms: Terms, step: int) -> bool:
 def newest_committed(store: Store, terms: Terms) -> int:
     """Highest step of this attempt that has a manifest; -1 if none."""
     found = (names.parse(entry.name) for entry in store.list("step-"))
-    return max((f.step for f in found if f and f.kind == "manifest" and f.attempt == terms.attempt), default=-1)
+    return max(
+        (f.step for f in found if f and f.kind == "manifest" and f.attempt == terms.attempt), default=-1
+    )

@@ -40,7 +40,7 @@ def runtime_dir() -> Path:
         Unsupported: the folder belongs to somebody else.
     """
     named = os.environ.get("HOLDFAST_RUNTIME_DIR")
-    folder = Path(named) if named else Path(f"/tmp/holdfast-{os.getuid()}")  # noqa: S108 - mode and owner checked
+    folder = Path(named) if named else Path(f"/tmp/holdfast-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise Unsupported(f"{folder} belongs to another user. Set HOLDFAST_RUNTIME_DIR to a folder of yours.")

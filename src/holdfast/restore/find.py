@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
@@ -291,21 +290,3 @@ def _read_draft(store: Store, saved: Saved, rank: int) -> tuple[Part, bytes]:
         message = f"{name} does not describe the data file beside it."
         raise Corrupt(message, step=saved.step, rank=rank, key=name)
     return part, text
-
-
-def superseded(manifests: Iterable[Manifest]) -> set[tuple[int, int]]:
-    """(step, attempt) of checkpoints that a newer attempt went back behind, and so left on a dead branch.
-
-    A newer attempt that restored step B and has committed supersedes every older attempt's steps after B; one
-    that started afresh supersedes all of them.
-    """
-    branches: dict[int, int] = {}
-    every = list(manifests)
-    for one in every:
-        base = -1 if one.base_step is None else one.base_step
-        branches[one.attempt] = min(base, branches.get(one.attempt, base))
-    return {
-        (one.step, one.attempt)
-        for one in every
-        if any(attempt > one.attempt and one.step > base for attempt, base in branches.items())
-    }

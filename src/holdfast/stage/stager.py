@@ -56,7 +56,8 @@ class Stager:
         for optimizer in optimizers:
             known = self._hooks.get(id(optimizer))
             if known is None or known[0]() is not optimizer:
-                hook = optimizer.register_step_pre_hook(self._before_step)
+                # A compiled step() must call it, and not trace what it finds: it would find another copy each time.
+                hook = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
                 self._hooks[id(optimizer)] = weakref.ref(optimizer), hook
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeAlias
 
-Buffer = Union[bytes, bytearray, memoryview]
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +101,4 @@ class Store(ABC):
 
     @abstractmethod
     def sweep(self, prefix: str = "") -> None:
-        """Remove what unfinished puts of dead processes have left under `prefix`; never touches live objects."""
+        """Remove what unfinished puts of dead processes left under `prefix`; live objects stay."""

@@ -1,4 +1,4 @@
-"""Sets the clock of a Python process by CLOCK_OFFSET_S; on the path of processes that must live in another year."""
+"""Sets the clock of a Python process by CLOCK_OFFSET_S, for processes that must live in another year."""
 
 import os
 import time

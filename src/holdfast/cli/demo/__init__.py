@@ -41,9 +41,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        default=240,
+        default=192,
         metavar="N",
-        help=f"length of the training (default: 240; {MIN_STEPS} or more)",
+        help=f"length of the training (default: 192; {MIN_STEPS} or more)",
     )
     parser.add_argument(
         "--size",

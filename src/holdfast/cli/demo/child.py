@@ -1,4 +1,4 @@
-"""One start of the demo's training as its parent sees it: a process, its progress, what it says, how it ends."""
+"""One start of the demo's training as its parent sees it: a process, its progress and words, its end."""
 
 from __future__ import annotations
 
@@ -84,9 +84,10 @@ class Child:
 
     def _hear_lines(self, on_line: Callable[[str], None]) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self.said.append(line.rstrip())
-            on_line(line.rstrip())
+        with self._process.stderr as lines:
+            for line in lines:
+                self.said.append(line.rstrip())
+                on_line(line.rstrip())
 
     def wait_for(self, what: Callable[[], object], name: str) -> None:
         """Wait until `what()` is true.

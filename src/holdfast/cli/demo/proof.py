@@ -113,5 +113,6 @@ def _equal(outcome: Outcome) -> Claim:
     return Claim(
         "weights and optimizer state equal the uninterrupted run's, bit for bit",
         whole and one.sha256 is not None and one.sha256 == other.sha256,
-        f"sha256 {other.sha256} here, {one.sha256} there",
+        f"sha256 {one.sha256}"
+        + (" of both" if one.sha256 == other.sha256 else f"; the survivor's {other.sha256}"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from types import TracebackType
@@ -114,7 +115,8 @@ def _table_of_returns(returns: tuple[Return, ...]) -> Table:
     for one in returns:
         what = f"{one.what}, newest damaged" if one.passed_over else one.what
         back = "-" if one.back_s is None else say_seconds(one.back_s)
-        numbers = (one.status, one.at_step, one.restored, one.steps_lost, say_seconds(one.restore_s), back)
+        exit_ = signal.Signals(-one.status).name if one.status < 0 else one.status
+        numbers = (exit_, one.at_step, one.restored, one.steps_lost, say_seconds(one.restore_s), back)
         table.add_row(what, *map(str, numbers))
     return table
 

@@ -1,7 +1,7 @@
 """The training that the demo kills: a byte-level GPT on the source text of Python's own standard library.
 
-Run as a program, with a home it is a run that Holdfast protects, without one the run that it is compared with.
-Everything random in it comes from torch's generator, so two runs that hold the same state go the same way.
+With a home it is a run that Holdfast protects, without one the run that this is compared with. Everything
+random in it comes from torch's generator, so two runs that hold the same state go the same way.
 """
 
 from __future__ import annotations

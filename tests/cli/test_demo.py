@@ -1,0 +1,219 @@
+"""The demo: it proves what it shows, and what is not so is told as not so."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import demo
+from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
+from holdfast.cli.demo.figures import figures
+from holdfast.cli.demo.proof import claims
+from holdfast.cli.demo.story import Blow, Ending, Outcome, Start
+from holdfast.errors import InvalidInput
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    """The options of a demo, as its command line gives them."""
+    parser = argparse.ArgumentParser()
+    demo.add_parser(parser.add_subparsers())
+    return parser.parse_args(["demo", *words])
+
+
+def event(name: str, attempt: int, step: int, detail: str = "") -> dict[str, object]:
+    """One line of a history."""
+    return {
+        "t": 1.0,
+        "event": name,
+        "attempt": attempt,
+        "step": step,
+        "rank": 0,
+        "bytes": 100,
+        "seconds": 0.5,
+        "detail": detail,
+    }
+
+
+@pytest.fixture
+def outcome() -> Outcome:
+    """A story in which everything went as it should."""
+    told = "restored step 8; passed over step 10 of attempt 2: rank 0: it is damaged"
+    return Outcome(
+        steps=24,
+        every=2,
+        reference=Ending(0, 24, "abc"),
+        survivor=Ending(0, 24, "abc"),
+        blows=(Blow("killed", -9, 7, 6), Blow("killed again", -9, 11, None), Blow("preempted", 75, 17, 16)),
+        starts=tuple(Start((told,), 1.0, {1: 0.1, 2: 0.1, 3: 0.3, 4: 0.1}) for _ in range(4)),
+        damage=Damage(10, 2, "step-00000010/rank-00000-a0002.safetensors", 50, 1, 254),
+        raw_writes=(RawWrite(100, 0.25, is_direct=True),),
+        done_step=24,
+        events=[
+            event("staged", 1, 6),
+            event("persisted", 1, 6),
+            event("committed", 1, 6),
+            event("restored", 2, 6),
+            event("restored", 3, 8, "passed over step 10 of attempt 2: rank 0: it is damaged"),
+            event("restored", 4, 17),
+        ],
+        problems=(),
+    )
+
+
+def test_a_good_outcome_proves_every_claim(outcome: Outcome) -> None:
+    assert [claim.text for claim in claims(outcome) if not claim.holds] == []
+    assert len(claims(outcome)) == 8
+
+
+def no_kill(outcome: Outcome) -> None:
+    outcome.blows = (Blow("killed", 0, 7, 6), *outcome.blows[1:])
+
+
+def not_while_saving(outcome: Outcome) -> None:
+    outcome.blows = (Blow("killed", -9, 7, None), *outcome.blows[1:])
+
+
+def staged_save_lost(outcome: Outcome) -> None:
+    outcome.events[3]["step"] = 4
+
+
+def no_second_kill(outcome: Outcome) -> None:
+    outcome.blows = (outcome.blows[0], Blow("killed again", 1, 11, None), outcome.blows[2])
+
+
+def no_damage(outcome: Outcome) -> None:
+    outcome.damage = Damage(10, 2, "x", 50, 1, 1)
+
+
+def damaged_one_restored(outcome: Outcome) -> None:
+    outcome.events[4]["step"] = 10
+
+
+def passed_over_in_silence(outcome: Outcome) -> None:
+    outcome.events[4]["detail"] = ""
+
+
+def not_said_on_stderr(outcome: Outcome) -> None:
+    outcome.starts = tuple(Start((), 1.0, {}) for _ in range(4))
+
+
+def crashed_instead_of_preempted(outcome: Outcome) -> None:
+    outcome.blows = (*outcome.blows[:2], Blow("preempted", -15, 17, 16))
+
+
+def preempted_save_lost(outcome: Outcome) -> None:
+    outcome.events[5]["step"] = 16
+
+
+def not_done(outcome: Outcome) -> None:
+    outcome.done_step = None
+
+
+def last_is_damaged(outcome: Outcome) -> None:
+    outcome.problems = ("chunk 3",)
+
+
+def last_is_missing(outcome: Outcome) -> None:
+    outcome.problems = None
+
+
+def other_weights(outcome: Outcome) -> None:
+    outcome.survivor = Ending(0, 24, "abd")
+
+
+def no_weights(outcome: Outcome) -> None:
+    outcome.survivor = outcome.reference = Ending(0, 24, None)
+
+
+def shorter_reference(outcome: Outcome) -> None:
+    outcome.reference = Ending(0, 23, "abc")
+
+
+SPOILT = [
+    (no_kill, 0),
+    (not_while_saving, 0),
+    (staged_save_lost, 1),
+    (no_second_kill, 2),
+    (no_damage, 3),
+    (damaged_one_restored, 3),
+    (passed_over_in_silence, 3),
+    (not_said_on_stderr, 3),
+    (crashed_instead_of_preempted, 4),
+    (preempted_save_lost, 4),
+    (not_done, 5),
+    (last_is_damaged, 6),
+    (last_is_missing, 6),
+    (other_weights, 7),
+    (no_weights, 7),
+    (shorter_reference, 7),
+]
+
+
+@pytest.mark.parametrize(("spoil", "number"), SPOILT, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_not_so_is_not_claimed(
+    outcome: Outcome, spoil: Callable[[Outcome], None], number: int
+) -> None:
+    """Each way in which the story may go wrong makes its claim false."""
+    spoilt = copy.deepcopy(outcome)
+    spoil(spoilt)
+    assert claims(outcome)[number].holds
+    assert not claims(spoilt)[number].holds
+
+
+def test_figures_come_from_what_was_seen(outcome: Outcome) -> None:
+    numbers = figures(outcome)
+    assert (numbers.num_saves, numbers.num_bytes, numbers.blocked_s) == (1, 100, 0.5)
+    assert (numbers.write_bps, numbers.raw_bps, numbers.write_share) == (200.0, 400.0, 0.5)
+    assert numbers.optimizer_wait_s == pytest.approx(0.2)  # step 3 comes after the save of step 2
+    assert [one.steps_lost for one in numbers.returns] == [1, 3, 0]
+    assert [one.passed_over for one in numbers.returns] == [False, True, False]
+
+
+def test_figures_are_refused_where_nothing_was_saved(outcome: Outcome) -> None:
+    outcome.events = []
+    with pytest.raises(ValueError, match="no save"):
+        figures(outcome)
+
+
+def test_a_flipped_byte_is_another_byte(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    damage = flip_byte(tmp_path, "file", step=1, attempt=1)
+    assert (tmp_path / "file").read_bytes() == b"a" + bytes([ord("b") ^ 0xFF]) + b"c"
+    assert (damage.offset, damage.before, damage.after) == (1, ord("b"), ord("b") ^ 0xFF)
+
+
+def test_a_raw_write_leaves_nothing(tmp_path: Path) -> None:
+    written = write_raw(tmp_path, 100_000)
+    assert written.num_bytes == 98304  # whole blocks
+    assert written.seconds > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("--steps", "10"), ("--size", "1MB"), ("--size", "much")])
+def test_a_demo_too_small_for_its_story_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidInput, match="--s"):
+        demo.run(arguments(*words))
+
+
+@pytest.mark.slow
+def test_demo_proves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole story, with real processes, kills and damage; smaller than the default."""
+    words = ("--steps", "60", "--size", "25MB", "--home", str(tmp_path), "--keep", "--json")
+    status = demo.run(arguments(*words))
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert document["proven"], document["claims"]
+    assert status == 0
+    assert len(document["claims"]) == 8
+    assert [one["status"] for one in document["figures"]["returns"]] == [-9, -9, 75]
+    assert document["figures"]["num_bytes"] > 20_000_000
+    assert "passed over step" in said.err
+    home = Path(document["kept_in"]) / "survivor"
+    assert home.parent.parent == tmp_path
+    assert (home / "done.json").exists()
+    assert len(list((home / "attempts").iterdir())) == 4

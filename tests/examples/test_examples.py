@@ -1,0 +1,121 @@
+"""The examples, as a reader runs them: from a shell, killed where they say that they may be."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 180
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run_example(
+    name: str, *arguments: object, launcher: tuple[str, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one example to its end, whatever that is."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The result that an example prints last."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The home of a first example that nothing happened to, and its result."""
+    home = tmp_path_factory.mktemp("first") / "home"
+    return home, last_line(run_example("01_three_lines.py", home))
+
+
+def check_killed_run_ends_with(straight: str, name: str, home: Path, *, restored: int) -> None:
+    """Kill an example in its third save, start it again, and compare its result."""
+    assert re.search(r"sha256 .*[0-9a-f]{64}", straight)
+    killed = run_example(name, home, HOLDFAST_KILL_AT="trainer.handed:3")
+    assert killed.returncode == -signal.SIGKILL
+    again = run_example(name, home)
+    assert f"restored step {restored} from" in again.stderr
+    assert last_line(again) == straight
+
+
+def test_three_lines_killed_and_resumed_end_like_a_run_that_nothing_happened_to(
+    first: tuple[Path, str], tmp_path: Path
+) -> None:
+    check_killed_run_ends_with(first[1], "01_three_lines.py", tmp_path / "home", restored=300)
+
+
+@pytest.mark.slow
+def test_a_data_loader_killed_in_mid_epoch_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    straight = last_line(run_example("03_resume_dataloader.py", tmp_path / "straight"))
+    check_killed_run_ends_with(straight, "03_resume_dataloader.py", tmp_path / "home", restored=75)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_killed_and_resumed_and_then_one(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    killed = run_example(
+        "02_ddp.py",
+        home,
+        launcher=TORCHRUN,
+        HOLDFAST_KILL_AT="trainer.handed:3",
+        HOLDFAST_KILL_MARK=str(tmp_path / "mark"),
+    )
+    assert killed.returncode != 0
+    assert (tmp_path / "mark").exists()
+    assert "done" not in killed.stdout
+    again = run_example("02_ddp.py", home, launcher=TORCHRUN)
+    assert again.returncode == 0, again.stderr
+    found = re.search(r"restored step (\d+) from", again.stderr)
+    assert found
+    assert int(found[1]) in (
+        100,
+        150,
+    )  # whether the third save was complete depends on when the other rank fell
+    assert "step 300 on 2 ranks" in again.stdout
+    assert "done" in again.stdout
+    alone = run_example("02_ddp.py", home, 350)
+    assert "restored step 300 from" in alone.stderr
+    assert last_line(alone) == "done"
+    assert "step 350 on 1 ranks" in alone.stdout
+
+
+def test_looking_inside_needs_no_model(first: tuple[Path, str], tmp_path: Path) -> None:
+    exported = tmp_path / "all.safetensors"
+    looked = run_example("04_look_inside.py", first[0], exported)
+    assert looked.returncode == 0, looked.stderr
+    lines = looked.stdout.splitlines()
+    assert lines[0] == "step 1000, attempt 1, saved by 1 ranks"
+    assert "  model.0.weight: F32 [256, 64], 65,536 bytes" in lines
+    assert "learning rate 0.001" in lines
+    assert re.search(r"^verified: [\d,]+ bytes, all good$", looked.stdout, re.M)
+    assert exported.stat().st_size > 65_536
+
+
+def test_looking_inside_tells_of_damage(first: tuple[Path, str], tmp_path: Path) -> None:
+    home = shutil.copytree(first[0], tmp_path / "home")
+    (file,) = (home / "step-00001000").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    looked = run_example("04_look_inside.py", home)
+    assert "damaged: " in looked.stdout
+    assert "NOT good" in looked.stdout

@@ -1,0 +1,270 @@
+"""Commit, history and protocol: many keepers and one manifest; what does not fit is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import Conflict, InvalidInput, RetryLater
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.format.layout import Piece, lay_out
+from holdfast.format.manifest import parse
+from holdfast.keeper import Save, Terms, protocol
+from holdfast.keeper.client import Keeper
+from holdfast.keeper.commit import commit, is_committed, missing_ranks
+from holdfast.keeper.history import EVENTS, History
+from holdfast.keeper.persist import persist
+from holdfast.stage import Arena
+from holdfast.store import Store, open_store
+from holdfast.store.memory import MemoryStore
+from holdfast.testing import FaultyStore
+
+
+def make_terms(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: float = 20) -> Terms:
+    return Terms(
+        home=home,
+        run="run",
+        attempt=1,
+        rank=rank,
+        world_size=world_size,
+        all_ranks_here=True,
+        keep_last=3,
+        keep_every=None,
+        commit_timeout_s=commit_timeout_s,
+        linger_s=1.0,
+        retry_s=0.01,
+    )
+
+
+def make_image(rank: int, dtype: str = "F32", name: str | None = None) -> tuple[list[Piece], bytes, bytes]:
+    """Pieces, file image and pieces text of a rank that writes one tensor."""
+    pieces = [Piece.whole(name or f"t{rank}", dtype, (64,))]
+    layout = lay_out(pieces, rank)
+    image = layout.header.ljust(layout.file_bytes, b"\x01")
+    return pieces, image, parts.pieces_text(pieces, layout.starts)
+
+
+def make_draft(rank: int, pieces_text: bytes, *, world_size: int = 2, base_step: int | None = None) -> bytes:
+    return parts.draft(
+        run="run", step=5, attempt=1, rank=rank, world_size=world_size, base_step=base_step,
+        pieces=pieces_text, tied={}, values={},
+    )  # fmt: skip
+
+
+def put_part(store: Store, rank: int, *, world_size: int = 2, base_step: int | None = None) -> None:
+    _, image, text = make_image(rank)
+    file = persist(store, names.data(5, 1, rank), memoryview(image))
+    draft = make_draft(rank, text, world_size=world_size, base_step=base_step)
+    store.put(names.part(5, 1, rank), parts.finish(draft, file))
+
+
+def test_eight_committing_at_once_make_one_manifest(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "home"))
+    for rank in range(8):
+        put_part(store, rank, world_size=8)
+    start, failures = threading.Barrier(8), []
+
+    def run(rank: int) -> None:
+        start.wait()
+        try:
+            commit(open_store(str(tmp_path / "home")), make_terms("", rank, 8), 5)
+        except Exception as error:  # noqa: BLE001 - told by the assertion below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    found = [entry.name for entry in store.list("step-") if "manifest" in entry.name]
+    assert found == [names.manifest(5, 1)]
+    manifest = parse(store.get(found[0]), found[0])
+    assert sorted(manifest.tensors) == [f"t{rank}" for rank in range(8)]
+    assert is_committed(store, make_terms("", 3, 8), 5)
+
+
+def test_a_commit_that_lands_in_between_is_as_good_as_ours() -> None:
+    """Held between look and write while another rank writes the manifest."""
+    store = FaultyStore(MemoryStore())
+    put_part(store, 0)
+    put_part(store, 1)
+    gate = store.hold("put", matching="manifest")
+    first = threading.Thread(target=commit, args=(store, make_terms("", 0), 5))
+    first.start()
+    assert gate.reached.wait(20)
+    commit(store, make_terms("", 1), 5)
+    before = store.get(names.manifest(5, 1))
+    gate.opened.set()
+    first.join()
+    assert store.get(names.manifest(5, 1)) == before
+
+
+def test_parts_that_disagree_are_not_committed() -> None:
+    store = MemoryStore()
+    put_part(store, 0)
+    put_part(store, 1, base_step=3)
+    with pytest.raises(InvalidInput, match="base_step"):
+        commit(store, make_terms(""), 5)
+    assert not is_committed(store, make_terms(""), 5)
+
+
+def test_an_attempt_that_is_fenced_commits_nothing() -> None:
+    store = MemoryStore()
+    put_part(store, 0)
+    put_part(store, 1)
+    store.put(names.attempt(2), b"{}")
+    with pytest.raises(Conflict, match="Attempt 2 has taken over"):
+        commit(store, make_terms(""), 5)
+    assert not is_committed(store, make_terms(""), 5)
+
+
+def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
+    store = MemoryStore()
+    put_part(store, 1)
+    store.put(names.part(5, 2, 0), b"")
+    store.put(names.data(5, 1, 0), b"")
+    store.put(names.part(6, 1, 0), b"")
+    assert missing_ranks(store, make_terms(""), 5) == [0]
+
+
+def submit(keeper: Keeper, rank: int, *, dtype: str = "F32", name: str | None = None, step: int = 5) -> Save:
+    """Hand one save to a keeper, as a rank would."""
+    _, image, text = make_image(rank, dtype, name)
+    arena = Arena(step, len(image))
+    arena.bytes[: len(image)].copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
+    save = Save(step)
+    draft = make_draft(rank, text).replace(b'"step":5', b'"step":%d' % step)
+    keeper.submit(save, arena=step, arena_fd=arena.fd, arenas=[step], num_bytes=len(image), draft=draft)
+    return save
+
+
+def test_two_keepers_make_one_checkpoint_and_both_saves_are_durable(tmp_path: Path) -> None:
+    home = str(tmp_path / "home")
+    keepers = [Keeper(make_terms(home, rank), released=lambda _: None) for rank in (0, 1)]
+    saves = [[submit(keeper, rank, step=step) for rank, keeper in enumerate(keepers)] for step in (5, 6, 7)]
+    for of_step in saves:
+        for save in of_step:
+            save.wait_durable(20)
+    for keeper in keepers:
+        keeper.close()
+    found = sorted(path.name for path in (tmp_path / "home").glob("step-*/manifest*"))
+    assert found == ["manifest-a0001.json"] * 3
+
+
+def test_a_rank_that_never_arrives_is_named_and_later_saves_go_on(tmp_path: Path) -> None:
+    home = str(tmp_path / "home")
+    keepers = [Keeper(make_terms(home, rank, commit_timeout_s=0.2), released=lambda _: None) for rank in (0, 1)]
+    lonely = submit(keepers[0], 0)
+    with pytest.raises(RetryLater, match=r"the parts of ranks \[1\] did not arrive"):
+        lonely.wait_durable(20)
+    assert lonely.failed is not None
+    for save in [submit(keeper, rank, step=9) for rank, keeper in enumerate(keepers)]:
+        save.wait_durable(20)
+    for keeper in keepers:
+        keeper.close()
+    assert [path.parent.name for path in (tmp_path / "home").glob("step-*/manifest*")] == ["step-00000009"]
+
+
+def test_ranks_whose_tensors_clash_are_both_told(tmp_path: Path) -> None:
+    home = str(tmp_path / "home")
+    keepers = [Keeper(make_terms(home, rank), released=lambda _: None) for rank in (0, 1)]
+    saves = [submit(keepers[0], 0, name="w"), submit(keepers[1], 1, name="w", dtype="BF16")]
+    for save in saves:
+        with pytest.raises(InvalidInput, match="Ranks disagree about w"):
+            save.wait_durable(20)
+    for keeper in keepers:
+        keeper.close()
+    assert not list((tmp_path / "home").glob("step-*/manifest*"))
+
+
+def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """Closed while the other rank's part is missing, and killed before it could tell."""
+    import os
+    import signal
+
+    keeper = Keeper(make_terms(str(tmp_path / "home")), released=lambda _: None)
+    save = submit(keeper, 0)
+    keeper.close(timeout_s=0.0)
+    os.kill(keeper.pid, signal.SIGKILL)
+    with pytest.raises(RetryLater, match="ended before it told|did not arrive"):
+        save.wait_durable(20)
+
+
+# -- history and protocol --------------------------------------------------------------------------------------
+
+
+def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> None:
+    """Two attempts of one run: staged, persisted, committed, retained, restored."""
+    from stage.training import make_checkpointer
+
+    state = {"x": torch.ones(3)}
+    with make_checkpointer(tmp_path / "home", state, keep=1) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step).wait_durable()
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        ckpt.restore()
+    lines = []
+    for path in sorted((tmp_path / "home" / "history").iterdir()):
+        lines += [json.loads(line) for line in path.read_text().splitlines()]
+    told = [(line["attempt"], line["event"], line["step"]) for line in lines]
+    for step in (1, 2, 3):
+        for event in ("staged", "persisted", "committed"):
+            assert told.count((1, event, step)) == 1, (event, step)
+    assert [one for one in told if one[1] == "retained"] == [(1, "retained", 1), (1, "retained", 2)]
+    assert told[-1] == (2, "restored", 3)
+    for line in lines:
+        assert set(line) == {"t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail"}
+        assert line["event"] in EVENTS
+        assert line["bytes"] > 0 or line["event"] == "retained"
+
+
+def test_a_history_that_cannot_be_written_is_told_and_stops_nothing() -> None:
+    store = FaultyStore(MemoryStore())
+    history = History(store, make_terms(""))
+    store.fail("append", InvalidInput("a directory is in the way"))
+    history.record("staged", step=1)
+    assert history.trouble == "a directory is in the way"
+    history.record("staged", step=2)
+    assert b'"step":2' in store.get(names.history(1, 0))
+
+
+texts = st.text(st.characters(), max_size=5)
+
+
+@given(st.dictionaries(texts, st.none() | st.booleans() | st.integers() | texts | st.lists(texts, max_size=3)))
+def test_messages_arrive_as_they_were_sent(message: dict[str, object]) -> None:
+    ours, theirs = protocol.pair()
+    with ours, theirs:
+        protocol.send(ours, message)
+        assert protocol.receive(theirs) == (message, [])
+
+
+def test_the_longest_detail_fits_into_a_packet(tmp_path: Path) -> None:
+    """An error text of characters that JSON writes with twelve bytes each must not end the conversation."""
+    keeper = Keeper(make_terms(str(tmp_path / "home"), world_size=1), released=lambda _: None)
+    keeper.note("failed", step=1, detail="\U0001f30a" * 20_000)
+    keeper.note("failed", step=2, detail="short")
+    keeper.close()
+    lines = (tmp_path / "home" / names.history(1, 0)).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_an_end_that_is_gone_reads_as_none() -> None:
+    ours, theirs = protocol.pair()
+    ours.close()
+    assert protocol.receive(theirs) == (None, [])
+    theirs.close()
+
+
+@given(st.integers(0, 5), st.one_of(st.none(), st.integers(1, 5)), texts)
+def test_terms_round_trip(rank: int, keep_last: int | None, home: str) -> None:
+    terms = Terms(home, "run", 1, rank, 6, False, keep_last, None, 1.5, 2.0)
+    assert Terms.parse(terms.text()) == terms

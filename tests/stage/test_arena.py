@@ -1,0 +1,285 @@
+"""Arenas: the cap over all of them, waiting, growing with the state, and what a save costs in memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.optim import AdamW
+
+from holdfast.errors import InvalidInput, RetryLater, SaveWarning
+from holdfast.stage import Arena, Arenas
+from stage.training import WAIT_S, CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MIB = 1 << 20
+
+
+def memfd_bytes() -> int:
+    """Bytes of all arenas that this process maps."""
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "/memfd:holdfast-arena" in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + WAIT_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+
+
+def get(arenas: Arenas, num_bytes: int) -> Arena:
+    """An arena that is there at once."""
+    arena = arenas.acquire(num_bytes, timeout_s=0)
+    assert arena is not None
+    return arena
+
+
+def test_the_cap_holds_over_all_arenas() -> None:
+    arenas = Arenas(10 * MIB)
+    first, second = get(arenas, 4 * MIB), get(arenas, 4 * MIB)
+    assert not arenas.has_room(4 * MIB)
+    assert arenas.acquire(4 * MIB, timeout_s=0) is None
+    assert arenas.has_room(MIB)
+    arenas.release(first)
+    assert get(arenas, 3 * MIB) is first, "a free one is used again"
+    arenas.release(first)
+    arenas.release(second)
+    arenas.close()
+    assert arenas.numbers() == []
+
+
+def test_acquire_waits_until_an_arena_comes_back() -> None:
+    arenas = Arenas(6 * MIB)
+    only, got = get(arenas, 4 * MIB), []
+    waiter = threading.Thread(target=lambda: got.append(arenas.acquire(4 * MIB)))
+    waiter.start()
+    arenas.release(only)
+    waiter.join(WAIT_S)
+    assert got == [only]
+    arenas.close()
+
+
+def test_acquire_gives_up_in_time() -> None:
+    arenas = Arenas(6 * MIB)
+    get(arenas, 4 * MIB)
+    assert arenas.acquire(4 * MIB, timeout_s=0.01) is None
+    arenas.close()
+
+
+def test_an_arena_over_the_cap_is_refused_with_both_sizes() -> None:
+    arenas = Arenas(4 * MIB)
+    with pytest.raises(InvalidInput, match=r"arena of 5\.2 MB, but memory= allows 4\.2 MB"):
+        arenas.acquire(5 * MIB)
+    assert arenas.has_room(5 * MIB), "waiting would not help"
+    assert arenas.numbers() == []
+
+
+def test_prepare_makes_exactly_one_and_the_first_acquire_gets_it() -> None:
+    arenas, seen = Arenas(64 * MIB), []
+    for _ in range(3):
+        arenas.prepare(8 * MIB, then=seen.append)
+    assert arenas.has_room(8 * MIB)
+    arena = arenas.acquire(8 * MIB)
+    assert arena is not None
+    assert seen == [arena]
+    assert arenas.numbers() == [arena.number]
+    arenas.close()
+
+
+def test_acquire_waits_for_the_arena_in_preparation() -> None:
+    arenas, gate, got = Arenas(64 * MIB), threading.Event(), []
+    arenas.prepare(8 * MIB, then=lambda _: gate.wait(WAIT_S))
+    assert arenas.has_room(8 * MIB), "it is on its way, and no earlier save holds it"
+    assert arenas.acquire(8 * MIB, timeout_s=0) is None
+    waiter = threading.Thread(target=lambda: got.append(arenas.acquire(8 * MIB)))
+    waiter.start()
+    gate.set()
+    waiter.join(WAIT_S)
+    assert [arena.number for arena in got] == arenas.numbers() == [1]
+    arenas.close()
+
+
+def test_what_goes_wrong_in_preparation_does_not_block_acquire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the machine has not is told by the next acquire, once; then memory is tried again."""
+    arenas = Arenas(64 * MIB)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    arenas.prepare(8 * MIB, then=lambda _: None)
+    with pytest.raises(RetryLater, match=r"no 8\.4 MB of memory"):
+        arenas.wait_prepared()
+    assert get(arenas, 8 * MIB).number == 2
+    arenas.close()
+
+
+def test_closing_while_an_arena_is_prepared_leaves_nothing() -> None:
+    arenas, gate = Arenas(64 * MIB), threading.Event()
+    before = memfd_bytes()
+    arenas.prepare(8 * MIB, then=lambda _: gate.wait(WAIT_S))
+    arenas.close()
+    gate.set()
+    wait_until(lambda: not any(thread.name == "holdfast-prefault" for thread in threading.enumerate()))
+    assert arenas.numbers() == []
+    assert memfd_bytes() == before
+
+
+def test_arenas_that_are_too_small_make_room_for_one_that_fits() -> None:
+    """Their pages are given back at once, even while something else still has them mapped."""
+    arenas = Arenas(10 * MIB)
+    small = [get(arenas, 4 * MIB), get(arenas, 4 * MIB)]
+    held = os.dup(small[0].fd)
+    for arena in small:
+        arena.prefault()
+        arenas.release(arena)
+    assert get(arenas, 8 * MIB).number == 3
+    assert arenas.numbers() == [3]
+    assert os.fstat(held).st_blocks == 0
+    os.close(held)
+    arenas.close()
+
+
+def test_a_system_without_descriptors_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    with pytest.raises(RetryLater, match="Too many open files"):
+        Arenas(MIB).acquire(1000)
+
+
+# -- as a Checkpointer sees it ---------------------------------------------------------------------------------
+
+
+def make_state(width: int = 64) -> dict[str, Any]:
+    model = make_model(width)
+    state = {"model": model, "optimizer": AdamW(model.parameters())}
+    train(model, state["optimizer"], width)
+    return state
+
+
+def test_memory_that_is_too_small_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    for when_full in ("wait", "skip"):
+        state = make_state()
+        with make_checkpointer(tmp_path / when_full, state, memory="50kB", when_full=when_full) as ckpt:
+            with pytest.raises(InvalidInput, match=r"needs an arena of 1\d\d kB, but memory= allows 50\.0 kB"):
+                ckpt.save(1)
+            train(state["model"], state["optimizer"], 64)
+
+
+def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, home = make_state(), tmp_path / "home"
+    gate = CopyGate(monkeypatch)
+    with make_checkpointer(home, state, memory="180kB", when_full="skip") as ckpt:
+        first = ckpt.save(1)
+        with pytest.warns(SaveWarning, match=r"step 2 was skipped.*\(1 so far\)\. Raise memory="):
+            skipped = ckpt.save(2)
+        assert (skipped.skipped, skipped.failed, skipped.state, ckpt.num_skipped) == (True, None, "skipped", 1)
+        gate.opened.set()
+        first.wait_durable()
+        wait_until(lambda: ckpt._arenas.has_room(100_000))
+        expected = snapshot(state)
+        ckpt.save(3)
+    check_saved(home, 3, expected)
+    assert sorted(path.name for path in home.glob("step-*")) == ["step-00000001", "step-00000003"]
+    assert '"event":"skipped","step":2' in (home / "history" / "a0001-rank-00000.jsonl").read_text()
+
+
+def test_the_save_that_a_notice_asks_for_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run must not end as preempted and durable because there was no room at that moment."""
+    from holdfast import Preempted
+
+    state, home = make_state(), tmp_path / "home"
+    gate = CopyGate(monkeypatch)
+    ckpt = make_checkpointer(home, state, memory="180kB", when_full="skip", every=1)
+
+    def notice() -> None:
+        ckpt._notices.reason = "SIGTERM"
+
+    with pytest.warns(SaveWarning, match="step 2 was skipped"), pytest.raises(Preempted) as found, ckpt:
+        for step in ckpt.steps(10):
+            if step == 1:
+                notice()
+                threading.Timer(0.1, gate.opened.set).start()
+    assert found.value.step == 2
+    assert (home / "step-00000002" / "manifest-a0001.json").exists()
+
+
+def test_the_last_save_of_a_run_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, home = make_state(), tmp_path / "home"
+    gate = CopyGate(monkeypatch)
+    with (
+        pytest.warns(SaveWarning, match="step 2 was skipped"),
+        make_checkpointer(home, state, memory="180kB", when_full="skip", every=1) as ckpt,
+    ):
+        for step in ckpt.steps(2):
+            if step == 1:
+                threading.Timer(0.1, gate.opened.set).start()
+    assert (home / "step-00000002" / "manifest-a0001.json").exists()
+
+
+def test_a_save_that_waits_for_memory_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, home = make_state(), tmp_path / "home"
+    gate = CopyGate(monkeypatch)
+    with make_checkpointer(home, state, memory="180kB") as ckpt:
+        ckpt.save(1)
+        before = ckpt.waited_for_memory_s
+        threading.Timer(0.05, gate.opened.set).start()
+        expected = snapshot(state)
+        ckpt.save(2)
+        assert ckpt.waited_for_memory_s - before > 0.02, "it cannot have gone on before the gate was opened"
+        assert len(ckpt._arenas.numbers()) == 1
+    check_saved(home, 2, expected)
+
+
+def test_one_save_in_flight_takes_the_memory_of_the_state_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"model": make_model(1024), "plain": torch.randn(1024, 1024)}
+    state["optimizer"] = AdamW(state["model"].parameters())
+    train(state["model"], state["optimizer"], 1024)
+    num_bytes = sum(tensor.nbytes for tensor in snapshot(state).values())
+    gate, before = CopyGate(monkeypatch), memfd_bytes()
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        first = ckpt.save(1)
+        assert num_bytes < memfd_bytes() - before <= 1.05 * num_bytes + 100_000
+        gate.opened.set()
+        first.wait_durable()
+        for step in range(2, 6):
+            ckpt.save(step).wait_durable()
+        assert memfd_bytes() - before <= 1.05 * num_bytes + 100_000, "one arena is used again and again"
+    assert memfd_bytes() == before
+
+
+def test_a_state_that_grows_leaves_no_memory_behind_in_either_process(tmp_path: Path) -> None:
+    """The smaller arena is forgotten by the trainer, and by the keeper with the next save."""
+    state: dict[str, Any] = {"plain": torch.zeros(MIB // 4)}
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        ckpt.save(1).wait_durable()
+        assert ckpt._keeper is not None
+        keeper = psutil.Process(ckpt._keeper.pid)
+        for step, factor in enumerate((2, 3, 4), start=2):
+            wait_until(lambda: len(ckpt._arenas._free) == 1)
+            state["plain"] = torch.full((factor * MIB // 4,), float(step))
+            ckpt.save(step).wait_durable()
+            assert len(ckpt._arenas.numbers()) == 1
+            mapped = [m for m in keeper.memory_maps(grouped=False) if "holdfast-arena" in m.path]
+            assert len(mapped) == 1
+            check_saved(tmp_path / "home", step, {"plain": state["plain"]})
+
+
+def test_preparing_ahead_makes_the_first_save_need_nothing_new(tmp_path: Path) -> None:
+    state = make_state()
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        ckpt.prepare()
+        before = ckpt._arenas.numbers()
+        ckpt.save(1)
+        assert ckpt._arenas.numbers() == before == [1]

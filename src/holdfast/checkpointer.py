@@ -23,7 +23,6 @@ from holdfast.errors import (
     Conflict,
     HoldfastError,
     InvalidInput,
-    NotFound,
     Preempted,
     RetryLater,
     SaveWarning,
@@ -40,6 +39,7 @@ from holdfast.notice import Notices
 from holdfast.policy import AnyOf, Every, Keep, Meter, Pace, every
 from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
 from holdfast.ranks import Ranks
+from holdfast.restore.find import read_run
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, assign
@@ -97,7 +97,8 @@ class Checkpointer:
         self.home = _absolute(home)
         if self.home.startswith("memory://"):
             raise Unsupported(
-                f"{self.home} is memory of this process, and checkpoints are written by another one. Give a path."
+                f"{self.home} is memory of this process, and checkpoints are written by another one. Give a "
+                "path."
             )
         self.state = state
         self.preempted: str | None = None
@@ -139,7 +140,7 @@ class Checkpointer:
         if signals:
             self._notices.watch()
 
-    # -- the loop ----------------------------------------------------------------------------------------------
+    # -- the loop --------------------------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[int]:
         """Steps of a training loop from where the run stopped, up to `total`.
@@ -216,7 +217,7 @@ class Checkpointer:
         _preempted = self._ranks.world_size > 1
         raise Preempted(step, reason)
 
-    # -- saving ------------------------------------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> Save:
         """Save the state as it is now, as the checkpoint of `step`.
@@ -246,7 +247,8 @@ class Checkpointer:
             if step == self._last.step:
                 return self._last
             raise InvalidInput(
-                f"Step {step} comes after step {self._last.step} was saved. To go back, call restore(step=...) first.",
+                f"Step {step} comes after step {self._last.step} was saved. To go back, call "
+                "restore(step=...) first.",
                 step=step,
             )
         keeper = self._begin()
@@ -271,26 +273,21 @@ class Checkpointer:
         self._saves.append(save)
         self._last = save
         save.blocked_s = time.perf_counter() - began
+        keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s)
         now_s = self._step_ended_s = time.monotonic()
         self._pace = Pace(step, now_s, saved_step=step, saved_s=now_s)
         return save
 
     def _plan_for(self, captured: Captured) -> Plan:
-        tensors = captured.tensors
-        key = (
-            [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()],
-            captured.per_rank,
-            captured.lowest,
-            captured.owned,
-        )
-        if self._plan is None or key != self._plan_key:
+        if self._plan is None or captured.structure is not self._plan_key:
+            tensors = captured.tensors
             ranks = self._ranks
             sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
             writers = assign(sizes, captured.per_rank, captured.lowest, world_size=ranks.world_size)
             self._plan = Plan.make(
                 tensors, writers=writers, per_rank=captured.per_rank, owned=captured.owned, rank=ranks.rank
             )
-            self._plan_key = key
+            self._plan_key = captured.structure
         return self._plan
 
     def _draft(self, step: int, plan: Plan, captured: Captured) -> bytes:
@@ -320,7 +317,10 @@ class Checkpointer:
     def _skip(self, save: Save) -> Save:
         self.num_skipped += 1
         save.mark_failed(None, skipped=True)
-        message = f"step {save.step} was skipped: earlier saves still hold all staging memory ({self.num_skipped} so far)"
+        message = (
+            f"step {save.step} was skipped: earlier saves still hold all staging "
+            f"memory ({self.num_skipped} so far)"
+        )
         warnings.warn(f"{message}. Raise memory=, or save less often.", SaveWarning, stacklevel=3)
         assert self._keeper is not None
         self._keeper.note("skipped", step=save.step, detail=message)
@@ -331,8 +331,10 @@ class Checkpointer:
         error = staging.error
         if staging.torn:
             error = Conflict(
-                f"The save of step {save.step} was dropped: {staging.changed} was changed while it was being copied, "
-                "not by its optimizer's step(), so the copy may mix two steps. Earlier checkpoints stand. Call "
+                f"The save of step {save.step} was dropped: {staging.changed} was changed while it was "
+                "being copied, "
+                "not by its optimizer's step(), so the copy may mix two steps. Earlier checkpoints stand. "
+                "Call "
                 "save(...).wait_staged() before such a change.",
                 step=save.step,
                 key=staging.changed,
@@ -362,7 +364,7 @@ class Checkpointer:
             return
         kill_point("trainer.handed")
         save.mark_staged()
-        keeper.note("staged", step=save.step, num_bytes=plan.layout.file_bytes, seconds=save.blocked_s)
+        keeper.note("staged", step=save.step, num_bytes=plan.layout.file_bytes, seconds=save.staged_s or 0.0)
 
     def _release(self, number: int) -> None:
         arena = self._in_use.pop(number, None)
@@ -385,7 +387,12 @@ class Checkpointer:
         self._stager.watch(self._objects.optimizers())
         self._arenas.prepare(plan.layout.file_bytes, then=plan.views)
 
-    # -- what became of saves ----------------------------------------------------------------------------------
+    @property
+    def waited_for_copy_s(self) -> float:
+        """Time that optimizers have waited in `step()` for a copy under way, in all."""
+        return self._stager.waited_s
+
+    # -- what became of saves --------------------------------------------------------------------------------
 
     def _settle_durable(self) -> None:
         """Let go of the saves that have become durable, and learn what they cost."""
@@ -440,7 +447,7 @@ class Checkpointer:
         self._settle_durable()
         return self._newest_durable if self._newest_durable is not None else self._base_step
 
-    # -- beginning ---------------------------------------------------------------------------------------------
+    # -- beginning -------------------------------------------------------------------------------------------
 
     def _begin(self) -> Keeper:
         """Claim an attempt and start its keeper, once."""
@@ -487,12 +494,12 @@ class Checkpointer:
                 return run, number
 
     def _claim_run(self) -> str:
-        fresh = runs.Run(uuid.uuid4().hex, created_unix_s=time.time())
-        with contextlib.suppress(NotFound):
-            return runs.parse(runs.Run, self._store.get(names.RUN), names.RUN).id
+        found = read_run(self._store) or runs.Run(uuid.uuid4().hex, created_unix_s=time.time())
         with contextlib.suppress(Conflict):
-            self._store.put(names.RUN, runs.document(fresh), if_absent=True)
-        return runs.parse(runs.Run, self._store.get(names.RUN), names.RUN).id
+            self._store.put(names.RUN, runs.document(found), if_absent=True)
+        there = read_run(self._store)
+        assert there is not None
+        return there.id
 
     def _attempts(self) -> Iterator[names.Parsed]:
         for entry in self._store.list("attempts/"):
@@ -505,18 +512,18 @@ class Checkpointer:
 
         Ranks: collective.
         """
-        result: tuple[bool, Any] = (True, None)
+        result: tuple[Any, HoldfastError | None] = (None, None)
         if self._ranks.rank == 0:
             try:
-                result = (True, work())
+                result = (work(), None)
             except HoldfastError as error:
-                result = (False, error)
-        well, value = self._ranks.share(result)
-        if not well:
-            raise value
+                result = (None, error)
+        value, error = self._ranks.share(result)
+        if error is not None:
+            raise error
         return value
 
-    # -- restoring ---------------------------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -580,21 +587,20 @@ class Checkpointer:
         return found.step
 
     def _tell_restored(self, found: Restored, keeper: Keeper) -> None:
-        passed = "; ".join(
-            f"passed over step {p.step} of attempt {p.attempt}: {p.reason}" for p in found.passed
-        )
+        passed = [
+            f"passed over step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.passed
+        ]
         keeper.note(
             "restored",
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
-            detail=passed[:4000],
+            detail="; ".join(passed),
         )
+        for line in passed:
+            self._say(line)
         rate = f"{say_bytes(found.num_bytes)} in {say_seconds(found.seconds)}"
-        self._say(
-            f"restored step {found.step} from {self.home} ({rate}, verified)"
-            + (f"; {passed}" if passed else "")
-        )
+        self._say(f"restored step {found.step} from {self.home} ({rate}, verified)")
 
     def _end_attempt(self) -> None:
         with contextlib.suppress(HoldfastError):
@@ -611,7 +617,7 @@ class Checkpointer:
             done = runs.Done(self._run or "", self._attempt, step, finished_unix_s=time.time())
             self._store.put(names.DONE, runs.document(done))
 
-    # -- ending ------------------------------------------------------------------------------------------------
+    # -- ending ----------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until everything saved is durable, and let the keeper end.
@@ -653,16 +659,19 @@ class Checkpointer:
 
     def _check_process(self) -> None:
         if self._closed:
-            raise InvalidInput("This Checkpointer is closed. Make a new one.")
+            message = "This Checkpointer is closed. Make a new one."
+            raise InvalidInput(message)
         if os.getpid() != self._pid:
             raise InvalidInput(
-                f"This Checkpointer belongs to process {self._pid} and was carried into process {os.getpid()} by a "
+                f"This Checkpointer belongs to process {self._pid} and was carried into process "
+                f"{os.getpid()} by a "
                 "fork. Use it only in the process that made it."
             )
 
     def _say(self, text: str) -> None:
         if self._ranks.rank == 0 and not self._quiet:
-            print(f"holdfast: {text}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"holdfast: {text}\n")
+            sys.stderr.flush()
 
 
 def _absolute(home: str | os.PathLike[str]) -> str:

@@ -65,7 +65,7 @@ class EveryTime(Every):
 
 @dataclass(frozen=True, slots=True)
 class EveryAuto(Every):
-    """Save as often as a budget allows: the training time lost per save, measured, stays under `budget` of all time.
+    """Save as often as a budget allows: what saves cost, measured, stays under `budget` of all time.
 
     The first save comes after `first_steps` steps, to measure what one costs. A save is never due before
     the last one could have become durable.
@@ -156,7 +156,7 @@ class Line:
 
 
 def line_of(found: Iterable[tuple[tuple[int, int], int | None]]) -> Line:
-    """Tell the line that the newest checkpoint continues from the checkpoints that newer attempts left behind.
+    """Tell the line that the newest checkpoint continues from what newer attempts left behind.
 
     An attempt only begins from what it restored, so a checkpoint of an older attempt whose step is beyond
     the base of a newer attempt that has committed is not part of the run any more.
@@ -181,7 +181,7 @@ def line_of(found: Iterable[tuple[tuple[int, int], int | None]]) -> Line:
 
 
 class Meter:
-    """Measures what saves cost: blocked time, time that optimizers waited, and steps slowed while one is in flight."""
+    """Measures what saves cost: blocked time, waiting optimizers, steps slowed while one is in flight."""
 
     def __init__(self) -> None:
         self.save_cost_s: float | None = None

@@ -44,13 +44,15 @@ class Ranks:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InvalidInput(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group, so the ranks cannot agree on "
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group, so the ranks "
+                "cannot agree on "
                 "a checkpoint. Call torch.distributed.init_process_group() before making the Checkpointer."
             )
         if self.world_size > 1:
             # Ours alone: a collective of ours must never be matched with one of training's.
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-            self._store: dist.Store = distributed_c10d._get_default_store()
+            group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+            self._group = group
+            self._store = distributed_c10d._get_default_store()
 
     def gather(self, value: _T) -> list[_T]:
         """The values of all ranks, by rank.
@@ -128,7 +130,8 @@ class Ranks:
         highest, lowest, *flags = said.tolist()
         if highest != -lowest:
             raise InvalidInput(
-                f"The ranks are at different steps: the first at {-lowest}, the last at {highest}. Every rank must "
+                f"The ranks are at different steps: the first at {-lowest}, the last at {highest}. Every "
+                "rank must "
                 "call should_save() after each step, with the same number.",
                 rank=self.rank,
             )
@@ -136,13 +139,14 @@ class Ranks:
 
     def _silent(self, error: RuntimeError) -> RetryLater:
         return RetryLater(
-            f"Rank {self.rank} could not reach the other {self.world_size - 1} ranks within {self._timeout_s:.0f} s: "
+            f"Rank {self.rank} could not reach the other {self.world_size - 1} ranks within "
+            f"{self._timeout_s:.0f} s: "
             f"{error}. One of them has died or hangs; look at their messages.",
             rank=self.rank,
         )
 
     def part(self) -> None:
-        """Finish the exchange under way and wait until every rank is here, so that none leaves another in mid-sentence.
+        """Finish the exchange under way and wait for every rank, so that none leaves another in mid-sentence.
 
         gloo fails a collective that has done its work if the peer's process ends before this one has noticed
         that it has. So the last meeting is at the store, not in a collective; rank 0, which holds the store,

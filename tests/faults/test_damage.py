@@ -134,6 +134,19 @@ def test_an_extra_file_is_in_nobodys_way(playground: Playground, uninterrupted: 
     playground.check_finishes_like(uninterrupted, said="restored step 10 ")
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_the_runs_own_document_may_be_damaged_or_lost(playground: Playground, uninterrupted: str, lost: bool):
+    """The claims and manifests name the run too."""
+    child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:5")
+    child.wait()
+    playground.wait_for_keepers()
+    if lost:
+        (playground.home / "holdfast.json").unlink()
+    else:
+        flip_bit(playground.home / "holdfast.json", 60)
+    playground.check_finishes_like(uninterrupted, said="restored step 10 ")
+
+
 def test_training_never_starts_from_zero_over_damaged_checkpoints(playground: Playground):
     """When nothing verifies, the run stops with an error that names every checkpoint."""
     child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:3")

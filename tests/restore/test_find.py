@@ -73,9 +73,23 @@ def test_the_run_is_read_and_its_damage_found() -> None:
     assert find.read_run(store) == run.Run(RUN_ID, 1_700_000_000.0)
     damaged = bytearray(store.get(names.RUN))
     damaged[60] ^= 1
-    store.put(names.RUN, damaged)
+    alone = MemoryStore()
+    alone.put(names.RUN, damaged)
     with pytest.raises(Corrupt, match="seal"):
-        find.read_run(store)
+        find.read_run(alone)
+
+
+def test_a_lost_or_damaged_run_document_makes_no_checkpoint_a_strangers() -> None:
+    store = make_store()
+    make_checkpoint(store, 5, 1, TWO_RANKS)
+    store.put(names.RUN, b"rubbish")
+    found = find.read_run(store)
+    assert found is not None
+    assert found.id == RUN_ID
+    store.delete(names.RUN)
+    claim = run.Attempt(9, RUN_ID, 2, "host", 17, 1_600_000_000.0)
+    store.put(names.attempt(9), run.document(claim))
+    assert find.read_run(store) == run.Run(RUN_ID, 1_600_000_000.0)
 
 
 def test_a_manifest_is_read_back_as_it_was_merged() -> None:

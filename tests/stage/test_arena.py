@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from holdfast.errors import InvalidInput, RetryLater, SaveWarning
+from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.stage import Arena, Arenas
 from stage.training import WAIT_S, CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
 
@@ -149,12 +149,14 @@ def test_arenas_that_are_too_small_make_room_for_one_that_fits() -> None:
 
 
 def test_a_system_without_descriptors_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    monkeypatch.setattr(
+        os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files"))
+    )
     with pytest.raises(RetryLater, match="Too many open files"):
         Arenas(MIB).acquire(1000)
 
 
-# -- as a Checkpointer sees it ---------------------------------------------------------------------------------
+# -- as a Checkpointer sees it -------------------------------------------------------------------------------
 
 
 def make_state(width: int = 64) -> dict[str, Any]:
@@ -168,7 +170,9 @@ def test_memory_that_is_too_small_is_refused_with_both_sizes(tmp_path: Path) -> 
     for when_full in ("wait", "skip"):
         state = make_state()
         with make_checkpointer(tmp_path / when_full, state, memory="50kB", when_full=when_full) as ckpt:
-            with pytest.raises(InvalidInput, match=r"needs an arena of 1\d\d kB, but memory= allows 50\.0 kB"):
+            with pytest.raises(
+                InvalidInput, match=r"needs an arena of 1\d\d kB, but memory= allows 50\.0 kB"
+            ):
                 ckpt.save(1)
             train(state["model"], state["optimizer"], 64)
 
@@ -182,7 +186,12 @@ def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
         first = ckpt.save(1)
         with pytest.warns(SaveWarning, match=r"step 2 was skipped.*\(1 so far\)\. Raise memory="):
             skipped = ckpt.save(2)
-        assert (skipped.skipped, skipped.failed, skipped.state, ckpt.num_skipped) == (True, None, "skipped", 1)
+        assert (skipped.skipped, skipped.failed, skipped.state, ckpt.num_skipped) == (
+            True,
+            None,
+            "skipped",
+            1,
+        )
         gate.opened.set()
         first.wait_durable()
         wait_until(lambda: ckpt._arenas.has_room(100_000))
@@ -193,37 +202,33 @@ def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
     assert '"event":"skipped","step":2' in (home / "history" / "a0001-rank-00000.jsonl").read_text()
 
 
-def test_the_save_that_a_notice_asks_for_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run must not end as preempted and durable because there was no room at that moment."""
-    from holdfast import Preempted
-
-    state, home = make_state(), tmp_path / "home"
-    gate = CopyGate(monkeypatch)
-    ckpt = make_checkpointer(home, state, memory="180kB", when_full="skip", every=1)
-
-    def notice() -> None:
-        ckpt._notices.reason = "SIGTERM"
-
-    with pytest.warns(SaveWarning, match="step 2 was skipped"), pytest.raises(Preempted) as found, ckpt:
-        for step in ckpt.steps(10):
+def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool) -> None:
+    """Save after each step, with no room for the second save until a moment after it is asked for."""
+    with make_checkpointer(home, make_state(), memory="180kB", when_full="skip", every=1) as ckpt:
+        for step in ckpt.steps(total):
             if step == 1:
-                notice()
+                ckpt._notices.reason = "SIGTERM" if is_preempted else None
                 threading.Timer(0.1, gate.opened.set).start()
-    assert found.value.step == 2
-    assert (home / "step-00000002" / "manifest-a0001.json").exists()
 
 
-def test_the_last_save_of_a_run_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, home = make_state(), tmp_path / "home"
+def test_the_save_that_a_notice_asks_for_is_never_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run must not end as preempted and durable because there was no room at that moment."""
     gate = CopyGate(monkeypatch)
     with (
         pytest.warns(SaveWarning, match="step 2 was skipped"),
-        make_checkpointer(home, state, memory="180kB", when_full="skip", every=1) as ckpt,
+        pytest.raises(Preempted, match="after step 2; the checkpoint is durable"),
     ):
-        for step in ckpt.steps(2):
-            if step == 1:
-                threading.Timer(0.1, gate.opened.set).start()
-    assert (home / "step-00000002" / "manifest-a0001.json").exists()
+        run_two_steps(tmp_path, gate, total=10, is_preempted=True)
+    assert (tmp_path / "step-00000002" / "manifest-a0001.json").exists()
+
+
+def test_the_last_save_of_a_run_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = CopyGate(monkeypatch)
+    with pytest.warns(SaveWarning, match="step 2 was skipped"):
+        run_two_steps(tmp_path, gate, total=2, is_preempted=False)
+    assert (tmp_path / "step-00000002" / "manifest-a0001.json").exists()
 
 
 def test_a_save_that_waits_for_memory_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +260,7 @@ def test_one_save_in_flight_takes_the_memory_of_the_state_once(
         first.wait_durable()
         for step in range(2, 6):
             ckpt.save(step).wait_durable()
-        assert memfd_bytes() - before <= 1.05 * num_bytes + 100_000, "one arena is used again and again"
+        assert memfd_bytes() - before <= 1.05 * num_bytes + 100_000, "one arena serves them all"
     assert memfd_bytes() == before
 
 

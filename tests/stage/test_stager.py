@@ -16,7 +16,15 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import holdfast
 from holdfast.errors import Conflict, RetryLater, SaveWarning
 from holdfast.stage import Stager, stager
-from stage.training import CopyGate, check_saved, compute_gradients, make_checkpointer, make_model, snapshot, train
+from stage.training import (
+    CopyGate,
+    check_saved,
+    compute_gradients,
+    make_checkpointer,
+    make_model,
+    snapshot,
+    train,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda parameters: AdamW(parameters, lr=0.1),
@@ -65,7 +73,12 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
 def test_each_of_two_optimizers_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that steps first is not the one that the state names first."""
     a, b = make_model(), make_model()
-    state = {"a": a, "b": b, "for_a": AdamW(a.parameters(), fused=True), "for_b": AdamW(b.parameters(), fused=True)}
+    state = {
+        "a": a,
+        "b": b,
+        "for_a": AdamW(a.parameters(), fused=True),
+        "for_b": AdamW(b.parameters(), fused=True),
+    }
     train(a, state["for_a"])
     train(b, state["for_b"])
     gate = CopyGate(monkeypatch)
@@ -295,7 +308,9 @@ def test_tied_weights_are_saved_once_and_restored_tied(tmp_path: Path) -> None:
     assert saved.manifest.tied == {"model.head.weight": "model.embedding.weight"}
     assert "model.head.weight" not in saved.manifest.tensors
     other = Tied()
-    with make_checkpointer(tmp_path / "home", {"model": other, "optimizer": AdamW(other.parameters())}) as ckpt:
+    with make_checkpointer(
+        tmp_path / "home", {"model": other, "optimizer": AdamW(other.parameters())}
+    ) as ckpt:
         assert ckpt.restore() == 1
     assert other.head.weight is other.embedding.weight
     assert torch.equal(other.head.weight, expected)

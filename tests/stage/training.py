@@ -1,4 +1,4 @@
-"""What the tests of staging train: a small model with an optimizer, and a gate that holds the background copy."""
+"""What the tests of staging train: a small model, and a gate that holds the background copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class CopyGate:
         self._copy = stager._copy
         monkeypatch.setattr(stager, "_copy", self._gated)
 
-    def _gated(self, views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    def _gated(
+        self, views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False
+    ) -> None:
         if threading.current_thread().name == "holdfast-stage":
             self.reached.set()
             assert self.opened.wait(WAIT_S)
@@ -58,11 +60,13 @@ def train(model: nn.Module, optimizer: Optimizer, width: int = 8) -> None:
 
 def make_checkpointer(home: Path, state: dict[str, Any], **options: Any) -> holdfast.Checkpointer:
     """A Checkpointer that leaves the test's signals and output alone."""
-    return holdfast.Checkpointer(home, state, **{"signals": False, "quiet": True, "memory": "2GiB", **options})
+    return holdfast.Checkpointer(
+        home, state, **{"signals": False, "quiet": True, "memory": "2GiB", **options}
+    )
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of all tensors of modules, optimizers and plain tensors, by the names that a checkpoint gives them."""
+    """Copies of all tensors of a state, by the names that a checkpoint gives them."""
     found: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}
     for key, value in state.items():

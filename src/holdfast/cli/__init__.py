@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import Corrupt, HoldfastError
 
-COMMANDS = ("ls", "show", "verify", "diff", "history", "rm")
+COMMANDS = ("ls", "show", "verify", "diff", "history", "rm", "demo")
 """Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`."""
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141

@@ -11,7 +11,15 @@ from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format.manifest import Manifest
 from holdfast.policy import line_of
-from holdfast.restore.find import Home, Saved, check_files, list_home, read_manifest, read_run
+from holdfast.restore.find import (
+    Home,
+    Saved,
+    check_files,
+    list_home,
+    read_manifest,
+    read_run,
+    read_run_document,
+)
 from holdfast.store import Store, open_store
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
@@ -73,6 +81,10 @@ def open_home(place: str) -> tuple[Store, Home]:
 
 def read_run_id(store: Store) -> str | None:
     """Id of the run that a home holds; a damaged `holdfast.json` is told on stderr and passed over."""
+    try:
+        read_run_document(store)
+    except Corrupt as error:
+        print(f"holdfast: {error} Going on with what the rest of the home says.", file=sys.stderr)
     try:
         run = read_run(store)
     except (Corrupt, Unsupported) as error:

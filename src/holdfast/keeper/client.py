@@ -194,6 +194,7 @@ class Keeper:
         self._send(
             {
                 "op": "note",
+                "t": time.time(),
                 "event": event,
                 "step": step,
                 "bytes": num_bytes,
@@ -215,8 +216,9 @@ class Keeper:
         self._stderr = os.memfd_create("holdfast-keeper-stderr")  # read if it dies; leaves no file behind
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        # A process inherits its maker's mask: blocked here, they cannot end the keeper before it ignores them.
         presence = Presence.claim(self.terms.home, self._trace())
+        # A process inherits its maker's mask: blocked here, they cannot end the keeper before it ignores
+        # them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             self._process = subprocess.Popen(
@@ -236,10 +238,15 @@ class Keeper:
                 pass_fds=(theirs.fileno(), presence.fd),
                 start_new_session=True,  # Ctrl-C and SIGTERM to the trainer's process group do not reach it
             )
+        except OSError:
+            presence.path.unlink(missing_ok=True)
+            os.close(self._stderr)
+            ours.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        theirs.close()
-        presence.let_go()
+            theirs.close()
+            presence.let_go()
         self._send({"terms": self.terms.text()})
         listener = threading.Thread(target=self._listen, args=(ours,), name="holdfast-listen", daemon=True)
         listener.start()
@@ -268,7 +275,8 @@ class Keeper:
         """The keeper has ended after `close`: what it has not told of will not be told any more."""
         for pending in list(self._pending.values()):
             message = (
-                f"The keeper of rank {self.terms.rank} (pid {self.pid}) ended before it told what became of step "
+                f"The keeper of rank {self.terms.rank} (pid {self.pid}) ended before it told what became of "
+                "step "
                 f"{pending.save.step}; it may be complete. Earlier checkpoints stand."
             )
             self._finish(pending.save.step, RetryLater(message, step=pending.save.step))
@@ -377,7 +385,7 @@ _let_go: dict[int, Keeper] = {}
 
 
 def wait_for_let_go(home: str, *, timeout_s: float) -> None:
-    """Wait for the keepers of `home` that this process has let go: they may be about to complete a checkpoint.
+    """Wait for the keepers of `home` that this process has let go: they may be about to commit.
 
     Blocks: until they have ended, at most `timeout_s` each.
     """

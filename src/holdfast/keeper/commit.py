@@ -1,4 +1,4 @@
-"""Commit: make a checkpoint visible as complete once every rank's part is there, unless the attempt is fenced."""
+"""Commit: make a checkpoint visible once every rank's part is there, unless the attempt is fenced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def check_not_fenced(store: Store, attempt: int) -> None:
     newest = newest_attempt(store)
     if newest > attempt:
         raise Conflict(
-            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may not commit any more. "
+            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may not commit any "
+            "more. "
             "Its earlier checkpoints stand. Stop this process: the other one goes on."
         )
 
@@ -60,7 +61,8 @@ def commit(store: Store, terms: Terms, step: int) -> None:
     part_names = [names.part(step, terms.attempt, rank) for rank in range(terms.world_size)]
     documents = [(part_name, store.get(part_name)) for part_name in part_names]
     manifest = manifests.merge_documents(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
-    # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same parts.
+    # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
+    # parts.
     with contextlib.suppress(Conflict):
         # The commit: before this object exists the checkpoint does not, afterwards it is complete.
         store.put(name, manifests.document(manifest), if_absent=True)

@@ -13,6 +13,7 @@ from holdfast.store import Store
 
 EVENTS = (
     "restored",
+    "saved",  # save() returned; seconds are what it took from the training loop
     "staged",
     "persisted",
     "committed",
@@ -27,7 +28,7 @@ EVENTS = (
 
 
 class History:
-    """Appends events. A history that cannot be written is told to the trainer once, and never stops a save."""
+    """Appends events. If it cannot be written, that is told to the trainer once and never stops a save."""
 
     def __init__(self, store: Store, terms: Terms) -> None:
         self.store = store
@@ -35,11 +36,18 @@ class History:
         self.trouble: str | None = None
 
     def record(
-        self, event: str, *, step: int | None, num_bytes: int = 0, seconds: float = 0.0, detail: str = ""
+        self,
+        event: str,
+        *,
+        step: int | None,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        detail: str = "",
+        unix_s: float | None = None,
     ) -> dict[str, Any]:
-        """Write one event and return it."""
+        """Write one event and return it; `unix_s` is when it happened, if that was not now."""
         line = {
-            "t": round(time.time(), 3),
+            "t": round(time.time() if unix_s is None else unix_s, 6),
             "event": event,
             "step": step,
             "attempt": self.terms.attempt,

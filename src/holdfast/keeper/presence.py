@@ -65,10 +65,10 @@ def process_start(pid: int) -> int | None:
 
 
 class Presence:
-    """A keeper's trace: a locked file that says what it is doing. The lock ends with the last process that holds it.
+    """A keeper's trace: a locked file that says what it is doing. The lock ends with its last holder.
 
-    The trainer makes it before it starts the keeper and hands the locked descriptor over, so that at no moment
-    a keeper is alive without a trace.
+    The trainer makes it before it starts the keeper and hands the locked descriptor over, so that at no
+    moment a keeper is alive without a trace.
     """
 
     def __init__(self, path: Path, fd: int, trace: Trace) -> None:
@@ -145,7 +145,7 @@ def _is_locked(fd: int) -> bool:
 
 
 def wait_for_orphans(home: str, *, timeout_s: float, say: Callable[[str], None]) -> bool:
-    """Wait for keepers of `home` on this host whose trainer is gone: they may be about to complete a checkpoint.
+    """Wait for keepers of `home` on this host whose trainer is gone: they may be about to commit.
 
     Keepers whose trainer lives are not waited for; a newer attempt fences them.
 
@@ -168,7 +168,8 @@ def wait_for_orphans(home: str, *, timeout_s: float, say: Callable[[str], None])
             told = True
             ranks = sorted({trace.rank for trace in orphans})
             say(
-                f"waiting for the keepers of ranks {ranks} of attempt {orphans[0].attempt} to finish their saves"
+                f"waiting for the keepers of ranks {ranks} of attempt {orphans[0].attempt} to finish their "
+                "saves"
             )
         time.sleep(_POLL_S)
     return True

@@ -1,4 +1,4 @@
-"""The keeper's main loop: takes staged saves, persists them in order, commits, retains, and ends by itself."""
+"""The keeper's main loop: takes staged saves, persists them in order, commits, retains, then ends."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class Desk:
     def _take_all(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self.end, selectors.EVENT_READ)
-            # A killed trainer's data loader workers may keep its end of the socket open: watch the process too.
+            # A killed trainer's data loader workers may keep its end of the socket open: watch the process
+            # too.
             with contextlib.suppress(ProcessLookupError):
                 selector.register(os.pidfd_open(self._trainer_pid), selectors.EVENT_READ)
             gone = len(selector.get_map()) == 1
@@ -181,6 +182,7 @@ class Work:
                 num_bytes=note.get("bytes", 0),
                 seconds=note.get("seconds", 0.0),
                 detail=note.get("detail", ""),
+                unix_s=note["t"],
             )
 
     # -- persist ---------------------------------------------------------------------------------------------
@@ -195,7 +197,8 @@ class Work:
         except HoldfastError as error:
             self._fail(job, error)
         else:
-            # Told before the arena is released: a successor of this keeper must not need an arena that is reused.
+            # Told before the arena is released: a successor of this keeper must not need an arena that is
+            # reused.
             self._tell("persisted", job, num_bytes=job.num_bytes, seconds=time.monotonic() - began)
             self.waiting.append(job)
         finally:
@@ -268,7 +271,8 @@ class Work:
             lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
             raise RetryLater(
                 f"Step {job.step} was not committed: {lacking} did not come in {waited_s:.0f} s. Rank "
-                f"{self.terms.rank}'s part is durable; earlier checkpoints stand. Look at those ranks' own messages.",
+                f"{self.terms.rank}'s part is durable; earlier checkpoints stand. Look at those ranks' own "
+                "messages.",
                 step=job.step,
             )
 

@@ -6,7 +6,8 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 
-# Whoever stops a run wants its last save finished, so what stops trainers does not stop keepers. SIGKILL does.
+# Whoever stops a run wants its last save finished, so what stops trainers does not stop keepers. SIGKILL
+# does.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 

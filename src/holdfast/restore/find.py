@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
@@ -98,16 +100,48 @@ def candidates(home: Home) -> list[tuple[int, int]]:
 def read_run(store: Store) -> run.Run | None:
     """The run that this home holds, None for a home that was never used.
 
+    Every claim of an attempt and every manifest names the run too, so a damaged or lost `holdfast.json` makes
+    no checkpoint a stranger's.
+
     Raises:
-        Corrupt: the home's own document is damaged.
+        Corrupt: the home's own document is damaged, and nothing else in the home tells the run.
         Unsupported: written by a newer format.
         RetryLater: the store failed.
     """
+    damage: Corrupt | None = None
     try:
-        text = store.get(names.RUN)
-    except NotFound:
-        return None
-    return run.parse(run.Run, text, names.RUN)
+        found = read_run_document(store)
+    except Corrupt as error:
+        found, damage = None, error
+    found = found or next(_runs_named_elsewhere(store), None)
+    if found is None and damage is not None:
+        raise damage
+    return found
+
+
+def read_run_document(store: Store) -> run.Run | None:
+    """What `holdfast.json` says; None if there is none.
+
+    Raises:
+        Corrupt: it is damaged.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    with contextlib.suppress(NotFound):
+        return run.parse(run.Run, store.get(names.RUN), names.RUN)
+    return None
+
+
+def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
+    home = list_home(store)
+    for number in sorted(home.attempts, reverse=True):
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):
+            claim = run.parse(run.Attempt, store.get(names.attempt(number)), names.attempt(number))
+            yield run.Run(claim.run, claim.started_unix_s)
+    for attempt, step in candidates(home):
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):
+            manifest = read_manifest(store, step, attempt, None)
+            yield run.Run(manifest.run, manifest.created_unix_s)
 
 
 def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +18,10 @@ from holdfast.quantity import say_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; where it is unknown the first copy pays for the page faults instead
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 class Arena:
@@ -58,24 +64,27 @@ class Arena:
         """Page-lock for CUDA, so that copies from the device run beside computation. Once per arena."""
         if self._pinned:
             return
-        status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, 0)
+        status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, 0)
         if int(status) != 0:
             raise RetryLater(
-                f"CUDA refused to page-lock {say_bytes(self.num_bytes)} (cudaHostRegister: error {int(status)}). "
+                f"CUDA refused to page-lock {say_bytes(self.num_bytes)} (cudaHostRegister: error "
+                f"{int(status)}). "
                 "Raise the memlock limit (ulimit -l), or lower memory=."
             )
         self._pinned = True
 
     def shrink(self) -> None:
-        """Give the pages back at once, also those that a keeper has mapped; only if nobody reads them any more."""
+        """Give the pages back at once, also those a keeper has mapped; only if nobody reads them any more."""
         os.ftruncate(self.fd, 0)
 
     def close(self) -> None:
         """Let go of the memory. The keeper's own mapping of it stays valid."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            _cudart().cudaHostUnregister(self.bytes.data_ptr())
         self.views.clear()
         self.bytes = torch.empty(0, dtype=torch.uint8)
+        with contextlib.suppress(BufferError):  # somebody still looks at it: then it goes with them
+            self._map.close()
         os.close(self.fd)
 
 
@@ -98,7 +107,7 @@ class Arenas:
             return list(self._all)
 
     def prepare(self, num_bytes: int, *, then: Callable[[Arena], object]) -> None:
-        """Make one arena of `num_bytes` ready in the background, if none is there yet; then call `then` with it."""
+        """Make one arena ready in the background, if none is there yet; then call `then` with it."""
         with self._changed:
             if self._all or num_bytes > self.cap_bytes:
                 return
@@ -143,7 +152,8 @@ class Arenas:
             arena = Arena(self._count, num_bytes)
         except OSError as error:
             raise RetryLater(
-                f"The system refused an arena of {say_bytes(num_bytes)}: {error.strerror}. Nothing was saved. "
+                f"The system refused an arena of {say_bytes(num_bytes)}: {error.strerror}. Nothing was "
+                "saved. "
                 "Lower memory=, or raise the limit that is in the way (open files, address space)."
             ) from error
         self._all[arena.number] = arena

@@ -1,4 +1,4 @@
-"""The plan of a save: which tensors this rank writes, and where each stands in the file; kept by structure."""
+"""The plan of a save: which tensors this rank writes, and where in the file; kept by structure."""
 
 from __future__ import annotations
 

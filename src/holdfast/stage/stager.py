@@ -1,4 +1,4 @@
-"""Copies a state into an arena: at once what anything may change, in the background what an optimizer owns."""
+"""Copies a state into an arena: at once what may change, in the background what an optimizer owns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -56,9 +57,10 @@ class Stager:
         for optimizer in optimizers:
             known = self._hooks.get(id(optimizer))
             if known is None or known[0]() is not optimizer:
-                # A compiled step() must call it, and not trace what it finds: it would find another copy each time.
-                hook = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
-                self._hooks[id(optimizer)] = weakref.ref(optimizer), hook
+                # A compiled step() must call it, and not trace what it finds: it would find another copy
+                # each time.
+                before: Any = torch.compiler.disable(self._before_step)
+                self._hooks[id(optimizer)] = weakref.ref(optimizer), optimizer.register_step_pre_hook(before)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         staging = self._current
@@ -185,7 +187,8 @@ class _Background:
 
 def _copy(views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False) -> None:
     if views:
-        torch._foreach_copy_(views, live, non_blocking)  # one call, without the interpreter lock
+        # One call, without the interpreter lock.
+        torch._foreach_copy_(views, live, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _groups(live: list[torch.Tensor], indices: tuple[int, ...]) -> Iterable[list[int]]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from holdfast.errors import InvalidInput
-from holdfast.format.layout import check_name
 from holdfast.state.spread import Spread
-from holdfast.state.tensors import is_same_view, is_savable, refuse
-
-_REPLICATED, _LOWEST = Spread.REPLICATED, Spread.LOWEST
+from holdfast.state.table import Role, Structure, Table
+from holdfast.state.tensors import is_savable
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +20,9 @@ class Captured:
 
     `tensors` are detached and share memory with the training objects; of tensors that are one and the same
     only the first is among them. The order is the same on every rank whose state has the same structure.
+
+    `structure` is the same object as in the capture before if nothing but bytes and values has changed: names
+    and their order, dtypes, shapes, devices, `per_rank`, `lowest`, `owned` and `tied`. Else it is a new one.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -30,92 +31,142 @@ class Captured:
     owned: frozenset[str]  # only a step of an optimizer in the state changes these
     tied: dict[str, str]  # alias -> name of the tensor that it is
     values: dict[str, Any]  # top-level key -> tagged JSON, with {"$tensor": name} for tensors
+    structure: Structure  # to be compared by identity
 
 
 class Sink:
-    """Collects tensors by name while a state is walked, and finds those that are one and the same.
+    """Collects tensors by name while a state is walked.
+
+    It follows the table of the capture before for as long as the same tensors come in the same order, which
+    costs a comparison each. At the first difference it makes a new table, in which ties are looked for anew.
 
     Args:
         world_size: number of ranks; with one rank, nothing is per rank.
         checked: names that are known not to be reserved; grows.
+        followed: table of the capture before.
     """
 
-    def __init__(self, world_size: int, checked: set[str]) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.tied: dict[str, str] = {}
-        self.per_rank: set[str] = set()
-        self.lowest: set[str] = set()
-        self.owned: set[str] = set()
-        self.parameter_names: dict[int, str] = {}  # id of a live parameter -> its first name
-        self._checked = checked
-        self._is_single = world_size == 1
-        self._at: dict[int, str] = {}  # address -> first tensor that starts there
-        self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
+    def __init__(self, world_size: int, checked: set[str], followed: Table | None = None) -> None:
+        is_usable = followed is not None and followed.world_size == world_size
+        self._followed = followed if is_usable else None
+        self._new_table = Table(world_size, checked)
+        self._row = 0  # of the table that is followed: all before it are confirmed
+        self._owner = 0
+        self._replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
+        self._replaced_at: set[int] = set()  # their addresses
+
+    @property
+    def table(self) -> Table:
+        """The table that is followed, or the new one."""
+        return self._followed or self._new_table
+
+    @property
+    def parameter_names(self) -> dict[int, str]:
+        """First name of each live parameter by id. The same object as long as nothing in it has changed."""
+        return self.table.parameter_names
 
     def add(self, name: str, tensor: torch.Tensor, spread: Spread) -> str:
+        """Take a tensor that is nothing special; see `take`."""
+        return self.take(name, tensor, Role(spread))
+
+    def take(self, name: str, tensor: torch.Tensor, role: Role) -> str:
         """Take a tensor; answers the name under which its bytes stand, another one if it is tied.
 
         Raises:
             Unsupported: a tensor that cannot be saved.
             InvalidInput: a name that is taken or reserved.
         """
-        if not is_savable(tensor):
-            raise refuse(tensor, name)
-        if name not in self._checked:
-            check_name(name)
-            self._checked.add(name)
-        if name in self.tensors or name in self.tied:
-            raise _collision(name)
-        address = tensor.data_ptr()
-        if self._at.setdefault(address, name) is not name:
-            if (other := self._twin(address, tensor)) is not None:
-                self.tied[name] = other
-                return other
-            self._more.setdefault(address, []).append(name)
-        is_bare = type(tensor) is torch.Tensor and not tensor.requires_grad
-        self.tensors[name] = tensor if is_bare else tensor.detach()
-        if not self._is_single and spread is not _REPLICATED:
-            (self.lowest if spread is _LOWEST else self.per_rank).add(name)
-        return name
+        if self._followed is not None:
+            if self._confirm(self._followed, name, tensor, role):
+                self._row += 1
+                return self._followed.holders[self._row - 1]
+            self._leave(self._followed)
+        return self._new_table.add(name, tensor, role)
 
-    def _twin(self, address: int, tensor: torch.Tensor) -> str | None:
-        """Name of a taken tensor that is the same as this one; an empty tensor has no address and no twin."""
-        names = [self._at[address], *self._more.get(address, ())] if address else []
-        return next((name for name in names if is_same_view(self.tensors[name], tensor)), None)
+    def take_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> None:
+        """Take tensors as `take` does, quickly if they are the same objects as in the capture before."""
+        if self._followed is not None and self._followed.are_same(self._row, names, roles, tensors):
+            self._row += len(names)
+            return
+        for name, role, tensor in zip(names, roles, tensors, strict=True):
+            self.take(name, tensor, role)
 
-    def emitter(self, spread: Spread, *, is_owned: bool = False) -> Callable[[str, torch.Tensor], None]:
-        """A function that takes tensors with one spread, for `tree.strip`."""
+    def emitter(self, spread: Spread, *, is_owned: bool = False) -> Callable[[str, torch.Tensor], object]:
+        """A function that takes tensors with one role, for `tree.strip`."""
+        role = Role(spread, is_owned=is_owned)
+        return lambda name, tensor: self.take(name, tensor, role)
 
-        def emit(name: str, tensor: torch.Tensor) -> None:
-            self.add(name, tensor, spread)
-            if is_owned:
-                self.own(name)
-
-        return emit
-
-    def own(self, name: str) -> None:
-        """Mark a name as changed only by a step of an optimizer in the state."""
-        self.owned.add(self.tied.get(name, name))
+    def own(self, parameters: list[torch.Tensor]) -> None:
+        """Mark an optimizer's parameters as changed only by its steps; all named tensors are taken by now."""
+        table, i = self._followed, self._owner
+        if table is not None:
+            if i < len(table.owners) and _are_same_objects(table.owners[i], parameters):
+                self._owner += 1
+                return
+            self._leave(table)
+        self._new_table.own(parameters)
 
     def is_per_rank(self, name: str) -> bool:
-        """True if every rank has its own of this name."""
-        return self.tied.get(name, name) in self.per_rank
+        """True if every rank has its own of a name that was taken."""
+        return self.table.is_per_rank(name)
 
-    def captured(self, values: dict[str, Any]) -> Captured:
-        """All that was taken, with the encoded values."""
+    def captured(self, values: dict[str, Any], structure: Structure | None) -> Captured:
+        """All that was taken, with the encoded values.
+
+        Args:
+            values: encoded values by top-level key.
+            structure: that of the capture before; it is kept if it still holds.
+        """
+        if self._followed is not None and not self._is_at_end(self._followed):
+            self._leave(self._followed)
+        is_kept = self._followed is not None and not self._put_replaced(self._followed)
+        if structure is None or not is_kept:
+            new = self.table.structure()
+            structure = structure if structure is not None and structure.says_the_same(new) else new
         return Captured(
-            tensors=self.tensors,
-            per_rank=frozenset(self.per_rank),
-            lowest=frozenset(self.lowest),
-            owned=frozenset(self.owned),
-            tied=self.tied,
+            tensors=dict(self.table.tensors),  # a copy: a later capture may put new tensors into the table
+            per_rank=structure.per_rank,
+            lowest=structure.lowest,
+            owned=structure.owned,
+            tied=structure.tied,
             values=values,
+            structure=structure,
         )
 
+    def _confirm(self, table: Table, name: str, tensor: torch.Tensor, role: Role) -> bool:
+        """True if the next row is this one, or is so but for its tensor, which nothing else depends on."""
+        row = self._row
+        if not table.has(row, name, role):
+            return False
+        if table.is_same(row, tensor):
+            return True
+        if not is_savable(tensor) or not table.can_replace(row, tensor):
+            return False
+        address = tensor.data_ptr()
+        if address and address in self._replaced_at:
+            return False
+        self._replaced_at.add(address)
+        self._replaced[row] = tensor
+        return True
 
-def _collision(name: str) -> InvalidInput:
-    message = (
-        f"Two tensors of the state would both be saved as {name!r}: a key with a dot in it, or a number and "
-        "a string that read the same, make names ambiguous. Nothing was written. Rename one of the keys."
-    )
-    return InvalidInput(message, key=name)
+    def _is_at_end(self, table: Table) -> bool:
+        return self._row == len(table.names) and self._owner == len(table.owners)
+
+    def _leave(self, table: Table) -> None:
+        """Put all that was confirmed into the new table and go on with that one."""
+        self._followed = None
+        for row in range(self._row):
+            tensor = self._replaced.get(row)
+            live = table.live(row) if tensor is None else tensor
+            self._new_table.add(table.names[row], live, table.roles[row])
+        for parameters in table.owners[: self._owner]:
+            self._new_table.own(parameters)
+
+    def _put_replaced(self, table: Table) -> bool:
+        """Put the replaced tensors into the followed table; answers True if its structure has changed."""
+        changes = [table.replace(row, tensor) for row, tensor in self._replaced.items()]
+        return any(changes)
+
+
+def _are_same_objects(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))

@@ -22,8 +22,9 @@ from holdfast.state.objects import (
     is_generator,
     is_stateful,
 )
-from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, own_parameters
+from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters
 from holdfast.state.spread import Marked, Spread
+from holdfast.state.table import Structure, Table
 from holdfast.state.tree import graft, references
 
 
@@ -44,6 +45,8 @@ class State:
         self._objects = objects
         self._entries: dict[str, Entry] = {}
         self._checked: set[str] = set()
+        self._table: Table | None = None  # what the capture before found
+        self._structure: Structure | None = None
         for key, entry in self._current().items():
             if isinstance(entry, (ValueEntry, GeneratorEntry)):
                 _capture(key, entry, Sink(1, self._checked))
@@ -55,7 +58,8 @@ class State:
     def capture(self) -> Captured:
         """All tensors and values of the state at this moment, the process-wide RNG states included.
 
-        Tensors are not copied: they must be, before anything changes them.
+        Tensors are not copied: they must be, before anything changes them. The memory of all of them stays
+        taken until the next capture or load, also if training lets go of it.
 
         Raises:
             InvalidInput: a value that cannot be saved, or two tensors with one name.
@@ -64,13 +68,15 @@ class State:
         Ranks: not collective by itself; a user's state_dict() may be.
         """
         entries = self._current()
-        sink = Sink(_world()[1], self._checked)
+        sink = Sink(_world()[1], self._checked, self._table)
         captured = {key: _capture(key, entry, sink) for key, entry in _ordered(entries)}
         for optimizer in self._hooked(entries):
-            own_parameters(optimizer, sink)
+            sink.own(parameters(optimizer))
         values = {key: captured[key] for key in entries}
         values[rng.KEY] = rng.capture(sink)
-        return sink.captured(values)
+        captured_now = sink.captured(values, self._structure)
+        self._table, self._structure = sink.table, captured_now.structure
+        return captured_now
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers whose next step may change tensors that `Captured.owned` names."""
@@ -104,6 +110,7 @@ class State:
             InvalidInput: the state and the checkpoint do not fit each other.
             Unsupported: a dtype or kind of tensor that cannot be restored here.
         """
+        self._table = None  # a load replaces tensors: it must not find the memory of the old ones taken
         entries = self._current()
         wanted = self._wanted(only)
         plan = Plan(tensors, tied, values, renamer(rename))

@@ -17,6 +17,7 @@ from holdfast.state.capture import Sink
 from holdfast.state.entry import Entry
 from holdfast.state.load import Phase, Plan
 from holdfast.state.spread import Spread
+from holdfast.state.table import Role
 from holdfast.state.tree import graft, references, strip
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -33,15 +34,32 @@ class _Row:
     parameter: Spread
     buffer: Spread
 
+    def role(self, kind: type) -> Role:
+        """Role of a tensor of this type under the key."""
+        is_parameter = kind is torch.nn.Parameter
+        return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter)
 
-@dataclass(frozen=True, slots=True)
+
 class _Structure:
     """The names of a module, valid while its keys and its wrappers are the same."""
 
-    keys: list[str]
-    wrappers: tuple[str, ...]  # paths at which a wrapper may stand
-    facts: list[object]  # what stood there
-    rows: tuple[_Row, ...]
+    def __init__(
+        self, keys: list[str], wrappers: tuple[str, ...], facts: list[object], rows: tuple[_Row, ...]
+    ) -> None:
+        self.keys = keys
+        self.wrappers = wrappers  # paths at which a wrapper may stand
+        self.facts = facts  # what stood there
+        self.rows = rows
+        self.names = [row.name for row in rows]
+        self.types: list[type] | None = None  # of the values in the capture before
+        self.roles: list[Role] | None = None  # None if some of these values are not tensors
+
+    def set_types(self, types: list[type]) -> None:
+        """Remember what kinds of values stand under the keys."""
+        self.types = types
+        is_all_tensors = all(issubclass(kind, torch.Tensor) for kind in types)
+        rows = zip(self.rows, types, strict=True)
+        self.roles = [row.role(kind) for row, kind in rows] if is_all_tensors else None
 
 
 @final
@@ -60,13 +78,17 @@ class ModuleEntry(Entry):
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
         state = self.value.state_dict(keep_vars=True)
+        structure, values = self._current(state), list(state.values())
+        types = list(map(type, values))
+        if types != structure.types:
+            structure.set_types(types)
+        if structure.roles is not None:
+            sink.take_all(structure.names, structure.roles, values)
+            return {}
         extra: dict[str, Any] = {}
-        for row, value in zip(self._current(state).rows, state.values(), strict=True):
-            if type(value) is torch.nn.Parameter:
-                sink.add(row.name, value, row.parameter)
-                sink.parameter_names.setdefault(id(value), row.name)
-            elif isinstance(value, torch.Tensor):
-                sink.add(row.name, value, row.buffer)
+        for row, value in zip(structure.rows, values, strict=True):
+            if isinstance(value, torch.Tensor):
+                sink.take(row.name, value, row.role(type(value)))
             else:
                 extra[row.fqn] = encode(strip(value, row.name, sink.emitter(row.buffer)), row.name)
         return {EXTRA: extra} if extra else {}

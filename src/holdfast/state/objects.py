@@ -16,6 +16,7 @@ from holdfast.state.entry import Entry
 from holdfast.state.load import Phase, Plan
 from holdfast.state.rng import python_state, set_python_state
 from holdfast.state.spread import Marked, Spread
+from holdfast.state.table import Role
 from holdfast.state.tree import graft, meet, references, strip, update
 
 
@@ -69,9 +70,8 @@ class TensorEntry(Entry):
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
-        sink.add(self.key, self.value, self.spread or Spread.PER_RANK)
-        if isinstance(self.value, torch.nn.Parameter):
-            sink.parameter_names.setdefault(id(self.value), self.key)
+        is_named = isinstance(self.value, torch.nn.Parameter)
+        sink.take(self.key, self.value, Role(self.spread or Spread.PER_RANK, is_named=is_named))
         return encode(TensorRef(self.key), self.key)
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:

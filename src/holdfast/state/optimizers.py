@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -15,7 +16,9 @@ from holdfast.format.values import encode
 from holdfast.state.capture import Sink
 from holdfast.state.entry import Entry
 from holdfast.state.load import Phase, Plan
+from holdfast.state.slots import Slots, is_slot_name, survey
 from holdfast.state.spread import Spread
+from holdfast.state.table import Role
 from holdfast.state.tree import graft, meet, references, strip, update
 
 Names = Callable[[], dict[int, str]]
@@ -41,13 +44,9 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "param_groups")
 
 
-def own_parameters(optimizer: Optimizer, sink: Sink) -> None:
-    """Mark an optimizer's parameters as changed only by its steps."""
-    names = sink.parameter_names
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if name := names.get(id(parameter)):
-                sink.own(name)
+def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +75,32 @@ class OptimizerEntry(Entry):
     def __init__(self, key: str, value: Optimizer, spread: Spread | None, names: Names) -> None:
         super().__init__(key, value, spread)
         self._names = names
+        self._slots: Slots | None = None  # None also if the state is of a kind that has none
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
-        groups: list[dict[str, Any]] = []
+        names, slots = sink.parameter_names, self._slots
+        values = slots.read(self.value, names) if slots is not None else None
+        if slots is None or values is None:
+            named = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
+            prefix = f"{self.key}.state."
+            slots = survey(self.value, names, named, prefix, lambda *pair: self._role(sink, *pair))
+            values = slots.read(self.value, names) if slots is not None else None
+            self._slots = slots
+            if slots is None or values is None:
+                return self._capture_each(sink, named)
+        groups = self._capture_groups(sink, slots.fqns)
+        sink.take_all(slots.names, slots.roles, slots.tensors(values))
+        return {"param_groups": groups, "state": encode(slots.others(values), f"{self.key}.state")}
+
+    def _capture_each(self, sink: Sink, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
+        """Capture state of any kind: with containers, or that belongs to no parameter."""
         other: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
-        for i, group in enumerate(self.value.param_groups):
-            named = list(_named(i, group, sink.parameter_names))
-            groups.append(self._capture_group(sink, i, group, [fqn for fqn, _ in named]))
-            for fqn, parameter in named:
-                if state := self.value.state.get(parameter):
-                    self._capture_state(sink, fqn, parameter, state, other)
+        groups = self._capture_groups(sink, [[fqn for fqn, _ in group] for group in named])
+        for fqn, parameter in chain.from_iterable(named):
+            if state := self.value.state.get(parameter):
+                self._capture_state(sink, fqn, parameter, state, other)
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
                 emit = sink.emitter(self.spread or Spread.REPLICATED, is_owned=True)
@@ -96,6 +109,10 @@ class OptimizerEntry(Entry):
         if shared:
             values["shared"] = encode(shared, f"{self.key}.state")
         return values
+
+    def _capture_groups(self, sink: Sink, fqns: list[list[str]]) -> list[dict[str, Any]]:
+        groups = zip(self.value.param_groups, fqns, strict=True)
+        return [self._capture_group(sink, i, group, names) for i, (group, names) in enumerate(groups)]
 
     def _capture_group(
         self, sink: Sink, index: int, group: dict[str, Any], fqns: list[str]
@@ -106,19 +123,22 @@ class OptimizerEntry(Entry):
             for name, value in group.items()
             if name != "params"
         }
-        return {"params": fqns, **encode(options, f"{self.key}.param_groups[{index}]")}
+        # A copy of the names: what was captured must not change with what is kept here.
+        return {"params": list(fqns), **encode(options, f"{self.key}.param_groups[{index}]")}
 
     def _capture_state(
         self, sink: Sink, fqn: str, parameter: torch.Tensor, state: dict[Any, Any], other: dict[str, Any]
     ) -> None:
-        prefix, spread = f"{self.key}.state.{fqn}.", self._spread_of(sink, fqn, parameter)
-        add, own = sink.add, sink.owned.add
+        prefix, role = f"{self.key}.state.{fqn}.", self._role(sink, fqn, parameter)
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and type(name) is str and name.isidentifier():
-                own(add(prefix + name, value, spread))
+            if isinstance(value, torch.Tensor) and is_slot_name(name):
+                sink.take(prefix + name, value, role)
             else:
-                emit = sink.emitter(spread, is_owned=True)
+                emit = sink.emitter(role.spread, is_owned=True)
                 other.setdefault(fqn, {})[name] = strip(value, f"{prefix}{name}", emit)
+
+    def _role(self, sink: Sink, fqn: str, parameter: torch.Tensor) -> Role:
+        return Role(self._spread_of(sink, fqn, parameter), is_owned=True)
 
     def _spread_of(self, sink: Sink, fqn: str, parameter: torch.Tensor) -> Spread:
         """State is spread as its parameter is; a parameter outside the state may be anything."""

@@ -11,6 +11,7 @@ _TORCH = {name: getattr(torch, label) for name, label in TORCH_NAMES.items() if 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH.items()}
 """safetensors dtype name by torch dtype."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_set_to = torch.Tensor.is_set_to
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
 
@@ -84,6 +85,35 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.is_conj() == b.is_conj()
         and a.is_neg() == b.is_neg()
     )
+
+
+def shows_same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    """True if a tensor has the storage, offset, shape, strides and dtype of another one."""
+    return (
+        tensor.dtype is alias.dtype
+        and show_same_memory([tensor], [alias])
+        and tensor.is_conj() == alias.is_conj()
+        and tensor.is_neg() == alias.is_neg()
+    )
+
+
+def show_same_memory(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> bool:
+    """True if each of many tensors has the storage, offset, shape and strides of its alias.
+
+    Enough for tensors of the same dtype that are whole storages: see `may_be_reread`.
+    """
+    try:
+        return all(map(_is_set_to, tensors, aliases))
+    except RuntimeError:  # a sparse tensor has come to stand in the place of a dense one
+        return False
+
+
+def may_be_reread(tensor: torch.Tensor) -> bool:
+    """True if the same memory could be shown with other values: as a conjugate or negative view.
+
+    A negative view is one of every second number of a complex tensor, so it is never a whole storage.
+    """
+    return tensor.is_complex() or tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

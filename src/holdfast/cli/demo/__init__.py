@@ -23,7 +23,7 @@ MIN_STEPS, MIN_BYTES = 48, 25_000_000
 
 _EXAMPLES = """
 holdfast demo
-holdfast demo --home /mnt/disk --keep     # measure another disk; look at what is left
+holdfast demo --home /mnt/disk --keep
 holdfast demo --json | jq .proven
 """
 

@@ -48,7 +48,7 @@ def figures(outcome: Outcome) -> Figures:
         ValueError: nothing was saved.
     """
     persisted = [event for event in outcome.events if event["event"] == "persisted"]
-    blocked = [event["seconds"] for event in outcome.events if event["event"] == "staged"]
+    blocked = [event["seconds"] for event in outcome.events if event["event"] == "saved"]
     raw = outcome.raw_writes
     if not persisted or not blocked or not raw:
         message = "The survivor's history tells of no save."

@@ -55,13 +55,13 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Tell one event, with the seconds since the beginning."""
-        self._line(Text.assemble((f"{time.monotonic() - self._began:5.1f} s  ", "dim"), text))
+        self._line(Text(f"{time.monotonic() - self._began:5.1f} s ", style="dim"), Text(text))
 
     def said(self, line: str) -> None:
         """Repeat what a training has written to stderr."""
         short = line.replace(self._home, "HOME")
         style = "yellow" if "passed over" in short else "green" if short.startswith("holdfast: ") else "red"
-        self._line(Text.assemble(" " * 9, (short, style)))
+        self._line(Text(" " * 8), Text(short, style=style))
 
     def step(self, who: str, step: int, loss: float) -> None:
         """Show progress: a bar's place, or a line when a quarter is done."""
@@ -75,8 +75,16 @@ class Screen:
         if news:
             self.say(f"{who}: step {step} of {self._steps}, loss {loss:.2f}")
 
-    def _line(self, text: Text) -> None:
-        self.console.print(text, soft_wrap=not self.console.is_terminal)
+    def _line(self, margin: Text, text: Text) -> None:
+        """Print a margin and a text beside it; on a terminal the text is folded within its own column."""
+        if not self.console.is_terminal:
+            self.console.print(Text.assemble(margin, " ", text), soft_wrap=True)
+            return
+        row = Table.grid(padding=(0, 1, 0, 0))
+        row.add_column(no_wrap=True, min_width=len(margin))
+        row.add_column(overflow="fold")
+        row.add_row(margin, text)
+        self.console.print(row)
 
     def show(self, claims: list[Claim], figures: Figures) -> None:
         """The tables, and every claim with what bears it out."""
@@ -86,9 +94,9 @@ class Screen:
         self.console.print(_table_of_figures(figures))
         self.console.print()
         for claim in claims:
-            mark = ("proven  ", "green") if claim.holds else ("NOT SO  ", "bold red")
-            self._line(Text.assemble(mark, claim.text))
-            self._line(Text(f"        {claim.seen}", style="dim"))
+            mark = Text("proven ", style="green") if claim.holds else Text("NOT SO ", style="bold red")
+            self._line(mark, Text(claim.text))
+            self._line(Text(" " * 7), Text(claim.seen, style="dim"))
 
 
 def _bars(console: Console) -> Progress:

@@ -1,0 +1,137 @@
+"""Runs a function on several gloo ranks, each a process of its own, and what tests run there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from holdfast.policy import Every, Pace
+from stage.training import make_checkpointer
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["holdfast.checkpointer", "torch._dynamo", "stage.ranks"])
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(rank, *args)` returns on each rank; an exception's text where it raises."""
+    answers = _context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        children = [
+            _context.Process(target=_become, args=(rank, world_size, folder, answers, function, args))
+            for rank in range(world_size)
+        ]
+        for child in children:
+            child.start()
+        found = dict(answers.get(timeout=60) for _ in children)
+        for child in children:
+            child.join(60)
+    return [found[rank] for rank in range(world_size)]
+
+
+def _become(
+    rank: int, world_size: int, folder: str, answers: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    try:
+        answers.put((rank, function(rank, *args)))
+    except Exception:  # noqa: BLE001 - the test looks at it
+        answers.put((rank, traceback.format_exc()))
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16))
+
+
+def train_and_save(rank: int, home: Path) -> dict[str, Any]:
+    """Three steps of DDP, a save, and one more step; the parameters as they were at the save."""
+    net = DistributedDataParallel(make_net())
+    optimizer = AdamW(net.parameters(), lr=0.1)
+    torch.manual_seed(rank + 100)
+    random.seed(rank)
+    kept: dict[str, Any] = {}
+    with make_checkpointer(home, {"model": net, "optimizer": optimizer}) as ckpt:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            net(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            if step == 3:
+                ckpt.save(3)
+                kept = {name: tensor.clone().numpy() for name, tensor in net.module.state_dict().items()}
+                kept["drawn"] = torch.rand(2).numpy()
+                kept["python"] = random.random()
+    return kept
+
+
+def restore(rank: int, home: Path) -> dict[str, Any]:
+    """The parameters after a restore into DDP, what the generators draw next, and the step."""
+    net = DistributedDataParallel(make_net())
+    optimizer = AdamW(net.parameters(), lr=0.1)
+    with make_checkpointer(home, {"model": net, "optimizer": optimizer}) as ckpt:
+        step = ckpt.restore()
+    found: dict[str, Any] = {name: tensor.numpy() for name, tensor in net.module.state_dict().items()}
+    found |= {"drawn": torch.rand(2).numpy(), "python": random.random(), "step": step}
+    found["moments"] = [state["exp_avg"].sum().item() for state in optimizer.state.values()]
+    return found
+
+
+def drift_apart(rank: int, home: Path) -> str:
+    """Rank 1 counts its steps otherwise."""
+    ckpt = make_checkpointer(home, {"x": torch.ones(1)}, ranks_timeout="10s")
+    try:
+        ckpt.should_save(1)
+        ckpt.should_save(2 + rank)
+        ckpt.should_save(3 + rank)
+    except ValueError as error:
+        return str(error)
+    return "nothing was said"
+
+
+class FromStep(Every):
+    """Due by a clock that only rank 0 asks, from a step on until it was saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def due(self, pace: Pace) -> bool:
+        return pace.step >= self.step > pace.saved_step
+
+
+def save_on_time(rank: int, home: Path) -> list[int]:
+    """Steps at which a timed policy, due once, has this rank save."""
+    with make_checkpointer(home, {"x": torch.ones(1)}, every=FromStep(4)) as ckpt:
+        saved = []
+        for step in range(1, 10):
+            if ckpt.should_save(step):
+                saved.append(step)
+                ckpt.save(step)
+    return saved
+
+
+def skip_together(rank: int, home: Path) -> list[str]:
+    """Only rank 1 has no free memory at the second save."""
+    import warnings
+
+    with make_checkpointer(home, {"x": torch.ones(1000)}, when_full="skip", memory="64kB") as ckpt:
+        ckpt.save(1).wait_durable()
+        held = ckpt._arenas.acquire(50_000, timeout_s=10) if rank == 1 else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            states = [ckpt.save(2).state]
+        if held is not None:
+            ckpt._arenas.release(held)
+        save = ckpt.save(3)
+        save.wait_durable()
+        return [*states, save.state]

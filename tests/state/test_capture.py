@@ -1,0 +1,442 @@
+"""Repeated captures: what has changed since the one before is noticed, and the structure stays otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import InvalidInput
+from holdfast.state import Captured, State
+from state.trip import Net, same, train
+
+
+class Story:
+    """A training set-up whose state has been captured twice: the second time it was only compared."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        torch.manual_seed(0)
+        self.model: Any = Net()
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        train(self.model, self.optimizer, 1)
+        self.objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "epoch": 1}
+        self.state = State(self.objects)
+        self.first = self.state.capture()
+        assert self.state.capture().structure is self.first.structure
+
+    def capture(self) -> Captured:
+        """The next capture, which must say what one without a past says."""
+        captured, fresh = self.state.capture(), State(self.objects).capture()
+        assert list(captured.tensors) == list(fresh.tensors)
+        assert same(captured.tensors, fresh.tensors)
+        for name, tensor in captured.tensors.items():
+            if not name.startswith("rng"):
+                assert tensor.data_ptr() == fresh.tensors[name].data_ptr(), name
+            assert tensor.stride() == fresh.tensors[name].stride()
+            assert not tensor.requires_grad
+        facts = ("per_rank", "lowest", "owned", "tied", "values")
+        assert all(getattr(captured, fact) == getattr(fresh, fact) for fact in facts)
+        again = self.state.capture()
+        assert again.structure is captured.structure
+        assert list(again.tensors) == list(captured.tensors)
+        return captured
+
+
+def _replace_parameter(story: Story) -> None:
+    story.model.inner.weight = nn.Parameter(torch.randn(4, 8))
+    story.model.inner.bias = nn.Parameter(torch.randn(4))
+
+
+def _resize_buffer(story: Story) -> None:
+    story.model.norm.running_mean.resize_(3)
+
+
+def _halve(story: Story) -> None:
+    story.model.half()
+
+
+def _reread_as_integers(story: Story) -> None:
+    story.model.norm.running_mean.data = story.model.norm.running_mean.data.view(torch.int32)
+
+
+def _add_buffer(story: Story) -> None:
+    story.model.inner.register_buffer("extra", torch.ones(2))
+
+
+def _remove_buffer(story: Story) -> None:
+    del story.model.norm.running_mean
+
+
+def _forget_buffer(story: Story) -> None:
+    story.model.norm._non_persistent_buffers_set.add("running_mean")
+
+
+def _add_module(story: Story) -> None:
+    story.model.more = nn.Linear(1, 1)
+
+
+def _reorder(story: Story) -> None:
+    story.model._modules["embed"] = story.model._modules.pop("embed")
+
+
+def _add_group(story: Story) -> None:
+    story.objects["late"] = nn.Linear(2, 2)
+    story.optimizer.add_param_group({"params": list(story.objects["late"].parameters())})
+
+
+def _drop_parameter_from_group(story: Story) -> None:
+    parameter = story.optimizer.param_groups[0]["params"].pop()
+    story.optimizer.state.pop(parameter)
+
+
+def _disown_parameter_without_state(story: Story) -> None:
+    story.optimizer.state.clear()
+    story.state.capture()
+    story.optimizer.param_groups[0]["params"].pop()
+
+
+def _clear_optimizer(story: Story) -> None:
+    story.optimizer.state.clear()
+
+
+def _add_state_tensor(story: Story) -> None:
+    story.optimizer.state[story.model.inner.bias]["more"] = torch.ones(3)
+
+
+def _turn_step_into_number(story: Story) -> None:
+    story.optimizer.state[story.model.inner.bias]["step"] = 3
+
+
+def _untie(story: Story) -> None:
+    story.model.out.weight = nn.Parameter(story.model.out.weight.detach().clone())
+
+
+def _tie_by_memory(story: Story) -> None:
+    story.model.norm.weight.data = story.model.norm.bias.data
+
+
+def _add_alias(story: Story) -> None:
+    story.objects["also"] = story.model.embed.weight
+
+
+def _tie_a_state_tensor(story: Story) -> None:
+    state = story.optimizer.state[story.model.inner.bias]
+    state["exp_avg"] = state["exp_avg_sq"]
+
+
+def _remove_object(story: Story) -> None:
+    del story.objects["optimizer"]
+
+
+def _add_tensor_in_value(story: Story) -> None:
+    story.objects["epoch"] = {"table": torch.ones(3)}
+
+
+CHANGES = [
+    _replace_parameter,
+    _resize_buffer,
+    _halve,
+    _reread_as_integers,
+    _add_buffer,
+    _remove_buffer,
+    _forget_buffer,
+    _add_module,
+    _reorder,
+    _add_group,
+    _drop_parameter_from_group,
+    _disown_parameter_without_state,
+    _clear_optimizer,
+    _add_state_tensor,
+    _turn_step_into_number,
+    _untie,
+    _tie_by_memory,
+    _add_alias,
+    _tie_a_state_tensor,
+    _remove_object,
+    _add_tensor_in_value,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_a_change_of_the_structure_is_noticed(change: Callable[[Story], None]) -> None:
+    """The next capture has it, and says by a new structure object that plans have to be made anew."""
+    story = Story()
+    change(story)
+    assert story.capture().structure is not story.first.structure
+
+
+def _swap_data(story: Story) -> None:
+    story.model.inner.weight.data = torch.randn(8, 8)
+
+
+def _swap_data_of_buffer(story: Story) -> None:
+    story.model.norm.running_mean.data = torch.randn(8)
+
+
+def _transpose_in_place(story: Story) -> None:
+    story.model.inner.weight.data = story.model.inner.weight.data.t()
+
+
+def _swap_parameter_of_same_shape(story: Story) -> None:
+    story.model.inner.bias = nn.Parameter(torch.randn(8))
+    story.optimizer.param_groups[0]["params"] = list(story.model.parameters())
+    old = list(story.optimizer.state)
+    for parameter in [p for p in old if all(p is not q for q in story.model.parameters())]:
+        story.optimizer.state[story.model.inner.bias] = story.optimizer.state.pop(parameter)
+
+
+def _swap_objects(story: Story) -> None:
+    other = nn.Parameter(torch.randn(8, 8))
+    story.model.inner.weight.grad = None
+    torch.utils.swap_tensors(story.model.inner.weight, other)
+
+
+def _replace_buffer(story: Story) -> None:
+    story.model.norm.running_mean = torch.randn(8)
+
+
+def _load_optimizer(story: Story) -> None:
+    other = Story()
+    story.optimizer.load_state_dict(other.optimizer.state_dict())
+
+
+def _replace_one_state_tensor(story: Story) -> None:
+    story.optimizer.state[story.model.inner.bias]["exp_avg"] = torch.randn(8)
+
+
+def _fill_state_in_another_order(story: Story) -> None:
+    state = story.optimizer.state
+    first = next(iter(state))
+    state[first] = state.pop(first)
+
+
+def _freeze(story: Story) -> None:
+    story.model.inner.weight.requires_grad_(False)
+
+
+def _change_values(story: Story) -> None:
+    story.optimizer.param_groups[0]["lr"] = 0.5
+    story.objects["epoch"] = 2
+
+
+SWAPS = [
+    _swap_data,
+    _swap_data_of_buffer,
+    _transpose_in_place,
+    _swap_parameter_of_same_shape,
+    _swap_objects,
+    _replace_buffer,
+    _load_optimizer,
+    _replace_one_state_tensor,
+    _fill_state_in_another_order,
+    _freeze,
+    _change_values,
+]
+
+
+@pytest.mark.parametrize("change", SWAPS, ids=lambda change: change.__name__[1:])
+def test_a_tensor_that_is_swapped_for_an_equal_kind_is_noticed(change: Callable[[Story], None]) -> None:
+    """The new bytes are captured, and the plan of the save may stay as it is."""
+    story = Story()
+    change(story)
+    assert story.capture().structure is story.first.structure
+
+
+def test_lazily_created_optimizer_state_is_noticed() -> None:
+    """The first step makes it; after that, nothing changes any more."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = State({"model": model, "optimizer": optimizer})
+    before = state.capture()
+    train(model, optimizer, 1)
+    after = state.capture()
+    assert after.structure is not before.structure
+    assert "optimizer.state.model.inner.bias.exp_avg" in after.tensors.keys() - before.tensors.keys()
+    train(model, optimizer, 1)
+    assert state.capture().structure is after.structure
+
+
+def test_a_parameter_that_leaves_its_optimizer_is_owned_no_more() -> None:
+    """Anything may change it from then on, so it must be copied at once."""
+    story = Story()
+    assert "model.inner.bias" in story.first.owned
+    parameters = story.optimizer.param_groups[0]["params"]
+    story.optimizer.state.pop(story.model.inner.bias)
+    parameters[:] = [p for p in parameters if p is not story.model.inner.bias]
+    assert "model.inner.bias" not in story.capture().owned
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, torch.optim.Adagrad]
+)
+def test_the_structure_stays_while_training_goes_on(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """Over 100 captures with steps between them; each capture shows the values of its moment."""
+    story = Story(optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(story.optimizer, 10)
+    story.objects["schedule"] = schedule
+    structure = story.state.capture().structure
+    if optimizer is torch.optim.LBFGS:
+        structure = None  # it keeps a growing history
+    for epoch in range(100):
+        train(story.model, story.optimizer, 1, schedule.step)
+        story.objects["epoch"] = epoch
+        captured = story.state.capture()
+        assert structure is None or captured.structure is structure
+        assert captured.values["epoch"] == epoch
+        assert captured.values["optimizer"]["param_groups"][0]["lr"] == story.optimizer.param_groups[0]["lr"]
+        assert torch.equal(captured.tensors["rng.torch"], torch.get_rng_state())
+        assert captured.tensors["model.inner.weight"].data_ptr() == story.model.inner.weight.data_ptr()
+        assert captured.tensors["model.inner.weight"]._version == story.model.inner.weight._version
+    story.capture()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in plain numbers, as many optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["seen"] = state.get("seen", 0) + 1
+                state["mean"] = parameter.detach().clone()  # a new tensor at each step
+        return loss
+
+
+def test_plain_numbers_and_new_tensors_in_optimizer_state_are_those_of_the_moment() -> None:
+    """Numbers are encoded anew; tensors that are replaced at each step leave the structure as it is."""
+    story = Story(Counting)
+    for seen in range(2, 6):
+        train(story.model, story.optimizer, 1)
+        captured = story.capture()
+        assert captured.values["optimizer"]["state"]["model.inner.bias"] == {"seen": seen}
+        assert same(
+            captured.tensors["optimizer.state.model.inner.bias.mean"], story.model.inner.bias.detach()
+        )
+        assert captured.structure is story.first.structure
+
+
+class Loose:
+    """An object whose state_dict() gives whatever tensors it is told to."""
+
+    def __init__(self) -> None:
+        self.give: Callable[[], dict[str, Any]] = dict
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.give()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_tensors_of_other_objects_are_taken_anew() -> None:
+    """Fresh ones each time, of another shape, tied to each other, or tied to a parameter."""
+    story, loose = Story(), Loose()
+    story.objects["loose"] = loose
+    weight, shared = story.model.inner.weight, torch.ones(4)
+    structures = []
+    gifts: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"a": torch.randn(3), "b": torch.randn(3)},
+        lambda: {"a": torch.randn(4), "b": torch.randn(3)},
+        lambda: {"a": shared, "b": shared},
+        lambda: {"a": shared, "b": shared.clone()},
+        lambda: {"a": weight.detach(), "b": torch.randn(3)},
+        lambda: {"a": weight.detach()[1], "b": weight.detach()[2]},
+        lambda: {"b": torch.empty(0), "a": torch.empty(0)},
+    ]
+    for gift in gifts:
+        loose.give = gift
+        captured = story.state.capture()
+        structures.append(captured.structure)
+        assert story.state.capture().structure is captured.structure
+        fresh = State(story.objects).capture()
+        assert captured.tied == fresh.tied
+        assert list(captured.tensors) == list(fresh.tensors)
+        shapes = {name: tensor.shape for name, tensor in fresh.tensors.items()}
+        assert {name: tensor.shape for name, tensor in captured.tensors.items()} == shapes
+    assert len({id(structure) for structure in structures}) == len(gifts)
+
+
+def test_fresh_tensors_that_share_memory_only_now_are_tied() -> None:
+    """Two that were apart in the capture before, and that nobody has seen yet."""
+    story, loose = Story(), Loose()
+    story.objects["loose"] = loose
+    loose.give = lambda: {"a": torch.randn(3), "b": torch.randn(3)}
+    assert not story.state.capture().tied.keys() & {"loose.b"}
+
+    def give() -> dict[str, Any]:
+        tensor = torch.randn(3)
+        return {"a": tensor, "b": tensor.detach()}
+
+    loose.give = give
+    assert story.state.capture().tied["loose.b"] == "loose.a"
+
+
+def test_a_conjugate_view_of_the_same_memory_is_noticed() -> None:
+    """Address, shape and dtype are the same; the numbers are not."""
+    numbers = torch.randn(3, dtype=torch.complex64)
+    model: Any = nn.Module()
+    model.register_buffer("numbers", numbers.view(3))
+    model.register_buffer("imaginary", numbers.imag)
+    state = State({"m": model})
+    state.capture()
+    model.numbers.data = numbers.conj()
+    model.imaginary.data = numbers.conj().imag
+    captured = state.capture()
+    assert same(captured.tensors["m.numbers"], numbers.conj())
+    assert same(captured.tensors["m.imaginary"], -numbers.imag)
+
+
+def test_user_code_runs_once_per_capture() -> None:
+    """A state_dict() may be collective: a change elsewhere must not make one rank call it twice."""
+    story, loose = Story(), Loose()
+    calls: list[int] = []
+    story.objects["loose"] = loose
+    loose.give = lambda: {"number": calls.append(1), "tensor": torch.randn(2)}
+    story.objects["last"] = {"t": torch.ones(1)}
+    for change in (None, 0, 1):
+        if change is not None:
+            story.objects["last"] = {"t": torch.ones(2 + change)}
+        calls.clear()
+        story.state.capture()
+        assert len(calls) == 1
+
+
+def test_earlier_captures_keep_their_tensors() -> None:
+    """What a later capture finds in a place does not show in an earlier one, which may still be copied."""
+    story = Story()
+    rng = story.first.tensors["rng.torch"].clone()
+    mean = story.first.tensors["model.norm.running_mean"]
+    torch.rand(7)
+    story.model.norm.running_mean = torch.randn(8)
+    later = story.state.capture()
+    assert later.tensors["model.norm.running_mean"] is not mean
+    assert story.first.tensors["model.norm.running_mean"] is mean
+    assert torch.equal(story.first.tensors["rng.torch"], rng)
+    assert not torch.equal(later.tensors["rng.torch"], rng)
+
+
+def test_a_capture_that_fails_leaves_no_trace() -> None:
+    """The one after it is right again."""
+    story = Story()
+    story.model.norm.running_mean = torch.randn(8)
+    story.objects["bad"] = object()
+    with pytest.raises(InvalidInput, match="bad"):
+        story.state.capture()
+    del story.objects["bad"]
+    assert story.capture().structure is story.first.structure
+
+
+def test_memory_that_training_has_let_go_of_is_free_after_the_next_capture() -> None:
+    """It is held until then, so that no new tensor can be mistaken for the old one."""
+    story = Story()
+    old = weakref.ref(story.model.norm.running_mean)
+    story.model.norm.running_mean = torch.randn(8)
+    assert old() is not None
+    story.first = story.state.capture()
+    assert old() is None

@@ -1,0 +1,283 @@
+"""The Checkpointer: when it saves, what it refuses, what it says, and how it restores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import holdfast
+from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, SaveWarning, Unsupported
+from holdfast.policy import EverySteps, EveryTime
+from stage.training import make_checkpointer, make_model, snapshot, train
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def steps_saved(home: Path) -> list[int]:
+    """Complete steps of a home, in order."""
+    return sorted(int(path.parent.name[5:]) for path in home.glob("step-*/manifest-*.json"))
+
+
+def make_state() -> dict[str, Any]:
+    model = make_model()
+    return {"model": model, "optimizer": AdamW(model.parameters(), lr=0.1), "epoch": 0}
+
+
+# -- when ----------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_saves_when_due_and_at_the_end_and_marks_the_run_as_done(home: Path) -> None:
+    state = make_state()
+    with make_checkpointer(home, state, every=3, keep=None) as ckpt:
+        seen = []
+        for step in ckpt.steps(8):
+            seen.append(step)
+            train(state["model"], state["optimizer"])
+    assert seen == list(range(8))
+    assert steps_saved(home) == [3, 6, 8]
+    done = json.loads((home / "done.json").read_text())
+    assert (done["step"], done["attempt"]) == (8, 1)
+
+
+def test_a_finished_run_yields_nothing_and_saves_nothing_more(home: Path) -> None:
+    with make_checkpointer(home, {"x": torch.ones(2)}, every=2) as ckpt:
+        list(ckpt.steps(4))
+    with make_checkpointer(home, {"x": torch.zeros(2)}, every=2) as ckpt:
+        assert list(ckpt.steps(4)) == []
+        assert ckpt.latest() == 4
+    assert steps_saved(home) == [2, 4]
+    assert json.loads((home / "done.json").read_text())["step"] == 4
+
+
+def test_a_loop_that_is_left_goes_on_in_the_next_attempt(home: Path) -> None:
+    state = {"x": torch.zeros(1)}
+    with make_checkpointer(home, state, every=2) as ckpt:
+        for step in ckpt.steps(10):
+            if step == 5:
+                break
+            state["x"] += 1
+    assert not (home / "done.json").exists()
+    state = {"x": torch.zeros(1)}
+    with make_checkpointer(home, state, every=2) as ckpt:
+        seen = []
+        for step in ckpt.steps(10):
+            seen.append(step)
+            state["x"] += 1
+    assert seen == [4, 5, 6, 7, 8, 9]
+    assert state["x"].item() == 10
+
+
+def test_steps_and_time_make_a_save_due_each_by_its_own_rule(home: Path) -> None:
+    """Steps are counted, time is measured; policies compose to any depth."""
+    hour = EveryTime(3600)
+    with make_checkpointer(
+        home / "a", {"x": torch.ones(1)}, every=hour | EverySteps(3) | EverySteps(5)
+    ) as ckpt:
+        assert [step for step in range(1, 11) if ckpt.should_save(step)] == [3, 5, 6, 9, 10]
+    with make_checkpointer(home / "b", {"x": torch.ones(1)}, every="1ms") as ckpt:
+        ckpt.should_save(1)
+        threading.Event().wait(0.002)
+        assert ckpt.should_save(2)
+    with make_checkpointer(home / "c", {"x": torch.ones(1)}, every="1h") as ckpt:
+        assert not any(ckpt.should_save(step) for step in range(1, 5))
+
+
+def test_auto_measures_one_save_first(home: Path) -> None:
+    with make_checkpointer(home, {"x": torch.ones(1)}, every="auto") as ckpt:
+        due = []
+        for step in range(1, 16):
+            if ckpt.should_save(step):
+                due.append(step)
+                ckpt.save(step).wait_durable()
+        assert due[0] == 10
+        assert ckpt._meter.save_cost_s is not None
+
+
+# -- save ----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_step_twice_is_one_save_and_an_older_one_is_refused(home: Path) -> None:
+    with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:
+        first = ckpt.save(5)
+        assert ckpt.save(5) is first
+        with pytest.raises(InvalidInput, match=r"Step 4 comes after step 5 was saved.*restore\(step="):
+            ckpt.save(4)
+    assert steps_saved(home) == [5]
+
+
+def test_waiting_that_runs_out_forgets_nothing(home: Path) -> None:
+    """A save that is still under way after wait(timeout) is waited for by the next wait()."""
+    with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:
+        ckpt.save(1).wait_durable()
+        assert ckpt.latest() == 1
+        assert ckpt._keeper is not None
+        os.kill(ckpt._keeper.pid, signal.SIGSTOP)
+        ckpt.save(2)
+        save = ckpt.save(3)
+        for _ in range(2):
+            with pytest.raises(RetryLater, match="not durable after"):
+                ckpt.wait(0.01)
+        assert (ckpt.latest(), save.failed) == (1, None)
+        os.kill(ckpt._keeper.pid, signal.SIGCONT)
+        ckpt.wait()
+        assert (ckpt.latest(), save.state) == (3, "durable")
+
+
+def test_a_failed_save_is_a_warning_at_the_next_and_an_error_after_too_many(home: Path) -> None:
+    """The home's folder for step 1 cannot be made, nor those of steps 2 and 3."""
+    with make_checkpointer(home, {"x": torch.ones(1)}, max_failures=1) as ckpt:
+        ckpt.save(1).wait_durable()
+        for step in (2, 3):
+            (home / f"step-{step:08d}").write_text("in the way")
+        with pytest.raises(InvalidInput, match="step-00000002"):
+            ckpt.save(2).wait_durable()
+        with pytest.warns(SaveWarning, match="step-00000002"):
+            failing = ckpt.save(3)
+        with pytest.raises(InvalidInput, match="step-00000003"):
+            failing.wait_durable()
+        with pytest.raises(InvalidInput, match="step-00000003"):
+            ckpt.save(4)
+        ckpt.save(5).wait_durable()
+    assert steps_saved(home) == [1, 5]
+
+
+def test_a_value_that_cannot_be_saved_is_named_and_training_can_go_on(home: Path) -> None:
+    state: dict[str, Any] = {"x": torch.ones(1), "facts": {"a": [1, 2]}}
+    with make_checkpointer(home, state) as ckpt:
+        state["facts"]["a"].append(object())
+        with pytest.raises(InvalidInput, match=r"facts.*a.*2"):
+            ckpt.save(1)
+        assert not list(home.glob("step-*"))
+        state["facts"]["a"].pop()
+        ckpt.save(1)
+    assert holdfast.open(home).values()["facts"] == {"a": [1, 2]}
+
+
+# -- restore -------------------------------------------------------------------------------------------------
+
+
+def test_everything_comes_back(home: Path) -> None:
+    state = make_state() | {"epoch": 3, "seen": {"a": (1, 2)}}
+    train(state["model"], state["optimizer"])
+    with make_checkpointer(home, state) as ckpt:
+        ckpt.save(1)
+        drawn = torch.rand(3)
+    other = make_state() | {"seen": None}
+    with make_checkpointer(home, other) as ckpt:
+        assert ckpt.restore() == 1
+        assert torch.equal(torch.rand(3), drawn)
+    for name, tensor in snapshot(state).items():
+        assert torch.equal(snapshot(other)[name], tensor), name
+    assert (other["epoch"], other["seen"]) == (3, {"a": (1, 2)})
+
+
+def test_an_empty_home_restores_nothing(home: Path) -> None:
+    with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:
+        assert ckpt.restore() is None
+        assert ckpt.latest() is None
+        with pytest.raises(NotFound):
+            ckpt.restore(step=3)
+
+
+def test_going_back_begins_a_new_attempt_that_the_run_then_continues(home: Path) -> None:
+    """Steps saved after going back win over higher steps that were saved before."""
+    state = {"x": torch.zeros(1)}
+    with make_checkpointer(home, state, keep=None) as ckpt:
+        for step in (10, 20, 30):
+            state["x"].fill_(step)
+            ckpt.save(step)
+        assert ckpt.restore(step=10) == 10
+        assert state["x"].item() == 10
+        assert ckpt.latest() == 10
+        state["x"].fill_(15)
+        ckpt.save(15)
+    with make_checkpointer(home, state) as ckpt:
+        assert ckpt.restore() == 15
+        assert state["x"].item() == 15
+        assert ckpt.restore(step=30) == 30
+
+
+def test_names_may_differ_when_asked_for(home: Path) -> None:
+    with make_checkpointer(home, {"old": torch.full((2,), 5.0), "gone": torch.ones(1)}) as ckpt:
+        ckpt.save(1)
+    state = {"new": torch.zeros(2), "added": torch.full((1,), 9.0)}
+    with make_checkpointer(home, state) as ckpt:
+        with pytest.raises(InvalidInput, match="added"):
+            ckpt.restore(rename={"old": "new"})
+        assert state["new"].tolist() == [0, 0]
+        assert ckpt.restore(rename={"old": "new"}, strict=False) == 1
+    assert (state["new"].tolist(), state["added"].tolist()) == ([5, 5], [9])
+
+
+def test_only_the_named_keys_are_restored(home: Path) -> None:
+    with make_checkpointer(home, {"a": torch.ones(1), "b": torch.ones(1)}) as ckpt:
+        ckpt.save(1)
+    state = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    with make_checkpointer(home, state) as ckpt:
+        assert ckpt.restore(only=["b"]) == 1
+    assert (state["a"].item(), state["b"].item()) == (0, 1)
+
+
+def test_a_model_on_the_meta_device_is_made_real(home: Path) -> None:
+    state = make_state()
+    with make_checkpointer(home, {"model": state["model"]}) as ckpt:
+        ckpt.save(1)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    with make_checkpointer(home, {"model": model}) as ckpt:
+        assert ckpt.restore() == 1
+    expected = state["model"].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_damage_everywhere_is_an_error_and_never_a_fresh_start(home: Path) -> None:
+    with make_checkpointer(home, {"x": torch.ones(100)}) as ckpt:
+        ckpt.save(1)
+    for path in home.glob("step-*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with make_checkpointer(home, {"x": torch.ones(100)}) as ckpt, pytest.raises(Corrupt, match="step 1"):
+        ckpt.restore()
+
+
+# -- who may use it ------------------------------------------------------------------------------------------
+
+
+def test_a_closed_checkpointer_is_of_no_use(home: Path) -> None:
+    ckpt = make_checkpointer(home, {"x": torch.ones(1)})
+    ckpt.close()
+    for use in (lambda: ckpt.save(1), lambda: ckpt.should_save(1), ckpt.restore, ckpt.wait):
+        with pytest.raises(InvalidInput, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"every": 0}, "every"), ({"every": "soon"}, "every"), ({"keep": 0}, "keep"),
+        ({"memory": "much"}, "memory"),
+        ({"when_full": "panic"}, "when_full"), ({"commit_timeout": -1}, "commit_timeout"),
+    ],
+)  # fmt: skip
+def test_arguments_that_mean_nothing_are_refused(home: Path, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InvalidInput, match=word):
+        make_checkpointer(home, {"x": torch.ones(1)}, **options)
+    assert not home.exists()
+
+
+def test_a_home_that_no_other_process_can_reach_is_refused() -> None:
+    with pytest.raises(Unsupported, match="memory of this process"):
+        holdfast.Checkpointer("memory://mine", {"x": torch.ones(1)}, signals=False)

@@ -1,0 +1,24 @@
+"""Leaving a process: output is flushed, the status is kept, the process group is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+GLOO = """
+import torch.distributed as dist, tempfile
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("status", [0, 75])
+@pytest.mark.parametrize("setup", ["", GLOO], ids=["alone", "gloo"])
+def test_leave_ends_with_the_status_and_all_output(status: int, setup: str) -> None:
+    program = (
+        f"import sys, holdfast\n{setup}\nsys.stdout.write('said'); holdfast.leave({status}); print('never')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (status, "said"), done.stderr

@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import columns
 import machine
 from goals import judge
 from peers import PEERS
 from results import Results, Run
+from rich.console import Console
+from rich.table import Table
 from worker import in_short, measure_alone
 
 HERE = Path(__file__).resolve().parent

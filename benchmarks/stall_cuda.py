@@ -9,13 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
 import columns
 import machine
+import torch
 from results import Results, Run
+from rich.console import Console
+from rich.table import Table
 from worker import in_short, measure_alone
 
 HERE = Path(__file__).resolve().parent

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-
 from peers.contract import Peer
 from states import Subject
 

@@ -119,6 +119,18 @@ def test_the_same_step_twice_is_one_save_and_an_older_one_is_refused(home: Path)
     assert steps_saved(home) == [5]
 
 
+def test_saving_over_checkpoints_that_were_not_restored_is_refused(home: Path) -> None:
+    """Who forgets restore() must not lose what is there to retention."""
+    with make_checkpointer(home, {"x": torch.ones(2)}) as ckpt:
+        ckpt.save(4)
+    with make_checkpointer(home, {"x": torch.zeros(2)}) as ckpt:
+        with pytest.raises(InvalidInput, match=r"newest of step 4, and restore\(\) was not called"):
+            ckpt.save(1)
+        assert ckpt.restore() == 4
+        ckpt.save(5)
+    assert steps_saved(home) == [4, 5]
+
+
 def test_waiting_that_runs_out_forgets_nothing(home: Path) -> None:
     """A save that is still under way after wait(timeout) is waited for by the next wait()."""
     with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:

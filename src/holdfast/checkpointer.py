@@ -39,7 +39,7 @@ from holdfast.notice import Notices
 from holdfast.policy import AnyOf, Every, Keep, Meter, Pace, every
 from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
 from holdfast.ranks import Ranks
-from holdfast.restore.find import read_run
+from holdfast.restore.find import candidates, list_home, read_run
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, assign
@@ -229,11 +229,13 @@ class Checkpointer:
             step: optimizer steps completed; more than at the save before.
 
         Raises:
-            InvalidInput: a value that cannot be saved, named with its key path; or the step is not new.
+            InvalidInput: a value that cannot be saved, named with its key path; or the step is not new; or
+                the home holds checkpoints and `restore` was not called.
             Conflict: a newer attempt has taken over the home.
             RetryLater: more than `max_failures` saves have failed in a row.
 
-        Ranks: every rank calls it for the same step. Not collective, unless `when_full="skip"`.
+        Ranks: every rank calls it for the same step. Not collective, unless `when_full="skip"` or nothing was
+            restored or saved before.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
         return self._save(step, must=False)
@@ -244,14 +246,15 @@ class Checkpointer:
         self._check_process()
         self._surface()
         if self._last is not None and step <= self._last.step:
-            if step == self._last.step:
+            if step == self._last.step and self._last.failed is None:
                 return self._last
-            raise InvalidInput(
-                f"Step {step} comes after step {self._last.step} was saved. To go back, call "
-                "restore(step=...) first.",
-                step=step,
-            )
-        keeper = self._begin()
+            if step < self._last.step:
+                raise InvalidInput(
+                    f"Step {step} comes after step {self._last.step} was saved. To go back, call "
+                    "restore(step=...) first.",
+                    step=step,
+                )
+        keeper = self._begin(fresh=True)
         save = Save(step)
         captured = self._objects.capture()
         plan = self._plan_for(captured)
@@ -330,21 +333,19 @@ class Checkpointer:
         """Runs in the staging thread when the copy is complete."""
         error = staging.error
         if staging.torn:
-            error = Conflict(
-                f"The save of step {save.step} was dropped: {staging.changed} was changed while it was "
-                "being copied, "
-                "not by its optimizer's step(), so the copy may mix two steps. Earlier checkpoints stand. "
-                "Call "
-                "save(...).wait_staged() before such a change.",
+            error = InvalidInput(
+                f"The save of step {save.step} was dropped: {staging.changed} was changed while it was being "
+                "copied, not by its optimizer's step(), so the copy may mix two steps. Earlier checkpoints "
+                "stand. Call save(...).wait_staged() before such a change.",
                 step=save.step,
                 key=staging.changed,
             )
         elif error is not None and not isinstance(error, HoldfastError):
             error = RetryLater(f"The copy of step {save.step} failed: {error!r}. Earlier checkpoints stand.")
         if error is not None:
-            save.mark_failed(error)
             keeper.note("dropped", step=save.step, detail=str(error))
             self._release(staging.arena.number)
+            save.mark_failed(error)  # last: whoever waits for it may save again at once
             return
         kill_point("trainer.staged")
         try:
@@ -357,10 +358,9 @@ class Checkpointer:
                 draft=draft,
             )
         except OSError as error:
-            save.mark_failed(
-                RetryLater(f"Step {save.step} could not be handed to the keeper: {error}.", step=save.step)
-            )
             self._release(staging.arena.number)
+            message = f"Step {save.step} could not be handed to the keeper: {error}."
+            save.mark_failed(RetryLater(message, step=save.step))
             return
         kill_point("trainer.handed")
         save.mark_staged()
@@ -449,14 +449,17 @@ class Checkpointer:
 
     # -- beginning -------------------------------------------------------------------------------------------
 
-    def _begin(self) -> Keeper:
-        """Claim an attempt and start its keeper, once."""
+    def _begin(self, *, fresh: bool) -> Keeper:
+        """Claim an attempt and start its keeper, once; `fresh` if nothing was restored before.
+
+        Ranks: collective, the first time.
+        """
         if self._keeper is not None:
             return self._keeper
         wait_for_let_go(self.home, timeout_s=self._commit_timeout_s)
         wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
         self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
-        claim = self._on_rank_0(self._claim)
+        claim = self._on_rank_0(lambda: self._claim(fresh=fresh))
         self._run, self._attempt = claim
         terms = Terms(
             home=self.home,
@@ -473,8 +476,15 @@ class Checkpointer:
         self._keeper = Keeper(terms, released=self._release)
         return self._keeper
 
-    def _claim(self) -> tuple[str, int]:
+    def _claim(self, *, fresh: bool) -> tuple[str, int]:
         """Rank 0: the run of this home, made if it is new, and the next attempt number, claimed for us."""
+        found = candidates(list_home(self._store)) if fresh else []
+        if found:
+            raise InvalidInput(
+                f"{self.home} holds checkpoints, the newest of step {found[0][1]}, and restore() was not "
+                "called: saving now would begin a new line beside them, and retention would delete them in "
+                "time. Nothing was saved. Call restore() first, or begin afresh in another home."
+            )
         run = self._claim_run()
         number = 1 + max((facts.attempt for facts in self._attempts()), default=0)
         while True:
@@ -555,7 +565,7 @@ class Checkpointer:
         self._check_process()
         if self._last is not None:
             self._end_attempt()  # what is saved after going back must not mix with what was saved before
-        keeper = self._begin()
+        keeper = self._begin(fresh=False)
 
         def load(manifest: Manifest, part: Part) -> Load:
             own_rank = manifest.world_size == self._ranks.world_size

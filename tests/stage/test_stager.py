@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import holdfast
-from holdfast.errors import Conflict, RetryLater, SaveWarning
+from holdfast.errors import InvalidInput, RetryLater, SaveWarning
 from holdfast.stage import Stager, stager
 from stage.training import (
     CopyGate,
@@ -182,7 +182,7 @@ def test_a_change_that_no_hook_announced_drops_the_save_loudly(
         with torch.no_grad():
             model.get_parameter("2.weight").mul_(2)
         gate.opened.set()
-        with pytest.raises(Conflict, match=r"model\.2\.weight"):
+        with pytest.raises(InvalidInput, match=r"model\.2\.weight"):
             torn.wait_durable()
         assert torn.failed is not None
         assert torn.failed.key == "model.2.weight"

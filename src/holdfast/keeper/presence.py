@@ -80,8 +80,12 @@ class Presence:
     def claim(cls, home: str, trace: Trace) -> Presence:
         """A new trace, locked by this process."""
         folder = home_dir(home)
-        fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        while True:
+            fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                break
+            os.close(fd)  # somebody took it for a dead one's before it was locked
         presence = cls(Path(name), fd, trace)
         presence._write()
         return presence

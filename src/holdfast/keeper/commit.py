@@ -45,7 +45,7 @@ def missing_ranks(store: Store, terms: Terms, step: int) -> list[int]:
     return [rank for rank in range(terms.world_size) if rank not in there]
 
 
-def commit(store: Store, terms: Terms, step: int) -> None:
+def commit(store: Store, terms: Terms, step: int) -> manifests.Manifest:
     """Write the manifest of `step`, whose parts are all there. Only rank 0's keeper calls this.
 
     Raises:
@@ -74,6 +74,7 @@ def commit(store: Store, terms: Terms, step: int) -> None:
         if missing_ranks(store, terms, step):
             store.delete(name)
         raise
+    return manifest
 
 
 def is_committed(store: Store, terms: Terms, step: int) -> bool:

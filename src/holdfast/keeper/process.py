@@ -28,6 +28,7 @@ from holdfast.policy import Keep
 from holdfast.store import open_store
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0  # shortest and longest pause between looks for other ranks' parts
+_MAX_PUT_OFF = 3  # checkpoints beyond what policy keeps, when saves come faster than they are written
 _LOOK_SHARE = 0.2  # else a pause is this share of the time waited so far
 
 
@@ -140,6 +141,7 @@ class Work:
         self.history = History(self.store, terms)
         self.retention = Retention(self.store, Keep(terms.keep_last, terms.keep_every))
         self.waiting: list[Job] = []  # persisted, not committed
+        self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
 
     def run(self) -> None:
         """Work until the trainer is gone and nothing is left."""
@@ -154,6 +156,7 @@ class Work:
             if job is not None:
                 self._persist(job)
             self._look_for_parts()
+            self._retain_if_due()
             self.presence.set_busy(bool(self.desk.jobs))
 
     def _next_job(self) -> Job | None:
@@ -255,7 +258,8 @@ class Work:
         # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
         # while another deletes it.
         if self.terms.rank == 0 and not missing:
-            commit(self.store, self.terms, job.step)
+            manifest = commit(self.store, self.terms, job.step)
+            self.retention.remember((self.terms.attempt, job.step), manifest.base_step)
             return True
         self._give_up_if_hopeless(job, missing)
         return False
@@ -287,8 +291,15 @@ class Work:
     def _after_commit(self, job: Job) -> None:
         seconds = time.monotonic() - job.received_s
         self._tell("committed", job, num_bytes=job.num_bytes, seconds=seconds)
-        if self.terms.rank != 0 or self.terms.keep_last is None:
+        if self.terms.rank == 0 and self.terms.keep_last is not None:
+            self.retain_due.append(job)
+
+    def _retain_if_due(self) -> None:
+        """Delete old checkpoints when no save is waiting, or when that has been put off for long enough."""
+        if not self.retain_due or (self.desk.jobs and len(self.retain_due) < _MAX_PUT_OFF):
             return
+        job = max(self.retain_due, key=lambda job: job.step)
+        self.retain_due.clear()
         in_work = {other.step for other in (*self.waiting, *self.desk.jobs)}
         try:
             for deleted in self.retention.apply((self.terms.attempt, job.step), in_work):

@@ -32,6 +32,10 @@ class Retention:
         self.keep = keep
         self._base: dict[Id, int | None] = {}
 
+    def remember(self, newest: Id, base_step: int | None) -> None:
+        """What the manifest of a checkpoint just committed says: it need not be read back."""
+        self._base[newest] = base_step
+
     def apply(self, newest: Id, in_work: Collection[int]) -> Iterator[Deleted]:
         """Delete what need not stay now that `newest` is complete.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 from .contract import Peer, Pending
@@ -24,7 +25,7 @@ class Holdfast(Peer):
             state["optimizer"] = self.subject.optimizer
         memory_bytes = int(1.1 * self.subject.num_bytes) + (64 << 20)
         self._checkpointer = holdfast.Checkpointer(
-            self.directory / "home", state, every=10**9, keep=1, memory=memory_bytes
+            self.directory / "home", state, every=10**9, keep=None, memory=memory_bytes
         )
 
     def prepare(self) -> None:
@@ -47,7 +48,8 @@ class Holdfast(Peer):
         self._checkpointer.wait()
 
     def delete(self, step: int) -> None:
-        """Nothing: retention keeps one checkpoint."""
+        """Remove one checkpoint, as the other peers do, between measurements."""
+        shutil.rmtree(self.directory / "home" / f"step-{step:08d}")
 
     def close(self) -> None:
         """Stop the checkpointer and its keeper."""

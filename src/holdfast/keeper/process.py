@@ -28,7 +28,6 @@ from holdfast.policy import Keep
 from holdfast.store import open_store
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0  # shortest and longest pause between looks for other ranks' parts
-_MAX_PUT_OFF = 3  # checkpoints beyond what policy keeps, when saves come faster than they are written
 _LOOK_SHARE = 0.2  # else a pause is this share of the time waited so far
 
 
@@ -142,6 +141,7 @@ class Work:
         self.retention = Retention(self.store, Keep(terms.keep_last, terms.keep_every))
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
+        self.retaining = threading.Thread()  # never started: nothing is being deleted
 
     def run(self) -> None:
         """Work until the trainer is gone and nothing is left."""
@@ -152,12 +152,15 @@ class Work:
             )  # asked before the last notes
             self._write_notes()
             if is_over:
-                return
+                break
             if job is not None:
                 self._persist(job)
             self._look_for_parts()
             self._retain_if_due()
             self.presence.set_busy(bool(self.desk.jobs))
+        while self.retain_due or self.retaining.is_alive():
+            self._retain_if_due()
+            self.retaining.join()
 
     def _next_job(self) -> Job | None:
         desk = self.desk
@@ -295,11 +298,15 @@ class Work:
             self.retain_due.append(job)
 
     def _retain_if_due(self) -> None:
-        """Delete old checkpoints when no save is waiting, or when that has been put off for long enough."""
-        if not self.retain_due or (self.desk.jobs and len(self.retain_due) < _MAX_PUT_OFF):
+        """Delete old checkpoints in a thread: a file system may take seconds to free gigabytes."""
+        if not self.retain_due or self.retaining.is_alive():
             return
         job = max(self.retain_due, key=lambda job: job.step)
         self.retain_due.clear()
+        self.retaining = threading.Thread(target=self._retain, args=(job,), name="holdfast-retain")
+        self.retaining.start()
+
+    def _retain(self, job: Job) -> None:
         in_work = {other.step for other in (*self.waiting, *self.desk.jobs)}
         try:
             for deleted in self.retention.apply((self.terms.attempt, job.step), in_work):
@@ -308,6 +315,8 @@ class Work:
             self.store.sweep("step-")
         except HoldfastError as error:
             self._tell("retain-failed", job, detail=str(error))
+        with self.desk.changed:
+            self.desk.changed.notify_all()  # what has become due meanwhile can begin
 
     # -- telling ---------------------------------------------------------------------------------------------
 

@@ -63,7 +63,9 @@ def measure(
         values |= {f"near_{key}": value for key, value in limits.measure(subject, directory).items()}
     if pairs and subject.optimizer is not None:
         in_flight_s = values["durable_s"] - values["blocked_s"] if kind.overlaps else 0.0
-        values |= measure_training(kind, subject, directory, in_flight_s=in_flight_s, pairs=pairs)
+        training_directory = directory / "training"
+        training_directory.mkdir()
+        values |= measure_training(kind, subject, training_directory, in_flight_s=in_flight_s, pairs=pairs)
     return facts | {"values": values}
 
 

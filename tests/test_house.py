@@ -240,6 +240,14 @@ def test_architecture_tells_every_folder(folder: Path) -> None:
     assert f"{folder.name}/" in (ROOT / "ARCHITECTURE.md").read_text()
 
 
+def test_architecture_tells_every_file() -> None:
+    told = (ROOT / "ARCHITECTURE.md").read_text()
+    untold = [
+        path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" and f" {path.name} " not in told
+    ]
+    assert untold == []
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_folder_is_a_package(folder: Path) -> None:
     assert (folder / "__init__.py").is_file()

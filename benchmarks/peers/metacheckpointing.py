@@ -22,7 +22,7 @@ class TorchCheckpointing(Peer):
 
     def open(self) -> None:
         """Make the manager."""
-        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing import CheckpointManager  # pyright: ignore[reportMissingImports] - in the bench extra
 
         config = CheckpointManager.Config.with_sync_save()
         config.storage_config = _buffered()
@@ -60,7 +60,7 @@ class TorchCheckpointingAsync(TorchCheckpointing):
 
     def open(self) -> None:
         """Make the manager, which starts its child."""
-        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing import CheckpointManager  # pyright: ignore[reportMissingImports] - in the bench extra
 
         config = CheckpointManager.Config.with_async_save()
         config.storage_config = _buffered()
@@ -88,6 +88,6 @@ class TorchCheckpointingAsync(TorchCheckpointing):
 
 
 def _buffered() -> Any:
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # pyright: ignore[reportMissingImports] - in the bench extra
 
     return LocalFileSystemStorageConfig(use_direct_io=False)

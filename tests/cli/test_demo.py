@@ -54,7 +54,7 @@ def outcome() -> Outcome:
         raw_writes=(RawWrite(100, 0.25, is_direct=True),),
         done_step=24,
         events=[
-            event("staged", 1, 6),
+            event("saved", 1, 6),
             event("persisted", 1, 6),
             event("committed", 1, 6),
             event("restored", 2, 6),

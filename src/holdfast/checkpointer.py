@@ -34,6 +34,7 @@ from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
 from holdfast.keeper import Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
+from holdfast.keeper.commit import newest_attempt
 from holdfast.killpoint import kill_point
 from holdfast.notice import Notices
 from holdfast.policy import AnyOf, Every, Keep, Meter, Pace, every
@@ -486,7 +487,7 @@ class Checkpointer:
                 "time. Nothing was saved. Call restore() first, or begin afresh in another home."
             )
         run = self._claim_run()
-        number = 1 + max((facts.attempt for facts in self._attempts()), default=0)
+        number = 1 + newest_attempt(self._store)
         while True:
             claim = runs.Attempt(
                 number,
@@ -510,12 +511,6 @@ class Checkpointer:
         there = read_run(self._store)
         assert there is not None
         return there.id
-
-    def _attempts(self) -> Iterator[names.Parsed]:
-        for entry in self._store.list("attempts/"):
-            facts = names.parse(entry.name)
-            if facts is not None and facts.kind == "attempt":
-                yield facts
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         """The result of `work` on rank 0, on every rank; its error too.

@@ -48,12 +48,7 @@ class StatefulEntry(Entry):
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
-        if plan.lacks(self.key):
-            return
-        tree = plan.values(self.key)
-        for name in references(tree):
-            plan.fresh(name)
-        plan.do(Phase.OBJECT, lambda: self._finish(graft(tree, plan.tensor)))
+        _plan_tree(plan, self.key, self._finish)
 
     def _finish(self, state: Any) -> None:
         try:
@@ -101,12 +96,7 @@ class GeneratorEntry(Entry):
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
-        if plan.lacks(self.key):
-            return
-        tree = plan.values(self.key)
-        for name in references(tree):
-            plan.fresh(name)
-        plan.do(Phase.OBJECT, lambda: self._finish(graft(tree, plan.tensor)))
+        _plan_tree(plan, self.key, self._finish)
 
     def _finish(self, state: Any) -> None:
         generator = self.value
@@ -158,3 +148,13 @@ class ValueEntry(Entry):
                 put(Marked(new, self.spread) if self.spread else new)
 
         plan.do(Phase.VALUE, finish)
+
+
+def _plan_tree(plan: Plan, key: str, finish: Callable[[Any], None]) -> None:
+    """Have `finish` called with the saved tree of `key`, its tensors filled."""
+    if plan.lacks(key):
+        return
+    tree = plan.values(key)
+    for name in references(tree):
+        plan.fresh(name)
+    plan.do(Phase.OBJECT, lambda: finish(graft(tree, plan.tensor)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 
 class Box(NamedTuple):
@@ -129,7 +129,7 @@ class Boxes:
         return ((rank, one) for rank, one in self.rows if box.overlap(one))
 
 
-AnyCut = Union[Cut, Boxes]
+AnyCut = Cut | Boxes
 
 
 def whole(rank: int) -> Cut:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
-from holdfast.format import names
 from holdfast.format.hashes import digest
-from holdfast.format.part import Part
+from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
 
 READ_BYTES = 8 << 20
@@ -42,10 +41,24 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is wanted from the data file of a part."""
+    """What is wanted from a data file of a part."""
 
     part: Part
     wanted: Sequence[Want]
+    frozen: bool = False  # from the file of frozen tensors
+
+    @property
+    def file(self) -> DataFile:
+        """The file's size and hashes.
+
+        Raises:
+            Corrupt: the part has no such file.
+        """
+        name = self.part.file_name(frozen=self.frozen)
+        if name not in self.part.files:
+            message = f"{self.part.what} names no file of frozen tensors, but has some."
+            raise Corrupt(message, step=self.part.step, rank=self.part.rank, key=name)
+        return self.part.files[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,7 @@ class _Read:
 
     name: str
     part: Part
+    file: DataFile
     start: int
     stop: int
     wanted: list[Want] = field(default_factory=list)
@@ -106,9 +120,10 @@ def read(
 
 def _plan(job: Job) -> list[_Read]:
     """The reads of a job: needed chunks, adjacent ones together, each with what is wanted from it."""
-    chunk_bytes, file_bytes = job.part.file.chunk_bytes, job.part.file.num_bytes
+    file = job.file
+    chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
     limit = max(READ_BYTES // chunk_bytes, 1)
-    name = names.data(job.part.step, job.part.attempt, job.part.rank)
+    name = job.part.file_name(frozen=job.frozen)
     wanted = sorted((want for want in job.wanted if want.num_bytes), key=lambda want: want.start)
     reads: list[_Read] = []
     position = 0  # chunks before this one are in a read already
@@ -120,7 +135,7 @@ def _plan(job: Job) -> list[_Read]:
         while position < end:
             if position - first in (0, limit):
                 first = position
-                reads.append(_Read(name, job.part, first * chunk_bytes, first * chunk_bytes))
+                reads.append(_Read(name, job.part, file, first * chunk_bytes, first * chunk_bytes))
             position = min(end, first + limit)
             reads[-1].stop = min(position * chunk_bytes, file_bytes)
     _distribute(wanted, reads)
@@ -216,7 +231,7 @@ class _Crew:
 
 def _damage(one: _Read, view: memoryview) -> list[HoldfastError]:
     """The damage in what was read: one error for each chunk that does not match its hash."""
-    chunk_bytes, chunks = one.part.file.chunk_bytes, one.part.file.chunks
+    chunk_bytes, chunks = one.file.chunk_bytes, one.file.chunks
     damage: list[HoldfastError] = []
     for start in range(one.start, one.stop, chunk_bytes):
         stop = min(start + chunk_bytes, one.stop)
@@ -228,22 +243,24 @@ def _damage(one: _Read, view: memoryview) -> list[HoldfastError]:
 
 
 def _damaged_chunk(one: _Read, number: int, start: int, stop: int, found: str) -> Corrupt:
-    inside = tensors_at(one.part, start, stop)
+    inside = tensors_at(one.part, start, stop, frozen=one.name != one.part.file_name(frozen=False))
     shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
     return Corrupt(
         f"{one.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
-        f"{shown or 'the header'}: expected xxh3:{one.part.file.chunks[number]}, found xxh3:{found}.",
+        f"{shown or 'the header'}: expected xxh3:{one.file.chunks[number]}, found xxh3:{found}.",
         step=one.part.step,
         rank=one.part.rank,
         key=inside[0] if inside else one.name,
     )
 
 
-def tensors_at(part: Part, start: int, stop: int) -> list[str]:
-    """Names of the tensors that have bytes between two offsets of a part's data file."""
+def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> list[str]:
+    """Names of the tensors that have bytes between two offsets of a data file of a part."""
     placed = zip(part.pieces, part.starts, strict=True)
     return [
-        piece.name for piece, at in placed if at < stop and start < at + piece.num_bytes and piece.num_bytes
+        piece.name
+        for piece, at in placed
+        if piece.frozen == frozen and piece.num_bytes and at < stop and start < at + piece.num_bytes
     ]
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
-
 from holdfast.errors import (
     Conflict,
     Corrupt,
@@ -22,7 +20,7 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.format.manifest import Manifest
-from holdfast.format.part import Part
+from holdfast.format.part import Ancestors
 from holdfast.restore.fill import fill
 from holdfast.restore.find import (
     Passed,
@@ -34,6 +32,7 @@ from holdfast.restore.find import (
     read_run,
 )
 from holdfast.restore.parts import Parts
+from holdfast.state.load import Target
 from holdfast.store.contract import Store
 
 _PASSABLE = (Corrupt, NotFound, Unsupported, RetryLater)
@@ -60,13 +59,16 @@ class Loading(Protocol):
     """A plan for filling live objects from one checkpoint; nothing live has changed when it is made."""
 
     @property
-    def targets(self) -> Mapping[str, torch.Tensor]:
-        """Name of a saved tensor -> contiguous tensor of the saved dtype and shape."""
+    def targets(self) -> Mapping[str, Target]:
+        """Name of a saved tensor -> contiguous tensor of the saved dtype, and which box of it that is."""
         ...
 
     def finish(self) -> None:
         """Called once all targets of all ranks are filled and verified."""
         ...
+
+
+StateLoad = Callable[[Manifest, Sequence[Mapping[str, Any]]], Loading]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Restored:
 
     step: int
     attempt: int
+    ancestors: Ancestors
     world_size: int  # ranks that saved it
     num_bytes: int
     seconds: float
@@ -109,7 +112,7 @@ def _stage(result: _Result, *, passable: tuple[type[HoldfastError], ...] = _PASS
 
 def restore_newest(
     store: Store,
-    state_load: Callable[[Manifest, Part], Loading],
+    state_load: StateLoad,
     *,
     rank: int,
     world_size: int,
@@ -125,8 +128,8 @@ def restore_newest(
 
     Args:
         store: the home.
-        state_load: makes the plan for filling this rank's live objects from a checkpoint. Its part is that of
-            rank `rank` modulo the saved world size.
+        state_load: makes the plan for filling this rank's live objects from a checkpoint and its values:
+            those of rank `rank` modulo the saved world size, then those of one rank of each other structure.
         rank: this rank.
         world_size: number of ranks that restore; need not be the number that saved.
         group: the ranks that restore.
@@ -153,11 +156,14 @@ def restore_newest(
     one = _Restore(store, state_load, rank, world_size, group, num_threads, on_bytes, survey["run"])
     passed = [Passed(*row) for row in survey["passed"]]
     kinds = [RetryLater.kind] * len(passed)
-    floor: dict[int, int] = {}  # attempt -> step that it went back to
+    lines: dict[int, dict[int, int]] = {}  # attempt -> the last step of each attempt that it continues
     for attempt, number in survey["candidates"]:
-        behind = [newer for newer, base in floor.items() if newer > attempt and number > base]
+        behind = [
+            newer for newer, line in lines.items() if newer > attempt and number > line.get(attempt, -1)
+        ]
         if step is None and behind:
-            reason = f"superseded: attempt {behind[0]} went on from step {max(floor[behind[0]], 0)}"
+            base = list(lines[behind[0]].values())[-1:] or [0]
+            reason = f"superseded: attempt {behind[0]} went on from step {base[0]}"
             passed.append(Passed(number, attempt, reason))
             kinds.append("superseded")
             continue
@@ -165,11 +171,18 @@ def restore_newest(
         if tried.kinds:
             passed.append(Passed(number, attempt, tried.reason))
             kinds += tried.kinds
-            if tried.base_step is not None:
-                floor[attempt] = tried.base_step
+            if tried.ancestors is not None:
+                lines[attempt] = dict(tried.ancestors)
             continue
-        seconds = time.perf_counter() - began
-        return Restored(number, attempt, tried.saved_world_size, tried.num_bytes, seconds, tuple(passed))
+        return Restored(
+            step=number,
+            attempt=attempt,
+            ancestors=tried.ancestors or (),
+            world_size=tried.saved_world_size,
+            num_bytes=tried.num_bytes,
+            seconds=time.perf_counter() - began,
+            passed=tuple(passed),
+        )
     if not survey["candidates"] and step is None and not passed:
         return None
     raise _none_good(store.url, passed, kinds, one.touched, step)
@@ -218,7 +231,7 @@ class _Tried:
 
     kinds: list[str]  # of the reasons against it; none: it is restored
     reason: str = ""
-    base_step: int | None = None
+    ancestors: Ancestors | None = None  # None: no rank could read its manifest
     saved_world_size: int = 0
     num_bytes: int = 0
 
@@ -229,7 +242,7 @@ class _Restore:
     def __init__(
         self,
         store: Store,
-        state_load: Callable[[Manifest, Part], Loading],
+        state_load: StateLoad,
         rank: int,
         world_size: int,
         group: Group,
@@ -252,30 +265,32 @@ class _Restore:
 
         The cheap checks are agreed on before any rank changes anything live.
         """
-        result, bases = _Result(), []
+        result, lines = _Result(), []
         with _stage(result):
             manifest = read_manifest(self._store, step, attempt, self._run_id)
-            bases.append(-1 if manifest.base_step is None else manifest.base_step)
+            lines.append(manifest.ancestors)
             check_files(list_home(self._store, step=step), manifest)
             parts = Parts(self._store, manifest)
-            part = parts.part(self._rank % manifest.world_size)
-        against, base_step = self._agree(result, bases)
+            values = [parts.part(rank).values for rank in parts.structures(self._rank)]
+        against, ancestors = self._agree(result, lines)
         if against:
-            return _Tried(*_reason(against), base_step=base_step)
-        loading, num_bytes = self._load(result, manifest, part, parts)
-        against, _ = self._agree(result, bases)
+            return _Tried(*_reason(against), ancestors=ancestors)
+        loading, num_bytes = self._load(result, manifest, values, parts)
+        against, _ = self._agree(result, lines)
         if against:
-            return _Tried(*_reason(against), base_step=base_step)
+            return _Tried(*_reason(against), ancestors=ancestors)
         with _stage(result, passable=()):
             loading.finish()
-        self._agree(result, bases)
-        return _Tried([], base_step=base_step, saved_world_size=manifest.world_size, num_bytes=num_bytes)
+        self._agree(result, lines)
+        return _Tried([], ancestors=ancestors, saved_world_size=manifest.world_size, num_bytes=num_bytes)
 
-    def _load(self, result: _Result, manifest: Manifest, part: Part, parts: Parts) -> tuple[Loading, int]:
+    def _load(
+        self, result: _Result, manifest: Manifest, values: Sequence[Mapping[str, Any]], parts: Parts
+    ) -> tuple[Loading, int]:
         """Plan and fill; what it returns counts only if `result` is a success."""
         loading, num_bytes = _NOTHING, 0
         with _stage(result):
-            loading = self._state_load(manifest, part)
+            loading = self._state_load(manifest, values)
         if not result.kind:
             with _stage(result, passable=()):
                 self._check_left_over(loading, manifest)
@@ -306,14 +321,16 @@ class _Restore:
             )
             raise Corrupt(message, step=manifest.step, rank=self._rank, key=left[0])
 
-    def _agree(self, result: _Result, bases: list[int]) -> tuple[list[tuple[int, str, str]], int | None]:
-        """(rank, kind, message) of every rank that speaks against the candidate, and the base step it has.
+    def _agree(
+        self, result: _Result, lines: list[Ancestors]
+    ) -> tuple[list[tuple[int, str, str]], Ancestors | None]:
+        """(rank, kind, message) of every rank that speaks against the candidate, and its ancestors.
 
         Raises:
             HoldfastError: a rank failed in a way that no other checkpoint would mend.
         """
-        rows = self._group.gather([result.wire(), bases])
-        found = [base for _, known in rows for base in known]
+        rows = self._group.gather([result.wire(), lines])
+        found = [line for _, known in rows for line in known]
         against = [(rank, kind, text) for rank, ((kind, text, _), _) in enumerate(rows) if kind]
         fatal = [(rank, kind, text) for rank, ((kind, text, is_fatal), _) in enumerate(rows) if is_fatal]
         if fatal and result.is_fatal and result.error is not None:
@@ -325,7 +342,7 @@ class _Restore:
 
 
 class _Nothing:
-    targets: Mapping[str, torch.Tensor] = MappingProxyType({})
+    targets: Mapping[str, Target] = MappingProxyType({})
 
     def finish(self) -> None:
         """Never called: without a plan there is a reason against the checkpoint."""

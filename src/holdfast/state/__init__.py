@@ -2,9 +2,20 @@
 
 from holdfast.state.assignment import assign
 from holdfast.state.capture import Captured
+from holdfast.state.listing import catalog_of
 from holdfast.state.live import State
 from holdfast.state.load import Load
 from holdfast.state.spread import per_rank, replicated
 from holdfast.state.tensors import dtype_name, torch_dtype
 
-__all__ = ["Captured", "Load", "State", "assign", "dtype_name", "per_rank", "replicated", "torch_dtype"]
+__all__ = [
+    "Captured",
+    "Load",
+    "State",
+    "assign",
+    "catalog_of",
+    "dtype_name",
+    "per_rank",
+    "replicated",
+    "torch_dtype",
+]

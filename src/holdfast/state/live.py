@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class State:
         tied: Mapping[str, str],
         values: Mapping[str, Any],
         *,
+        others: Sequence[Mapping[str, Any]] = (),
         strict: bool = True,
         only: Collection[str] | None = None,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
@@ -99,6 +100,7 @@ class State:
             tensors: the checkpoint's tensors by name.
             tied: its aliases.
             values: encoded values of the part that is chosen for this rank.
+            others: those of one part of each other structure in the checkpoint.
             strict: refuse names that only one side has; else they are listed in the plan and left alone.
             only: top-level keys (live names) to restore; all of them by default.
             rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of

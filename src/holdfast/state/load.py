@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast.errors import InvalidInput
+from holdfast.format.cuts import Box
 from holdfast.format.manifest import Tensor
 from holdfast.format.values import decode
 from holdfast.state.tensors import (
@@ -37,6 +39,14 @@ class Phase(enum.IntEnum):
     RNG = 6  # last, since anything before may draw random numbers
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A contiguous tensor to be filled, and the box of the saved one that it is; None if it is all of it."""
+
+    tensor: torch.Tensor
+    box: Box | None = None
+
+
 class Load:
     """A plan for filling the live state; nothing live has been changed when it is made.
 
@@ -45,8 +55,8 @@ class Load:
     """
 
     def __init__(self, plan: Plan, unexpected: list[str]) -> None:
-        self.targets: dict[str, torch.Tensor] = plan.targets
-        """Saved name -> contiguous tensor of the saved dtype and shape that the bytes go into."""
+        self.targets: dict[str, Target] = {name: Target(tensor) for name, tensor in plan.targets.items()}
+        """Saved name -> where the bytes go."""
         self.missing: list[str] = plan.missing
         """What the live state has and the checkpoint has not; it stays as it is."""
         self.unexpected: list[str] = unexpected

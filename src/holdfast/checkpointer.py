@@ -67,6 +67,8 @@ class Checkpointer:
         commit_timeout: how long a keeper waits for the other ranks' parts.
         ranks_timeout: how long a rank waits for the others in `restore` and `should_save`.
         num_read_threads: parallel reads in `restore`.
+        share_reads: in `restore`, read what several ranks need once, and pass it on from rank to rank: for a
+            home that is slower than the network between the ranks.
         quiet: print no lines about what was restored.
 
     Raises:
@@ -91,6 +93,7 @@ class Checkpointer:
         commit_timeout: str | float | datetime.timedelta = "10m",
         ranks_timeout: str | float | datetime.timedelta = "1h",
         num_read_threads: int = 4,
+        share_reads: bool = False,
         quiet: bool = False,
     ) -> None:
         if when_full not in ("wait", "skip"):
@@ -110,6 +113,7 @@ class Checkpointer:
         self._max_failures = max_failures
         self._commit_timeout_s = read_seconds(commit_timeout, "commit_timeout")
         self._num_read_threads = num_read_threads
+        self._share_reads = share_reads
         self._quiet = quiet
         self._pid = os.getpid()
         self._arenas = Arenas(read_bytes(memory, "memory"))
@@ -295,7 +299,6 @@ class Checkpointer:
         return self._plan
 
     def _draft(self, step: int, plan: Plan, captured: Captured) -> bytes:
-        own, starts = plan.places()
         return parts.draft(
             run=self._run or "",
             step=step,
@@ -304,8 +307,8 @@ class Checkpointer:
             world_size=self._ranks.world_size,
             ancestors=self._ancestors,
             values=captured.values,
-            own=own,
-            starts=starts,
+            own=plan.own,
+            starts=plan.shared_starts,
             catalog=plan.catalog,
         )
 
@@ -591,6 +594,7 @@ class Checkpointer:
             group=self._ranks,
             step=step,
             num_threads=self._num_read_threads,
+            share_reads=self._share_reads,
         )
         if found is None:
             return None

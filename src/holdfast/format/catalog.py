@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from holdfast.errors import Corrupt
@@ -77,18 +78,23 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
         Corrupt: it is not a catalog.
     """
     try:
-        body = json.loads(text)
-        cuts = [_cut(row) for row in body["cuts"]]
-        groups = [tuple(group) for group in body["groups"]]
-        tensors = {
-            name: Tensor(row[0], tuple(row[1]), cuts[row[2]], groups[row[3]], bool(row[4]))
-            for name, row in body["tensors"].items()
-        }
-        return Catalog(tensors, dict(body["tied"]))
+        return _parse(text)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Corrupt(
             f"{what} is sealed but has no catalog that can be read: {error!r}.", key=what
         ) from error
+
+
+@lru_cache(maxsize=4)  # all parts of a checkpoint hold the same few, and so does its manifest
+def _parse(text: bytes) -> Catalog:
+    body = json.loads(text)
+    cuts = [_cut(row) for row in body["cuts"]]
+    groups = [tuple(group) for group in body["groups"]]
+    tensors = {
+        name: Tensor(dtype, tuple(shape), cuts[cut], groups[group], bool(frozen))
+        for name, (dtype, shape, cut, group, frozen) in body["tensors"].items()
+    }
+    return Catalog(tensors, dict(body["tied"]))
 
 
 class _Numbered:

@@ -12,13 +12,22 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, HoldfastError, RetryLater
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
+from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.keeper import protocol
-from holdfast.keeper.commit import check_not_fenced, commit, is_committed, missing_ranks, newest_committed
+from holdfast.keeper.commit import (
+    check_not_fenced,
+    check_not_refused,
+    commit,
+    is_committed,
+    missing_ranks,
+    newest_committed,
+    refuse,
+)
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.history import History
 from holdfast.keeper.persist import persist
@@ -277,11 +286,19 @@ class Work:
         # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
         # while another deletes it.
         if self.terms.rank == 0 and not missing:
-            manifest = commit(self.store, self.terms, job.step)
-            job.ancestors = manifest.ancestors
+            job.ancestors = self._commit(job.step).ancestors
             return True
+        check_not_refused(self.store, self.terms, job.step)
         self._give_up_if_hopeless(job, missing)
         return False
+
+    def _commit(self, step: int) -> Manifest:
+        try:
+            return commit(self.store, self.terms, step)
+        except InvalidInput as error:
+            if self.terms.world_size > 1:
+                refuse(self.store, self.terms, step, error)  # else the other ranks wait for us in vain
+            raise
 
     def _give_up_if_hopeless(self, job: Job, missing: list[int]) -> None:
         waited_s = time.monotonic() - job.received_s

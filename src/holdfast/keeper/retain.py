@@ -63,7 +63,7 @@ class Retention:
         files: dict[Id, list[str]] = {}
         for entry in self.store.list("step-"):
             facts = names.parse(entry.name)
-            if facts and facts.kind in ("manifest", "part", "data", "frozen"):
+            if facts and facts.kind in ("manifest", "part", "data", "frozen", "refusal"):
                 files.setdefault((facts.attempt, facts.step), []).append(entry.name)
         return files
 

@@ -117,6 +117,36 @@ def _narrowed(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
     return tensor
 
 
+def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, parts: Parts) -> list[Job]:
+    """What has to be read to fill tensors; nothing is changed.
+
+    Args:
+        manifest: the checkpoint.
+        targets: name or alias of a saved tensor -> contiguous tensor of the saved dtype, and which box of the
+            saved tensor it is.
+        rank: whose copies of per-rank tensors are taken, modulo the saved world size.
+        parts: the parts of the checkpoint.
+
+    Raises:
+        NotFound: a name that the checkpoint does not hold, or a missing part.
+        InvalidInput: a target of another dtype or shape, or not contiguous.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+    """
+    missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
+    if missing:
+        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise NotFound(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
+    wanted: dict[tuple[int, bool], list[Want]] = {}
+    for name, target in targets.items():
+        place = _place(parts, name, target, rank)
+        if not place.num_items:
+            continue
+        for found in parts.pieces_of(manifest.tied.get(name, name), rank, place):
+            wanted.setdefault((found.rank, found.piece.frozen), []).append(_want(target.tensor, place, found))
+    return [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
+
+
 def fill(
     store: Store,
     manifest: Manifest,
@@ -132,8 +162,7 @@ def fill(
     Args:
         store: the home.
         manifest: the checkpoint.
-        targets: name or alias of a saved tensor -> contiguous tensor of the saved dtype, and which box of the
-            saved tensor it is.
+        targets: see `plan_fill`.
         rank: whose copies of per-rank tensors are taken, modulo the saved world size.
         num_threads: threads that read, hash and copy.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
@@ -148,24 +177,12 @@ def fill(
     Ranks: not collective.
     Blocks: until all targets are filled.
     """
-    parts = parts or Parts(store, manifest)
-    missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
-    if missing:
-        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-        raise NotFound(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
-    wanted: dict[tuple[int, bool], list[Want]] = {}
-    for name, target in targets.items():
-        place = _place(parts, name, target, rank)
-        if place is None or not place.num_items:
-            continue
-        for found in parts.pieces_of(manifest.tied.get(name, name), rank, place):
-            wanted.setdefault((found.rank, found.piece.frozen), []).append(_want(target.tensor, place, found))
-    jobs = [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
+    jobs = plan_fill(manifest, targets, rank, parts or Parts(store, manifest))
     return read(store, jobs, num_threads=num_threads, on_bytes=on_bytes)
 
 
-def _place(parts: Parts, name: str, target: Target, rank: int) -> Box | None:
-    """The box of the saved tensor that a target is; None if the rank that it is read from saved none."""
+def _place(parts: Parts, name: str, target: Target, rank: int) -> Box:
+    """The box of the saved tensor that a target is."""
     saved = parts.shape_of(parts.manifest.tied.get(name, name), rank)
     if saved is None:
         saved_rank, step = rank % parts.manifest.world_size, parts.manifest.step
@@ -186,6 +203,8 @@ def _place(parts: Parts, name: str, target: Target, rank: int) -> Box | None:
 
 def _want(tensor: torch.Tensor, place: Box, found: Located) -> Want:
     """What is read of a saved box for a tensor that is the box `place`."""
+    if found.box == place:
+        return Want(found.start, found.piece.num_bytes, TensorSink(tensor))
     common = place.overlap(found.box)
     assert common is not None
     rows = covering_run(common, found.box)

@@ -82,6 +82,8 @@ def list_home(store: Store, *, step: int | None = None) -> Home:
         if facts.kind == "attempt":
             attempts.append(facts.attempt)
             continue
+        if facts.kind == "refusal":
+            continue  # a word between keepers
         if facts.kind == "step-other":
             foreign.append(entry.name)
             continue

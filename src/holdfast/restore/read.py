@@ -71,7 +71,7 @@ class ReadStats:
 
 
 @dataclass(slots=True)
-class _Read:
+class Read:
     """One read: some adjacent chunks of one file, and what is wanted from them."""
 
     name: str
@@ -112,20 +112,20 @@ def read(
     if num_threads < 1:
         raise InvalidInput(f"num_threads is {num_threads}; at least 1 thread must read.")
     began = time.perf_counter()
-    reads = [one for job in jobs for one in _plan(job)]
+    reads = [one for job in jobs for one in plan_reads(job)]
     crew = _Crew(store, deque(reads), on_bytes, on_error)
     crew.work(min(num_threads, len(reads)))
     return ReadStats(sum(one.stop - one.start for one in reads), len(reads), time.perf_counter() - began)
 
 
-def _plan(job: Job) -> list[_Read]:
+def plan_reads(job: Job) -> list[Read]:
     """The reads of a job: needed chunks, adjacent ones together, each with what is wanted from it."""
     file = job.file
     chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
     limit = max(READ_BYTES // chunk_bytes, 1)
     name = job.part.file_name(frozen=job.frozen)
     wanted = sorted((want for want in job.wanted if want.num_bytes), key=lambda want: want.start)
-    reads: list[_Read] = []
+    reads: list[Read] = []
     position = 0  # chunks before this one are in a read already
     first = 0  # first chunk of the open read
     for start, num_bytes, _ in wanted:
@@ -135,14 +135,15 @@ def _plan(job: Job) -> list[_Read]:
         while position < end:
             if position - first in (0, limit):
                 first = position
-                reads.append(_Read(name, job.part, file, first * chunk_bytes, first * chunk_bytes))
+                reads.append(Read(name, job.part, file, first * chunk_bytes, first * chunk_bytes))
             position = min(end, first + limit)
             reads[-1].stop = min(position * chunk_bytes, file_bytes)
-    _distribute(wanted, reads)
+    distribute(wanted, reads)
     return reads
 
 
-def _distribute(wanted: list[Want], reads: list[_Read]) -> None:
+def distribute(wanted: list[Want], reads: list[Read]) -> None:
+    """Add to each read of a file, in order, what is wanted from it."""
     starts = [one.start for one in reads]
     for want in wanted:
         stop = want.start + want.num_bytes
@@ -158,7 +159,7 @@ class _Crew:
     def __init__(
         self,
         store: Store,
-        todo: deque[_Read],
+        todo: deque[Read],
         on_bytes: Callable[[int], None] | None,
         on_error: Callable[[HoldfastError], None] | None,
     ) -> None:
@@ -205,22 +206,22 @@ class _Crew:
                 return
             self._do(one, view[: one.stop - one.start])
 
-    def _do(self, one: _Read, view: memoryview) -> None:
+    def _do(self, one: Read, view: memoryview) -> None:
         damage = self._fetch(one, view)
         for error in damage:
             self._report(error)
         if not damage:
-            _deliver(one, view)
+            deliver(one, view)
         if self._on_bytes is not None:
             with self._lock:
                 self._on_bytes(len(view))
 
-    def _fetch(self, one: _Read, view: memoryview) -> list[HoldfastError]:
+    def _fetch(self, one: Read, view: memoryview) -> list[HoldfastError]:
         try:
             self._store.read_into(one.name, one.start, view)
         except HoldfastError as error:
             return [error]
-        return _damage(one, view)
+        return find_damage(one, view)
 
     def _report(self, error: HoldfastError) -> None:
         if self._on_error is None:
@@ -229,7 +230,7 @@ class _Crew:
             self._on_error(error)
 
 
-def _damage(one: _Read, view: memoryview) -> list[HoldfastError]:
+def find_damage(one: Read, view: memoryview) -> list[HoldfastError]:
     """The damage in what was read: one error for each chunk that does not match its hash."""
     chunk_bytes, chunks = one.file.chunk_bytes, one.file.chunks
     damage: list[HoldfastError] = []
@@ -242,7 +243,7 @@ def _damage(one: _Read, view: memoryview) -> list[HoldfastError]:
     return damage
 
 
-def _damaged_chunk(one: _Read, number: int, start: int, stop: int, found: str) -> Corrupt:
+def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) -> Corrupt:
     inside = tensors_at(one.part, start, stop, frozen=one.name != one.part.file_name(frozen=False))
     shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
     return Corrupt(
@@ -264,7 +265,8 @@ def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> li
     ]
 
 
-def _deliver(one: _Read, view: memoryview) -> None:
+def deliver(one: Read, view: memoryview) -> None:
+    """Hand what was read and verified to the sinks that want it."""
     first, last = one.start, one.stop
     for start, num_bytes, sink in one.wanted:
         low, high = max(start, first), min(start + num_bytes, last)

@@ -21,7 +21,7 @@ from holdfast.errors import (
 )
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
-from holdfast.restore.fill import fill
+from holdfast.restore.fill import plan_fill
 from holdfast.restore.find import (
     Passed,
     candidates,
@@ -32,6 +32,8 @@ from holdfast.restore.find import (
     read_run,
 )
 from holdfast.restore.parts import Parts
+from holdfast.restore.read import Job, read
+from holdfast.restore.share import Exchange, read_shared
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
 
@@ -43,15 +45,15 @@ _KINDS = {
 }
 
 
-class Group(Protocol):
-    """The ranks of a restore; values are small and JSON-able. Both methods are collective."""
+class Group(Exchange, Protocol):
+    """The ranks of a restore; gathered and shared values are small and JSON-able."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank, on every rank."""
+        """The values of all ranks, by rank, on every rank. Collective."""
         ...
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, on every rank. Collective."""
         ...
 
 
@@ -120,6 +122,7 @@ def restore_newest(
     step: int | None = None,
     num_threads: int = 4,
     on_bytes: Callable[[int], None] | None = None,
+    share_reads: bool = False,
 ) -> Restored | None:
     """Fill live objects from the newest checkpoint that every rank can read and verify.
 
@@ -136,6 +139,7 @@ def restore_newest(
         step: restore this step and no other; the attempts that saved it are tried newest first.
         num_threads: threads that read, hash and copy.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
+        share_reads: have each chunk read by one of the ranks that need it, which passes it on to the others.
 
     Returns:
         What was restored; None if the home holds no checkpoint, so that training starts afresh.
@@ -153,7 +157,17 @@ def restore_newest(
     """
     began = time.perf_counter()
     survey = _survey(store, rank, group, step)
-    one = _Restore(store, state_load, rank, world_size, group, num_threads, on_bytes, survey["run"])
+    one = _Restore(
+        store,
+        state_load,
+        rank,
+        world_size,
+        group,
+        num_threads,
+        on_bytes,
+        survey["run"],
+        share_reads=share_reads and world_size > 1,
+    )
     passed = [Passed(*row) for row in survey["passed"]]
     kinds = [RetryLater.kind] * len(passed)
     lines: dict[int, dict[int, int]] = {}  # attempt -> the last step of each attempt that it continues
@@ -249,6 +263,8 @@ class _Restore:
         num_threads: int,
         on_bytes: Callable[[int], None] | None,
         run_id: str | None,
+        *,
+        share_reads: bool,
     ) -> None:
         self.touched: set[str] = set()  # names of targets that may hold bytes of a checkpoint passed over
         self._store = store
@@ -259,6 +275,7 @@ class _Restore:
         self._num_threads = num_threads
         self._on_bytes = on_bytes
         self._run_id = run_id
+        self._share_reads = share_reads
 
     def attempt(self, step: int, attempt: int) -> _Tried:
         """Restore one candidate, or learn on all ranks why not.
@@ -275,7 +292,12 @@ class _Restore:
         against, ancestors = self._agree(result, lines)
         if against:
             return _Tried(*_reason(against), ancestors=ancestors)
-        loading, num_bytes = self._load(result, manifest, values, parts)
+        loading, jobs = self._plan(result, manifest, values, parts)
+        if self._share_reads:
+            against, _ = self._agree(result, lines)  # a rank without a plan would be waited for
+            if against:
+                return _Tried(*_reason(against), ancestors=ancestors)
+        num_bytes = self._read(result, loading, jobs)
         against, _ = self._agree(result, lines)
         if against:
             return _Tried(*_reason(against), ancestors=ancestors)
@@ -284,11 +306,11 @@ class _Restore:
         self._agree(result, lines)
         return _Tried([], ancestors=ancestors, saved_world_size=manifest.world_size, num_bytes=num_bytes)
 
-    def _load(
+    def _plan(
         self, result: _Result, manifest: Manifest, values: Sequence[Mapping[str, Any]], parts: Parts
-    ) -> tuple[Loading, int]:
-        """Plan and fill; what it returns counts only if `result` is a success."""
-        loading, num_bytes = _NOTHING, 0
+    ) -> tuple[Loading, list[Job]]:
+        """Plan what is read; what it returns counts only if `result` is a success."""
+        loading, jobs = _NOTHING, []
         with _stage(result):
             loading = self._state_load(manifest, values)
         if not result.kind:
@@ -296,20 +318,21 @@ class _Restore:
                 self._check_left_over(loading, manifest)
         if not result.kind:
             with _stage(result):
-                self.touched.update(loading.targets)
-                num_bytes = self._fill(loading, manifest, parts)
-        return loading, num_bytes
+                jobs = plan_fill(manifest, loading.targets, self._rank, parts)
+        return loading, jobs
 
-    def _fill(self, loading: Loading, manifest: Manifest, parts: Parts) -> int:
-        return fill(
-            self._store,
-            manifest,
-            loading.targets,
-            self._rank,
-            num_threads=self._num_threads,
-            on_bytes=self._on_bytes,
-            parts=parts,
-        ).num_bytes
+    def _read(self, result: _Result, loading: Loading, jobs: list[Job]) -> int:
+        """Fill the targets, if `result` is a success so far; answers the bytes that this rank has read."""
+        num_bytes = 0
+        if not result.kind:
+            with _stage(result):
+                self.touched.update(loading.targets)
+                if self._share_reads:
+                    stats = read_shared(self._store, jobs, self._group, on_bytes=self._on_bytes)
+                else:
+                    stats = read(self._store, jobs, num_threads=self._num_threads, on_bytes=self._on_bytes)
+                num_bytes = stats.num_bytes
+        return num_bytes
 
     def _check_left_over(self, loading: Loading, manifest: Manifest) -> None:
         left = sorted(self.touched - loading.targets.keys())

@@ -34,6 +34,9 @@ class Plan:
     file: FileLayout
     frozen_file: FileLayout | None
     catalog: bytes  # as `catalog_text` makes it
+    own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start of own tensors
+    shared_starts: tuple[int, ...]  # of all other pieces
+    is_cuda: bool  # some of the tensors are on a device
     number: int = field(default_factory=lambda: next(_numbers))
 
     @classmethod
@@ -81,6 +84,9 @@ class Plan:
             file=file,
             frozen_file=frozen_file,
             catalog=catalog_text(catalog),
+            own=tuple((p.name, p.dtype, p.shape, starts[i]) for i, p in enumerate(pieces) if p.per_rank),
+            shared_starts=tuple(starts[i] for i, piece in enumerate(pieces) if not piece.per_rank),
+            is_cuda=any(tensors[piece.name].is_cuda for piece in pieces),
         )
 
     @property
@@ -99,12 +105,6 @@ class Plan:
     def num_bytes(self) -> int:
         """Bytes of both files."""
         return self.file.file_bytes + (self.frozen_file.file_bytes if self.frozen_file else 0)
-
-    def places(self) -> tuple[list[tuple[str, str, tuple[int, ...], int]], list[int]]:
-        """For the part: (name, dtype, shape, start) of own tensors, and the starts of all others."""
-        placed = list(zip(self.pieces, self.starts, strict=True))
-        own = [(piece.name, piece.dtype, piece.shape, start) for piece, start in placed if piece.per_rank]
-        return own, [start for piece, start in placed if not piece.per_rank]
 
     def views(self, arena: Arena) -> list[torch.Tensor]:
         """This plan's tensors inside `arena`, contiguous, in the order of `pieces`; made once per arena."""

@@ -117,8 +117,7 @@ class Stager:
     ) -> None:
         arena = staging.arena
         live = [tensors[name] for name in plan.names]
-        cuda = any(tensor.is_cuda for tensor in live)
-        if cuda:
+        if plan.is_cuda:
             arena.pin()
         views = plan.views(arena)
         staging.is_frozen_unchanged = self._are_frozen_unchanged([live[i] for i in plan.frozen])
@@ -127,7 +126,7 @@ class Stager:
             later += plan.frozen
         else:
             eager += plan.frozen
-        if cuda:
+        if plan.is_cuda:
             self._start_cuda(staging, eager, later, live, views)
         else:
             with torch.no_grad():

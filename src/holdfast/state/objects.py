@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
@@ -43,7 +43,7 @@ class StatefulEntry(Entry):
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
         return encode(
-            strip(self.value.state_dict(), self.key, sink.emitter(self.spread or Spread.PER_RANK)), self.key
+            strip(self.value.state_dict(), self.key, sink.emitter(self.spread or Spread.OWN)), self.key
         )
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
@@ -65,9 +65,15 @@ class TensorEntry(Entry):
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
-        is_named = isinstance(self.value, torch.nn.Parameter)
-        sink.take(self.key, self.value, Role(self.spread or Spread.PER_RANK, is_named=is_named))
+        sink.take(self.key, self.value, self._role())
         return encode(TensorRef(self.key), self.key)
+
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
+        """See `Entry.named_tensors`."""
+        return [(self.key, self.value, self._role())]
+
+    def _role(self) -> Role:
+        return Role(self.spread or Spread.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
@@ -86,7 +92,7 @@ class GeneratorEntry(Entry):
         """See `Entry.capture`."""
         generator = self.value
         if isinstance(generator, torch.Generator):
-            sink.add(self.key, generator.get_state(), self.spread or Spread.PER_RANK)
+            sink.add(self.key, generator.get_state(), self.spread or Spread.OWN)
             return encode(TensorRef(self.key), self.key)
         if isinstance(generator, random.Random):
             return encode(python_state(generator), self.key)
@@ -125,7 +131,7 @@ class ValueEntry(Entry):
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
-        return encode(strip(self.value, self.key, sink.emitter(self.spread or Spread.PER_RANK)), self.key)
+        return encode(strip(self.value, self.key, sink.emitter(self.spread or Spread.OWN)), self.key)
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""

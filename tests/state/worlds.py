@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.format.manifest import Tensor
@@ -68,68 +68,69 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def _ddp() -> nn.Module:
+def _ddp() -> Any:
     return DistributedDataParallel(Net())
 
 
-def _fsdp(**options: Any) -> nn.Module:
-    model, mesh = Net(), _mesh(dist.get_world_size())
+def _fsdp(**options: Any) -> Any:
+    model: Any = Net()
+    mesh = _mesh(dist.get_world_size())
     fully_shard(model.up, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
-def _fsdp_unresharded() -> nn.Module:
+def _fsdp_unresharded() -> Any:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     return _fsdp(reshard_after_forward=False, mp_policy=half)
 
 
-def _fsdp_offload() -> nn.Module:
+def _fsdp_offload() -> Any:
     return _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def _fsdp_meta() -> nn.Module:
+def _fsdp_meta() -> Any:
     with torch.device("meta"):
         return _fsdp()
 
 
-def _hsdp() -> nn.Module:
+def _hsdp() -> Any:
     return fully_shard(Net(), mesh=_mesh(2, dist.get_world_size() // 2, names=("replicate", "shard")))
 
 
-def _partly() -> nn.Module:
+def _partly() -> Any:
     """FSDP on one layer; the others are plain tensors, alike on all ranks."""
-    model = Net()
+    model: Any = Net()
     fully_shard(model.up, mesh=_mesh(dist.get_world_size()))
     return model
 
 
-def _tp() -> nn.Module:
+def _tp() -> Any:
     """Tensor parallel in pairs: each pair holds DTensors on a mesh of its own, and other tensors whole."""
     mesh = _mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
     return _tensor_parallel(Net(), mesh["tensor"])
 
 
-def _fsdp_tp() -> nn.Module:
+def _fsdp_tp() -> Any:
     mesh = _mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
-    model = _tensor_parallel(Net(), mesh["tensor"])
+    model: Any = _tensor_parallel(Net(), mesh["tensor"])
     fully_shard(model.up, mesh=mesh["data"])
     return fully_shard(model, mesh=mesh["data"])
 
 
-def _pipeline() -> nn.Module:
+def _pipeline() -> Any:
     return Half(dist.get_rank() // (dist.get_world_size() // 2))
 
 
-def _pipeline_fsdp() -> nn.Module:
+def _pipeline_fsdp() -> Any:
     mesh = _mesh(2, dist.get_world_size() // 2, names=("stage", "shard"))
     return fully_shard(Half(mesh.get_local_rank("stage")), mesh=mesh["shard"])
 
 
-LAYOUTS: dict[str, Callable[[], nn.Module]] = {
+LAYOUTS: dict[str, Callable[[], Any]] = {
     "alone": Net,
     "ddp": _ddp,
     "fsdp": _fsdp,
@@ -248,8 +249,9 @@ def told(captured: Captured, rank: int) -> dict[str, Any]:
         if rank in cut.ranks
     }
     for name, (local, cut, shape) in written.items():
-        assert captured.shardings[name].box_of(rank) == cut.box_of(rank, shape)
-        assert cut.box_of(rank, shape).num_items == local.numel()
+        assert captured.shardings[name].box_of(rank) == (box := cut.box_of(rank, shape))
+        assert box is not None
+        assert box.num_items == local.numel()
     return {
         "written": written,
         "tied": captured.tied,
@@ -264,7 +266,7 @@ def run(world_size: int, body: Callable[..., None], folder: Path, *args: Any) ->
     # Torch is imported once for all ranks of all worlds.
     multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
     rest = (world_size, body, folder, args)
-    mp.start_processes(_rank, rest, nprocs=world_size, start_method="forkserver")
+    start_processes(_rank, rest, nprocs=world_size, start_method="forkserver")
 
 
 def _rank(rank: int, world_size: int, body: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
@@ -272,7 +274,9 @@ def _rank(rank: int, world_size: int, body: Callable[..., None], folder: Path, a
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     logging.disable(logging.WARNING)  # advice on fast redistribution
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store-{world_size}-{body.__name__}"), world_size)
+    store = torch._C._distributed_c10d.FileStore(
+        str(folder / f"store-{world_size}-{body.__name__}"), world_size
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     body(rank, folder, *args)
     dist.barrier()

@@ -13,6 +13,7 @@ import torch
 from holdfast.errors import Unsupported
 from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 
+_PENDING = "AsyncCollectiveTensor"  # its class is not imported for this
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -136,10 +137,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) in _PLAIN:
         return tensor
-    if is_sharded_tensor(tensor):
-        return _only_shard(tensor)
-    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
+    if not is_dtensor(tensor):
+        return _only_shard(tensor) if is_sharded_tensor(tensor) else tensor
+    local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return local if type(local) is torch.Tensor or type(local).__name__ != _PENDING else local.wait()
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -43,7 +43,9 @@ def _tensor(mesh: DeviceMesh, placements: Any, shape: tuple[int, ...]) -> DTenso
     coordinate = mesh.get_coordinate()
     local = (0,) * len(shape)
     if coordinate is not None:
-        local, _ = _compute_local_shape_and_global_offset(shape, tuple(mesh.shape), coordinate, placements)
+        local, _ = _compute_local_shape_and_global_offset(
+            shape, tuple(mesh.shape), list(coordinate), placements
+        )
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, torch.float32)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -84,7 +86,7 @@ def _assert_covers_once(cut: Any, shape: tuple[int, ...]) -> None:
 @given(_meshes(), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
 def test_boxes_are_those_of_torch(ranks: torch.Tensor, shape: list[int], data: Any) -> None:
     """Any mesh, any placements, even and uneven; every copy covers the tensor once."""
-    placement = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(Shard))
+    placement = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(lambda dim: Shard(dim)))
     placements = data.draw(st.lists(placement, min_size=ranks.ndim, max_size=ranks.ndim))
     _assert_boxes_are_torchs(ranks, placements, tuple(shape))
 

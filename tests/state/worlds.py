@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,9 +59,10 @@ class Half(nn.Module):
             setattr(self, name, getattr(whole, name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own: Any = self
         if self.stage == 0:
-            return self.up(self.embed(x)).square().sum() + self.head(self.embed(x)).sum()
-        return self.tail(self.norm(self.down(torch.ones(5, 8)))).square().sum()
+            return own.up(own.embed(x)).square().sum() + own.head(own.embed(x)).sum()
+        return own.tail(own.norm(own.down(torch.ones(5, 8)))).square().sum()
 
 
 @functools.cache  # each mesh makes process groups, which takes long
@@ -274,9 +276,7 @@ def _rank(rank: int, world_size: int, body: Callable[..., None], folder: Path, a
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     logging.disable(logging.WARNING)  # advice on fast redistribution
     torch.set_num_threads(1)
-    store = torch._C._distributed_c10d.FileStore(
-        str(folder / f"store-{world_size}-{body.__name__}"), world_size
-    )
+    store = FileStore(str(folder / f"store-{world_size}-{body.__name__}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     body(rank, folder, *args)
     dist.barrier()

@@ -149,6 +149,11 @@ def is_dtensor(tensor: object) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def may_be_sharded() -> bool:
+    """True if there can be a DTensor in this process."""
+    return _dtensor_type() is not None and torch.distributed.is_initialized()
+
+
 def is_sharded_tensor(tensor: object) -> bool:
     """True for a ShardedTensor, which FSDP1 makes."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")

@@ -290,7 +290,7 @@ class Checkpointer:
         if self._plan is None or captured.structure is not self._plan_key:
             self._plan = Plan.make(
                 captured.tensors,
-                catalog=catalog_of(captured, self._ranks.world_size),
+                catalog=catalog_of(captured),
                 per_rank=captured.per_rank,
                 owned=captured.owned,
                 rank=self._ranks.rank,
@@ -469,6 +469,7 @@ class Checkpointer:
             return self._keeper
         wait_for_let_go(self.home, timeout_s=self._commit_timeout_s)
         wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
+        self._objects.agree(self._ranks.gather)
         self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
         claim = self._on_rank_0(lambda: self._claim(fresh=fresh))
         self._run, self._attempt = claim

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, parse_catalog
-from holdfast.format.hashes import chunk_ranges, digest
+from holdfast.format.hashes import DIGITS, digest
 from holdfast.format.layout import Piece
 from holdfast.format.sealed import dumps, loads, seal, unseal_lines
 
@@ -26,7 +26,11 @@ class DataFile:
 
     num_bytes: int
     chunk_bytes: int
-    chunks: tuple[str, ...]  # xxh3-128 of each chunk, in order
+    hashes: str  # xxh3-128 of each chunk, in order, 32 digits each
+
+    def hash_of(self, chunk: int) -> str:
+        """The hash of a chunk."""
+        return self.hashes[DIGITS * chunk : DIGITS * (chunk + 1)]
 
 
 @dataclass(frozen=True)
@@ -140,12 +144,13 @@ def draft(
 def finish(draft_text: bytes, file: DataFile, frozen: DataFile | None = None) -> bytes:
     """The part document: the draft, the files' facts, sealed."""
     facts, _, catalog = draft_text.partition(b"\n")
-    files = dumps({"file": _file_body(file), "frozen": None if frozen is None else _file_body(frozen)})
-    return seal(facts[:-1] + b"," + files[1:] + b"\n" + catalog)
+    sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen)})
+    hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
+    return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, *hashes)))
 
 
-def _file_body(file: DataFile) -> dict[str, Any]:
-    return {"bytes": file.num_bytes, "chunk_bytes": file.chunk_bytes, "chunks": "".join(file.chunks)}
+def _sizes(file: DataFile) -> list[int]:
+    return [file.num_bytes, file.chunk_bytes]
 
 
 def parse(document: bytes, what: str) -> Part:
@@ -155,20 +160,23 @@ def parse(document: bytes, what: str) -> Part:
         Corrupt: its bytes have changed, or it is not a part.
         Unsupported: written by a newer format.
     """
-    head, *catalogs = unseal_lines(document, what)
+    head, *lines = unseal_lines(document, what)
     body = loads(head, what)
     check_kind(body, FORMAT, VERSION, what)
     try:
-        (catalog,) = catalogs
-        return _parse(body, catalog, what)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        catalog, *hashes = lines
+        return _parse(body, catalog, hashes, what)
+    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise Corrupt(f"{what} is sealed but lacks what a part holds: {error!r}.", key=what) from error
 
 
-def _parse(body: dict[str, Any], catalog: bytes, what: str) -> Part:
+def _parse(body: dict[str, Any], catalog: bytes, hashes: list[bytes], what: str) -> Part:
     if digest(catalog) != body["catalog"]:
         message = "its catalog is not the one that it names"
         raise ValueError(message)
+    # Not as JSON: a commit reads the parts of all ranks, and would spend most of its time on these.
+    sizes = [body["file"]] if body["frozen"] is None else [body["file"], body["frozen"]]
+    file, *frozen = (_file(size[0], size[1], line) for size, line in zip(sizes, hashes, strict=True))
     return Part(
         run=body["run"],
         step=body["step"],
@@ -179,21 +187,21 @@ def _parse(body: dict[str, Any], catalog: bytes, what: str) -> Part:
         values=body["values"],
         own=tuple((name, dtype, tuple(shape), start) for name, dtype, shape, start in body["own"]),
         catalog_starts=tuple(body["starts"]),
-        file=_file(body["file"]),
-        frozen=None if body["frozen"] is None else _file(body["frozen"]),
+        file=file,
+        frozen=frozen[0] if frozen else None,
         catalog_digest=body["catalog"],
         catalog_text=catalog,
         what=what,
     )
 
 
-def _file(body: dict[str, Any]) -> DataFile:
-    digests = body["chunks"]
-    num_chunks = sum(1 for _ in chunk_ranges(body["bytes"], body["chunk_bytes"]))
-    if len(digests) != 32 * num_chunks:
-        raise ValueError(f"{len(digests)} digits of chunk hashes for {num_chunks} chunks")
-    chunks = tuple(digests[i : i + 32] for i in range(0, len(digests), 32))
-    return DataFile(body["bytes"], body["chunk_bytes"], chunks)
+def _file(num_bytes: int, chunk_bytes: int, line: bytes) -> DataFile:
+    hashes = line.decode()
+    num_chunks = -(-num_bytes // chunk_bytes)
+    if hashes[:1] + hashes[-1:] != '""' or len(hashes) != DIGITS * num_chunks + 2:
+        message = f"{len(hashes) - 2} digits of chunk hashes for {num_chunks} chunks"
+        raise ValueError(message)
+    return DataFile(num_bytes, chunk_bytes, hashes[1:-1])
 
 
 def check_kind(body: dict[str, Any], kind: str, version: int, what: str) -> None:

@@ -7,9 +7,8 @@ import contextlib
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format import part as parts
-from holdfast.format.hashes import chunk_bytes_for
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
-from holdfast.keeper.persist import hash_chunks
 from holdfast.keeper.terms import Terms
 from holdfast.store import Store
 

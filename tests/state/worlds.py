@@ -310,7 +310,13 @@ def told(captured: Captured, rank: int) -> dict[str, Any]:
 def run(world_size: int, body: Callable[..., None], folder: Path, *args: Any) -> None:
     """Run `body(rank, folder, *args)` on ranks of their own; raises what one of them raised."""
     # Torch is imported once for all ranks of all worlds.
-    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    modules = [
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch._dynamo",
+        "torch.profiler",
+    ]
+    multiprocessing.set_forkserver_preload(modules)
     rest = (world_size, body, folder, args)
     start_processes(_rank, rest, nprocs=world_size, start_method="forkserver")
 

@@ -158,6 +158,9 @@ class State:
         Raises:
             InvalidInput: the state and the checkpoint do not fit each other.
             Unsupported: a dtype or kind of tensor that cannot be restored here.
+
+        Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: where tensors may be
+            sharded it is asked what it has as a DTensor.
         """
         self._table = None  # a load replaces tensors: it must not find the memory of the old ones taken
         entries = self._current()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import xxhash
 
-MIN_CHUNK_BYTES = 64 << 10
+MIN_CHUNK_BYTES = 32 << 10
 MAX_CHUNK_BYTES = 8 << 20
-CHUNKS_PER_FILE = 8192
+CHUNKS_PER_FILE = 16384
 """At most about so many chunks a file: fine enough that a rank which reads parts of tensors wastes little."""
 
 DIGITS = 32
@@ -25,7 +25,7 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def chunk_bytes_for(file_bytes: int) -> int:
-    """Chunk size for a file: a power of two from 64 KiB to 8 MiB; at most 8192 chunks if that can be."""
+    """Chunk size for a file: a power of two from 32 KiB to 8 MiB; at most 16384 chunks if that can be."""
     size = MIN_CHUNK_BYTES
     while size < MAX_CHUNK_BYTES and size * CHUNKS_PER_FILE < file_bytes:
         size *= 2

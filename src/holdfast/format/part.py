@@ -10,9 +10,10 @@ from typing import Any
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, parse_catalog
-from holdfast.format.hashes import chunk_ranges, digest
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.hashes import digest
 from holdfast.format.layout import Piece
-from holdfast.format.sealed import dumps, loads, seal, unseal_lines
+from holdfast.format.sealed import dumps, loads, read_integers, seal, unseal_lines
 
 FORMAT, VERSION = "holdfast-part", 1
 
@@ -169,16 +170,19 @@ def _parse(body: dict[str, Any], catalog: bytes, what: str) -> Part:
     if digest(catalog) != body["catalog"]:
         message = "its catalog is not the one that it names"
         raise ValueError(message)
+    step, attempt, rank, world_size = read_integers(
+        [body[k] for k in ("step", "attempt", "rank", "world_size")]
+    )
     return Part(
         run=body["run"],
-        step=body["step"],
-        attempt=body["attempt"],
-        rank=body["rank"],
-        world_size=body["world_size"],
-        ancestors=tuple((attempt, step) for attempt, step in body["ancestors"]),
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        ancestors=read_ancestors(body["ancestors"]),
         values=body["values"],
-        own=tuple((name, dtype, tuple(shape), start) for name, dtype, shape, start in body["own"]),
-        catalog_starts=tuple(body["starts"]),
+        own=tuple(_own(*row) for row in body["own"]),
+        catalog_starts=read_integers(body["starts"]),
         file=_file(body["file"]),
         frozen=None if body["frozen"] is None else _file(body["frozen"]),
         catalog_digest=body["catalog"],
@@ -187,13 +191,33 @@ def _parse(body: dict[str, Any], catalog: bytes, what: str) -> Part:
     )
 
 
+def read_ancestors(rows: list[list[int]]) -> Ancestors:
+    """Ancestors from JSON.
+
+    Raises:
+        TypeError: they are none.
+        ValueError: they are none.
+    """
+    return tuple((attempt, step) for attempt, step in map(read_integers, rows))
+
+
+def _own(name: Any, dtype: Any, shape: Any, start: Any) -> tuple[str, str, tuple[int, ...], int]:
+    if not isinstance(name, str) or dtype not in ITEM_BYTES:
+        raise TypeError(f"a tensor {name!r:.100} of dtype {dtype!r:.100}")
+    (at,) = read_integers([start])
+    return name, dtype, read_integers(shape), at
+
+
 def _file(body: dict[str, Any]) -> DataFile:
     digests = body["chunks"]
-    num_chunks = sum(1 for _ in chunk_ranges(body["bytes"], body["chunk_bytes"]))
+    num_bytes, chunk_bytes = read_integers([body["bytes"], body["chunk_bytes"]])
+    if num_bytes < 0 or chunk_bytes <= 0:
+        raise ValueError(f"a file of {num_bytes} bytes in chunks of {chunk_bytes}")
+    num_chunks = -(-num_bytes // chunk_bytes)
     if len(digests) != 32 * num_chunks:
         raise ValueError(f"{len(digests)} digits of chunk hashes for {num_chunks} chunks")
     chunks = tuple(digests[i : i + 32] for i in range(0, len(digests), 32))
-    return DataFile(body["bytes"], body["chunk_bytes"], chunks)
+    return DataFile(num_bytes, chunk_bytes, chunks)
 
 
 def check_kind(body: dict[str, Any], kind: str, version: int, what: str) -> None:

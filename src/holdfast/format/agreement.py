@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.errors import InvalidInput
@@ -93,6 +93,7 @@ def _unite(
         more; which one is better told by who holds what.
     """
     disputed: dict[str, tuple[int, int]] = {}
+    listed: dict[str, tuple[dict[Row, None], set[int]]] = {}  # boxes and holders, as all ranks list them
     tensors = dict(catalogs[0].tensors)
     first_in = dict.fromkeys(tensors, 0)
     for index, catalog in enumerate(catalogs[1:], 1):
@@ -102,13 +103,20 @@ def _unite(
                 first_in[name] = index
             elif known != tensor:
                 pair = ranks_of[first_in[name]][0], ranks_of[index][0]
-                tensors[name] = _united(name, known, tensor, pair)
-                if tensors[name] is known and known.cut != tensor.cut:
+                _check_alike(name, known, tensor, pair)
+                if isinstance(known.cut, Boxes) and isinstance(tensor.cut, Boxes):
+                    new = dict.fromkeys(known.cut.rows), {*known.held_by}
+                    rows, holders = listed.setdefault(name, new)
+                    rows.update(dict.fromkeys(tensor.cut.rows))
+                    holders.update(tensor.held_by)
+                elif known.cut != tensor.cut:
                     disputed.setdefault(name, pair)
+    for name, (rows, holders) in listed.items():
+        tensors[name] = replace(tensors[name], cut=Boxes(tuple(rows)), held_by=tuple(sorted(holders)))
     return tensors, disputed
 
 
-def _united(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Tensor:
+def _check_alike(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> None:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise InvalidInput(
             f"Ranks disagree about {name}: rank {ranks[0]} has {a.dtype}{list(a.shape)}, rank {ranks[1]} has "
@@ -116,11 +124,7 @@ def _united(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Tensor:
             rank=ranks[1],
             key=name,
         )
-    if isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes):
-        rows = tuple(dict.fromkeys((*a.cut.rows, *b.cut.rows)))
-        held_by = tuple(sorted({*a.held_by, *b.held_by}))
-        return Tensor(a.dtype, a.shape, Boxes(rows), held_by, a.frozen)
-    if a.held_by != b.held_by:
+    if a.held_by != b.held_by and not (isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes)):
         raise InvalidInput(
             f"Ranks disagree about who holds {name}: rank {ranks[0]} says {_some(a.held_by)}, rank "
             f"{ranks[1]} says {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
@@ -128,7 +132,6 @@ def _united(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Tensor:
             rank=ranks[1],
             key=name,
         )
-    return a
 
 
 def _check_held(
@@ -136,15 +139,14 @@ def _check_held(
 ) -> None:
     """Every rank that is said to hold a tensor lists it, in the same way."""
     index_of = {rank: index for index, ranks in enumerate(ranks_of) for rank in ranks}
-    holding: dict[int, set[int]] = {}  # id of `held_by` -> indices of the catalogs of these ranks
+    holding: dict[int, dict[int, int]] = {}  # id of `held_by` -> catalogs of these ranks, a rank of each
     for name, tensor in tensors.items():
         indices = holding.get(id(tensor.held_by))
         if indices is None:
             indices = holding[id(tensor.held_by)] = _catalogs_of(name, tensor.held_by, index_of)
         if len(catalogs) == 1:
             continue
-        for index in indices:
-            rank = next(rank for rank in tensor.held_by if index_of[rank] == index)
+        for index, rank in indices.items():
             if name not in catalogs[index].tensors:
                 have = next(r[0] for r, one in zip(ranks_of, catalogs, strict=True) if name in one.tensors)
                 message = (
@@ -154,12 +156,12 @@ def _check_held(
                 raise InvalidInput(message, rank=rank, key=name)
 
 
-def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) -> set[int]:
+def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) -> dict[int, int]:
     outside = [rank for rank in held_by if rank not in index_of]
     if outside:
         message = f"{name} is said to be on ranks {_some(outside)}, of {len(index_of)} ranks."
         raise InvalidInput(message, key=name)
-    return {index_of[rank] for rank in held_by}
+    return {index_of[rank]: rank for rank in reversed(held_by)}
 
 
 def _check_cut(name: str, cut: Cut, world_size: int) -> None:

@@ -10,9 +10,9 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.format.agreement import Agreement, agree
 from holdfast.format.catalog import EACH, SPLIT, Tensor
 from holdfast.format.hashes import digest
-from holdfast.format.part import Ancestors, Part, check_kind
+from holdfast.format.part import Ancestors, Part, check_kind, read_ancestors
 from holdfast.format.part import parse as parse_part
-from holdfast.format.sealed import dumps, loads, seal, unseal_lines
+from holdfast.format.sealed import dumps, loads, read_integers, seal, unseal_lines
 
 __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "merge_documents", "parse"]
 
@@ -173,6 +173,12 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
             )
 
 
+def _each_tensor(dtype: Any, shape: Any) -> Tensor:
+    if not isinstance(dtype, str):
+        raise TypeError(f"a tensor of dtype {dtype!r:.100}")
+    return Tensor(dtype, read_integers(shape), None)
+
+
 def document(manifest: Manifest) -> bytes:
     """The manifest's sealed document."""
     each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.cut is None}
@@ -216,14 +222,17 @@ def parse(text: bytes, what: str) -> Manifest:
 def _parse(body: dict[str, Any], catalogs: tuple[bytes, ...]) -> Manifest:
     parts = tuple(PartFile(*row) for row in body["parts"])
     agreed = agree(catalogs, tuple(part.catalog for part in parts))
-    each = {name: Tensor(dtype, tuple(shape), None) for name, (dtype, shape) in body["each"].items()}
+    each = {name: _each_tensor(*row) for name, row in body["each"].items()}
+    for alias, name in agreed.tied.items():
+        if name not in agreed.tensors and name not in each:
+            raise ValueError(f"{alias} is tied to {name}, which there is not")
     return Manifest(
         id=body["id"],
         run=body["run"],
         step=body["step"],
         attempt=body["attempt"],
         world_size=body["world_size"],
-        ancestors=tuple((attempt, step) for attempt, step in body["ancestors"]),
+        ancestors=read_ancestors(body["ancestors"]),
         created_unix_s=body["created_unix_s"],
         parts=parts,
         tensors=agreed.tensors | each,

@@ -10,9 +10,10 @@ from typing import Any
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, parse_catalog
+from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import DIGITS, digest
 from holdfast.format.layout import Piece
-from holdfast.format.sealed import dumps, loads, seal, unseal_lines
+from holdfast.format.sealed import dumps, loads, read_integers, seal, unseal_lines
 
 FORMAT, VERSION = "holdfast-part", 1
 
@@ -176,17 +177,20 @@ def _parse(body: dict[str, Any], catalog: bytes, hashes: list[bytes], what: str)
         raise ValueError(message)
     # Not as JSON: a commit reads the parts of all ranks, and would spend most of its time on these.
     sizes = [body["file"]] if body["frozen"] is None else [body["file"], body["frozen"]]
-    file, *frozen = (_file(size[0], size[1], line) for size, line in zip(sizes, hashes, strict=True))
+    file, *frozen = (_file(read_integers(size), line) for size, line in zip(sizes, hashes, strict=True))
+    step, attempt, rank, world_size = read_integers(
+        [body[k] for k in ("step", "attempt", "rank", "world_size")]
+    )
     return Part(
         run=body["run"],
-        step=body["step"],
-        attempt=body["attempt"],
-        rank=body["rank"],
-        world_size=body["world_size"],
-        ancestors=tuple((attempt, step) for attempt, step in body["ancestors"]),
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        ancestors=read_ancestors(body["ancestors"]),
         values=body["values"],
-        own=tuple((name, dtype, tuple(shape), start) for name, dtype, shape, start in body["own"]),
-        catalog_starts=tuple(body["starts"]),
+        own=tuple(_own(*row) for row in body["own"]),
+        catalog_starts=read_integers(body["starts"]),
         file=file,
         frozen=frozen[0] if frozen else None,
         catalog_digest=body["catalog"],
@@ -195,12 +199,31 @@ def _parse(body: dict[str, Any], catalog: bytes, hashes: list[bytes], what: str)
     )
 
 
-def _file(num_bytes: int, chunk_bytes: int, line: bytes) -> DataFile:
+def read_ancestors(rows: list[list[int]]) -> Ancestors:
+    """Ancestors from JSON.
+
+    Raises:
+        TypeError: they are none.
+        ValueError: they are none.
+    """
+    return tuple((attempt, step) for attempt, step in map(read_integers, rows))
+
+
+def _own(name: Any, dtype: Any, shape: Any, start: Any) -> tuple[str, str, tuple[int, ...], int]:
+    if not isinstance(name, str) or dtype not in ITEM_BYTES:
+        raise TypeError(f"a tensor {name!r:.100} of dtype {dtype!r:.100}")
+    (at,) = read_integers([start])
+    return name, dtype, read_integers(shape), at
+
+
+def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
+    num_bytes, chunk_bytes = sizes
+    if num_bytes < 0 or chunk_bytes <= 0:
+        raise ValueError(f"a file of {num_bytes} bytes in chunks of {chunk_bytes}")
     hashes = line.decode()
     num_chunks = -(-num_bytes // chunk_bytes)
     if hashes[:1] + hashes[-1:] != '""' or len(hashes) != DIGITS * num_chunks + 2:
-        message = f"{len(hashes) - 2} digits of chunk hashes for {num_chunks} chunks"
-        raise ValueError(message)
+        raise ValueError(f"{len(hashes) - 2} digits of chunk hashes for {num_chunks} chunks")
     return DataFile(num_bytes, chunk_bytes, hashes[1:-1])
 
 

@@ -31,6 +31,17 @@ def is_text(text: str) -> bool:
     return True
 
 
+def read_integers(value: Any) -> tuple[int, ...]:
+    """The items of an array of JSON integers.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise TypeError(f"expected an array of integers, found {value!r:.100}")
+    return tuple(value)
+
+
 def seal(body: bytes) -> bytes:
     """Document whose first member is the hash of the rest.
 

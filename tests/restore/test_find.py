@@ -1,6 +1,7 @@
 """Listing a home, reading its documents, finishing commits, telling dead branches."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_a_manifest_of_a_future_version_says_upgrade() -> None:
         {"parts": []},
     ],
 )
-def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, object]) -> None:
+def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, Any]) -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
     reseal(store, names.manifest(5, 1), **facts)
@@ -223,7 +224,7 @@ def test_a_part_that_was_not_committed_is_refused_though_it_is_sealed() -> None:
         {"own": [["b", "I64", [4], 4096]]},
     ],
 )
-def test_a_part_that_points_out_of_its_file_is_not_committed(facts: dict[str, object]) -> None:
+def test_a_part_that_points_out_of_its_file_is_not_committed(facts: dict[str, Any]) -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
     reseal(store, names.part(5, 1, 1), **facts)

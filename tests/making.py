@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 
 from holdfast.format import manifest, names, part, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.cuts import Box, Boxes, whole
+from holdfast.format.cuts import Box, Boxes, Cut, whole
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.layout import Piece, lay_out
 from holdfast.format.manifest import Manifest
+from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.store.contract import Store
 
 RUN_ID = "run-one"
@@ -42,6 +44,8 @@ def make_checkpoint(
     tied: Mapping[str, str] | None = None,
     values: Sequence[Mapping[str, Any]] | None = None,
     base: tuple[int, int] | None = None,
+    ancestors: part.Ancestors = (),
+    cuts: Mapping[str, Cut] | None = None,
     frozen: Collection[str] = (),
     run_id: str = RUN_ID,
     chunk_bytes: int | None = None,
@@ -59,7 +63,9 @@ def make_checkpoint(
         per_rank: names of which every rank writes its own.
         tied: alias -> name.
         values: each rank's values by top-level key, not encoded; default none.
-        base: (attempt, step) that the attempt was restored from.
+        base: (attempt, step) that the attempt was restored from, as its only ancestor.
+        ancestors: all ancestors, instead.
+        cuts: the rule by which the regions of a tensor are cut; without one they are listed.
         frozen: names that stand in the second file.
         run_id: the run.
         chunk_bytes: size of the hashed chunks; default as the format chooses.
@@ -70,7 +76,7 @@ def make_checkpoint(
     Returns:
         The manifest, written or not.
     """
-    catalog = _catalog(tensors, per_rank, frozen, dict(tied or {}))
+    catalog = _catalog(tensors, per_rank, frozen, dict(tied or {}), cuts or {})
     parts = []
     for rank, held in enumerate(tensors):
         shared = [Piece(n, t.dtype, t.shape, *box, frozen=t.frozen) for n, t, box in catalog.written_by(rank)]
@@ -97,7 +103,7 @@ def make_checkpoint(
             attempt=attempt,
             rank=rank,
             world_size=len(tensors),
-            ancestors=(base,) if base else (),
+            ancestors=(base,) if base else ancestors,
             values=_encoded(values[rank] if values else {}),
             own=[(piece.name, piece.dtype, piece.shape, starts[piece.name]) for piece in own],
             starts=[starts[piece.name] for piece in shared],
@@ -117,8 +123,9 @@ def _catalog(
     per_rank: Collection[str],
     frozen: Collection[str],
     tied: dict[str, str],
+    cuts: Mapping[str, Cut],
 ) -> Catalog:
-    """What all ranks have in common: a whole tensor is its writer's, regions are listed box by box."""
+    """What all ranks have in common: a whole tensor is its writer's, regions are cut by a rule or listed."""
     rows: dict[str, list[tuple[int, Box]]] = {}
     found: dict[str, Tensor] = {}
     for rank, held in enumerate(tensors):
@@ -130,13 +137,30 @@ def _catalog(
             if not isinstance(value, torch.Tensor):
                 _, offsets, shape = value
                 rows.setdefault(name, []).append((rank, Box(offsets, tuple(elements.shape))))
-                cut = Boxes(tuple(rows[name]))
+                cut = cuts.get(name) or Boxes(tuple(rows[name]))
             found[name] = Tensor(_NAMES[elements.dtype], shape, cut, cut.ranks, name in frozen)
     return Catalog(found, tied)
 
 
 def _elements(value: torch.Tensor | Region) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else value[0]
+
+
+def reseal(store: Store, name: str, *, catalog: bytes | None = None, **facts: Any) -> None:
+    """Change a sealed document and seal it again, as another writer would have written it.
+
+    Args:
+        store: the home.
+        name: the document.
+        catalog: its only catalog from now on; a part then names this one.
+        facts: members of the first line.
+    """
+    first, *rest = unseal_lines(store.get(name), name)
+    body = json.loads(first)
+    if catalog is not None:
+        rest = [catalog]
+        body |= {"catalog": digest(catalog)} if "catalog" in body else {}
+    store.put(name, seal(b"\n".join([dumps({**body, **facts}), *rest])))
 
 
 def data_file(image: bytes, chunk_bytes: int | None = None) -> part.DataFile:

@@ -97,50 +97,67 @@ def test_keep_none_keeps_everything():
 
 def test_what_a_newer_attempt_left_behind_is_superseded():
     """Attempt 1 reached 500; attempt 2 began from 400 (500 was damaged) and committed 450."""
-    line = line_of([((1, 300), None), ((1, 400), None), ((1, 500), None), ((2, 450), 400)])
+    line = line_of([(1, 300), (1, 400), (1, 500), (2, 450)], (2, 450), [(1, 400)])
     assert line.current == ((2, 450), (1, 400), (1, 300))
     assert line.superseded == ((1, 500),)
 
 
 def test_an_attempt_that_committed_nothing_supersedes_nothing():
-    line = line_of([((1, 400), None), ((1, 500), None)])
+    line = line_of([(1, 400), (1, 500)], (1, 500), [])
     assert line.current == ((1, 500), (1, 400))
     assert line.superseded == ()
 
 
 def test_a_fresh_start_supersedes_all_that_was_there():
-    line = line_of([((1, 400), None), ((2, 10), None)])
+    line = line_of([(1, 400), (2, 10)], (2, 10), [])
     assert line.current == ((2, 10),)
     assert line.superseded == ((1, 400),)
 
 
+TWICE_BACK = [(1, 100), (1, 200), (1, 300), (2, 250), (2, 350), (3, 220)]
+
+
 def test_going_back_twice_hides_what_both_left_behind():
-    line = line_of(
-        [
-            ((1, 100), None),
-            ((1, 200), None),
-            ((1, 300), None),
-            ((2, 250), 200),
-            ((2, 350), 200),
-            ((3, 220), 100),
-        ]
-    )
+    line = line_of(TWICE_BACK, (3, 220), [(1, 100)])
     assert line.current == ((3, 220), (1, 100))
     assert set(line.superseded) == {(1, 200), (1, 300), (2, 250), (2, 350)}
 
 
-@given(
-    st.dictionaries(st.tuples(st.integers(1, 4), st.integers(0, 20)), st.none()),
-    st.lists(st.none() | st.integers(0, 20), min_size=5, max_size=5),
-)
-def test_every_checkpoint_is_current_or_superseded_and_the_newest_is_current(
-    found: dict[tuple[int, int], None], bases: list[int | None]
+def test_going_on_twice_keeps_what_each_went_on_from():
+    """Attempt 2 went on from 200 of attempt 1, attempt 3 from 250 of attempt 2."""
+    line = line_of([*TWICE_BACK[:-1], (3, 260)], (3, 260), [(1, 200), (2, 250)])
+    assert line.current == ((3, 260), (2, 250), (1, 200), (1, 100))
+    assert set(line.superseded) == {(2, 350), (1, 300)}
+
+
+def test_going_back_by_hand_to_a_superseded_checkpoint_makes_its_line_current():
+    """Attempt 4 was told to take 350 of attempt 2, which attempt 3 had left behind."""
+    line = line_of([*TWICE_BACK, (4, 360)], (4, 360), [(1, 200), (2, 350)])
+    assert line.current == ((4, 360), (2, 350), (2, 250), (1, 200), (1, 100))
+    assert set(line.superseded) == {(3, 220), (1, 300)}
+
+
+def test_going_back_within_an_attempt_hides_what_it_saved_in_between():
+    line = line_of([(1, 100), (1, 200), (2, 150), (2, 300), (2, 160)], (2, 160), [(1, 100), (2, 150)])
+    assert line.current == ((2, 160), (2, 150), (1, 100))
+    assert set(line.superseded) == {(2, 300), (1, 200)}
+
+
+@given(ids, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 50)), max_size=4).map(sorted))
+def test_every_checkpoint_is_current_or_superseded_by_where_the_line_left_its_attempt(
+    found: list[tuple[int, int]], ancestors: list[tuple[int, int]]
 ):
-    items = [(item, bases[item[0]]) for item in found]
-    line = line_of(items)
+    """Both newest first; current is what lies at or before the last step that the line has of its attempt."""
+    newest = max(found)
+    older = [one for one in ancestors if one[0] < newest[0]]
+    line = line_of(found, newest, older)
     assert sorted(line.current + line.superseded) == sorted(found)
-    if found:
-        assert line.current[0] == max(found)
+    assert list(line.current) == sorted(line.current, reverse=True)
+    assert list(line.superseded) == sorted(line.superseded, reverse=True)
+    assert line.current[0] == newest
+    for attempt, step in found:
+        left_at = [s for a, s in [*older, newest] if a == attempt]
+        assert ((attempt, step) in line.current) == bool(left_at and step <= left_at[-1])
 
 
 def test_the_meter_counts_blocked_time_and_slowed_steps():

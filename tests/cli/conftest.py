@@ -59,7 +59,7 @@ def tensors_at(number: int) -> list[dict[str, torch.Tensor]]:
 
 
 def save(
-    home: Path, step: int, attempt: int = 1, *, base_step: int | None = None, commit: bool = True
+    home: Path, step: int, attempt: int = 1, *, base: tuple[int, int] | None = None, commit: bool = True
 ) -> None:
     """Make one checkpoint of the home with a past."""
     groups = [{"lr": 0.5, "betas": (0.9, 0.95)}]
@@ -71,7 +71,7 @@ def save(
         per_rank=["rng.torch"],
         tied={"model.head": "model.weight"},
         values=[{"epoch": step // 100, "optimizer": {"groups": groups}, "seed": rank} for rank in range(2)],
-        base_step=base_step,
+        base=base,
         commit=commit,
         created_unix_s=CREATED_UNIX_S + step,
     )
@@ -84,9 +84,9 @@ def first_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_home(open_store(place), attempts=(1, 2))
     for step in (100, 200, 300):
         save(place, step)
-    save(place, 250, 2, base_step=200)
-    save(place, 300, 2, base_step=200)
-    save(place, 400, 2, base_step=200, commit=False)
+    save(place, 250, 2, base=(1, 200))
+    save(place, 300, 2, base=(1, 200))
+    save(place, 400, 2, base=(1, 200), commit=False)
     return place
 
 

@@ -1,256 +1,193 @@
-"""A manifest is made only of parts that cover every tensor exactly once."""
+"""A manifest is made only of parts that fit together, and tells what all of them hold."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import random
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from format.drawing import catalogs, text
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.format import manifest
+from holdfast.format.catalog import Catalog, catalog_text
+from holdfast.format.cuts import Box, Boxes, Cut, whole
 from holdfast.format.hashes import digest
-from holdfast.format.layout import Piece
 from holdfast.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
 from holdfast.format.part import DataFile, Part
 from holdfast.format.sealed import dumps, seal
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, lengths
+Own = tuple[str, str, tuple[int, ...], int]
 
 
-def parts_of(pieces_by_rank: Sequence[Sequence[Piece]]) -> list[tuple[Part, bytes]]:
+def parts_of(by_rank: Sequence[Catalog], own: Sequence[Sequence[Own]] = ()) -> list[tuple[Part, bytes]]:
     """One part for each rank, with a document that only its hash matters of."""
-    world_size = len(pieces_by_rank)
-    return [
-        (
-            Part(
-                run="run",
-                step=500,
-                attempt=2,
-                rank=rank,
-                world_size=world_size,
-                base_step=400,
-                pieces=tuple(pieces),
-                starts=(0,) * len(pieces),
-                tied={},
-                values={},
-                file=DataFile(1000 + rank, 65536, (digest(b""),)),
-            ),
-            b"document of rank %d" % rank,
+    found = []
+    for rank, catalog in enumerate(by_rank):
+        line = catalog_text(catalog)
+        one = Part(
+            run="run",
+            step=500,
+            attempt=2,
+            rank=rank,
+            world_size=len(by_rank),
+            ancestors=((1, 400),),
+            values={},
+            own=tuple(own[rank]) if own else (),
+            catalog_starts=(0,) * len(list(catalog.written_by(rank))),
+            file=DataFile(1000 + rank, 65536, (digest(b""),)),
+            frozen=DataFile(77, 65536, (digest(b""),)) if rank else None,
+            catalog_digest=digest(line),
+            catalog_text=line,
+            what=f"part {rank}",
         )
-        for rank, pieces in enumerate(pieces_by_rank)
-    ]
+        found.append((one, b"document of rank %d" % rank))
+    return found
 
 
-def merge(pieces_by_rank: Sequence[Sequence[Piece]]) -> Manifest:
-    return manifest.merge(parts_of(pieces_by_rank), id="id", created_unix_s=1.5)
+def merge(parts: Sequence[tuple[Part, bytes]]) -> Manifest:
+    return manifest.merge(parts, id="id", created_unix_s=2.5)
 
 
-def region(box: Box, shape: tuple[int, ...], name: str = "w", dtype: str = "F32") -> Piece:
-    return Piece(name, dtype, shape, *box)
+def catalog(**tensors: Tensor) -> Catalog:
+    return Catalog(tensors, {})
 
 
-@st.composite
-def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape and boxes that cover it exactly, made by cutting boxes again and again, in any order."""
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 8))):
-        offsets, lengths = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, lengths[dim]))  # 0 leaves an empty box, as uneven sharding does
-        upper = tuple(o + at * (d == dim) for d, o in enumerate(offsets))
-        lower_lengths = tuple(at if d == dim else n for d, n in enumerate(lengths))
-        upper_lengths = tuple(n - at * (d == dim) for d, n in enumerate(lengths))
-        boxes += [(offsets, lower_lengths), (upper, upper_lengths)]
-    return shape, draw(st.permutations(boxes))
-
-
-@given(partitions())
-def test_any_partition_is_accepted(cut: tuple[tuple[int, ...], list[Box]]) -> None:
-    shape, boxes = cut
-    merged = merge([[region(box, shape)] for box in boxes])
-    assert merged.tensors == {"w": Tensor("F32", shape, 0 if len(boxes) == 1 else SPLIT)}
-
-
-@given(partitions(), st.data())
-def test_a_partition_with_a_missing_piece_is_refused(
-    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
-) -> None:
-    shape, boxes = cut
-    held = [box for box in boxes if all(box[1])]
-    held.pop(data.draw(st.integers(0, len(held) - 1)))
-    with pytest.raises(InvalidInput, match="cover") as caught:
-        merge([[region(box, shape)] for box in [*held, ((0,) * len(shape), (0,) * len(shape))]])
-    assert (caught.value.key, caught.value.step) == ("w", 500)
-
-
-@given(partitions(), st.data())
-def test_a_partition_with_a_piece_held_twice_is_refused(
-    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
-) -> None:
-    shape, boxes = cut
-    held = [box for box in boxes if all(box[1])]
-    twice = data.draw(st.integers(0, len(held) - 1))
-    with pytest.raises(InvalidInput, match=rf"Ranks {twice} and {len(held)} both hold"):
-        merge([[region(box, shape)] for box in [*held, held[twice]]])
-
-
-@given(st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 4))] * 2), min_size=2, max_size=5))
-def test_coverage_agrees_with_counting_elements(cuts: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-    """Boxes drawn at random are accepted exactly if every element is in one of them."""
-    shape = (5, 5)
-    boxes: list[Box] = [((a, b), (min(n, shape[0] - a), min(m, shape[1] - b))) for (a, n), (b, m) in cuts]
-    counts = dict.fromkeys(itertools.product(range(5), range(5)), 0)
-    for (a, b), (n, m) in boxes:
-        for place in itertools.product(range(a, a + n), range(b, b + m)):
-            counts[place] += 1
-    pieces = [[region(box, shape)] for box in boxes]
-    if set(counts.values()) == {1}:
-        assert merge(pieces).tensors["w"].owner == SPLIT
-    else:
-        with pytest.raises(InvalidInput):
-            merge(pieces)
-
-
-def test_thousands_of_pieces_are_checked_in_a_moment() -> None:
-    """A mesh of 64 x 32 ranks: all pairs of 2048 pieces for many tensors would hold up the commit."""
-    shape = (640, 320)
-    boxes = [((10 * row, 10 * column), (10, 10)) for row in range(64) for column in range(32)]
-    random.Random(1).shuffle(boxes)
-    names = [f"w{number}" for number in range(5)]
-    ranks = [[region(box, shape, name) for name in names] for box in boxes]
-    assert {tensor.owner for tensor in merge(ranks).tensors.values()} == {SPLIT}
-    ranks[7][3] = dataclasses.replace(ranks[7][3], offsets=boxes[8][0])
-    with pytest.raises(InvalidInput, match="both hold the region") as caught:
-        merge(ranks)
-    assert caught.value.key == "w3"
+HALVES = Boxes(((0, Box((0,), (3,))), (1, Box((3,), (1,)))))
+EXAMPLE = Catalog(
+    {
+        "a": Tensor("F32", (2, 2), whole(0), (0, 1)),
+        "s": Tensor("F32", (4,), HALVES, (0, 1)),
+        "c": Tensor("F32", (4,), Cut(((0, 2),), (1, 0)), (0, 1), True),
+        "none": Tensor("I8", (0,), whole(0), (0,)),
+        "scalar": Tensor("BF16", (), whole(1), (0, 1)),
+    },
+    {"head": "a", "seed": "rng"},
+)
 
 
 def test_a_manifest_knows_owners_ties_and_files() -> None:
     """Who holds all of a tensor, which tensors every rank has, which are split; hashes of all parts."""
-    rng = [Piece.whole("rng", "U8", (n,), per_rank=True) for n in (16, 24)]  # sizes may differ by rank
-    ranks = parts_of(
-        [
-            [
-                Piece.whole("a", "F32", (2, 2)),
-                rng[0],
-                region(((0,), (3,)), (4,), "s"),
-                Piece.whole("none", "I8", (0,)),
-            ],
-            [Piece.whole("scalar", "BF16", ()), rng[1], region(((3,), (1,)), (4,), "s")],
-        ]
-    )
-    ranks[0] = (dataclasses.replace(ranks[0][0], tied={"head": "a"}), ranks[0][1])
-    merged = manifest.merge(ranks, id="id", created_unix_s=2.5)
-    assert merged.tensors == {
-        "a": Tensor("F32", (2, 2), 0),
-        "rng": Tensor("U8", (16,), EACH),
-        "s": Tensor("F32", (4,), SPLIT),
-        "none": Tensor("I8", (0,), 0),
-        "scalar": Tensor("BF16", (), 1),
+    own = [[("rng", "U8", (n,), 4096)] for n in (16, 24)]  # sizes may differ by rank
+    ranks = parts_of([EXAMPLE, EXAMPLE], own)
+    merged = merge(ranks)
+    assert merged.tensors == {**EXAMPLE.tensors, "rng": Tensor("U8", (16,), None)}
+    assert {name: tensor.owner for name, tensor in merged.tensors.items()} == {
+        "a": 0,
+        "s": SPLIT,
+        "c": SPLIT,
+        "none": 0,
+        "scalar": 1,
+        "rng": EACH,
     }
-    assert merged.tied == {"head": "a"}
-    assert merged.parts == tuple(
-        PartFile(rank, len(doc), digest(doc), part.file.num_bytes) for rank, (part, doc) in enumerate(ranks)
+    assert merged.tied == {"head": "a", "seed": "rng"}
+    assert merged.parts == (
+        PartFile(0, len(ranks[0][1]), digest(ranks[0][1]), 1000, None, 0),
+        PartFile(1, len(ranks[1][1]), digest(ranks[1][1]), 1001, 77, 0),
     )
-    assert merged.data_bytes == 2001
-    assert (merged.run, merged.step, merged.attempt, merged.world_size, merged.base_step) == (
-        "run",
-        500,
-        2,
-        2,
-        400,
-    )
+    assert merged.data_bytes == 2078
+    assert merged.catalogs == (catalog_text(EXAMPLE),)
+    facts = merged.run, merged.step, merged.attempt, merged.world_size, merged.ancestors, merged.base_step
+    assert facts == ("run", 500, 2, 2, ((1, 400),), 400)
     assert manifest.parse(manifest.document(merged), "manifest") == merged
 
 
-@pytest.mark.parametrize(
-    ("second", "says"),
-    [
-        (Piece.whole("w", "F64", (4,)), r"rank 0 has F32\[4\], rank 1 has F64\[4\]"),
-        (Piece.whole("w", "F32", (5,)), r"rank 0 has F32\[4\], rank 1 has F32\[5\]"),
-        (Piece.whole("w", "F32", (4,)), "Ranks 0 and 1 both hold"),
-        (Piece.whole("w", "F32", (4,), per_rank=True), "for rank 1 every rank has its own"),
-        (Piece("w", "F32", (4,), (3,), (2,)), "not inside it"),
-        (Piece("w", "F32", (4,), (-1,), (1,)), "not inside it"),
-        (Piece("w", "F32", (4,), (0, 0), (1,)), "not inside it"),
-        (Piece("w", "F32", (4,), (4,), (0,)), None),
-    ],
-)
-def test_ranks_that_disagree_are_named(second: Piece, says: str | None) -> None:
-    pieces = [[Piece.whole("w", "F32", (4,))], [second]]
-    if says is None:  # an empty region beside the whole does no harm
-        assert merge(pieces).tensors["w"] == Tensor("F32", (4,), SPLIT)
-        return
-    for order in (pieces, pieces[::-1]):
-        with pytest.raises(InvalidInput) as caught:
-            merge(order)
-        assert caught.value.key == "w"
-        assert "500 was not committed" in str(caught.value)
-    with pytest.raises(InvalidInput, match=says):
-        merge(pieces)
+def test_each_different_catalog_is_kept_once_as_it_stands_in_the_parts() -> None:
+    """Three stages of two ranks, which do not stand together."""
+    stages = [catalog(**{f"w{i}": Tensor("F32", (4,), whole(i), (i, 5 - i))}) for i in range(3)]
+    merged = merge(parts_of([stages[min(rank, 5 - rank)] for rank in range(6)]))
+    assert merged.catalogs == tuple(map(catalog_text, stages))
+    assert [part.catalog for part in merged.parts] == [0, 1, 2, 2, 1, 0]
+    assert manifest.document(merged).split(b"\n")[1:] == list(merged.catalogs)
+    assert sorted(merged.tensors) == ["w0", "w1", "w2"]
 
 
-def test_a_piece_outside_the_shape_cannot_stand_for_a_missing_one() -> None:
-    """The number of elements alone is right here."""
-    pieces = [[region(((0,), (2,)), (4,))], [region(((3,), (2,)), (4,))]]
-    with pytest.raises(InvalidInput, match="not inside"):
-        merge(pieces)
+def test_a_manifest_of_nothing_is_a_checkpoint_of_values_alone() -> None:
+    merged = merge(parts_of([catalog(), catalog()]))
+    assert merged.tensors == {}
+    assert manifest.parse(manifest.document(merged), "manifest") == merged
 
 
-def test_scalars_held_twice_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="Ranks 0 and 1 both hold"):
-        merge([[Piece.whole("s", "F32", ())], [Piece.whole("s", "F32", ())]])
+def test_catalogs_that_do_not_fit_are_not_merged_and_the_step_is_named() -> None:
+    a, b = (catalog(w=Tensor(dtype, (4,), whole(0), (0, 1))) for dtype in ("F32", "F64"))
+    with pytest.raises(InvalidInput, match=r"rank 0 has F32\[4\], rank 1 has F64\[4\]") as caught:
+        merge(parts_of([a, b]))
+    assert (caught.value.key, caught.value.rank, caught.value.step) == ("w", 1, 500)
+    assert str(caught.value).startswith("Step 500 was not committed: ")
+    assert str(caught.value).endswith("Earlier checkpoints stand.")
 
 
-@pytest.mark.parametrize("fact", ["run", "step", "attempt", "world_size", "base_step"])
+def test_a_tensor_that_is_one_ranks_own_and_shared_by_others_is_refused() -> None:
+    shared = catalog(w=Tensor("F32", (4,), whole(0), (0,)))
+    own: list[list[Own]] = [[], [("w", "F32", (4,), 4096)]]
+    for ranks in (parts_of([shared, catalog()], own), parts_of([shared, shared], own)):
+        with pytest.raises(
+            InvalidInput, match="rank 1 has its own, for rank 0 several ranks share it"
+        ) as caught:
+            merge(ranks)
+        assert (caught.value.key, caught.value.rank, caught.value.step) == ("w", 1, 500)
+
+
+@pytest.mark.parametrize("num_starts", [0, 3, 5])
+def test_a_part_with_another_number_of_places_is_refused(num_starts: int) -> None:
+    ranks = parts_of([EXAMPLE, EXAMPLE])
+    assert merge(ranks).world_size == 2
+    ranks[0] = dataclasses.replace(ranks[0][0], catalog_starts=(0,) * num_starts), b""
+    with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} pieces, but the catalogs say 4"):
+        merge(ranks)
+
+
+@pytest.mark.parametrize("fact", ["run", "step", "attempt", "world_size", "ancestors"])
 def test_parts_of_different_checkpoints_are_not_merged(fact: str) -> None:
-    ranks = parts_of([[], []])
-    other = dataclasses.replace(ranks[1][0], **{fact: "x" if fact == "run" else 3})
-    with pytest.raises(InvalidInput, match=f"Rank 1 says {fact}=") as caught:
-        manifest.merge([ranks[0], (other, ranks[1][1])], id="id", created_unix_s=0.0)
-    assert caught.value.rank == 1
+    ranks = parts_of([catalog(), catalog()])
+    change = {"run": "x", "ancestors": ((1, 399),)}.get(fact, 3)
+    other = dataclasses.replace(ranks[1][0], **{fact: change})
+    with pytest.raises(InvalidInput, match=f"rank 1 says {fact}=") as caught:
+        merge([ranks[0], (other, ranks[1][1])])
+    assert (caught.value.rank, caught.value.step) == (1, 500)
 
 
 def test_missing_and_repeated_parts_are_refused() -> None:
-    ranks = parts_of([[], [], []])
+    ranks = parts_of([catalog()] * 3)
     for chosen in (ranks[:2], ranks[1:], [ranks[0], ranks[2], ranks[1]], [*ranks, ranks[2]]):
         with pytest.raises(InvalidInput, match="needs the parts of ranks 0 to 2"):
-            manifest.merge(chosen, id="id", created_unix_s=0.0)
+            merge(chosen)
 
 
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-shapes = st.lists(st.integers(0, 99), max_size=3).map(tuple)
-owners = st.integers(0, 9) | st.sampled_from([EACH, SPLIT])
-manifests = st.builds(
-    Manifest,
-    id=text,
-    run=text,
-    step=st.integers(0),
-    attempt=st.integers(0),
-    world_size=st.integers(1),
-    base_step=st.none() | st.integers(0),
-    created_unix_s=st.floats(0, 1e12),
-    parts=st.lists(st.builds(PartFile, st.integers(0), st.integers(0), text, st.integers(0)), max_size=3).map(
-        tuple
-    ),
-    tensors=st.dictionaries(text, st.builds(Tensor, text, shapes, owners), max_size=3),
-    tied=st.dictionaries(text, text, max_size=3),
-)
+def test_a_catalog_that_cannot_be_read_is_corrupt() -> None:
+    ((one, document),) = parts_of([catalog()])
+    broken = dataclasses.replace(one, catalog_text=b"[]", catalog_digest=digest(b"[]"))
+    with pytest.raises(Corrupt, match="the catalog of rank 0"):
+        merge([(broken, document)])
 
 
-@given(manifests)
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """What parts that fit together are merged into."""
+    ranks = list(range(draw(st.integers(1, 5))))
+    common = draw(catalogs(ranks))
+    free = text.filter(lambda name: name not in common.tensors)
+    names = draw(st.lists(free, max_size=2, unique=True))
+    shapes = st.lists(st.integers(0, 9), max_size=2).map(tuple)
+    own = [[(name, "F32", draw(shapes), 0) for name in names] for _ in ranks]
+    ancestors = tuple(draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99)), max_size=3)))
+    facts = {"run": draw(text), "step": draw(st.integers(0)), "attempt": draw(st.integers(1))}
+    parts = [
+        (dataclasses.replace(part, ancestors=ancestors, **facts), document)
+        for part, document in parts_of([common] * len(ranks), own)
+    ]
+    return manifest.merge(parts, id=draw(text), created_unix_s=draw(st.floats(0, 1e12)))
+
+
+@given(manifests())
 def test_a_manifest_comes_back(value: Manifest) -> None:
     assert manifest.parse(manifest.document(value), "manifest") == value
 
 
-@given(manifests, st.data())
+@given(manifests(), st.data())
 def test_a_changed_byte_is_found(value: Manifest, data: st.DataObject) -> None:
     damaged = bytearray(manifest.document(value))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
@@ -261,21 +198,60 @@ def test_a_changed_byte_is_found(value: Manifest, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"tensors": {"w": []}},
-        {"tensors": []},
-        {"tensors": {"w": 3}},
-        {"parts": [[1]]},
-        {"parts": None},
-        {"id": None},
+        *(
+            {"each": {"w": []}},
+            {"each": []},
+            {"each": {"w": 3}},
+            {"each": {"w": ["F32", "4"]}},
+            {"each": None},
+        ),
+        *({"each": {"w": [["F32"], [4]]}}, {"each": {"w": ["F32", [4.0]]}}),
+        *({"parts": [[1]]}, {"parts": None}, {"parts": []}, {"parts": [[0, 1, "x", 1, None, 1]] * 2}),
+        *({"id": None}, {"ancestors": None}, {"ancestors": [1]}, {"ancestors": [["a", {}]]}),
     ],
 )
 def test_a_sealed_document_that_is_no_manifest_is_corrupt(change: dict[str, object]) -> None:
-    body = json.loads(manifest.document(merge([[]])))
+    """Whoever sealed it."""
+    head, _, rest = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN))).partition(b"\n")
+    body = {**json.loads(head), **change}
     del body["xxh3_128"]
-    body.update(change)
     body = {key: value for key, value in body.items() if value is not None}
     with pytest.raises(Corrupt, match="lacks what a manifest holds"):
-        manifest.parse(seal(dumps(body)), "manifest")
+        manifest.parse(seal(dumps(body) + b"\n" + rest), "manifest")
+
+
+OWN: list[list[Own]] = [[("rng", "U8", (16,), 4096)]] * 2
+
+
+@pytest.mark.parametrize("lines", [0, 2])
+def test_a_manifest_with_more_or_fewer_catalogs_is_corrupt(lines: int) -> None:
+    head, _, rest = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN))).partition(b"\n")
+    body = b"{" + head[head.index(b",") + 1 :]
+    with pytest.raises(Corrupt, match="lacks what a manifest holds"):
+        manifest.parse(seal(b"\n".join([body, *[rest] * lines])), "manifest")
+
+
+def test_a_manifest_whose_catalogs_do_not_fit_is_corrupt() -> None:
+    """A stranger may seal what no commit makes; a reader would look for boxes that nobody has written."""
+    good = manifest.document(
+        merge(parts_of([catalog(w=Tensor("F32", (4,), Cut(((0, 2),), (0, 1)), (0, 1)))] * 2))
+    )
+    head, _, rest = good.partition(b"\n")
+    body = b"{" + head[head.index(b",") + 1 :]
+    for old, new in (
+        (b'"ranks":[0,1]', b'"ranks":[0,2]'),
+        (b'"ranks":[0,1]', b'"ranks":[0]'),
+        (b"[0,2]", b"[0,3]"),
+    ):
+        assert rest.count(old) == 1
+        with pytest.raises(Corrupt, match="lacks what a manifest holds"):
+            manifest.parse(seal(body + b"\n" + rest.replace(old, new)), "manifest")
+
+
+def test_an_alias_of_what_there_is_not_is_corrupt() -> None:
+    merged = merge(parts_of([Catalog({}, {"head": "w"})]))
+    with pytest.raises(Corrupt, match="head is tied to w, which there is not"):
+        manifest.parse(manifest.document(merged), "manifest")
 
 
 def test_other_kinds_and_newer_versions_are_told_apart() -> None:

@@ -18,6 +18,7 @@ def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
     facts = {
         names.manifest(step, attempt): Parsed("manifest", step, attempt),
         names.data(step, attempt, rank): Parsed("data", step, attempt, rank),
+        names.frozen(step, attempt, rank): Parsed("frozen", step, attempt, rank),
         names.part(step, attempt, rank): Parsed("part", step, attempt, rank),
         names.attempt(attempt): Parsed("attempt", attempt=attempt),
         f"{names.step_dir(step)}/stray.txt": Parsed("step-other", step),
@@ -29,9 +30,8 @@ def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
 
 @given(st.lists(st.tuples(numbers, numbers, numbers), unique=True))
 def test_different_facts_have_different_names(facts: list[tuple[int, int, int]]) -> None:
-    assert len({names.data(*fact) for fact in facts} | {names.part(*fact) for fact in facts}) == 2 * len(
-        facts
-    )
+    kinds = (names.data, names.part, names.frozen)
+    assert len({kind(*fact) for kind in kinds for fact in facts}) == 3 * len(facts)
 
 
 @given(st.lists(st.integers(0, 10**8 - 1)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt
-from holdfast.format.sealed import dumps, is_text, seal, unseal
+from holdfast.format.sealed import dumps, is_text, loads, read_integers, seal, unseal, unseal_lines
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 json_values = st.recursive(
@@ -61,6 +61,44 @@ def test_a_document_that_was_cut_or_grew_is_found(body: dict[str, object], data:
     for damaged in (document[:cut], document + b"\n", document + bytes(4096), document[cut + 1 :]):
         with pytest.raises(Corrupt):
             unseal(damaged, "doc")
+        with pytest.raises(Corrupt):
+            unseal_lines(damaged, "doc")
+
+
+@settings(max_examples=25)
+@given(st.lists(bodies, min_size=1, max_size=4))
+def test_lines_come_back_in_order(lines: list[dict[str, object]]) -> None:
+    """The first with its seal taken off; the seal covers all of them."""
+    found = unseal_lines(seal(b"\n".join(map(dumps, lines))), "doc")
+    assert [loads(line, "doc") for line in found] == lines
+
+
+@settings(max_examples=25)
+@given(st.lists(bodies, min_size=2, max_size=4), st.data())
+def test_a_changed_byte_of_any_line_is_found(lines: list[dict[str, object]], data: st.DataObject) -> None:
+    document = bytearray(seal(b"\n".join(map(dumps, lines))))
+    document[data.draw(st.integers(0, len(document) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(Corrupt):
+        unseal_lines(bytes(document), "doc")
+
+
+def test_a_document_of_several_lines_is_not_taken_for_one_of_one() -> None:
+    with pytest.raises(Corrupt, match="is not JSON"):
+        unseal(seal(b'{"a":1}\n{"b":2}'), "doc")
+
+
+@pytest.mark.parametrize("line", [b"[]", b"null", b'"text"', b"3"])
+def test_a_line_that_is_no_object_is_corrupt(line: bytes) -> None:
+    with pytest.raises(Corrupt, match="doc is sealed but is no JSON object"):
+        loads(line, "doc")
+
+
+@pytest.mark.parametrize("value", [None, 3, "12", {"a": 1}, [1.0], [True], ["1"], [[1]], [None], (1,)])
+def test_what_is_no_array_of_integers_is_refused(value: object) -> None:
+    assert read_integers([]) == ()
+    assert read_integers([0, -1, 2**70]) == (0, -1, 2**70)
+    with pytest.raises(TypeError, match="expected an array of integers"):
+        read_integers(value)
 
 
 @given(st.binary(max_size=200))

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
+from holdfast.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.format.cuts import whole
 from holdfast.format.layout import Piece, lay_out
 from holdfast.format.manifest import parse
 from holdfast.keeper import Save, Terms, protocol
-from holdfast.keeper.client import Keeper
+from holdfast.keeper.client import Images, Keeper
 from holdfast.keeper.commit import commit, is_committed, missing_ranks
 from holdfast.keeper.history import EVENTS, History
 from holdfast.keeper.persist import persist
@@ -43,25 +45,26 @@ def make_terms(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: 
     )
 
 
-def make_image(rank: int, dtype: str = "F32", name: str | None = None) -> tuple[list[Piece], bytes, bytes]:
-    """Pieces, file image and pieces text of a rank that writes one tensor."""
-    pieces = [Piece.whole(name or f"t{rank}", dtype, (64,))]
-    layout = lay_out(pieces, rank)
+def make_image(rank: int, dtype: str = "F32", name: str | None = None) -> tuple[bytes, bytes]:
+    """File image and catalog of a rank that writes one tensor."""
+    tensor = Tensor(dtype, (64,), whole(rank), (rank,))
+    name = name or f"t{rank}"
+    layout = lay_out([Piece.whole(name, dtype, (64,))], rank)
     image = layout.header.ljust(layout.file_bytes, b"\x01")
-    return pieces, image, parts.pieces_text(pieces, layout.starts)
+    return image, catalog_text(Catalog({name: tensor}, {}))
 
 
-def make_draft(rank: int, pieces_text: bytes, *, world_size: int = 2, base_step: int | None = None) -> bytes:
+def make_draft(rank: int, catalog: bytes, *, world_size: int = 2, ancestors: parts.Ancestors = ()) -> bytes:
     return parts.draft(
-        run="run", step=5, attempt=1, rank=rank, world_size=world_size, base_step=base_step,
-        pieces=pieces_text, tied={}, values={},
+        run="run", step=5, attempt=1, rank=rank, world_size=world_size, ancestors=ancestors, values={},
+        own=[], starts=[4096], catalog=catalog,
     )  # fmt: skip
 
 
-def put_part(store: Store, rank: int, *, world_size: int = 2, base_step: int | None = None) -> None:
-    _, image, text = make_image(rank)
+def put_part(store: Store, rank: int, *, world_size: int = 2, ancestors: parts.Ancestors = ()) -> None:
+    image, catalog = make_image(rank)
     file = persist(store, names.data(5, 1, rank), memoryview(image))
-    draft = make_draft(rank, text, world_size=world_size, base_step=base_step)
+    draft = make_draft(rank, catalog, world_size=world_size, ancestors=ancestors)
     store.put(names.part(5, 1, rank), parts.finish(draft, file))
 
 
@@ -110,8 +113,8 @@ def test_a_commit_that_lands_in_between_is_as_good_as_ours() -> None:
 def test_parts_that_disagree_are_not_committed() -> None:
     store = MemoryStore()
     put_part(store, 0)
-    put_part(store, 1, base_step=3)
-    with pytest.raises(InvalidInput, match="base_step"):
+    put_part(store, 1, ancestors=((1, 3),))
+    with pytest.raises(InvalidInput, match="ancestors"):
         commit(store, make_terms(""), 5)
     assert not is_committed(store, make_terms(""), 5)
 
@@ -137,12 +140,12 @@ def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
 
 def submit(keeper: Keeper, rank: int, *, dtype: str = "F32", name: str | None = None, step: int = 5) -> Save:
     """Hand one save to a keeper, as a rank would."""
-    _, image, text = make_image(rank, dtype, name)
+    image, catalog = make_image(rank, dtype, name)
     arena = Arena(step, len(image))
     arena.bytes[: len(image)].copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
     save = Save(step)
-    draft = make_draft(rank, text).replace(b'"step":5', b'"step":%d' % step)
-    keeper.submit(save, arena=step, arena_fd=arena.fd, arenas=[step], num_bytes=len(image), draft=draft)
+    draft = make_draft(rank, catalog).replace(b'"step":5', b'"step":%d' % step)
+    keeper.submit(save, arena=step, arena_fd=arena.fd, arenas=[step], images=Images(len(image)), draft=draft)
     return save
 
 

@@ -15,13 +15,16 @@ from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home
 
+Ancestors = tuple[tuple[int, int], ...]
+FROM_10: Ancestors = ((1, 10),)
 
-def make_store(*saved: tuple[int, int, int | None]) -> FaultyStore:
-    """A home with checkpoints (attempt, step, base step)."""
+
+def make_store(*saved: tuple[int, int, Ancestors]) -> FaultyStore:
+    """A home with checkpoints (attempt, step, ancestors)."""
     store = FaultyStore(MemoryStore())
     make_home(store, attempts=sorted({attempt for attempt, _, _ in saved}))
-    for attempt, step, base_step in saved:
-        make_checkpoint(store, step, attempt, [{"w": torch.full((4,), float(step))}], base_step=base_step)
+    for attempt, step, line in saved:
+        make_checkpoint(store, step, attempt, [{"w": torch.full((4,), float(step))}], ancestors=line)
     return store
 
 
@@ -47,8 +50,8 @@ def check_all_verify(store: FaultyStore) -> int:
 
 
 def test_the_newest_and_the_multiples_stay() -> None:
-    store = make_store(*[(1, step, None) for step in (100, 150, 200, 250, 300, 350)])
-    deleted = list(Retention(store, Keep(2, every=100)).apply((1, 350), ()))
+    store = make_store(*[(1, step, ()) for step in (100, 150, 200, 250, 300, 350)])
+    deleted = list(Retention(store, Keep(2, every=100)).apply((1, 350), (), ()))
     assert [(one.step, one.was_complete) for one in deleted] == [(150, True), (250, True)]
     assert listed(store) == [(1, 100), (1, 200), (1, 300), (1, 350)]
     assert check_all_verify(store) == 4
@@ -56,39 +59,39 @@ def test_the_newest_and_the_multiples_stay() -> None:
 
 
 def test_half_done_checkpoints_go_unless_they_are_in_work() -> None:
-    store = make_store((1, 10, None), (1, 50, None))
+    store = make_store((1, 10, ()), (1, 50, ()))
     for step in (20, 30, 60):
         store.put(names.data(step, 1, 0), b"half")
-    deleted = list(Retention(store, Keep(3)).apply((1, 50), in_work=[30]))
+    deleted = list(Retention(store, Keep(3)).apply((1, 50), (), in_work=[30]))
     assert [(one.step, one.was_complete) for one in deleted] == [(20, False)]
     assert has_files(store, 1, 30)
     assert has_files(store, 1, 60), "newer than the newest: on its way"
 
 
 def test_what_a_newer_attempt_left_behind_goes_once_it_is_passed_and_never_counts() -> None:
-    saved = [(1, 10, None), (1, 20, None), (1, 30, None), (2, 15, 10)]
+    saved = [(1, 10, ()), (1, 20, ()), (1, 30, ()), (2, 15, FROM_10)]
     store = make_store(*saved)
-    assert list(Retention(store, Keep(2)).apply((2, 15), ())) == []
+    assert list(Retention(store, Keep(2)).apply((2, 15), FROM_10, ())) == []
     assert listed(store) == [(1, 10), (1, 20), (1, 30), (2, 15)], "not passed yet"
-    make_checkpoint(store, 25, 2, [{"w": torch.zeros(4)}], base_step=10)
-    deleted = list(Retention(store, Keep(2)).apply((2, 25), ()))
+    make_checkpoint(store, 25, 2, [{"w": torch.zeros(4)}], ancestors=FROM_10)
+    deleted = list(Retention(store, Keep(2)).apply((2, 25), FROM_10, ()))
     assert sorted((one.attempt, one.step) for one in deleted) == [(1, 10), (1, 20)]
     assert listed(store) == [(1, 30), (2, 15), (2, 25)]
 
 
 def test_a_manifest_that_cannot_be_read_is_left_for_a_person() -> None:
-    store = make_store(*[(1, step, None) for step in (10, 20, 30)])
+    store = make_store(*[(1, step, ()) for step in (10, 20, 30)])
     name = names.manifest(10, 1)
     store.put(name, store.get(name)[:-20])
-    deleted = list(Retention(store, Keep(1)).apply((1, 30), ()))
+    deleted = list(Retention(store, Keep(1)).apply((1, 30), (), ()))
     assert [one.step for one in deleted] == [20]
     assert has_files(store, 1, 10)
 
 
 def test_the_newest_stays_even_when_the_policy_sees_others_before_it() -> None:
     """A fenced older attempt that commits late keeps what it has just said to be durable."""
-    store = make_store((1, 10, None), (2, 20, None), (2, 30, None))
-    list(Retention(store, Keep(1)).apply((1, 10), ()))
+    store = make_store((1, 10, ()), (2, 20, ()), (2, 30, ()))
+    list(Retention(store, Keep(1)).apply((1, 10), (), ()))
     assert (1, 10) in listed(store)
     assert (2, 30) in listed(store)
 
@@ -98,18 +101,18 @@ def test_a_store_that_fails_anywhere_leaves_only_what_verifies() -> None:
     num_calls = 0
     for method in ("delete", "get", "list"):
         for nth in range(1, 20):
-            store = make_store(*[(1, step, None) for step in (10, 20, 30, 40)])
+            store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
             store.forget()
             store.fail(method, RetryLater("gone for a moment"), nth=nth)
             retention = Retention(store, Keep(2))
             try:
-                list(retention.apply((1, 40), ()))
+                list(retention.apply((1, 40), (), ()))
             except RetryLater:
                 num_calls += 1
             else:
                 break
             assert check_all_verify(store) >= 2
-            list(retention.apply((1, 40), ()))
+            list(retention.apply((1, 40), (), ()))
             assert listed(store) == [(1, 30), (1, 40)]
             assert not has_files(store, 1, 10)
             assert check_all_verify(store) == 2
@@ -117,11 +120,31 @@ def test_a_store_that_fails_anywhere_leaves_only_what_verifies() -> None:
 
 
 def test_deleting_begins_with_the_manifest() -> None:
-    store = make_store((1, 10, None), (1, 20, None))
+    store = make_store((1, 10, ()), (1, 20, ()))
     store.forget()
-    list(Retention(store, Keep(1)).apply((1, 20), ()))
+    list(Retention(store, Keep(1)).apply((1, 20), (), ()))
     deleted = [call.name for call in store.calls("delete")]
     assert deleted[0] == names.manifest(10, 1)
     assert sorted(deleted[1:]) == sorted([names.data(10, 1, 0), names.part(10, 1, 0)])
     with pytest.raises(NotFound):
         holdfast.open(store, step=10)
+
+
+def test_going_back_by_hand_keeps_what_the_run_goes_on_from_again() -> None:
+    """Attempt 2 left 30 of attempt 1 behind; attempt 3 was told to take it, and leaves attempt 2 behind."""
+    back = ((1, 30),)
+    store = make_store((1, 10, ()), (1, 30, ()), (2, 15, FROM_10), (2, 25, FROM_10), (3, 35, back))
+    deleted = list(Retention(store, Keep(2)).apply((3, 35), back, ()))
+    assert sorted((one.attempt, one.step) for one in deleted) == [(1, 10), (2, 15), (2, 25)]
+    assert listed(store) == [(1, 30), (3, 35)]
+    assert check_all_verify(store) == 2
+
+
+def test_files_of_frozen_tensors_go_with_their_checkpoint() -> None:
+    store = FaultyStore(MemoryStore())
+    make_home(store)
+    for step in (10, 20):
+        make_checkpoint(store, step, 1, [{"w": torch.ones(4), "base": torch.ones(9)}], frozen=["base"])
+    assert [one.step for one in Retention(store, Keep(1)).apply((1, 20), (), ())] == [10]
+    assert not list(store.list(names.step_dir(10)))
+    assert check_all_verify(store) == 1

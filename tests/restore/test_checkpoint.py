@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import names
-from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.values import TensorRef
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from making import Region, make_checkpoint, make_home
+from making import Region, make_checkpoint, make_home, reseal
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 RANKS: list[dict[str, torch.Tensor | Region]] = [
@@ -35,7 +34,7 @@ def make_store(store: MemoryStore | LocalStore | None = None) -> MemoryStore | L
     make_checkpoint(store, 400, 1, [{"old": torch.zeros(1)}])
     make_checkpoint(store, 500, 1, [{"old": torch.zeros(2)}])
     make_checkpoint(
-        store, 450, 2, RANKS, per_rank=["rng"], tied={"head.w": "model.w"}, values=VALUES, base_step=400
+        store, 450, 2, RANKS, per_rank=["rng"], tied={"head.w": "model.w"}, values=VALUES, base=(1, 400)
     )
     return store
 
@@ -83,9 +82,7 @@ def test_a_damaged_manifest_is_passed_over_and_told() -> None:
 
 def test_a_manifest_of_a_newer_format_is_passed_over_and_told() -> None:
     store = make_store()
-    body = unseal(store.get(names.manifest(450, 2)), "")
-    body.pop("xxh3_128", None)
-    store.put(names.manifest(450, 2), seal(dumps({**body, "version": 2})))
+    reseal(store, names.manifest(450, 2), version=2)
     assert open_checkpoint(store).step == 500
     with pytest.raises(Unsupported, match="Upgrade"):
         open_checkpoint(store, 450)

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,17 @@ from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.format import names
+from holdfast.format.cuts import Box, Cut, whole
 from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.restore.fill import RegionSink, TensorSink, fill, torch_dtype
+from holdfast.format.manifest import Manifest
+from holdfast.restore import fill as filling
+from holdfast.restore.fill import RegionSink, TensorSink, torch_dtype
 from holdfast.restore.parts import Parts
+from holdfast.restore.read import ReadStats
+from holdfast.state.load import Target
+from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
+from holdfast.testing import FaultyStore
 from making import Region, make_checkpoint, raw_bytes
 
 
@@ -27,6 +35,12 @@ class Recorder(MemoryStore):
     def get(self, name: str) -> bytes:
         self.asked.append(name)
         return super().get(name)
+
+
+def fill(store: Store, manifest: Manifest, tensors: dict[str, Any], rank: int, **options: Any) -> ReadStats:
+    """Fill whole tensors, or `Target`s where they are boxes."""
+    targets = {n: one if isinstance(one, Target) else Target(one) for n, one in tensors.items()}
+    return filling.fill(store, manifest, targets, rank, **options)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -175,11 +189,158 @@ def test_a_large_column_split_arrives_through_many_chunks() -> None:
 
 
 def test_parts_that_contradict_the_manifest_are_refused() -> None:
+    """A rank that did not save what the manifest says, another box, another dtype."""
     store = MemoryStore()
     made = make_checkpoint(store, 1, 1, [{"t": torch.zeros(4)}, {"u": torch.zeros(4)}])
-    object.__setattr__(made.tensors["t"], "owner", 1)
-    with pytest.raises(Corrupt, match="did not save"):
-        fill(store, made, {"t": torch.zeros(4)}, 0)
+    tensor = made.tensors["t"]
+    for fact, value, says in (
+        ("cut", whole(1), "rank 1 did not save it"),
+        ("cut", Cut(((0, 2),), (0, 1)), "that rank 0 holds"),
+        ("dtype", "I32", "I32"),
+    ):
+        known = getattr(tensor, fact)
+        object.__setattr__(tensor, fact, value)
+        with pytest.raises(Corrupt, match=says) as caught:
+            fill(store, made, {"t": torch.zeros(4, dtype=torch_dtype(tensor.dtype))}, 0)
+        assert caught.value.key == "t"
+        object.__setattr__(tensor, fact, known)
+    fill(store, made, {"t": torch.zeros(4)}, 0)
+
+
+# -- boxes of tensors ----------------------------------------------------------------------------------------
+
+
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(at, at + length) for at, length in zip(*box, strict=True))]
+
+
+def save_cut(
+    store: Store, saved: torch.Tensor, cut: Cut, *, frozen: bool = False, chunk_bytes: int = 4096
+) -> Manifest:
+    """A checkpoint in which ranks hold the boxes of one tensor, cut by a rule."""
+    shape = tuple(saved.shape)
+    ranks: list[dict[str, torch.Tensor | Region]] = [{} for _ in cut.ranks]
+    for rank, box in cut.boxes(shape):
+        ranks[rank]["t"] = (box_of(saved, box).contiguous(), box.offsets, shape)
+    names_of = ["t"] if frozen else []
+    return make_checkpoint(store, 1, 1, ranks, cuts={"t": cut}, frozen=names_of, chunk_bytes=chunk_bytes)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Cut, list[Box]]:
+    """A shape, a cut of it, and boxes that are wanted of it, empty ones and single elements too."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
+    split = st.tuples(st.integers(0, max(len(shape) - 1, 0)), st.integers(1, 3))
+    splits = draw(st.lists(split, max_size=3 if shape else 0))
+    ranks = draw(st.permutations(range(math.prod(parts for _, parts in splits))))
+    wanted = []
+    for _ in range(draw(st.integers(1, 3))):
+        offsets = tuple(draw(st.integers(0, size)) for size in shape)
+        sides = zip(shape, offsets, strict=True)
+        wanted.append(Box(offsets, tuple(draw(st.integers(0, size - at)) for size, at in sides)))
+    return shape, Cut(tuple(splits), tuple(ranks)), wanted
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(["F32", "BF16", "BOOL", "C64"]), st.booleans())
+def test_any_box_of_a_tensor_cut_in_any_way_is_what_slicing_the_whole_gives(
+    case: tuple[tuple[int, ...], Cut, list[Box]], dtype: str, frozen: bool
+) -> None:
+    shape, cut, wanted = case
+    saved = random_tensor(torch_dtype(dtype), shape, seed=5)
+    store = MemoryStore()
+    made = save_cut(store, saved, cut, frozen=frozen)
+    for box in wanted:
+        target = torch.zeros(box.lengths, dtype=saved.dtype)
+        fill(store, made, {"t": Target(target, box)}, 0, num_threads=2)
+        assert raw_bytes(target) == raw_bytes(box_of(saved, box))
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_boxes_of_other_ranks_are_not_even_looked_at(case: tuple[tuple[int, ...], Cut, list[Box]]) -> None:
+    """Parts and data files of ranks that hold nothing of what is wanted are not read."""
+    shape, cut, wanted = case
+    store = FaultyStore(MemoryStore())
+    made = save_cut(store, random_tensor(torch.float32, shape), cut)
+    for box in wanted:
+        store.forget()
+        fill(store, made, {"t": Target(torch.zeros(box.lengths), box)}, 0)
+        needed = {rank for rank, _ in cut.touching(box, shape)} if box.num_items else set()
+        assert {call.name for call in store.calls("get")} == {names.part(1, 1, rank) for rank in needed}
+        assert {call.name for call in store.calls("read_into")} == {names.data(1, 1, rank) for rank in needed}
+
+
+@pytest.mark.parametrize("num_saved", [1, 2, 4])
+@pytest.mark.parametrize("num_loading", [1, 3, 8])
+def test_ranks_of_another_number_together_read_hardly_more_than_there_is(
+    num_saved: int, num_loading: int
+) -> None:
+    """Cut along the first dimension, each rank reads its rows and at most a chunk more at either end."""
+    saved = torch.randn(1000, 64)
+    store = MemoryStore()
+    made = save_cut(store, saved, Cut(((0, num_saved),), tuple(range(num_saved))))
+    loading = Cut(((0, num_loading),), tuple(range(num_loading)))
+    for _, box in loading.boxes((1000, 64)):
+        target = torch.zeros(box.lengths)
+        stats = fill(store, made, {"t": Target(target, box)}, 0)
+        assert torch.equal(target, box_of(saved, box))
+        num_files = len(list(made.tensors["t"].cut.touching(box, (1000, 64))))  # pyright: ignore
+        assert target.nbytes <= stats.num_bytes <= target.nbytes + num_files * 2 * 4096
+
+
+def test_columns_are_read_with_the_rows_that_they_are_in_and_no_others() -> None:
+    saved = torch.randn(64, 32, 32)
+    store = MemoryStore()
+    made = save_cut(store, saved, Cut((), (0,)))
+    box = Box((10, 4, 8), (2, 3, 5))
+    target = torch.zeros(box.lengths)
+    stats = fill(store, made, {"t": Target(target, box)}, 0)
+    assert torch.equal(target, box_of(saved, box))
+    assert stats.num_bytes <= 2 * 32 * 32 * 4 + 4096
+    one_row = Box((10, 4, 8), (1, 3, 5))
+    stats = fill(store, made, {"t": Target(torch.zeros(one_row.lengths), one_row)}, 0)
+    assert stats.num_bytes == 4096, "the rows of the second dimension are enough"
+
+
+def test_a_box_of_a_tensor_per_rank_is_of_the_rank_that_it_is_taken_from() -> None:
+    store = MemoryStore()
+    own = [{"t": torch.arange(8) + 10 * rank} for rank in range(2)]
+    made = make_checkpoint(store, 1, 1, own, per_rank=["t"])
+    target = torch.zeros(3, dtype=torch.int64)
+    fill(store, made, {"t": Target(target, Box((2,), (3,)))}, 3)
+    assert target.tolist() == [12, 13, 14]
+
+
+def test_frozen_and_other_tensors_of_a_rank_come_from_their_two_files() -> None:
+    store = FaultyStore(MemoryStore())
+    held = {"w": torch.randn(30), "base": torch.randn(500), "n": torch.arange(7)}
+    made = make_checkpoint(store, 1, 1, [held], frozen=["base"], tied={"alias": "base"})
+    for wanted, files in (
+        (["w", "n"], {names.data(1, 1, 0)}),
+        (["base"], {names.frozen(1, 1, 0)}),
+        (["w", "base", "alias"], {names.data(1, 1, 0), names.frozen(1, 1, 0)}),
+    ):
+        store.forget()
+        targets = {name: torch.zeros_like(held[made.tied.get(name, name)]) for name in wanted}
+        fill(store, made, targets, 0)
+        assert {call.name for call in store.calls("read_into")} == files
+        assert all(torch.equal(one, held[made.tied.get(name, name)]) for name, one in targets.items())
+
+
+@pytest.mark.parametrize(
+    "box",
+    [Box((0,), (5,)), Box((3,), (2,)), Box((0,), (1,)), Box((-1,), (2,)), Box((0, 0), (2, 1)), Box((), ())],
+)
+def test_a_box_that_does_not_fit_is_refused_before_anything_changes(box: Box) -> None:
+    store = MemoryStore()
+    made = make_checkpoint(store, 1, 1, [{"a": torch.ones(4), "b": torch.ones(3)}])
+    good, target = torch.zeros(3), torch.zeros(2)
+    with pytest.raises(InvalidInput, match="Nothing was changed") as caught:
+        fill(store, made, {"b": good, "a": Target(target, box)}, 0)
+    assert caught.value.key == "a"
+    assert not good.any()
+    assert not target.any()
 
 
 def test_sinks_write_at_their_base() -> None:
@@ -189,14 +350,14 @@ def test_sinks_write_at_their_base() -> None:
 
 
 def test_a_region_is_placed_only_when_it_is_complete() -> None:
-    from holdfast.format.layout import Piece
-
+    """Rows 0 and 1 of three columns come; the last two of these go into the first two of the tensor."""
     tensor = torch.zeros(2, 4, dtype=torch.uint8)
-    sink = RegionSink(tensor, Piece("t", "U8", (2, 4), (0, 1), (2, 2)))
-    sink.write(2, memoryview(bytearray([3, 4])))
+    place, wanted, rows = Box((0, 1), (2, 4)), Box((0, 1), (2, 2)), Box((0, 0), (2, 3))
+    sink = RegionSink(tensor, place, wanted, rows)
+    sink.write(3, memoryview(bytearray([4, 5, 6])))
     assert not tensor.any()
-    sink.write(0, memoryview(bytearray([1, 2])))
-    assert tensor.tolist() == [[0, 1, 2, 0], [0, 3, 4, 0]]
+    sink.write(0, memoryview(bytearray([1, 2, 3])))
+    assert tensor.tolist() == [[2, 3, 0, 0], [5, 6, 0, 0]]
 
 
 @pytest.mark.gpu

@@ -1,14 +1,17 @@
 """Listing a home, reading its documents, finishing commits, telling dead branches."""
 
+import json
+from typing import Any
+
 import pytest
 import torch
 
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
-from holdfast.format.sealed import dumps, seal, unseal
+from holdfast.format.sealed import dumps
 from holdfast.restore import find
 from holdfast.store.memory import MemoryStore
-from making import RUN_ID, make_checkpoint, make_home
+from making import RUN_ID, make_checkpoint, make_home, reseal
 
 TWO_RANKS = [{"a": torch.arange(10.0)}, {"b": torch.arange(4)}]
 
@@ -17,13 +20,6 @@ def make_store() -> MemoryStore:
     store = MemoryStore()
     make_home(store, attempts=[1, 2])
     return store
-
-
-def rewrite(store: MemoryStore, name: str, **facts: object) -> None:
-    """Change a sealed document and seal it again, as another writer would have written it."""
-    body = unseal(store.get(name), name)
-    body.pop("xxh3_128", None)
-    store.put(name, seal(dumps({**body, **facts})))
 
 
 def test_a_listing_tells_what_is_there() -> None:
@@ -139,7 +135,7 @@ def test_a_manifest_under_another_name_is_refused() -> None:
 def test_a_manifest_of_a_future_version_says_upgrade() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
-    rewrite(store, names.manifest(5, 1), version=2)
+    reseal(store, names.manifest(5, 1), version=2)
     with pytest.raises(Unsupported, match="Upgrade"):
         find.read_manifest(store, 5, 1, RUN_ID)
 
@@ -147,17 +143,30 @@ def test_a_manifest_of_a_future_version_says_upgrade() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        {"tensors": {"a": ["F32", [10], 2]}},
-        {"tensors": {"a": ["F32", [10], "somebody"]}},
-        {"tensors": {"a": ["F7", [10], 0]}},
+        {"each": {"a": ["F7", [10]]}},
+        {"each": {"a": ["F32", [-1]]}},
         {"world_size": 3},
         {"parts": []},
     ],
 )
-def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, object]) -> None:
+def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, Any]) -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
-    rewrite(store, names.manifest(5, 1), **facts)
+    reseal(store, names.manifest(5, 1), **facts)
+    with pytest.raises(Corrupt):
+        find.read_manifest(store, 5, 1, RUN_ID)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [["F32", [10], 2, 1, 0], ["F32", [10], "somebody", 0, 0], ["F7", [10], 0, 0, 0], ["F32", [-1], 0, 0, 0]],
+)
+def test_a_sealed_manifest_with_a_catalog_that_cannot_be_is_refused(row: list[object]) -> None:
+    store = make_store()
+    made = make_checkpoint(store, 5, 1, TWO_RANKS)
+    body = json.loads(made.catalogs[0])
+    body["tensors"]["a"] = row
+    reseal(store, names.manifest(5, 1), catalog=dumps(body))
     with pytest.raises(Corrupt):
         find.read_manifest(store, 5, 1, RUN_ID)
 
@@ -196,28 +205,82 @@ def test_a_part_that_was_not_committed_is_refused_though_it_is_sealed() -> None:
     store = make_store()
     made = make_checkpoint(store, 5, 1, TWO_RANKS, values=[{"x": 1}, {"x": 2}])
     assert find.read_part(store, made, 1).values == {"x": 2}
-    rewrite(store, names.part(5, 1, 1), values={"x": 3})
+    reseal(store, names.part(5, 1, 1), values={"x": 3})
     with pytest.raises(Corrupt, match="not the part that was committed"):
         find.read_part(store, made, 1)
 
 
 @pytest.mark.parametrize(
-    "row",
+    "facts",
     [
-        ["b", "I64", [4], [0], [4], 1 << 40, 0],
-        ["b", "I64", [4], [0], [4], -8, 0],
-        ["b", "I64", [4], [2], [4], 4096, 0],
-        ["b", "I64", [4], [0], [-4], 4096, 0],
-        ["b", "I64", [4, 1], [0], [4], 4096, 0],
-        ["b", "Q9", [4], [0], [4], 4096, 0],
+        {"starts": [1 << 40]},
+        {"starts": [-8]},
+        {"starts": []},
+        {"starts": [4096, 4096]},
+        {"own": [["c", "I64", [4], 1 << 40]]},
+        {"own": [["c", "I64", [4], -8]]},
+        {"own": [["c", "I64", [-4], 4096]]},
+        {"own": [["c", "Q9", [4], 4096]]},
+        {"own": [["b", "I64", [4], 4096]]},
     ],
 )
-def test_a_part_that_points_out_of_its_file_is_not_committed(row: list[object]) -> None:
+def test_a_part_that_points_out_of_its_file_is_not_committed(facts: dict[str, Any]) -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
-    rewrite(store, names.part(5, 1, 1), pieces=[row])
+    reseal(store, names.part(5, 1, 1), **facts)
     assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
     assert store.size(names.manifest(5, 1)) is None
+
+
+BOXES: list[object] = [
+    *(
+        {"boxes": [[1, [2], [4]]]},
+        {"boxes": [[1, [0], [-4]]]},
+        {"boxes": [[1, [-1], [5]]]},
+        {"boxes": [[1, [], []]]},
+    ),
+    *(
+        {"splits": [[0, 0]], "ranks": [1]},
+        {"splits": [[1, 1]], "ranks": [1]},
+        {"splits": [[0, 2]], "ranks": [1]},
+    ),
+    {"splits": [], "ranks": [7]},
+]
+
+
+@pytest.mark.parametrize("cut", BOXES, ids=str)
+def test_parts_with_a_cut_that_cannot_be_are_not_committed(cut: object) -> None:
+    """All parts say so, and are sealed."""
+    store = make_store()
+    made = make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
+    body = json.loads(made.catalogs[0])
+    body["cuts"][body["tensors"]["b"][2]] = cut
+    for rank in (0, 1):
+        reseal(store, names.part(5, 1, rank), catalog=dumps(body))
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert store.size(names.manifest(5, 1)) is None
+
+
+def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
+    """It is listed, must be there with its size, and a save without it is not completed."""
+    store = make_store()
+    made = make_checkpoint(store, 5, 1, TWO_RANKS, frozen=["b"], commit=False)
+    name = names.frozen(5, 1, 1)
+    image = store.get(name)
+    saved = find.list_home(store).saved[5, 1]
+    assert saved.frozen == {1: len(image)}
+    assert saved.num_bytes == sum(entry.num_bytes for entry in store.list("step-"))
+    for harm, says in ((None, "missing"), (image[:-1], "truncated"), (image + b"!", "too long")):
+        store.delete(name)
+        if harm is not None:
+            store.put(name, harm)
+        with pytest.raises((Corrupt, NotFound), match=says) as caught:
+            find.check_files(find.list_home(store), made)
+        assert (caught.value.key, caught.value.rank) == (name, 1)
+        assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    store.put(name, image)
+    find.check_files(find.list_home(store), made)
+    assert find.finish_commits(store, find.list_home(store), RUN_ID) == [(5, 1)]
 
 
 def test_a_part_with_boundless_chunks_is_not_committed() -> None:
@@ -251,7 +314,7 @@ def test_a_save_that_lacks_more_is_left_alone(harm: str) -> None:
     elif harm == "torn part":
         store.put(part, store.get(part)[:-1])
     elif harm == "newer part":
-        rewrite(store, part, version=9)
+        reseal(store, part, version=9)
     before = sorted(entry.name for entry in store.list())
     assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
     assert sorted(entry.name for entry in store.list()) == before

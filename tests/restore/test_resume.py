@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +16,17 @@ import torch
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names
-from holdfast.format.manifest import EACH, Manifest
-from holdfast.format.part import Part
-from holdfast.format.sealed import dumps, seal, unseal
+from holdfast.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.format.cuts import whole
+from holdfast.format.manifest import Manifest
+from holdfast.format.sealed import dumps
+from holdfast.restore.find import finish_commit, list_home
 from holdfast.restore.resume import Restored, restore_newest
+from holdfast.state.load import Target
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
-from making import make_checkpoint, make_home
+from making import make_checkpoint, make_home, reseal
 
 
 class Alone:
@@ -75,17 +79,15 @@ class Live:
     tensors: dict[str, torch.Tensor]
     strict: bool = True
     finished: list[int] = field(default_factory=list)
-    parts: list[int] = field(default_factory=list)
+    values: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
 
-    def load(self, manifest: Manifest, part: Part) -> Plan:
-        saved = {name for name, tensor in manifest.tensors.items() if tensor.owner != EACH}
-        saved |= {piece.name for piece in part.pieces}
+    def load(self, manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Plan:
+        saved = set(manifest.tensors)
         if self.strict and saved != self.tensors.keys():
             raise InvalidInput(f"the model has {sorted(self.tensors)}, the checkpoint {sorted(saved)}")
-        self.parts.append(part.rank)
-        return Plan(
-            self, manifest.step, {name: self.tensors[name] for name in sorted(saved & self.tensors.keys())}
-        )
+        self.values.append(values)
+        wanted = sorted(saved & self.tensors.keys())
+        return Plan(self, manifest.step, {name: Target(self.tensors[name]) for name in wanted})
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Plan:
 
     live: Live
     step: int
-    targets: Mapping[str, torch.Tensor]
+    targets: Mapping[str, Target]
 
     def finish(self) -> None:
         self.live.finished.append(self.step)
@@ -148,12 +150,6 @@ def zero(store: Store, name: str, start: int, num_bytes: int) -> None:
     assert any(data[start : start + num_bytes])
     data[start : start + num_bytes] = bytes(num_bytes)
     store.put(name, data)
-
-
-def reseal(store: Store, name: str, **facts: object) -> None:
-    body = unseal(store.get(name), name)
-    body.pop("xxh3_128", None)
-    store.put(name, seal(dumps({**body, **facts})))
 
 
 def test_the_newest_is_restored() -> None:
@@ -302,7 +298,7 @@ def test_a_commit_that_cannot_be_finished_is_told() -> None:
 def test_a_dead_branch_is_not_fallen_back_to() -> None:
     """Attempt 2 went back from 300 to 100; when its 200 is damaged, 100 is the newest of its line."""
     store, live = make_store(), empty_live()
-    make_checkpoint(store, 200, 2, [state_of(222)], base_step=100, chunk_bytes=4096)
+    make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
     flip(store, names.data(200, 2, 0))
     restored = restore(store, live)
     assert restored is not None
@@ -315,9 +311,47 @@ def test_a_dead_branch_is_not_fallen_back_to() -> None:
     assert by_hand.attempt == 1
 
 
+def test_after_going_back_by_hand_to_a_superseded_checkpoint_its_line_is_gone_back_to() -> None:
+    """Attempt 2 left 300 behind; attempt 3 took it by hand. If 3's is damaged, 300 is the next, not 2's."""
+    store, live = make_store(), empty_live()
+    make_checkpoint(store, 250, 2, [state_of(252)], base=(1, 200), chunk_bytes=4096)
+    by_hand = restore(store, live, step=300)
+    assert by_hand is not None
+    ancestors = (*by_hand.ancestors, (by_hand.attempt, by_hand.step))
+    assert ancestors == ((1, 300),)
+    make_checkpoint(store, 350, 3, [state_of(353)], ancestors=ancestors, chunk_bytes=4096)
+    restored = restore(store, live)
+    assert restored is not None
+    assert (restored.step, restored.attempt, restored.ancestors) == (350, 3, ((1, 300),))
+    flip(store, names.data(350, 3, 0))
+    restored = restore(store, live)
+    assert restored is not None
+    assert (restored.step, restored.attempt) == (300, 1)
+    reasons = {(one.step, one.attempt): one.reason for one in restored.passed}
+    assert set(reasons) == {(350, 3), (250, 2)}
+    assert reasons[250, 2] == "superseded: attempt 3 went on from step 300"
+
+
+def test_a_line_of_several_restarts_is_gone_back_along() -> None:
+    """Attempt 2 from 200 of attempt 1, attempt 3 from 250 of attempt 2, with dead ends beside each."""
+    store, live = make_store(), empty_live()
+    for step in (250, 260):
+        make_checkpoint(store, step, 2, [state_of(step)], base=(1, 200), chunk_bytes=4096)
+    make_checkpoint(store, 255, 3, [state_of(255)], ancestors=((1, 200), (2, 250)), chunk_bytes=4096)
+    order = [(255, 3), (250, 2), (200, 1), (100, 1)]
+    restored = None
+    for damaged, found in itertools.pairwise(order):
+        flip(store, names.data(*damaged, 0))
+        restored = restore(store, live)
+        assert restored is not None
+        assert (restored.step, restored.attempt) == found
+    assert restored is not None
+    assert {(one.step, one.attempt) for one in restored.passed} == {*order[:-1], (260, 2), (300, 1)}
+
+
 def test_an_asked_for_step_falls_back_to_an_older_attempts() -> None:
     store, live = make_store(), empty_live()
-    make_checkpoint(store, 200, 2, [state_of(222)], base_step=100, chunk_bytes=4096)
+    make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
     flip(store, names.data(200, 2, 0))
     restored = restore(store, live, step=200)
     assert restored is not None
@@ -330,11 +364,11 @@ def test_a_model_that_does_not_fit_is_raised_and_no_older_one_is_tried() -> None
     live = Live({"other": torch.zeros(1)})
     with pytest.raises(InvalidInput, match="the model has"):
         restore(store, live)
-    assert live.parts == []
+    assert live.values == []
 
 
 def test_a_foreign_error_of_the_live_objects_is_raised_as_it_is() -> None:
-    def broken(manifest: Manifest, part: Part) -> Plan:
+    def broken(manifest: Manifest, values: object) -> Plan:
         raise ZeroDivisionError("in the user's code")
 
     with pytest.raises(ZeroDivisionError):
@@ -374,7 +408,8 @@ def two_rank_store() -> MemoryStore:
     store = MemoryStore()
     make_home(store)
     for step in (100, 200):
-        make_checkpoint(store, step, 1, two_ranks(step), per_rank=["own"], chunk_bytes=4096)
+        values = [{"rank": rank} for rank in range(2)]
+        make_checkpoint(store, step, 1, two_ranks(step), per_rank=["own"], values=values, chunk_bytes=4096)
     return store
 
 
@@ -396,8 +431,37 @@ def test_another_number_of_ranks_takes_parts_modulo_the_saved_one(world_size: in
     lives = [rank_live() for _ in range(world_size)]
     results = on_ranks(two_rank_store(), lives)
     assert [one.step for one in results] == [200] * world_size
-    assert [live.parts for live in lives] == [[rank % 2] for rank in range(world_size)]
+    assert [live.values for live in lives] == [[[{"rank": rank % 2}]] for rank in range(world_size)]
     assert [live.tensors["own"][1].item() for live in lives] == [rank % 2 for rank in range(world_size)]
+
+
+def test_ancestors_are_the_same_on_every_rank() -> None:
+    store = two_rank_store()
+    line = ((1, 100), (2, 150))
+    make_checkpoint(store, 160, 3, two_ranks(160), per_rank=["own"], ancestors=line)
+    results = on_ranks(store, [rank_live(), rank_live()])
+    assert [one.ancestors for one in results] == [line, line]
+
+
+def test_a_rank_gets_its_own_values_first_and_those_of_each_other_structure() -> None:
+    """Stages of a pipeline: ranks 0 and 1 hold one structure, ranks 2 and 3 another."""
+    store = MemoryStore()
+    make_home(store)
+    stages = [Catalog({f"w{i}": Tensor("F32", (4,), whole(2 * i), (2 * i, 2 * i + 1))}, {}) for i in (0, 1)]
+    make_checkpoint(
+        store, 100, 1, [{"w0": torch.ones(4)}, {}, {"w1": torch.ones(4)}, {}],
+        values=[{"rank": r} for r in range(4)], commit=False,
+    )  # fmt: skip
+    for r in range(4):
+        starts = [] if r % 2 else [4096]
+        reseal(store, names.part(100, 1, r), catalog=catalog_text(stages[r // 2]), starts=starts)
+    assert finish_commit(store, list_home(store).saved[100, 1], None)
+    lives = [Live({"w0": torch.zeros(4), "w1": torch.zeros(4)}) for _ in range(6)]
+    assert [one.step for one in on_ranks(store, lives)] == [100] * 6
+    for rank, live in enumerate(lives):
+        own = rank % 4
+        assert live.values == [[{"rank": own}, {"rank": 0 if own > 1 else 2}]]
+        assert live.tensors["w1"].all()
 
 
 def test_damage_that_one_rank_alone_meets_makes_both_fall_back() -> None:
@@ -454,8 +518,8 @@ def test_a_misfit_on_one_rank_is_raised_on_every_rank() -> None:
 
 def test_a_foreign_error_while_finishing_is_raised_on_every_rank() -> None:
     class Breaks(Live):
-        def load(self, manifest: Manifest, part: Part) -> Plan:
-            plan = super().load(manifest, part)
+        def load(self, manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Plan:
+            plan = super().load(manifest, values)
             return BrokenPlan(plan.live, plan.step, plan.targets)
 
     class BrokenPlan(Plan):

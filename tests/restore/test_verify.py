@@ -6,6 +6,7 @@ import torch
 
 from holdfast.format import names
 from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.restore.verify import verify
 from holdfast.store.memory import MemoryStore
 from making import make_checkpoint, make_home
 
@@ -111,3 +112,31 @@ def test_every_byte_of_an_empty_checkpoint_is_verified_too() -> None:
     report = open_checkpoint(store).verify()
     assert report.is_good
     assert report.num_bytes > 0
+
+
+def test_damage_in_a_file_of_frozen_tensors_is_named_with_its_file_and_tensor() -> None:
+    store = MemoryStore()
+    held = {"w": torch.ones(3000), "base": torch.ones(5000), "other": torch.ones(5000)}
+    made = make_checkpoint(store, 1, 1, [held], frozen=["base", "other"], chunk_bytes=4096)
+    report = verify(store, made)
+    assert report.is_good
+    assert (report.num_files, report.num_bytes) == (4, made.data_bytes)
+    name = names.frozen(1, 1, 0)
+    image = bytearray(store.get(name))
+    image[4096 + 2 * 5000 * 4 - 1] ^= 1
+    store.put(name, image)
+    (problem,) = verify(store, made).problems
+    assert (problem.kind, problem.rank, problem.key) == ("corrupt", 0, "other")
+    assert problem.message.startswith(f"{name} is damaged in chunk 10 ")
+    store.delete(name)
+    (problem,) = verify(store, made).problems
+    assert (problem.kind, problem.key) == ("not-found", name)
+
+
+def test_a_file_of_frozen_tensors_that_nothing_refers_to_is_extra() -> None:
+    store = MemoryStore()
+    made = make_checkpoint(store, 1, 1, [{"w": torch.ones(3)}])
+    store.put(names.frozen(1, 1, 0), b"?")
+    report = verify(store, made)
+    assert report.is_good
+    assert report.extra == (names.frozen(1, 1, 0),)

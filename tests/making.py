@@ -12,7 +12,7 @@ from holdfast.format import manifest, names, part, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.cuts import Box, Boxes, Cut, whole
 from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.hashes import chunk_bytes_for, hash_chunks
+from holdfast.format.hashes import chunk_bytes_for, digest, hash_chunks
 from holdfast.format.layout import Piece, lay_out
 from holdfast.format.manifest import Manifest
 from holdfast.format.sealed import dumps, seal, unseal_lines

@@ -66,24 +66,23 @@ def flip_in_manifest(playground: Playground) -> None:
     flip_bit(next(newest_file(playground, ".safetensors").parent.glob("manifest-*.json")), 300)
 
 
-def manifest_of_the_future(playground: Playground) -> None:
+def reseal_manifest(playground: Playground, **changes: object) -> None:
+    """Change members of the newest manifest's first line, and seal it again."""
     from holdfast.format.sealed import dumps, seal
 
     path = next(newest_file(playground, ".safetensors").parent.glob("manifest-*.json"))
-    body = json.loads(path.read_bytes())
+    head, *catalogs = path.read_bytes().split(b"\n")
+    body = json.loads(head) | changes
     del body["xxh3_128"]
-    body["version"] = 99
-    path.write_bytes(seal(dumps(body)))
+    path.write_bytes(seal(b"\n".join((dumps(body), *catalogs))))
+
+
+def manifest_of_the_future(playground: Playground) -> None:
+    reseal_manifest(playground, version=99)
 
 
 def manifest_of_another_run(playground: Playground) -> None:
-    from holdfast.format.sealed import dumps, seal
-
-    path = next(newest_file(playground, ".safetensors").parent.glob("manifest-*.json"))
-    body = json.loads(path.read_bytes())
-    del body["xxh3_128"]
-    body["run"] = "f" * 32
-    path.write_bytes(seal(dumps(body)))
+    reseal_manifest(playground, run="f" * 32)
 
 
 def data_of_another_step(playground: Playground) -> None:

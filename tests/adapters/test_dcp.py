@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -15,7 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
@@ -261,6 +267,28 @@ def test_a_planner_that_reuses_plans_is_refused_at_the_first_save(tmp_path: Path
 def test_a_save_without_collectives_is_refused(tmp_path: Path) -> None:
     with pytest.raises(holdfast.Unsupported, match="use_collectives"):
         dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), use_collectives=False)
+
+
+def test_two_regions_of_a_tensor_on_one_rank_are_refused(tmp_path: Path) -> None:
+    """Only a planner of one's own asks for that."""
+
+    class Halves(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            (item,) = super().create_local_plan().items
+            assert item.tensor_data is not None
+            items = []
+            for at in (0, 1):
+                chunk = ChunkStorageMetadata(torch.Size([at]), torch.Size([1]))
+                data = dataclasses.replace(item.tensor_data, chunk=chunk)
+                index = dataclasses.replace(item.index, offset=torch.Size([at]))
+                items.append(
+                    dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
+                )
+            return SavePlan(items, planner_data={})
+
+    with pytest.raises(CheckpointException, match=r"two regions of x, at \[1\] and at \[0\]"):
+        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), planner=Halves())
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_empty_home_says_so(tmp_path: Path) -> None:

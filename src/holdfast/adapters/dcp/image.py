@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ def stage(planner: SavePlanner, placed: Sequence[tuple[WriteItem, Piece]], layou
     Blocks: until copied, also from devices.
     """
     memory = mmap.mmap(-1, layout.file_bytes)
+    with contextlib.suppress(OSError):  # a kernel without huge pages; with them new memory costs half
+        memory.madvise(mmap.MADV_HUGEPAGE)
     memory[: len(layout.header)] = layout.header
     image = torch.frombuffer(memory, dtype=torch.uint8)
     for (item, piece), start in zip(placed, layout.starts, strict=True):

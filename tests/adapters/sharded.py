@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast import killpoint
+from holdfast import Checkpointer, killpoint
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -115,6 +115,21 @@ def save(rank: int, home: Path, layout: str, step: int = 5) -> dict[str, Any]:
 def load(rank: int, home: Path, layout: str) -> dict[str, Any]:
     """Load the newest checkpoint into an untrained state; what that then holds."""
     state = make_state(layout=layout, trained=False)
+    dcp.load(state, storage_reader=HoldfastReader(home))
+    return dict(flat(state))
+
+
+def save_by_checkpointer(rank: int, home: Path) -> dict[str, Any]:
+    """Save a sharded model with a Checkpointer; what it holds."""
+    model = shard(make_model(), "fsdp")
+    with Checkpointer(home, {"model": model}, signals=False, quiet=True) as ckpt:
+        ckpt.save(1)
+    return dict(flat({"model": get_model_state_dict(model)}))
+
+
+def load_model(rank: int, home: Path, layout: str) -> dict[str, Any]:
+    """Load only the model of the newest checkpoint; what it then holds."""
+    state = {"model": make_state(layout=layout, trained=False)["model"]}
     dcp.load(state, storage_reader=HoldfastReader(home))
     return dict(flat(state))
 

@@ -29,7 +29,10 @@ from adapters import sharded
 from adapters.sharded import NUMBERS, flat, make_state
 from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
+from holdfast.adapters.dcp.documents import Index
 from holdfast.adapters.dcp.place import Place
+from holdfast.restore.find import candidates, list_home, read_manifest
+from holdfast.store import open_store
 from holdfast.store.local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -75,7 +78,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     for path in files:
         assert b"PK\x03\x04" not in path.read_bytes()
         if path.suffix == ".json":
-            json.loads(path.read_bytes())
+            assert [json.loads(line) for line in path.read_bytes().split(b"\n")]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,24 @@ def test_the_tensors_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
     found = {"model": {"weight": torch.zeros(2, 2)}}
     dcp.load(found, storage_reader=HoldfastReader(tmp_path))
     assert torch.equal(found["model"]["weight"], model.weight)
+
+
+def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
+    """Frozen ones stand in a second file."""
+    model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(3, 2), "trained": torch.nn.Linear(3, 2)})
+    model["alias"] = model["frozen"]
+    model["frozen"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(tmp_path, state, signals=False) as ckpt:
+        ckpt.save(3)
+    assert len(list(tmp_path.glob("step-*/*.safetensors"))) == 2
+    names = ("frozen.weight", "alias.weight", "trained.weight")
+    found = {"model": {name: torch.zeros(2, 3) for name in names}}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
+    for name, value in model.state_dict().items():
+        if name in names:
+            assert torch.equal(found["model"][name], value), name
 
 
 def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
@@ -210,6 +231,37 @@ def test_saving_an_earlier_step_again_supersedes_what_came_after_it(
     shown = capsys.readouterr().out
     assert "2 superseded not shown" in shown, "3, and the 2 before"
     assert holdfast.open(tmp_path).attempt == 2
+
+
+def test_going_back_twice_continues_what_the_newest_came_from(tmp_path: Path) -> None:
+    """An attempt is restored from one checkpoint of one attempt; steps with the same number are no kin."""
+    for step in (1, 2, 3):
+        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    for step in (2, 4):
+        save({"x": torch.full((2,), 10.0 * step)}, tmp_path, step)
+    save({"x": torch.full((2,), 300.0)}, tmp_path, 3)
+    store = open_store(tmp_path)
+    found = {
+        key: read_manifest(store, key[1], key[0], None).ancestors for key in candidates(list_home(store))
+    }
+    assert found == {
+        (1, 1): (),
+        (1, 2): (),
+        (1, 3): (),
+        (2, 2): ((1, 1),),
+        (2, 4): ((1, 1),),
+        (3, 3): ((1, 1), (2, 2)),
+    }
+
+
+def test_a_new_trainer_continues_the_newest_line(tmp_path: Path) -> None:
+    for step in (1, 2):
+        assert save_elsewhere(tmp_path, step) == 0
+    save({"x": torch.ones(2)}, tmp_path, 3)
+    save({"x": torch.ones(2)}, tmp_path, 4)
+    store = open_store(tmp_path)
+    for step in (3, 4):
+        assert read_manifest(store, step, 3, None).ancestors == ((1, 1), (2, 2))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -288,6 +340,39 @@ def test_two_regions_of_a_tensor_on_one_rank_are_refused(tmp_path: Path) -> None
 
     with pytest.raises(CheckpointException, match=r"two regions of x, at \[1\] and at \[0\]"):
         dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), planner=Halves())
+    assert not list(tmp_path.iterdir())
+
+
+def plans_of(*states: dict[str, torch.Tensor]) -> list[SavePlan]:
+    """The plan of each rank that has one of these states, before the ranks know of each other."""
+    plans = []
+    for state in states:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=False)
+        plans.append(planner.create_local_plan())
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (
+            ({"x": torch.ones(2)}, {"x": torch.ones(2)}),
+            r"Ranks \d and \d both hold the region \[0:2\] of x\. Nothing was written",
+        ),
+        (
+            ({"y": torch.ones(1), "x": torch.ones(2)}, {"x": torch.ones(3)}),
+            r"Ranks disagree about x: rank 0 has F32\[2\], rank 1 has F32\[3\]\. Nothing was written",
+        ),
+    ],
+    ids=["overlap", "shape"],
+)
+def test_plans_that_do_not_fit_together_are_refused_before_anything_is_written(
+    tmp_path: Path, states: tuple[dict[str, torch.Tensor], ...], said: str
+) -> None:
+    """Only a planner that leaves replicas in the plans brings that about."""
+    with pytest.raises(holdfast.InvalidInput, match=said):
+        HoldfastWriter(tmp_path, step=1).prepare_global_plan(plans_of(*states))
     assert not list(tmp_path.iterdir())
 
 
@@ -373,6 +458,18 @@ def test_a_save_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None:
         assert number(home).tolist() == [3, 3]
     assert seen == {1, 2}, "killed before the commit and right after it"
     assert point > 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"values": {"a": 1}, "paths": {}}', '{"values": {"a": 0}}'])
+def test_a_checkpoint_whose_index_cannot_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    save({"x": torch.ones(2), "a": 5}, tmp_path, 1)
+    monkeypatch.setattr(Index, "text", lambda self: text)
+    save({"x": torch.zeros(2), "a": 6}, tmp_path, 2)
+    with pytest.raises(holdfast.Corrupt, match=r"rank-00000-a0001\.json has an index of values that cannot"):
+        HoldfastReader(tmp_path, step=2).read_metadata()
+    assert number(tmp_path).tolist() == [1, 1]
 
 
 def test_only_needed_chunks_are_read(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.errors import Conflict, Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format import run as runs
+from holdfast.format.part import Ancestors
 from holdfast.keeper.commit import check_not_fenced
 from holdfast.policy import line_of
 from holdfast.restore.find import Home, candidates, list_home, read_manifest, read_run
@@ -28,11 +28,11 @@ class Claim:
     step: int
     attempt: int
     world_size: int
-    base_step: int | None
+    ancestors: Ancestors
 
 
-_claimed: dict[str, int] = {}
-"""Newest attempt that this process has claimed, by URL of the home."""
+_claimed: dict[str, Claim] = {}
+"""The newest claim of this process by URL of the home."""
 _lock = threading.Lock()  # two saves may be on their way in two threads
 
 
@@ -57,32 +57,50 @@ def claim(store: Store, step: int, *, world_size: int, trainer: int) -> Claim:
         home = list_home(store)
         run = _claim_run(store)
         newest = max(home.attempts, default=0)
-        bases = dict(_bases(store, home, run))
-        if _is_own(store, newest, world_size, trainer):
-            saved = [found.step for found in home.saved.values() if found.attempt == newest]
-            if step > max(saved, default=-1):
-                base = next((base for (attempt, _), base in bases.items() if attempt == newest), None)
-                if not saved:
-                    base = _base(bases, step)
-                _claimed[store.url] = newest
-                return Claim(run, step, newest, world_size, base)
-        elif store.url in _claimed:
-            check_not_fenced(store, _claimed[store.url])
-        number = _claim_next(store, newest + 1, run, world_size, trainer)
-        _claimed[store.url] = number
-        return Claim(run, step, number, world_size, _base(bases, step))
+        is_own = _is_own(store, newest, world_size, trainer)
+        if not is_own and store.url in _claimed:
+            check_not_fenced(store, _claimed[store.url].attempt)
+        saved = [found.step for found in home.saved.values() if found.attempt == newest]
+        goes_on = is_own and step > max(saved, default=-1)
+        ancestors = _ancestors_of(store, home, run, newest) if goes_on and saved else None
+        if ancestors is None:
+            ancestors = _ancestors_before(store, home, run, step)
+        attempt = newest if goes_on else _claim_next(store, newest + 1, run, world_size, trainer)
+        _claimed[store.url] = Claim(run, step, attempt, world_size, ancestors)
+        return _claimed[store.url]
 
 
-def _bases(store: Store, home: Home, run: str) -> Iterator[tuple[tuple[int, int], int | None]]:
-    """((attempt, step), base step) of every checkpoint whose manifest can be read."""
-    for attempt, step in candidates(home):
-        with contextlib.suppress(Corrupt, NotFound, Unsupported):
-            yield (attempt, step), read_manifest(store, step, attempt, run).base_step
+def _ancestors_of(store: Store, home: Home, run: str, attempt: int) -> Ancestors | None:
+    """The ancestors that earlier saves of an attempt have named; None if none of these can be read."""
+    known = _claimed.get(store.url)
+    if known is not None and (known.run, known.attempt) == (run, attempt):
+        return known.ancestors
+    its_own = (found for found in candidates(home) if found[0] == attempt)
+    read = (_read_ancestors(store, found, run) for found in its_own)
+    return next((ancestors for ancestors in read if ancestors is not None), None)
 
 
-def _base(bases: dict[tuple[int, int], int | None], step: int) -> int | None:
-    """The newest step before `step` in the line that the newest checkpoint continues."""
-    return max((found for _, found in line_of(bases.items()).current if found < step), default=None)
+def _ancestors_before(store: Store, home: Home, run: str, step: int) -> Ancestors:
+    """The line that a new attempt continues with `step`: the newest checkpoint's, up to before that step."""
+    complete = candidates(home)
+    for newest in complete:
+        ancestors = _read_ancestors(store, newest, run)
+        if ancestors is None:
+            continue
+        for base in line_of(complete, newest, ancestors).current:
+            its_own = _read_ancestors(store, base, run) if base[1] < step else None
+            if its_own is not None:
+                return (*its_own, base)
+        break
+    return ()
+
+
+def _read_ancestors(store: Store, found: tuple[int, int], run: str) -> Ancestors | None:
+    """The ancestors of a checkpoint, given as (attempt, step); None if its manifest cannot be read."""
+    attempt, step = found
+    with contextlib.suppress(Corrupt, NotFound, Unsupported):
+        return read_manifest(store, step, attempt, run).ancestors
+    return None
 
 
 def _is_own(store: Store, number: int, world_size: int, trainer: int) -> bool:

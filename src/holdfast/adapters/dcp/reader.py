@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast.adapters.dcp.documents import PATHS, paths_in
+from holdfast.adapters.dcp.documents import INDEX, Index
 from holdfast.adapters.dcp.gather import sinks
 from holdfast.adapters.dcp.place import Place
 from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.format import values as value_format
-from holdfast.format.layout import Piece
+from holdfast.format.cuts import Box
 from holdfast.format.manifest import Manifest
+from holdfast.format.part import Part
 from holdfast.restore import find
 from holdfast.restore.fill import torch_dtype
-from holdfast.restore.parts import Parts
+from holdfast.restore.parts import Located, Parts
 from holdfast.restore.read import Job, Want, read
 from holdfast.store import open_store
 from holdfast.store.contract import Store
@@ -39,14 +40,12 @@ from holdfast.store.contract import Store
 
 @dataclass(slots=True)
 class _Opened:
-    """The checkpoint that is being loaded: where each region and each value of it is."""
+    """The checkpoint that is being loaded; parts are read when something of them is needed."""
 
     store: Store
     manifest: Manifest
     parts: Parts
-    regions: dict[tuple[str, tuple[int, ...]], tuple[int, Piece, int]]  # rank, piece, start in its file
-    values: dict[str, Any]  # tagged JSON
-    paths: dict[str, tuple[str | int, ...]]
+    index: Index
 
     @property
     def id(self) -> str:
@@ -91,27 +90,17 @@ class HoldfastReader(StorageReader):
         return None if self._opened is None else self._opened.manifest.step
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """See StorageReader: choose the checkpoint, read its manifest and parts.
+        """See StorageReader: choose the checkpoint, read its manifest and the part of rank 0.
 
         Raises:
             NotFound: no complete checkpoint, or none of that step.
-            Corrupt: manifest or parts are damaged, and there is no other.
+            Corrupt: manifest or part are damaged, and there is no other.
             RetryLater: the store failed.
         """
         self._opened = opened = _open(self._place)
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for (name, offsets), (_, piece, _) in opened.regions.items():
-            entry = entries.setdefault(
-                name,
-                TensorStorageMetadata(
-                    TensorProperties(dtype=torch_dtype(piece.dtype)), torch.Size(piece.shape), []
-                ),
-            )
-            assert isinstance(entry, TensorStorageMetadata)
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.lengths))
-            entry.chunks.append(chunk)
-        entries.update({name: BytesStorageMetadata() for name in opened.values})
-        paths = {name: opened.paths.get(name, tuple(name.split("."))) for name in entries}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(_tensors(opened))
+        entries.update((name, BytesStorageMetadata()) for name in opened.index.ranks)
+        paths = {name: opened.index.paths.get(name, tuple(name.split("."))) for name in entries}
         return Metadata(entries, planner_data=paths, storage_meta=StorageMeta(self._place.home))
 
     def set_up_storage_reader(
@@ -160,8 +149,7 @@ class HoldfastReader(StorageReader):
             for item in plan.items
             if item.type == LoadItemType.TENSOR
         ]
-        jobs = [Job(opened.parts.part(rank), wants) for rank, wants in _wanted(opened, targets).items()]
-        read(opened.store, jobs, num_threads=self._num_threads)
+        read(opened.store, _jobs(opened.parts, targets), num_threads=self._num_threads)
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -197,7 +185,8 @@ def _open(place: Place) -> _Opened:
         try:
             manifest = find.read_manifest(store, step, attempt, run)
             find.check_files(home, manifest)
-            return _index(store, manifest)
+            parts = Parts(store, manifest)
+            return _Opened(store, manifest, parts, _index(parts))
         except (Corrupt, NotFound, Unsupported) as error:
             errors.append(error)
     raise errors[0]
@@ -211,31 +200,45 @@ def _run_id(store: Store) -> str | None:
     return found.id if found else None
 
 
-def _index(store: Store, manifest: Manifest) -> _Opened:
-    """Where every region and value of a checkpoint is; of per-rank tensors, the first rank's."""
-    parts = Parts(store, manifest)
-    regions: dict[tuple[str, tuple[int, ...]], tuple[int, Piece, int]] = {}
-    for name in [*manifest.tensors, *manifest.tied]:
-        if parts.shape_of(manifest.tied.get(name, name), 0) is None:
+def _index(parts: Parts) -> Index:
+    """The index that the part of rank 0 keeps; empty for a checkpoint that came from no DCP.
+
+    The values of a Checkpointer are left out: they are trees by object, not names.
+    """
+    part = parts.part(0)
+    if INDEX not in part.values:
+        return Index({}, {})
+    try:
+        return Index.parse(part.values[INDEX], part.world_size)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        message = f"{part.what} has an index of values that cannot be read: {error!r}."
+        raise Corrupt(message, step=part.step, rank=0, key=INDEX) from error
+
+
+def _tensors(opened: _Opened) -> Iterator[tuple[str, TensorStorageMetadata]]:
+    """What DCP must know of each tensor and alias; of per-rank tensors, of the first rank's."""
+    tied = opened.manifest.tied
+    for name in [*opened.manifest.tensors, *tied]:
+        tensor = opened.manifest.tensors[tied.get(name, name)]
+        known = opened.parts.shape_of(tied.get(name, name), 0)
+        if known is None:
             continue
-        for rank, piece, start in parts.pieces_of(manifest.tied.get(name, name), 0):
-            if piece.num_bytes or 0 in piece.shape:
-                regions[name, piece.offsets] = rank, piece, start
-    values: dict[str, Any] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for rank in range(manifest.world_size):
-        held = parts.part(rank).values
-        if PATHS in held:  # else values of a Checkpointer, which are trees by object, not names
-            values.update({name: value for name, value in held.items() if name != PATHS})
-            paths.update(paths_in(held[PATHS]))
-    return _Opened(store, manifest, parts, regions, values, paths)
+        dtype, shape = known
+        boxes = [Box.whole(shape)] if tensor.cut is None else [box for _, box in tensor.cut.boxes(shape)]
+        chunks = {
+            box.offsets: ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+            for box in boxes
+            if box.num_items or 0 in shape
+        }
+        properties = TensorProperties(dtype=torch_dtype(dtype))
+        yield name, TensorStorageMetadata(properties, torch.Size(shape), list(chunks.values()))
 
 
 def _as_torch_saves(opened: _Opened, index: MetadataIndex) -> io.BytesIO:
     """A value as planners expect it. It is pickled here, in memory, from what plain JSON says."""
-    encoded = opened.values[index.fqn]
+    part = opened.parts.part(opened.index.ranks[index.fqn])
     try:
-        value = value_format.decode(encoded)
+        value = value_format.decode(part.values[index.fqn])
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         message = f"The value {index.fqn} of step {opened.manifest.step} cannot be decoded: {error!r}."
         raise Corrupt(message, step=opened.manifest.step, key=index.fqn) from error
@@ -245,20 +248,30 @@ def _as_torch_saves(opened: _Opened, index: MetadataIndex) -> io.BytesIO:
     return buffer
 
 
-def _wanted(opened: _Opened, targets: list[tuple[ReadItem, torch.Tensor]]) -> dict[int, list[Want]]:
-    """What must be read from the file of each rank."""
-    wanted: dict[int, list[Want]] = {}
+def _jobs(parts: Parts, targets: Iterable[tuple[ReadItem, torch.Tensor]]) -> list[Job]:
+    """What must be read from each file."""
+    wanted: dict[tuple[int, bool], list[Want]] = {}
     for item, target in targets:
-        index = item.storage_index
-        rank, piece, start = opened.regions[index.fqn, tuple(index.offset or ())]
-        chunk_bytes = opened.parts.part(rank).file.chunk_bytes
-        wanted.setdefault(rank, []).extend(_wants(item, piece, start, chunk_bytes, target))
-    return wanted
+        name, box = _saved_box(parts.manifest, item)
+        if not box.num_items:
+            continue
+        for found in parts.pieces_of(name, 0, box):  # one: items are made from the boxes in the metadata
+            key = found.rank, found.piece.frozen
+            wanted.setdefault(key, []).extend(_wants(parts.part(found.rank), found, box, target))
+    return [Job(parts.part(rank), wants, frozen) for (rank, frozen), wants in wanted.items()]
 
 
-def _wants(
-    item: ReadItem, piece: Piece, start: int, chunk_bytes: int, target: torch.Tensor
-) -> Iterator[Want]:
-    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    for at, num_bytes, sink in sinks(piece, offsets, lengths, target, max_gap_bytes=chunk_bytes):
-        yield Want(start + at, num_bytes, sink)
+def _saved_box(manifest: Manifest, item: ReadItem) -> tuple[str, Box]:
+    """The saved tensor that an item reads from, and which box of it."""
+    index = item.storage_index
+    inside, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    chunk = (0,) * len(inside) if index.offset is None else tuple(index.offset)
+    offsets = tuple(a + b for a, b in zip(chunk, inside, strict=True))
+    return manifest.tied.get(index.fqn, index.fqn), Box(offsets, lengths)
+
+
+def _wants(part: Part, found: Located, box: Box, target: torch.Tensor) -> Iterator[Want]:
+    max_gap_bytes = Job(part, (), found.piece.frozen).file.chunk_bytes
+    offsets = tuple(a - b for a, b in zip(box.offsets, found.box.offsets, strict=True))
+    for at, num_bytes, sink in sinks(found.piece, offsets, box.lengths, target, max_gap_bytes=max_gap_bytes):
+        yield Want(found.start + at, num_bytes, sink)

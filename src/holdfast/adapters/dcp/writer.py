@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,6 +21,7 @@ from holdfast.adapters.dcp.place import Place
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.format import names
 from holdfast.format.layout import lay_out
+from holdfast.format.manifest import Manifest
 from holdfast.keeper.commit import commit
 from holdfast.keeper.history import History
 from holdfast.keeper.persist import persist
@@ -37,6 +38,8 @@ class Share:
 
     claim: Claim
     rank: int
+    catalog: bytes = field(repr=False)  # what all ranks write
+    index: str = ""  # of all ranks' values; only rank 0 keeps it
 
     def terms(self, home: str) -> Terms:
         """The same, as the rooms that commit and record know it."""
@@ -127,14 +130,16 @@ class HoldfastWriter(StorageWriter):
             InvalidInput, Unsupported: a tensor that cannot be saved, by name; nothing was written.
             RetryLater: the store failed.
         """
-        for rank, plan in enumerate(plans):
+        for plan in plans:
             _refuse_caching(not getattr(plan, "usable", True))
-            documents.pieces_of(plan, rank)
+        catalog, index = documents.catalog_of(plans), documents.Index.of(plans).text()
         store = open_store(self._place.home)
         agreed = claim(store, self._step(), world_size=len(plans), trainer=self._trainer)
-        self._share = Share(agreed, 0)
+        self._share = Share(agreed, 0, catalog, index)
+        others = [Share(agreed, rank, catalog) for rank in range(1, len(plans))]
         return [
-            dataclasses.replace(plan, storage_data=Share(agreed, rank)) for rank, plan in enumerate(plans)
+            dataclasses.replace(plan, storage_data=share)
+            for plan, share in zip(plans, (self._share, *others), strict=True)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -154,13 +159,14 @@ class HoldfastWriter(StorageWriter):
             raise Unsupported(message)
         began = time.perf_counter()
         encoded = documents.values_of(plan, planner)
-        placed = documents.pieces_of(plan, share.rank)
+        if share.rank == 0:
+            encoded[documents.INDEX] = share.index
+        placed = documents.placed_in(share.catalog, plan, share.rank)
         layout = lay_out([piece for _, piece in placed], share.rank)
         store = open_store(self._place.home)
         step, attempt, rank = share.claim.step, share.claim.attempt, share.rank
         file = persist(store, names.data(step, attempt, rank), stage(planner, placed, layout))
-        pieces = [piece for _, piece in placed]
-        document = documents.part_document(share.claim, rank, pieces, layout.starts, file, encoded)
+        document = documents.part_document(share.claim, rank, share.catalog, layout.starts, file, encoded)
         store.put(names.part(step, attempt, rank), document)
         history = History(store, share.terms(store.url))
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)
@@ -190,13 +196,14 @@ class HoldfastWriter(StorageWriter):
             "committed", step=step, num_bytes=manifest.data_bytes, seconds=time.perf_counter() - began
         )
         if self._keep.last is not None:
-            self._retain(store, (terms.attempt, step), history)
+            self._retain(store, manifest, history)
 
-    def _retain(self, store: Store, newest: tuple[int, int], history: History) -> None:
+    def _retain(self, store: Store, manifest: Manifest, history: History) -> None:
         """Delete what need not stay; other saves of this attempt may be on their way in other threads."""
+        newest = manifest.attempt, manifest.step
         try:
             in_work = {one.step for one in list_home(store).saved.values() if one.attempt == newest[0]}
-            for deleted in Retention(store, self._keep).apply(newest, in_work):
+            for deleted in Retention(store, self._keep).apply(newest, manifest.ancestors, in_work):
                 detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
                 history.record("retained", step=deleted.step, detail=detail)
         except HoldfastError as error:

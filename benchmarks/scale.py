@@ -103,7 +103,7 @@ def part_document(
         catalog=catalog,
     )
     size = chunk_bytes_for(num_bytes)
-    hashes = tuple(digest(start.to_bytes(8, "little")) for start, _ in chunk_ranges(num_bytes, size))
+    hashes = "".join(digest(start.to_bytes(8, "little")) for start, _ in chunk_ranges(num_bytes, size))
     return part.finish(draft, part.DataFile(num_bytes, size, hashes))
 
 
@@ -152,17 +152,18 @@ def phase_commit(kind: str, world_size: int, home: Path, rank: int) -> dict[str,
 
 
 def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str, float]:
-    """Plan what one rank of three quarters as many reads, fully sharded; opens what it needs of the parts."""
+    """Plan what one rank of three quarters as many reads, fully sharded; opens the parts it needs."""
     store, smaller = open_store(str(home)), world_size * 3 // 4
     mine = min(rank, smaller - 1)
-    wanted = Layout(((0, smaller),), (tuple(range(smaller)),))
+    wanted = layout_of("pipeline" if kind == "pipeline" else "fsdp", smaller, mine)
+    stage = f"model.stage{mine // (smaller // 16)}." if kind == "pipeline" else "model."
 
     def plan() -> tuple[int, int]:
         manifest = read_manifest(store, 1, ATTEMPT, RUN)
         targets = {}
         for name, tensor in manifest.tensors.items():
             box: Box | None = Sharding(tensor.shape, wanted).box_of(mine)
-            if box is not None and box.num_items:
+            if name.startswith(stage) and box is not None and box.num_items:
                 targets[name] = Target(torch.empty(box.lengths, dtype=torch.bfloat16), box)
         jobs = plan_fill(manifest, targets, mine, Parts(store, manifest))
         return len(jobs), sum(len(job.wanted) for job in jobs)

@@ -11,7 +11,7 @@ from holdfast.format import manifest, names, part, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.cuts import Box, Boxes, whole
 from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.layout import Piece, lay_out
 from holdfast.format.manifest import Manifest
 from holdfast.store.contract import Store
@@ -142,8 +142,7 @@ def _elements(value: torch.Tensor | Region) -> torch.Tensor:
 def data_file(image: bytes, chunk_bytes: int | None = None) -> part.DataFile:
     """Size and chunk hashes of a file image."""
     size = chunk_bytes or chunk_bytes_for(len(image))
-    chunks = tuple(digest(image[start:stop]) for start, stop in chunk_ranges(len(image), size))
-    return part.DataFile(len(image), size, chunks)
+    return part.DataFile(len(image), size, hash_chunks(memoryview(image), size))
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

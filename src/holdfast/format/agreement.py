@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.errors import InvalidInput
@@ -25,9 +25,8 @@ class Agreement:
     num_pieces: tuple[int, ...]  # by rank: how many of `tensors` it wrote
 
 
-@lru_cache(
-    maxsize=2
-)  # a run's catalogs stay the same from save to save, and checking them is most of a commit
+# A run's catalogs stay the same from save to save, and checking them is most of a commit.
+@lru_cache(maxsize=2)
 def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
     """Check that the catalogs fit together.
 
@@ -44,29 +43,57 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
         parse_catalog(text, f"the catalog of rank {catalog_of.index(i)}") for i, text in enumerate(texts)
     ]
     ranks_of = [tuple(r for r, i in enumerate(catalog_of) if i == index) for index in range(len(texts))]
-    tensors = _unite(catalogs, ranks_of)
+    tensors, disputed = _unite(catalogs, ranks_of)
     tied: dict[str, str] = {}
     for catalog in catalogs:
         tied.update(catalog.tied)
     _check_held(tensors, catalogs, ranks_of)
-    cuts: dict[int, tuple[Cut, int]] = {}  # by id: thousands of tensors share a few
-    counts: Counter[int] = Counter()
-    for name, tensor in tensors.items():
-        cut = tensor.cut
-        if isinstance(cut, Boxes):
-            _check_boxes(name, tensor.shape, cut.rows)
-            counts.update(cut.ranks)
-        elif cut is not None:
-            _check_dims(name, tensor.shape, cut)
-            cuts[id(cut)] = cut, cuts.get(id(cut), (cut, 0))[1] + 1
-    for cut, count in cuts.values():
-        _check_cut(cut, len(catalog_of), [name for name, tensor in tensors.items() if tensor.cut is cut])
-        counts.update(dict.fromkeys(cut.ranks, count))
+    for name, (rank_a, rank_b) in disputed.items():
+        message = f"Ranks {rank_a} and {rank_b} disagree about which rank writes which region of {name}."
+        raise InvalidInput(message, rank=rank_b, key=name)
+    counts = _check_cuts(tensors, len(catalog_of))
     return Agreement(tensors, tied, tuple(counts[rank] for rank in range(len(catalog_of))))
 
 
-def _unite(catalogs: Sequence[Catalog], ranks_of: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of all catalogs; those that are cut by no rule get the boxes of all of them."""
+def _check_cuts(tensors: dict[str, Tensor], world_size: int) -> Counter[int]:
+    """Every tensor is covered exactly once, by ranks that hold it; how many boxes each rank wrote."""
+    alike: dict[tuple[int, int], list[str]] = {}  # by id: thousands of tensors share a few cuts and holders
+    counts: Counter[int] = Counter()
+    for name, tensor in tensors.items():
+        if isinstance(tensor.cut, Boxes):
+            _check_writers(name, tensor.cut.ranks, tensor.held_by)
+            _check_boxes(name, tensor.shape, tensor.cut.rows)
+            counts.update(tensor.cut.ranks)
+        else:
+            alike.setdefault((id(tensor.cut), id(tensor.held_by)), []).append(name)
+    for names in alike.values():
+        first = tensors[names[0]]
+        assert isinstance(first.cut, Cut)
+        _check_cut(names[0], first.cut, world_size)
+        _check_writers(names[0], first.cut.ranks, first.held_by)
+        counts.update(dict.fromkeys(first.cut.ranks, len(names)))
+    return counts
+
+
+def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) -> None:
+    others = sorted({*writers} - {*held_by})
+    if others:
+        message = f"Ranks {_some(others)} are to write {name}, which is said to be on ranks {_some(held_by)}."
+        raise InvalidInput(message, rank=others[0], key=name)
+
+
+def _unite(
+    catalogs: Sequence[Catalog], ranks_of: Sequence[tuple[int, ...]]
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+    """The tensors of all catalogs; those that are cut by no rule get the boxes of all of them.
+
+    Returns:
+        The tensors, and for each of which two ranks tell another cut these ranks. The same holders and yet
+        another cut: the spreading over them came out otherwise, since one of them lacks a tensor or has one
+        more; which one is better told by who holds what.
+    """
+    disputed: dict[str, tuple[int, int]] = {}
+    listed: dict[str, tuple[dict[Row, None], set[int]]] = {}  # boxes and holders, as all ranks list them
     tensors = dict(catalogs[0].tensors)
     first_in = dict.fromkeys(tensors, 0)
     for index, catalog in enumerate(catalogs[1:], 1):
@@ -76,11 +103,20 @@ def _unite(catalogs: Sequence[Catalog], ranks_of: Sequence[tuple[int, ...]]) -> 
                 first_in[name] = index
             elif known != tensor:
                 pair = ranks_of[first_in[name]][0], ranks_of[index][0]
-                tensors[name] = _united(name, known, tensor, pair)
-    return tensors
+                _check_alike(name, known, tensor, pair)
+                if isinstance(known.cut, Boxes) and isinstance(tensor.cut, Boxes):
+                    new = dict.fromkeys(known.cut.rows), {*known.held_by}
+                    rows, holders = listed.setdefault(name, new)
+                    rows.update(dict.fromkeys(tensor.cut.rows))
+                    holders.update(tensor.held_by)
+                elif known.cut != tensor.cut:
+                    disputed.setdefault(name, pair)
+    for name, (rows, holders) in listed.items():
+        tensors[name] = replace(tensors[name], cut=Boxes(tuple(rows)), held_by=tuple(sorted(holders)))
+    return tensors, disputed
 
 
-def _united(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Tensor:
+def _check_alike(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> None:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise InvalidInput(
             f"Ranks disagree about {name}: rank {ranks[0]} has {a.dtype}{list(a.shape)}, rank {ranks[1]} has "
@@ -88,11 +124,7 @@ def _united(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Tensor:
             rank=ranks[1],
             key=name,
         )
-    if isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes):
-        rows = tuple(dict.fromkeys((*a.cut.rows, *b.cut.rows)))
-        held_by = tuple(sorted({*a.held_by, *b.held_by}))
-        return Tensor(a.dtype, a.shape, Boxes(rows), held_by, a.frozen)
-    if a.held_by != b.held_by:
+    if a.held_by != b.held_by and not (isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes)):
         raise InvalidInput(
             f"Ranks disagree about who holds {name}: rank {ranks[0]} says {_some(a.held_by)}, rank "
             f"{ranks[1]} says {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
@@ -100,9 +132,6 @@ def _united(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Tensor:
             rank=ranks[1],
             key=name,
         )
-    # The same holders and yet another writer: the spreading over them came out otherwise, since one of them
-    # lacks a tensor or has one more; which one is found by who holds what.
-    return a
 
 
 def _check_held(
@@ -110,64 +139,41 @@ def _check_held(
 ) -> None:
     """Every rank that is said to hold a tensor lists it, in the same way."""
     index_of = {rank: index for index, ranks in enumerate(ranks_of) for rank in ranks}
-    holding: dict[int, set[int]] = {}  # id of `held_by` -> indices of the catalogs of these ranks
+    holding: dict[int, dict[int, int]] = {}  # id of `held_by` -> catalogs of these ranks, a rank of each
     for name, tensor in tensors.items():
         indices = holding.get(id(tensor.held_by))
         if indices is None:
             indices = holding[id(tensor.held_by)] = _catalogs_of(name, tensor.held_by, index_of)
         if len(catalogs) == 1:
             continue
-        for index in indices:
-            rank = next(rank for rank in tensor.held_by if index_of[rank] == index)
-            _check_listed(name, tensor, rank, catalogs[index], catalogs, ranks_of)
+        for index, rank in indices.items():
+            if name not in catalogs[index].tensors:
+                have = next(r[0] for r, one in zip(ranks_of, catalogs, strict=True) if name in one.tensors)
+                message = (
+                    f"Rank {rank} lacks {name}, which rank {have} has and says is on ranks "
+                    f"{_some(tensor.held_by)}."
+                )
+                raise InvalidInput(message, rank=rank, key=name)
 
 
-def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) -> set[int]:
+def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) -> dict[int, int]:
     outside = [rank for rank in held_by if rank not in index_of]
     if outside:
         message = f"{name} is said to be on ranks {_some(outside)}, of {len(index_of)} ranks."
         raise InvalidInput(message, key=name)
-    return {index_of[rank] for rank in held_by}
+    return {index_of[rank]: rank for rank in reversed(held_by)}
 
 
-def _check_listed(
-    name: str,
-    tensor: Tensor,
-    rank: int,
-    its_catalog: Catalog,
-    catalogs: Sequence[Catalog],
-    ranks_of: Sequence[tuple[int, ...]],
-) -> None:
-    listed = its_catalog.tensors.get(name)
-    if listed is None:
-        have = next(ranks[0] for ranks, one in zip(ranks_of, catalogs, strict=True) if name in one.tensors)
-        message = (
-            f"Rank {rank} lacks {name}, which rank {have} has and says is on ranks {_some(tensor.held_by)}."
-        )
-        raise InvalidInput(message, rank=rank, key=name)
-    if listed.cut != tensor.cut and not isinstance(tensor.cut, Boxes):
-        message = (
-            f"Ranks disagree about which rank writes which region of {name}; rank {rank} is one of them."
-        )
-        raise InvalidInput(message, rank=rank, key=name)
-
-
-def _check_dims(name: str, shape: tuple[int, ...], cut: Cut) -> None:
-    if not all(0 <= dim < len(shape) and parts > 0 for dim, parts in cut.splits):
-        message = f"{name} of shape {list(shape)} cannot be cut by {list(cut.splits)}."
-        raise InvalidInput(message, key=name)
-
-
-def _check_cut(cut: Cut, world_size: int, of: Sequence[str]) -> None:
+def _check_cut(name: str, cut: Cut, world_size: int) -> None:
     """A cut covers its tensors by its rule, if only it has as many writers as boxes."""
     num_boxes = math.prod(parts for _, parts in cut.splits)
     are_ranks = all(0 <= rank < world_size for rank in cut.ranks)
     if not (are_ranks and len(cut.ranks) == num_boxes == len(set(cut.ranks))):
         message = (
-            f"{of[0]} is cut into {num_boxes} regions, but ranks {_some(cut.ranks)} of {world_size} are to "
+            f"{name} is cut into {num_boxes} regions, but ranks {_some(cut.ranks)} of {world_size} are to "
             "write them, one each."
         )
-        raise InvalidInput(message, key=of[0])
+        raise InvalidInput(message, key=name)
 
 
 def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row]) -> None:

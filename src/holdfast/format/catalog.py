@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from holdfast.errors import Corrupt
 from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
-from holdfast.format.sealed import dumps
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.sealed import dumps, read_integers
 
 EACH, SPLIT = "each", "split"
 """Owners that are no rank: every rank has its own / several ranks hold boxes."""
@@ -89,12 +91,10 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
 def _parse(text: bytes) -> Catalog:
     body = json.loads(text)
     cuts = [_cut(row) for row in body["cuts"]]
-    groups = [tuple(group) for group in body["groups"]]
-    tensors = {
-        name: Tensor(dtype, tuple(shape), cuts[cut], groups[group], bool(frozen))
-        for name, (dtype, shape, cut, group, frozen) in body["tensors"].items()
-    }
-    return Catalog(tensors, dict(body["tied"]))
+    groups = [read_integers(group) for group in body["groups"]]
+    num_dims = [_num_dims(cut) for cut in cuts]
+    tensors = {name: _tensor(row, cuts, groups, num_dims) for name, row in body["tensors"].items()}
+    return Catalog(tensors, _tied(body["tied"]))
 
 
 class _Numbered:
@@ -121,7 +121,50 @@ def _cut_body(cut: AnyCut) -> dict[str, Any]:
     return {"boxes": [[rank, *box] for rank, box in cut.rows]}
 
 
+# What a stranger has sealed may be anything: what is read here is what the rest of the code may rely on.
+
+
 def _cut(body: Mapping[str, Any]) -> AnyCut:
     if "boxes" in body:
-        return Boxes(tuple((rank, Box(tuple(at), tuple(long))) for rank, at, long in body["boxes"]))
-    return Cut(tuple((dim, parts) for dim, parts in body["splits"]), tuple(body["ranks"]))
+        rows = (
+            (*read_integers([rank]), read_integers(at), read_integers(long))
+            for rank, at, long in body["boxes"]
+        )
+        return Boxes(tuple((rank, Box(at, long)) for rank, at, long in rows))
+    splits = tuple(read_integers([dim, parts]) for dim, parts in body["splits"])
+    if not all(dim >= 0 and parts > 0 for dim, parts in splits):
+        raise ValueError(f"a tensor cannot be cut by {splits!r:.100}")
+    ranks = read_integers(body["ranks"])
+    if not ranks:
+        raise ValueError(f"a cut {splits} that no rank has written")
+    return Cut(tuple((dim, parts) for dim, parts in splits), ranks)
+
+
+def _num_dims(cut: AnyCut) -> tuple[int, int]:
+    """How many dimensions a tensor of this cut has at least, and at most."""
+    if isinstance(cut, Cut):
+        return max((dim + 1 for dim, _ in cut.splits), default=0), sys.maxsize
+    counts = [len(side) for _, box in cut.rows for side in box]
+    return max(counts, default=0), min(counts, default=sys.maxsize)
+
+
+def _tensor(
+    row: Sequence[Any],
+    cuts: Sequence[AnyCut],
+    groups: Sequence[tuple[int, ...]],
+    num_dims: Sequence[tuple[int, int]],
+) -> Tensor:
+    dtype, sizes, cut, group, frozen = row
+    shape = read_integers(sizes)
+    if dtype not in ITEM_BYTES or min(shape, default=0) < 0:
+        raise ValueError(f"a tensor that is {dtype!r:.100}{list(shape)!r:.100}")
+    least, most = num_dims[cut]
+    if cut < 0 or group < 0 or not least <= len(shape) <= most:
+        raise ValueError(f"a tensor of {len(shape)} dimensions with cut {cut} of group {group}")
+    return Tensor(dtype, shape, cuts[cut], groups[group], bool(frozen))
+
+
+def _tied(body: Mapping[str, Any]) -> dict[str, str]:
+    if not all(isinstance(name, str) for name in body.values()):
+        raise TypeError(f"aliases of what is no name: {body!r:.100}")
+    return dict(body)

@@ -67,7 +67,7 @@ class Cut:
     def box_at(self, index: int, shape: tuple[int, ...]) -> Box:
         """The box number `index`, in the order of `ranks`."""
         offsets, lengths = [0] * len(shape), list(shape)
-        stride = len(self.ranks)
+        stride = math.prod(parts for _, parts in self.splits)
         for dim, parts in self.splits:
             stride //= parts
             which, index = divmod(index, stride)

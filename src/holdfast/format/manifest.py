@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.format.agreement import Agreement, agree
 from holdfast.format.catalog import EACH, SPLIT, Tensor
 from holdfast.format.hashes import digest
-from holdfast.format.part import Ancestors, Part, check_kind
+from holdfast.format.part import Ancestors, Part, check_kind, read_ancestors
 from holdfast.format.part import parse as parse_part
-from holdfast.format.sealed import dumps, loads, seal, unseal_lines
+from holdfast.format.sealed import dumps, loads, read_integers, seal, unseal_lines
 
 __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "merge_documents", "parse"]
 
@@ -58,7 +58,7 @@ class Manifest:
         return self.ancestors[-1][1] if self.ancestors else None
 
 
-def merge_documents(documents: Sequence[tuple[str, bytes]], *, id: str, created_unix_s: float) -> Manifest:
+def merge_documents(documents: Iterable[tuple[str, bytes]], *, id: str, created_unix_s: float) -> Manifest:
     """`merge` for documents as they lie in the store, each with its name.
 
     Raises:
@@ -66,23 +66,34 @@ def merge_documents(documents: Sequence[tuple[str, bytes]], *, id: str, created_
         Unsupported: a part was written by a newer format.
         InvalidInput: as `merge`.
     """
-    parts = [(parse_part(text, name), text) for name, text in documents]
+    parts = ((parse_part(text, name), text) for name, text in documents)
     return merge(parts, id=id, created_unix_s=created_unix_s)
 
 
-def merge(parts: Sequence[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
+def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
     """The manifest of a checkpoint from all its parts, each with its document's bytes.
+
+    Takes the parts one after the other and keeps none of them: those of a thousand ranks are a lot of hashes.
+
+    Args:
+        parts: of all ranks, in the order of ranks; at least one.
+        id: the manifest's id.
+        created_unix_s: its time.
 
     Raises:
         Corrupt: a catalog cannot be read.
         InvalidInput: the parts do not belong together, or do not cover each tensor exactly once.
     """
-    first = parts[0][0]
+    merging = _Merging()
     try:
-        agreed, texts, catalog_of = _fit(parts)
+        for part, text in parts:
+            merging.add(part, text)
+        agreed = merging.agree()
     except InvalidInput as error:
-        message = f"Step {first.step} was not committed: {error} Earlier checkpoints stand."
-        raise InvalidInput(message, step=first.step, rank=error.rank, key=error.key) from error
+        step = merging.first.step
+        message = f"Step {step} was not committed: {error} Earlier checkpoints stand."
+        raise InvalidInput(message, step=step, rank=error.rank, key=error.key) from error
+    first = merging.first
     return Manifest(
         id=id,
         run=first.run,
@@ -91,40 +102,65 @@ def merge(parts: Sequence[tuple[Part, bytes]], *, id: str, created_unix_s: float
         world_size=first.world_size,
         ancestors=first.ancestors,
         created_unix_s=created_unix_s,
-        parts=tuple(
-            PartFile(
-                part.rank,
-                len(document),
-                digest(document),
-                part.file.num_bytes,
-                None if part.frozen is None else part.frozen.num_bytes,
-                index,
-            )
-            for (part, document), index in zip(parts, catalog_of, strict=True)
-        ),
-        tensors=agreed.tensors | _each(part for part, _ in parts),
+        parts=tuple(merging.files),
+        tensors=agreed.tensors | {name: tensor for name, (tensor, _) in merging.each.items()},
         tied=agreed.tied,
-        catalogs=texts,
+        catalogs=tuple(merging.catalogs.values()),
     )
 
 
-def _fit(parts: Sequence[tuple[Part, bytes]]) -> tuple[Agreement, tuple[bytes, ...], tuple[int, ...]]:
-    first = parts[0][0]
-    if [part.rank for part, _ in parts] != list(range(first.world_size)):
-        found = [part.rank for part, _ in parts]
-        raise InvalidInput(f"it needs the parts of ranks 0 to {first.world_size - 1}, found {found}.")
-    indices: dict[str, int] = {}
-    texts: list[bytes] = []
-    for part, _ in parts:
-        _check_same_checkpoint(part, first)
-        if part.catalog_digest not in indices:
-            indices[part.catalog_digest] = len(texts)
-            texts.append(part.catalog_text)
-    catalog_of = tuple(indices[part.catalog_digest] for part, _ in parts)
-    agreed = agree(tuple(texts), catalog_of)
-    for (part, _), expected in zip(parts, agreed.num_pieces, strict=True):
-        _check_part(part, expected, agreed.tensors)
-    return agreed, tuple(texts), catalog_of
+class _Merging:
+    """What is kept of the parts that have been merged so far."""
+
+    def __init__(self) -> None:
+        self.files: list[PartFile] = []
+        self.catalogs: dict[str, bytes] = {}  # by digest
+        self.each: dict[str, tuple[Tensor, int]] = {}  # as the first rank has it, and which rank that is
+        self._num_pieces: list[int] = []  # by rank
+        self._first: Part | None = None
+
+    @property
+    def first(self) -> Part:
+        """The part of the first rank."""
+        assert self._first is not None
+        return self._first
+
+    def add(self, part: Part, text: bytes) -> None:
+        """Take the next rank's part."""
+        if self._first is None:
+            self._first = part
+        _check_same_checkpoint(part, self._first)
+        if part.rank != len(self.files):
+            message = f"the part of rank {len(self.files)} is missing; found that of rank {part.rank}."
+            raise InvalidInput(message, rank=part.rank)
+        self.catalogs.setdefault(part.catalog_digest, part.catalog_text)
+        frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
+        catalog = list(self.catalogs).index(part.catalog_digest)
+        self.files.append(
+            PartFile(part.rank, len(text), digest(text), part.file.num_bytes, frozen_bytes, catalog)
+        )
+        self._num_pieces.append(len(part.catalog_starts))
+        for name, dtype, shape, _ in part.own:
+            self.each.setdefault(name, (Tensor(dtype, shape, None), part.rank))
+
+    def agree(self) -> Agreement:
+        """Check what can be checked only when all parts are known."""
+        if len(self.files) != self.first.world_size:
+            message = f"it needs the parts of {self.first.world_size} ranks, found {len(self.files)}."
+            raise InvalidInput(message)
+        agreed = agree(tuple(self.catalogs.values()), tuple(file.catalog for file in self.files))
+        for rank, (found, expected) in enumerate(zip(self._num_pieces, agreed.num_pieces, strict=True)):
+            if found != expected:
+                message = f"rank {rank} wrote {found} pieces, but the catalogs say {expected}."
+                raise InvalidInput(message, rank=rank)
+        for name, (_, rank) in self.each.items():
+            if name in agreed.tensors:
+                message = (
+                    f"Ranks disagree about {name}: rank {rank} has its own, for rank "
+                    f"{agreed.tensors[name].held_by[0]} several ranks share it."
+                )
+                raise InvalidInput(message, rank=rank, key=name)
+        return agreed
 
 
 def _check_same_checkpoint(part: Part, first: Part) -> None:
@@ -137,30 +173,10 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
             )
 
 
-def _check_part(part: Part, num_pieces: int, tensors: Mapping[str, Tensor]) -> None:
-    if len(part.catalog_starts) != num_pieces:
-        raise InvalidInput(
-            f"rank {part.rank} wrote {len(part.catalog_starts)} pieces, but the catalogs say {num_pieces}.",
-            rank=part.rank,
-        )
-    for name, *_ in part.own:
-        if name in tensors:
-            raise InvalidInput(
-                f"Ranks disagree about {name}: rank {part.rank} has its own, for rank "
-                f"{tensors[name].held_by[0]} several ranks share it.",
-                rank=part.rank,
-                key=name,
-            )
-
-
-def _each(parts: Any) -> dict[str, Tensor]:
-    """Tensors of which every rank has its own, as the first rank that has one has it."""
-    found: dict[str, Tensor] = {}
-    for part in parts:
-        for name, dtype, shape, _ in part.own:
-            if name not in found:
-                found[name] = Tensor(dtype, shape, None)
-    return found
+def _each_tensor(dtype: Any, shape: Any) -> Tensor:
+    if not isinstance(dtype, str):
+        raise TypeError(f"a tensor of dtype {dtype!r:.100}")
+    return Tensor(dtype, read_integers(shape), None)
 
 
 def document(manifest: Manifest) -> bytes:
@@ -206,14 +222,17 @@ def parse(text: bytes, what: str) -> Manifest:
 def _parse(body: dict[str, Any], catalogs: tuple[bytes, ...]) -> Manifest:
     parts = tuple(PartFile(*row) for row in body["parts"])
     agreed = agree(catalogs, tuple(part.catalog for part in parts))
-    each = {name: Tensor(dtype, tuple(shape), None) for name, (dtype, shape) in body["each"].items()}
+    each = {name: _each_tensor(*row) for name, row in body["each"].items()}
+    for alias, name in agreed.tied.items():
+        if name not in agreed.tensors and name not in each:
+            raise ValueError(f"{alias} is tied to {name}, which there is not")
     return Manifest(
         id=body["id"],
         run=body["run"],
         step=body["step"],
         attempt=body["attempt"],
         world_size=body["world_size"],
-        ancestors=tuple((attempt, step) for attempt, step in body["ancestors"]),
+        ancestors=read_ancestors(body["ancestors"]),
         created_unix_s=body["created_unix_s"],
         parts=parts,
         tensors=agreed.tensors | each,

@@ -10,9 +10,10 @@ from typing import Any
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, parse_catalog
-from holdfast.format.hashes import chunk_ranges, digest
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.hashes import DIGITS, digest
 from holdfast.format.layout import Piece
-from holdfast.format.sealed import dumps, loads, seal, unseal_lines
+from holdfast.format.sealed import dumps, loads, read_integers, seal, unseal_lines
 
 FORMAT, VERSION = "holdfast-part", 1
 
@@ -26,7 +27,11 @@ class DataFile:
 
     num_bytes: int
     chunk_bytes: int
-    chunks: tuple[str, ...]  # xxh3-128 of each chunk, in order
+    hashes: str  # xxh3-128 of each chunk, in order, 32 digits each
+
+    def hash_of(self, chunk: int) -> str:
+        """The hash of a chunk."""
+        return self.hashes[DIGITS * chunk : DIGITS * (chunk + 1)]
 
 
 @dataclass(frozen=True)
@@ -140,12 +145,13 @@ def draft(
 def finish(draft_text: bytes, file: DataFile, frozen: DataFile | None = None) -> bytes:
     """The part document: the draft, the files' facts, sealed."""
     facts, _, catalog = draft_text.partition(b"\n")
-    files = dumps({"file": _file_body(file), "frozen": None if frozen is None else _file_body(frozen)})
-    return seal(facts[:-1] + b"," + files[1:] + b"\n" + catalog)
+    sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen)})
+    hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
+    return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, *hashes)))
 
 
-def _file_body(file: DataFile) -> dict[str, Any]:
-    return {"bytes": file.num_bytes, "chunk_bytes": file.chunk_bytes, "chunks": "".join(file.chunks)}
+def _sizes(file: DataFile) -> list[int]:
+    return [file.num_bytes, file.chunk_bytes]
 
 
 def parse(document: bytes, what: str) -> Part:
@@ -155,45 +161,70 @@ def parse(document: bytes, what: str) -> Part:
         Corrupt: its bytes have changed, or it is not a part.
         Unsupported: written by a newer format.
     """
-    head, *catalogs = unseal_lines(document, what)
+    head, *lines = unseal_lines(document, what)
     body = loads(head, what)
     check_kind(body, FORMAT, VERSION, what)
     try:
-        (catalog,) = catalogs
-        return _parse(body, catalog, what)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        catalog, *hashes = lines
+        return _parse(body, catalog, hashes, what)
+    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise Corrupt(f"{what} is sealed but lacks what a part holds: {error!r}.", key=what) from error
 
 
-def _parse(body: dict[str, Any], catalog: bytes, what: str) -> Part:
+def _parse(body: dict[str, Any], catalog: bytes, hashes: list[bytes], what: str) -> Part:
     if digest(catalog) != body["catalog"]:
         message = "its catalog is not the one that it names"
         raise ValueError(message)
+    # Not as JSON: a commit reads the parts of all ranks, and would spend most of its time on these.
+    sizes = [body["file"]] if body["frozen"] is None else [body["file"], body["frozen"]]
+    file, *frozen = (_file(read_integers(size), line) for size, line in zip(sizes, hashes, strict=True))
+    step, attempt, rank, world_size = read_integers(
+        [body[k] for k in ("step", "attempt", "rank", "world_size")]
+    )
     return Part(
         run=body["run"],
-        step=body["step"],
-        attempt=body["attempt"],
-        rank=body["rank"],
-        world_size=body["world_size"],
-        ancestors=tuple((attempt, step) for attempt, step in body["ancestors"]),
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        ancestors=read_ancestors(body["ancestors"]),
         values=body["values"],
-        own=tuple((name, dtype, tuple(shape), start) for name, dtype, shape, start in body["own"]),
-        catalog_starts=tuple(body["starts"]),
-        file=_file(body["file"]),
-        frozen=None if body["frozen"] is None else _file(body["frozen"]),
+        own=tuple(_own(*row) for row in body["own"]),
+        catalog_starts=read_integers(body["starts"]),
+        file=file,
+        frozen=frozen[0] if frozen else None,
         catalog_digest=body["catalog"],
         catalog_text=catalog,
         what=what,
     )
 
 
-def _file(body: dict[str, Any]) -> DataFile:
-    digests = body["chunks"]
-    num_chunks = sum(1 for _ in chunk_ranges(body["bytes"], body["chunk_bytes"]))
-    if len(digests) != 32 * num_chunks:
-        raise ValueError(f"{len(digests)} digits of chunk hashes for {num_chunks} chunks")
-    chunks = tuple(digests[i : i + 32] for i in range(0, len(digests), 32))
-    return DataFile(body["bytes"], body["chunk_bytes"], chunks)
+def read_ancestors(rows: list[list[int]]) -> Ancestors:
+    """Ancestors from JSON.
+
+    Raises:
+        TypeError: they are none.
+        ValueError: they are none.
+    """
+    return tuple((attempt, step) for attempt, step in map(read_integers, rows))
+
+
+def _own(name: Any, dtype: Any, shape: Any, start: Any) -> tuple[str, str, tuple[int, ...], int]:
+    if not isinstance(name, str) or dtype not in ITEM_BYTES:
+        raise TypeError(f"a tensor {name!r:.100} of dtype {dtype!r:.100}")
+    (at,) = read_integers([start])
+    return name, dtype, read_integers(shape), at
+
+
+def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
+    num_bytes, chunk_bytes = sizes
+    if num_bytes < 0 or chunk_bytes <= 0:
+        raise ValueError(f"a file of {num_bytes} bytes in chunks of {chunk_bytes}")
+    hashes = line.decode()
+    num_chunks = -(-num_bytes // chunk_bytes)
+    if hashes[:1] + hashes[-1:] != '""' or len(hashes) != DIGITS * num_chunks + 2:
+        raise ValueError(f"{len(hashes) - 2} digits of chunk hashes for {num_chunks} chunks")
+    return DataFile(num_bytes, chunk_bytes, hashes[1:-1])
 
 
 def check_kind(body: dict[str, Any], kind: str, version: int, what: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import xxhash
+
 from holdfast.errors import Corrupt
 from holdfast.format.hashes import digest
 
@@ -27,6 +29,17 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def read_integers(value: Any) -> tuple[int, ...]:
+    """The items of an array of JSON integers.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise TypeError(f"expected an array of integers, found {value!r:.100}")
+    return tuple(value)
 
 
 def seal(body: bytes) -> bytes:
@@ -58,17 +71,23 @@ def unseal_lines(document: bytes, what: str) -> list[bytes]:
         Corrupt: not a sealed document, or its bytes have changed.
     """
     document = bytes(document)
-    body = b"{" + document[_HEAD_BYTES:]
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
         raise Corrupt(
             f"{what} is not a sealed Holdfast document: it begins with {document[:24]!r}.", key=what
         )
-    expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), digest(body)
+    expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), _digest_of_rest(document)
     if expected != found:
         message = f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found})."
         raise Corrupt(message, key=what)
-    return body.split(b"\n")
+    head, *lines = document[_HEAD_BYTES:].split(b"\n")
+    return [b"{" + head, *lines]
+
+
+def _digest_of_rest(document: bytes) -> str:
+    hashing = xxhash.xxh3_128(b"{")
+    hashing.update(memoryview(document)[_HEAD_BYTES:])
+    return hashing.hexdigest()
 
 
 def loads(line: bytes, what: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def commit(store: Store, terms: Terms, step: int) -> manifests.Manifest:
     name = names.manifest(step, terms.attempt)
     check_not_fenced(store, terms.attempt)
     part_names = [names.part(step, terms.attempt, rank) for rank in range(terms.world_size)]
-    documents = [(part_name, store.get(part_name)) for part_name in part_names]
+    documents = ((part_name, store.get(part_name)) for part_name in part_names)
     manifest = manifests.merge_documents(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
     # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
     # parts.

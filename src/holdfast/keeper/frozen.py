@@ -7,9 +7,8 @@ import contextlib
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format import part as parts
-from holdfast.format.hashes import chunk_bytes_for
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
-from holdfast.keeper.persist import hash_chunks
 from holdfast.keeper.terms import Terms
 from holdfast.store import Store
 
@@ -21,6 +20,7 @@ class FrozenFile:
         self._store = store
         self._terms = terms
         self._newest: tuple[str, DataFile] | None = None
+        self._before: DataFile | None = None  # what the save before had, whether or not it became durable
         self._has_looked = False
 
     def persist(self, step: int, image: memoryview, *, must_match: bool) -> DataFile:
@@ -32,7 +32,8 @@ class FrozenFile:
             must_match: the image was copied beside the training, in the belief that nothing changes it.
 
         Raises:
-            InvalidInput: `must_match`, but it differs from the file before: it may be torn.
+            InvalidInput: `must_match`, but it differs from the file of the save before, or nothing is known
+                of that: it may be torn.
             RetryLater: the store failed.
 
         Blocks: until the bytes are durable under their new name.
@@ -40,21 +41,31 @@ class FrozenFile:
         chunk_bytes = chunk_bytes_for(len(image))
         file = DataFile(len(image), chunk_bytes, hash_chunks(image, chunk_bytes))
         newest = self._find_newest()
-        is_same = newest is not None and newest[1] == file
-        if must_match and not is_same:
-            message = (
-                f"Step {step} was dropped: tensors that no optimizer of the state trains were copied beside "
-                "the training, since they had not changed since the save before, but their bytes differ from "
-                "that save's. Something writes them past PyTorch's version counters, such as an in-place "
-                "change through .data. Earlier checkpoints stand; these tensors are copied at once from now "
-                "on."
-            )
-            raise InvalidInput(message, step=step, rank=self._terms.rank)
+        if must_match:
+            self._check_unchanged(step, file)
+        self._before = file
         name = names.frozen(step, self._terms.attempt, self._terms.rank)
-        if not (newest is not None and is_same and self._link(newest[0], name, len(image))):
+        if not (newest is not None and newest[1] == file and self._link(newest[0], name, len(image))):
             self._store.put(name, image)
         self._newest = name, file
         return file
+
+    def _check_unchanged(self, step: int, file: DataFile) -> None:
+        before = self._before or (self._newest[1] if self._newest else None)
+        if before == file:
+            return
+        reason = (
+            "but their bytes differ from that save's. Something writes them past PyTorch's version counters, "
+            "such as an in-place change through .data"
+            if before is not None
+            else "but that save failed before their hashes were known, so nothing proves it"
+        )
+        message = (
+            f"Step {step} was dropped: tensors that no optimizer of the state trains were copied beside the "
+            f"training, since they had not changed since the save before, {reason}. Earlier checkpoints "
+            "stand; these tensors are copied at once from now on."
+        )
+        raise InvalidInput(message, step=step, rank=self._terms.rank)
 
     def _link(self, source: str, name: str, num_bytes: int) -> bool:
         """Link, if the source is still there and whole; else it has to be written again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
 from holdfast.store import Store
 
@@ -26,8 +26,3 @@ def persist(store: Store, name: str, image: memoryview) -> DataFile:
         chunks = beside.submit(hash_chunks, image, chunk_bytes)
         store.put(name, image)
         return DataFile(len(image), chunk_bytes, chunks.result())
-
-
-def hash_chunks(image: memoryview, chunk_bytes: int) -> tuple[str, ...]:
-    """The hash of each chunk of an image."""
-    return tuple(digest(image[start:stop]) for start, stop in chunk_ranges(len(image), chunk_bytes))

@@ -58,11 +58,8 @@ def item_offset(inner: Box, outer: Box) -> int:
 
 
 def covering_run(inner: Box, outer: Box) -> Box:
-    """The smallest box around `inner` that is whole rows of `outer`, and so a run of it."""
+    """The smallest box around `inner`, which is not empty, that is a run of `outer`."""
     if is_run(inner, outer):
         return inner
-    cut = next(dim for dim, length in enumerate(outer.lengths) if length > 1)
-    return Box(
-        (*outer.offsets[:cut], inner.offsets[cut], *outer.offsets[cut + 1 :]),
-        (*outer.lengths[:cut], inner.lengths[cut], *outer.lengths[cut + 1 :]),
-    )
+    cut = next(dim for dim, length in enumerate(inner.lengths) if length > 1) + 1
+    return Box(inner.offsets[:cut] + outer.offsets[cut:], inner.lengths[:cut] + outer.lengths[cut:])

@@ -307,11 +307,11 @@ def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
     if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
         return False
     try:
-        parts = [_read_draft(store, saved, rank) for rank in sorted(saved.parts)]
-        if run_id is not None and parts[0][0].run != run_id:
-            return False
+        parts = (_read_draft(store, saved, rank) for rank in sorted(saved.parts))
         merged = manifest_format.merge(parts, id=uuid.uuid4().hex, created_unix_s=time.time())
     except (Corrupt, NotFound, Unsupported, InvalidInput):
+        return False
+    if run_id is not None and merged.run != run_id:
         return False
     try:
         store.put(names.manifest(saved.step, saved.attempt), manifest_format.document(merged), if_absent=True)

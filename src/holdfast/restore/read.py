@@ -232,13 +232,13 @@ class _Crew:
 
 def find_damage(one: Read, view: memoryview) -> list[HoldfastError]:
     """The damage in what was read: one error for each chunk that does not match its hash."""
-    chunk_bytes, chunks = one.file.chunk_bytes, one.file.chunks
+    chunk_bytes = one.file.chunk_bytes
     damage: list[HoldfastError] = []
     for start in range(one.start, one.stop, chunk_bytes):
         stop = min(start + chunk_bytes, one.stop)
         number = start // chunk_bytes
         found = digest(view[start - one.start : stop - one.start])
-        if found != chunks[number]:
+        if found != one.file.hash_of(number):
             damage.append(_damaged_chunk(one, number, start, stop, found))
     return damage
 
@@ -248,7 +248,7 @@ def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) ->
     shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
     return Corrupt(
         f"{one.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
-        f"{shown or 'the header'}: expected xxh3:{one.file.chunks[number]}, found xxh3:{found}.",
+        f"{shown or 'the header'}: expected xxh3:{one.file.hash_of(number)}, found xxh3:{found}.",
         step=one.part.step,
         rank=one.part.rank,
         key=inside[0] if inside else one.name,

@@ -353,7 +353,7 @@ class _Restore:
             HoldfastError: a rank failed in a way that no other checkpoint would mend.
         """
         rows = self._group.gather([result.wire(), lines])
-        found = [line for _, known in rows for line in known]
+        found = [tuple((a, s) for a, s in line) for _, known in rows for line in known]
         against = [(rank, kind, text) for rank, ((kind, text, _), _) in enumerate(rows) if kind]
         fatal = [(rank, kind, text) for rank, ((kind, text, is_fatal), _) in enumerate(rows) if is_fatal]
         if fatal and result.is_fatal and result.error is not None:

@@ -52,7 +52,8 @@ class Stager:
         # By id, with the object itself: an id alone may come back with another optimizer.
         self._hooks: dict[int, tuple[weakref.ref[Optimizer], RemovableHandle]] = {}
         self._thread: threading.Thread | None = None
-        self._frozen: list[tuple[int, int | None]] = []  # address and version of each at the save before
+        # The plan's number, address and version of each frozen tensor at the save before.
+        self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Make each optimizer's next steps wait for the copy under way."""
@@ -120,7 +121,7 @@ class Stager:
         if plan.is_cuda:
             arena.pin()
         views = plan.views(arena)
-        staging.is_frozen_unchanged = self._are_frozen_unchanged([live[i] for i in plan.frozen])
+        staging.is_frozen_unchanged = self._are_frozen_unchanged(plan, [live[i] for i in plan.frozen])
         eager, later = plan.eager, plan.background
         if staging.is_frozen_unchanged:
             later += plan.frozen
@@ -158,14 +159,15 @@ class Stager:
             staging.copied_event.record(stream)
         eager_done.synchronize()
 
-    def _are_frozen_unchanged(self, frozen: list[torch.Tensor]) -> bool:
+    def _are_frozen_unchanged(self, plan: Plan, frozen: list[torch.Tensor]) -> bool:
         before = self._frozen
-        self._frozen = list(zip((t.data_ptr() for t in frozen), _versions(frozen), strict=True))
+        places = zip((t.data_ptr() for t in frozen), _versions(frozen), strict=True)
+        self._frozen = plan.number, list(places)  # another plan may put them into other places of the file
         return bool(frozen) and self._frozen == before
 
     def distrust_frozen(self) -> None:
         """Copy frozen tensors at once at the next save: this one failed, perhaps since they had changed."""
-        self._frozen = []
+        self._frozen = None
 
     def close(self) -> None:
         """Wait for the copy under way and let go of the optimizers."""

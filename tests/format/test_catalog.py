@@ -1,0 +1,163 @@
+"""A catalog comes back as it was written, and what a stranger wrote is told from one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from format.drawing import catalogs
+from holdfast.errors import Corrupt
+from holdfast.format.catalog import SPLIT, Catalog, Tensor, catalog_text, parse_catalog
+from holdfast.format.cuts import Box, Boxes, Cut, whole
+
+RANKS = list(range(7))
+
+
+@given(catalogs(RANKS))
+def test_a_catalog_comes_back(value: Catalog) -> None:
+    """Cuts by rule, listed boxes, holders, frozen tensors and aliases."""
+    line = catalog_text(value)
+    assert parse_catalog(line, "catalog") == value
+    assert list(parse_catalog(line, "catalog").tensors) == list(value.tensors), "the order is part of it"
+    assert b"\n" not in line
+
+
+@given(catalogs(RANKS))
+def test_equal_catalogs_are_equal_bytes(value: Catalog) -> None:
+    """Whatever objects they are made of: a digest tells whether two ranks have the same."""
+    assert catalog_text(parse_catalog(catalog_text(value), "catalog")) == catalog_text(value)
+
+
+@given(catalogs(RANKS), st.sampled_from(RANKS))
+def test_what_a_rank_wrote_is_its_box_of_each_tensor(value: Catalog, rank: int) -> None:
+    expected = [
+        (name, tensor, box)
+        for name, tensor in value.tensors.items()
+        if tensor.cut is not None
+        for writer, box in tensor.cut.boxes(tensor.shape)
+        if writer == rank
+    ]
+    assert list(value.written_by(rank)) == expected
+
+
+def test_cuts_and_holders_are_written_once_however_many_tensors_share_them() -> None:
+    ranks = tuple(range(1024))
+    held = {f"w{i}": Tensor("F32", (4096, 8), Cut(((0, 1024),), ranks), ranks) for i in range(100)}
+    body = json.loads(catalog_text(Catalog(held, {})))
+    assert len(body["cuts"]) == len(body["groups"]) == 1
+    assert body["tensors"]["w99"] == ["F32", [4096, 8], 0, 0, 0]
+
+
+def test_owners_are_told() -> None:
+    assert Tensor("F32", (4,), whole(2)).owner == 2
+    assert Tensor("F32", (4,), Cut(((0, 1),), (2,))).owner == SPLIT
+    assert Tensor("F32", (4,), Boxes(((2, Box((0,), (4,))),))).owner == SPLIT
+    assert Tensor("F32", (4,), None).owner == "each"
+
+
+def body_of(cut: Any = None, row: Any = None, **change: Any) -> Any:
+    """The body of a catalog, with one tensor of shape (4, 2) that two ranks have cut, with changes."""
+    cut = {"splits": [[0, 2]], "ranks": [0, 1]} if cut is None else cut
+    row = ["F32", [4, 2], 0, 0, 0] if row is None else row
+    return {"cuts": [cut], "groups": [[0, 1]], "tensors": {"w": row}, "tied": {}, **change}
+
+
+HOSTILE: dict[str, Any] = {
+    "an array": [],
+    "null": None,
+    "no cuts": body_of(cuts=None),
+    "cuts that are a number": body_of(cuts=3),
+    "a cut that is a string": body_of("splits"),
+    "no parts": body_of({"splits": [[0, 0]], "ranks": [0, 1]}),
+    "less than no parts": body_of({"splits": [[0, -2]], "ranks": [0, 1]}),
+    "half a part": body_of({"splits": [[0, 2.5]], "ranks": [0, 1]}),
+    "parts that are text": body_of({"splits": [[0, "2"]], "ranks": [0, 1]}),
+    "a dimension below 0": body_of({"splits": [[-1, 2]], "ranks": [0, 1]}),
+    "a dimension that the tensor lacks": body_of({"splits": [[2, 2]], "ranks": [0, 1]}),
+    "a split of three numbers": body_of({"splits": [[0, 2, 2]], "ranks": [0, 1]}),
+    "no writer": body_of({"splits": [], "ranks": []}),
+    "a writer that is true": body_of({"splits": [[0, 2]], "ranks": [0, True]}),
+    "writers that are text": body_of({"splits": [[0, 2]], "ranks": "01"}),
+    "writers that are arrays": body_of({"splits": [[0, 2]], "ranks": [[0], [1]]}),
+    "boxes of one dimension": body_of({"boxes": [[0, [0], [4]]]}),
+    "boxes of unlike dimensions": body_of({"boxes": [[0, [0, 0], [4]]]}),
+    "a box at null": body_of({"boxes": [[0, None, [4, 2]]]}),
+    "a box of text": body_of({"boxes": [[0, "00", [4, 2]]]}),
+    "a box of an array": body_of({"boxes": [[[0], [0, 0], [4, 2]]]}),
+    "boxes that are a number": body_of({"boxes": 5}),
+    "a shape that is text": body_of(row=["F32", "42", 0, 0, 0]),
+    "a shape below 0": body_of(row=["F32", [4, -2], 0, 0, 0]),
+    "a shape with infinity": body_of(row=["F32", [4, float("inf")], 0, 0, 0]),
+    "an unknown dtype": body_of(row=["F13", [4, 2], 0, 0, 0]),
+    "a dtype that is an array": body_of(row=[["F32"], [4, 2], 0, 0, 0]),
+    "a cut that there is not": body_of(row=["F32", [4, 2], 1, 0, 0]),
+    "a cut below 0": body_of(row=["F32", [4, 2], -1, 0, 0]),
+    "a group that there is not": body_of(row=["F32", [4, 2], 0, 1, 0]),
+    "a group below 0": body_of(row=["F32", [4, 2], 0, -1, 0]),
+    "a short row": body_of(row=["F32", [4, 2], 0, 0]),
+    "a long row": body_of(row=["F32", [4, 2], 0, 0, 0, 0]),
+    "a group that is a number": body_of(groups=[1]),
+    "holders that are text": body_of(groups=["01"]),
+    "tensors that are an array": body_of(tensors=[]),
+    "an alias of a number": body_of(tied={"a": 1}),
+    "aliases that are a list": body_of(tied=[]),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_is_no_catalog_is_corrupt(what: str) -> None:
+    """Whoever sealed it: never an error of the parser, and nothing that a reader would stumble over later."""
+    with pytest.raises(Corrupt, match="the-catalog is sealed but has no catalog"):
+        parse_catalog(json.dumps(HOSTILE[what]).encode(), "the-catalog")
+
+
+def test_the_catalog_that_the_hostile_ones_differ_from_is_read() -> None:
+    held = Tensor("F32", (4, 2), Cut(((0, 2),), (0, 1)), (0, 1))
+    assert parse_catalog(json.dumps(body_of()).encode(), "catalog") == Catalog({"w": held}, {})
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"\xff", b'{"cuts":' + b"[" * 100_000, b'{"cuts":' + b"1" * 5000]
+)
+def test_what_is_no_json_is_corrupt(line: bytes) -> None:
+    with pytest.raises(Corrupt, match="the-catalog"):
+        parse_catalog(line, "the-catalog")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.sampled_from(["", "F32", "w"]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["w", "splits", "ranks"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.data())
+def test_a_member_of_anything_is_read_or_corrupt(data: st.DataObject) -> None:
+    """What is read can be used: its boxes can be made and its text written."""
+    body = body_of()
+    spot = data.draw(
+        st.sampled_from(["cuts", "groups", "tensors", "tied", "splits", "ranks", "row", "boxes"])
+    )
+    value = data.draw(json_values)
+    if spot in ("splits", "ranks"):
+        body["cuts"][0][spot] = value
+    elif spot == "boxes":
+        body["cuts"][0] = {"boxes": value}
+    elif spot == "row":
+        body["tensors"]["w"][data.draw(st.integers(0, 4))] = value
+    else:
+        body[spot] = value
+    try:
+        found = parse_catalog(json.dumps(body).encode(), "catalog")
+    except Corrupt:
+        return
+    for rank in (0, 1, 5):
+        for _, tensor, box in found.written_by(rank):
+            assert len(box.offsets) == len(tensor.shape)
+    assert parse_catalog(catalog_text(found), "catalog") == found

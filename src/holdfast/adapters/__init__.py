@@ -1,0 +1,1 @@
+"""Other people's front doors: interfaces of other libraries, with Holdfast's checkpoints behind them."""

@@ -1,0 +1,46 @@
+"""Which checkpoint is meant: a home and a step, from arguments or from the id that DCP passes on."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import InvalidInput
+
+_ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A home, in one spelling also after a change of directory, and a step; None if it was not said."""
+
+    home: str
+    step: int | None
+
+    @classmethod
+    def of(cls, home: str | os.PathLike[str], step: int | None) -> Place:
+        """The place that a user's arguments name.
+
+        Raises:
+            InvalidInput: the step is no step.
+        """
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+            raise InvalidInput(f"step must be the number of steps completed, 0 or more; got {step!r}.")
+        text = os.fspath(home)
+        return cls(text if "://" in text or not text else str(Path(text).expanduser().resolve()), step)
+
+    def at(self, checkpoint_id: str | os.PathLike[str] | None) -> Place:
+        """The place that a `checkpoint_id` names; without one, this place.
+
+        `HOME/step-N` is step N of that home, however many zeros N begins with; anything else is a home, and
+        the step stays as it was given.
+        """
+        if checkpoint_id is None:
+            return self
+        text = os.fspath(checkpoint_id)
+        if found := _ID.fullmatch(text):
+            home = found[1] if found[1] is not None else "."
+            return Place.of(home or "/", int(found[2]))
+        return Place.of(checkpoint_id, self.step)

@@ -1,0 +1,198 @@
+"""What ranks of the DCP tests do: make a sharded model with its optimizer, save it through DCP, load it."""
+
+# torch documents dcp.save and dcp.load, but does not list them as exported.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from holdfast import Checkpointer, killpoint
+from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
+
+CONTEXT = multiprocessing.get_context("forkserver")
+NUMBERS = {"lr": 0.5, "betas": (0.9, 0.95), "name": "run", "blob": b"\x00\xff", "nothing": None}
+
+
+def make_model() -> nn.Module:
+    """A model whose rows divide evenly by no number of ranks above one."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(11, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def shard(model: nn.Module, layout: str) -> nn.Module:
+    """The model over all ranks: "fsdp", "hsdp" (groups of 2), "ddp", "tp", or "tp+fsdp" (strided shards)."""
+    world = dist.get_world_size()
+    if layout == "ddp":
+        return replicate(model)
+    if layout.startswith("tp"):
+        return shard_over_tensors(model, with_fsdp=layout == "tp+fsdp")
+    shape, dims = ((world // 2, 2), ("replicate", "shard")) if layout == "hsdp" else ((world,), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def shard_over_tensors(model: nn.Module, *, with_fsdp: bool) -> nn.Module:
+    """The first layer cut by rows, the last one by columns; with FSDP over groups of 2 on top if asked."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2) if with_fsdp else (1, world), mesh_dim_names=("dp", "tp"))
+    layers = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "2": RowwiseParallel(input_layouts=Replicate()),
+    }
+    model = parallelize_module(model, mesh["tp"], layers)
+    if with_fsdp:
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def make_state(*, layout: str, trained: bool) -> dict[str, Any]:
+    """A nested state as torchtitan makes it; untrained it holds other numbers everywhere."""
+    model = make_model()
+    if not trained:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, -1.0)
+    model = shard(model, layout) if layout else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, 11)).square().mean().backward()
+        if not trained:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "table": torch.arange(12.0).reshape(3, 4) * (1 if trained else 0),
+        "extra": dict(NUMBERS) if trained else dict.fromkeys(NUMBERS),
+    }
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts and lists, tensors whole and as lists of numbers."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from flat(value, f"{path}.{key}")
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from flat(value, f"{path}[{index}]")
+    elif isinstance(tree, torch.Tensor):
+        whole = tree.full_tensor() if isinstance(tree, DTensor) else tree
+        yield path, (str(whole.dtype), whole.detach().tolist())
+    else:
+        yield path, tree
+
+
+def save(rank: int, home: Path, layout: str, step: int = 5) -> dict[str, Any]:
+    """Save a trained state; what it holds, gathered without the checkpoint."""
+    state = make_state(layout=layout, trained=True)
+    kept = dict(flat(state))
+    dcp.save(state, storage_writer=HoldfastWriter(home, step=step))
+    return kept
+
+
+def load(rank: int, home: Path, layout: str) -> dict[str, Any]:
+    """Load the newest checkpoint into an untrained state; what that then holds."""
+    state = make_state(layout=layout, trained=False)
+    dcp.load(state, storage_reader=HoldfastReader(home))
+    return dict(flat(state))
+
+
+def save_by_checkpointer(rank: int, home: Path) -> dict[str, Any]:
+    """Save a sharded model with a Checkpointer; what it holds."""
+    model = shard(make_model(), "fsdp")
+    with Checkpointer(home, {"model": model}, signals=False, quiet=True) as ckpt:
+        ckpt.save(1)
+    return dict(flat({"model": get_model_state_dict(model)}))
+
+
+def load_model(rank: int, home: Path, layout: str) -> dict[str, Any]:
+    """Load only the model of the newest checkpoint; what it then holds."""
+    state = {"model": make_state(layout=layout, trained=False)["model"]}
+    dcp.load(state, storage_reader=HoldfastReader(home))
+    return dict(flat(state))
+
+
+def save_async(rank: int, home: Path, kind: str) -> dict[str, Any]:
+    """An async save, after whose staging the state is spoilt; then a plain save beside it."""
+    state = make_state(layout="fsdp", trained=True)
+    kept = dict(flat(state))
+    saved = dcp.async_save(
+        state,
+        storage_writer=HoldfastWriter(home, step=6),
+        async_checkpointer_type=AsyncCheckpointerType[kind],
+    )
+    assert not isinstance(saved, dcp.state_dict_saver.AsyncSaveResponse)
+    with torch.no_grad():
+        for tensor in state["model"].values():
+            tensor.zero_()
+    saved.result(timeout=120)
+    dcp.save({"later": torch.ones(2)}, storage_writer=HoldfastWriter(home, step=7))
+    return kept
+
+
+def save_what_cannot_be_saved(rank: int, home: Path) -> str:
+    """A save in which one rank meets a value that no checkpoint holds; what DCP says."""
+    state = {"table": torch.ones(3), "odd": {"thing": object()}}
+    try:
+        dcp.save(state, storage_writer=HoldfastWriter(home, step=5))
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+def arm(point: str) -> None:
+    """Have this process kill itself at "NAME:N"; the environment is read at import, which is over."""
+    killpoint._name, _, count = point.partition(":")
+    killpoint._left = int(count or 1)
+
+
+def fall_while_saving(rank: int, folder: str, home: Path) -> None:
+    """Save step 9 on two ranks; rank 1 is killed when its data file is durable and its part is not."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    state = make_state(layout="fsdp", trained=True)
+    if rank == 1:
+        arm("store.linked:1")
+    try:
+        dcp.save(state, storage_writer=HoldfastWriter(home, step=9))
+    finally:
+        os._exit(3)  # the peer is gone: nothing more can be said
+
+
+def save_in_one_process(home: Path, step: int, kill_at: str) -> None:
+    """Save a number that tells the step, killed at a kill point if one is given."""
+    arm(kill_at)
+    dcp.save(
+        {"x": torch.full((2,), float(step))}, storage_writer=HoldfastWriter(home, step=step), no_dist=True
+    )
+
+
+def choose_apart(rank: int, home: Path) -> str:
+    """Load while the ranks see different newest checkpoints; what DCP says."""
+    target = {"table": torch.zeros(3, 4)}
+    try:
+        dcp.load(target, storage_reader=HoldfastReader(home, step=1 + rank))
+    except CheckpointException as error:
+        return str(error)
+    return "loaded"

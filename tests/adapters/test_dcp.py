@@ -1,0 +1,482 @@
+"""`torch.distributed.checkpoint` over Holdfast in one process: what is saved, loaded, refused and found."""
+
+# torch documents dcp.save and dcp.load, but does not list them as exported.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import holdfast
+from adapters import sharded
+from adapters.sharded import NUMBERS, flat, make_state
+from holdfast import cli
+from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
+from holdfast.adapters.dcp.documents import Index
+from holdfast.adapters.dcp.place import Place
+from holdfast.restore.find import candidates, list_home, read_manifest
+from holdfast.store import open_store
+from holdfast.store.local import LocalStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def save(state: dict[str, Any], home: Path, step: int, **options: Any) -> None:
+    dcp.save(state, storage_writer=HoldfastWriter(home, step=step, **options))
+
+
+def number(home: Path) -> torch.Tensor:
+    """What the newest checkpoint holds under "x"."""
+    state = {"x": torch.zeros(2)}
+    dcp.load(state, storage_reader=HoldfastReader(home))
+    return state["x"]
+
+
+def test_a_nested_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    saved, found = make_state(layout="", trained=True), make_state(layout="", trained=False)
+    assert dict(flat(found)) != dict(flat(saved))
+    save(saved, tmp_path, 5)
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
+    assert dict(flat(found)) == dict(flat(saved))
+
+
+def test_what_is_saved_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = make_state(layout="", trained=True)
+    save(state, tmp_path, 5)
+    found = holdfast.open(tmp_path)
+    assert (found.step, found.attempt, found.world_size) == (5, 1, 1)
+    assert found.verify().is_good
+    assert torch.equal(found["model.0.weight"], state["model"]["0.weight"])
+    assert found.values()["extra.betas"] == NUMBERS["betas"]
+    assert cli.main(["ls", str(tmp_path)]) == 0
+    assert cli.main(["verify", str(tmp_path)]) == 0
+    assert cli.main(["show", str(tmp_path)]) == 0
+    assert "complete, newest" in capsys.readouterr().out
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    save({"x": torch.ones(2), **NUMBERS, "pair": (1, {2})}, tmp_path, 5)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".jsonl", ".safetensors"}
+    for path in files:
+        assert b"PK\x03\x04" not in path.read_bytes()
+        if path.suffix == ".json":
+            assert [json.loads(line) for line in path.read_bytes().split(b"\n")]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.zeros(0, 3),
+        torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.ones(4).to(torch.float8_e4m3fn),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}".replace("torch.", ""),
+)
+def test_every_kind_of_tensor_comes_back(tmp_path: Path, tensor: torch.Tensor) -> None:
+    save({"x": tensor}, tmp_path, 1)
+    found = {"x": torch.zeros(tensor.shape, dtype=tensor.dtype)}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
+    assert found["x"].dtype is tensor.dtype
+    assert (
+        torch.equal(found["x"].nan_to_num(7), tensor.nan_to_num(7))
+        if tensor.is_floating_point() and (tensor.element_size() > 1)
+        else torch.equal(found["x"].to(torch.complex64), tensor.to(torch.complex64))
+    )
+
+
+def test_it_loads_into_another_dtype_and_into_strided_memory(tmp_path: Path) -> None:
+    save({"x": torch.arange(6.0).reshape(2, 3)}, tmp_path, 1)
+    found = {"x": torch.zeros(3, 2, dtype=torch.float64).T}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
+    assert found["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_metadata_tells_dcp_what_there_is_and_where_it_stands(tmp_path: Path) -> None:
+    save({"a": {"b.c": torch.ones(2, 3)}, "items": [torch.ones(1), 5]}, tmp_path, 1)
+    found = HoldfastReader(tmp_path).read_metadata()
+    entries = found.state_dict_metadata
+    assert set(entries) == {"a.b.c", "items.0", "items.1"}
+    tensor = entries["a.b.c"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    assert (tensor.size, tensor.properties.dtype, len(tensor.chunks)) == ((2, 3), torch.float32, 1)
+    assert isinstance(entries["items.1"], BytesStorageMetadata)
+    assert found.planner_data == {"a.b.c": ("a", "b.c"), "items.0": ("items", 0), "items.1": ("items", 1)}
+
+
+def test_a_state_can_be_rebuilt_from_the_checkpoint_alone(tmp_path: Path) -> None:
+    """DCP's own planner for that is what its converters use."""
+    saved = {"a": {"b.c": torch.ones(2, 3), "d": {"e": 1}}, "items": [torch.ones(1), 5]}
+    save(saved, tmp_path, 1)
+    found: dict[str, Any] = {}
+    _load_state_dict(found, HoldfastReader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert dict(flat(found)) == dict(flat(saved))
+
+
+def test_the_tensors_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with holdfast.Checkpointer(tmp_path, {"model": model}, signals=False) as ckpt:
+        ckpt.save(3)
+    found = {"model": {"weight": torch.zeros(2, 2)}}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
+    assert torch.equal(found["model"]["weight"], model.weight)
+
+
+def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
+    """Frozen ones stand in a second file."""
+    model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(3, 2), "trained": torch.nn.Linear(3, 2)})
+    model["alias"] = model["frozen"]
+    model["frozen"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(tmp_path, state, signals=False) as ckpt:
+        ckpt.save(3)
+    assert len(list(tmp_path.glob("step-*/*.safetensors"))) == 2
+    names = ("frozen.weight", "alias.weight", "trained.weight")
+    found = {"model": {name: torch.zeros(2, 3) for name in names}}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
+    for name, value in model.state_dict().items():
+        if name in names:
+            assert torch.equal(found["model"][name], value), name
+
+
+def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
+    """Exit status of another process that saves `step`, killed at a kill point if one is given."""
+    child = sharded.CONTEXT.Process(target=sharded.save_in_one_process, args=(home, step, kill_at))
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+# -- steps, attempts, ids -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/runs/gpt/step-500", ("/runs/gpt", 500)),
+        ("/runs/gpt/step-00000500/", ("/runs/gpt", 500)),
+        ("/step-7", ("/", 7)),
+        ("/runs/gpt", ("/runs/gpt", 3)),
+        ("/runs/step-5/model", ("/runs/step-5/model", 3)),
+        ("memory://gpt/step-2", ("memory://gpt", 2)),
+    ],
+)
+def test_an_id_names_a_home_and_perhaps_a_step(text: str, expected: tuple[str, int]) -> None:
+    found = Place.of("/home", 3).at(text)
+    assert (found.home, found.step) == expected
+
+
+def test_an_id_overrides_the_arguments_for_one_save(tmp_path: Path) -> None:
+    writer = HoldfastWriter(tmp_path / "a", step=1)
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "b" / "step-7", storage_writer=writer)
+    assert holdfast.open(tmp_path / "b").step == 7
+    assert not (tmp_path / "a").exists()
+    found = {"x": torch.zeros(2)}
+    reader = HoldfastReader(tmp_path / "a")
+    dcp.load(found, checkpoint_id=str(tmp_path / "b" / "step-7"), storage_reader=reader)
+    assert found["x"].tolist() == [1, 1]
+    assert reader.step == 7
+
+
+def test_a_save_without_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="No step was given"):
+        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [-1, True, 2.5])
+def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(holdfast.InvalidInput, match="step must be"):
+        HoldfastWriter(tmp_path, step=step)
+
+
+def test_steps_of_one_trainer_are_one_attempt(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    assert [found.name for found in (tmp_path / "attempts").iterdir()] == ["a0001.json"]
+    assert number(tmp_path).tolist() == [3, 3]
+
+
+def test_saving_an_earlier_step_again_supersedes_what_came_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    save({"x": torch.full((2,), 20.0)}, tmp_path, 2)
+    assert number(tmp_path).tolist() == [20, 20]
+    capsys.readouterr()
+    cli.main(["ls", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "2 superseded not shown" in shown, "3, and the 2 before"
+    assert holdfast.open(tmp_path).attempt == 2
+
+
+def test_going_back_twice_continues_what_the_newest_came_from(tmp_path: Path) -> None:
+    """An attempt is restored from one checkpoint of one attempt; steps with the same number are no kin."""
+    for step in (1, 2, 3):
+        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    for step in (2, 4):
+        save({"x": torch.full((2,), 10.0 * step)}, tmp_path, step)
+    save({"x": torch.full((2,), 300.0)}, tmp_path, 3)
+    store = open_store(tmp_path)
+    found = {
+        key: read_manifest(store, key[1], key[0], None).ancestors for key in candidates(list_home(store))
+    }
+    assert found == {
+        (1, 1): (),
+        (1, 2): (),
+        (1, 3): (),
+        (2, 2): ((1, 1),),
+        (2, 4): ((1, 1),),
+        (3, 3): ((1, 1), (2, 2)),
+    }
+
+
+def test_a_new_trainer_continues_the_newest_line(tmp_path: Path) -> None:
+    for step in (1, 2):
+        assert save_elsewhere(tmp_path, step) == 0
+    save({"x": torch.ones(2)}, tmp_path, 3)
+    save({"x": torch.ones(2)}, tmp_path, 4)
+    store = open_store(tmp_path)
+    for step in (3, 4):
+        assert read_manifest(store, step, 3, None).ancestors == ((1, 1), (2, 2))
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save({"x": torch.ones(2)}, tmp_path, step, keep=2)
+    left = sorted(path.name for path in tmp_path.glob("step-*") if list(path.iterdir()))
+    assert left == ["step-00000004", "step-00000005"]
+    assert number(tmp_path).tolist() == [1, 1]
+
+
+def test_a_trainer_whose_home_was_taken_over_is_told_so(tmp_path: Path) -> None:
+    save({"x": torch.ones(2)}, tmp_path, 1)
+    assert save_elsewhere(tmp_path, 2) == 0
+    with pytest.raises(CheckpointException, match="Attempt 2 has taken over this home"):
+        save({"x": torch.ones(2)}, tmp_path, 3)
+
+
+def test_a_writer_can_be_pickled(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(HoldfastWriter(tmp_path, step=4, keep=holdfast.Keep(last=2))))
+    dcp.save({"x": torch.ones(2)}, storage_writer=writer)
+    assert holdfast.open(tmp_path).step == 4
+
+
+# -- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"a": {"b": object()}}, r"a\.b is a builtins\.object"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "a cannot be saved: the safetensors format has no"),
+        ({"a": torch.eye(2).to_sparse()}, "a cannot be saved: it has no dense memory"),
+        ({"x@r1": torch.zeros(2)}, "reserved"),
+        ({"@dcp": 1}, "reserved"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_leaves_no_checkpoint(
+    tmp_path: Path, state: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CheckpointException, match=said):
+        save(state, tmp_path, 1)
+    with pytest.raises(holdfast.NotFound):
+        holdfast.open(tmp_path)
+
+
+def test_a_planner_that_reuses_plans_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="enable_plan_caching"):
+        dcp.save(
+            {"x": torch.ones(2)},
+            storage_writer=HoldfastWriter(tmp_path, step=1),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
+
+
+def test_a_save_without_collectives_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Unsupported, match="use_collectives"):
+        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), use_collectives=False)
+
+
+def test_two_regions_of_a_tensor_on_one_rank_are_refused(tmp_path: Path) -> None:
+    """Only a planner of one's own asks for that."""
+
+    class Halves(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            (item,) = super().create_local_plan().items
+            assert item.tensor_data is not None
+            items = []
+            for at in (0, 1):
+                chunk = ChunkStorageMetadata(torch.Size([at]), torch.Size([1]))
+                data = dataclasses.replace(item.tensor_data, chunk=chunk)
+                index = dataclasses.replace(item.index, offset=torch.Size([at]))
+                items.append(
+                    dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
+                )
+            return SavePlan(items, planner_data={})
+
+    with pytest.raises(CheckpointException, match=r"two regions of x, at \[1\] and at \[0\]"):
+        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), planner=Halves())
+    assert not list(tmp_path.iterdir())
+
+
+def plans_of(*states: dict[str, torch.Tensor]) -> list[SavePlan]:
+    """The plan of each rank that has one of these states, before the ranks know of each other."""
+    plans = []
+    for state in states:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=False)
+        plans.append(planner.create_local_plan())
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (
+            ({"x": torch.ones(2)}, {"x": torch.ones(2)}),
+            r"Ranks \d and \d both hold the region \[0:2\] of x\. Nothing was written",
+        ),
+        (
+            ({"y": torch.ones(1), "x": torch.ones(2)}, {"x": torch.ones(3)}),
+            r"Ranks disagree about x: rank 0 has F32\[2\], rank 1 has F32\[3\]\. Nothing was written",
+        ),
+    ],
+    ids=["overlap", "shape"],
+)
+def test_plans_that_do_not_fit_together_are_refused_before_anything_is_written(
+    tmp_path: Path, states: tuple[dict[str, torch.Tensor], ...], said: str
+) -> None:
+    """Only a planner that leaves replicas in the plans brings that about."""
+    with pytest.raises(holdfast.InvalidInput, match=said):
+        HoldfastWriter(tmp_path, step=1).prepare_global_plan(plans_of(*states))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_home_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="holds no complete checkpoint"):
+        number(tmp_path)
+
+
+def test_a_missing_step_is_told_with_those_there_are(tmp_path: Path) -> None:
+    save({"x": torch.ones(2)}, tmp_path, 4)
+    with pytest.raises(CheckpointException, match=r"no complete checkpoint of step 9.*newest first: 4"):
+        dcp.load({"x": torch.zeros(2)}, storage_reader=HoldfastReader(tmp_path, step=9))
+
+
+# -- damage -------------------------------------------------------------------------------------------------
+
+
+def data_file(home: Path, step: int) -> Path:
+    (found,) = (home / f"step-{step:08d}").glob("*.safetensors")
+    return found
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    save({"x": torch.ones(100)}, tmp_path, 1)
+    path = data_file(tmp_path, 1)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointException, match=rf"{path.name} is damaged in chunk 0 .*which holds x: exp"):
+        dcp.load({"x": torch.zeros(100)}, storage_reader=HoldfastReader(tmp_path))
+
+
+def test_a_checkpoint_with_a_missing_file_is_passed_over(tmp_path: Path) -> None:
+    save({"x": torch.ones(2)}, tmp_path, 1)
+    save({"x": torch.zeros(2)}, tmp_path, 2)
+    data_file(tmp_path, 2).unlink()
+    assert number(tmp_path).tolist() == [1, 1]
+    with pytest.raises(CheckpointException, match=r"step-00000002/rank-00000-a0001.safetensors is missing"):
+        dcp.load({"x": torch.zeros(2)}, storage_reader=HoldfastReader(tmp_path, step=2))
+
+
+@pytest.mark.parametrize("which", ["safetensors", "rank-00000-a0001.json", "manifest"])
+def test_a_store_that_fails_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """The disk fills up at the data file, at the part or at the manifest."""
+    save({"x": torch.ones(2)}, tmp_path, 1)
+
+    def fails(self: Any, name: str, data: Any, *, if_absent: bool = False) -> None:
+        if which in name:
+            raise holdfast.RetryLater(f"{name}: no space left")
+        put(self, name, data, if_absent=if_absent)
+
+    put = LocalStore.put
+    monkeypatch.setattr(LocalStore, "put", fails)
+    with pytest.raises(CheckpointException, match="no space left"):
+        save({"x": torch.zeros(2)}, tmp_path, 2)
+    monkeypatch.undo()
+    assert holdfast.open(tmp_path).step == 1
+    assert number(tmp_path).tolist() == [1, 1]
+    save({"x": torch.full((2,), 2.0)}, tmp_path, 2)
+    assert number(tmp_path).tolist() == [2, 2]
+    first_left_files = which != "safetensors"
+    assert holdfast.open(tmp_path).attempt == 1 + first_left_files, "files of the first try are not mixed in"
+
+
+def test_a_save_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None:
+    """At every kill point in turn, each with a home of its own; the next start saves the same step."""
+    seen, point = set(), 0
+    while True:
+        point += 1
+        home = tmp_path / str(point)
+        save({"x": torch.ones(2)}, home, 1)
+        status = save_elsewhere(home, 2, f"store.linked:{point}")
+        if status == 0:
+            break
+        assert status == -9
+        newest = holdfast.open(home)
+        assert newest.verify().is_good
+        seen.add(newest.step)
+        assert number(home).tolist() == [newest.step, newest.step]
+        assert save_elsewhere(home, 3) == 0
+        assert number(home).tolist() == [3, 3]
+    assert seen == {1, 2}, "killed before the commit and right after it"
+    assert point > 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"values": {"a": 1}, "paths": {}}', '{"values": {"a": 0}}'])
+def test_a_checkpoint_whose_index_cannot_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    save({"x": torch.ones(2), "a": 5}, tmp_path, 1)
+    monkeypatch.setattr(Index, "text", lambda self: text)
+    save({"x": torch.zeros(2), "a": 6}, tmp_path, 2)
+    with pytest.raises(holdfast.Corrupt, match=r"rank-00000-a0001\.json has an index of values that cannot"):
+        HoldfastReader(tmp_path, step=2).read_metadata()
+    assert number(tmp_path).tolist() == [1, 1]
+
+
+def test_only_needed_chunks_are_read(tmp_path: Path) -> None:
+    state = {"big": torch.zeros(1 << 20), "x": torch.ones(2)}
+    save(state, tmp_path, 1)
+    path = data_file(tmp_path, 1)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # in the middle of what is not asked for
+    path.write_bytes(content)
+    assert number(tmp_path).tolist() == [1, 1]

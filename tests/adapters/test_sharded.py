@@ -1,0 +1,155 @@
+"""`torch.distributed.checkpoint` over Holdfast on several ranks: layouts, async saves, failures."""
+
+# torch documents dcp.save and dcp.load, but does not list them as exported.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+from adapters import sharded
+from holdfast.adapters.dcp import HoldfastReader
+from holdfast.format.cuts import Cut
+from holdfast.format.layout import parse_header
+from holdfast.restore.find import read_manifest
+from holdfast.store import open_store
+from stage.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def check(found: list[Any], expected: list[Any]) -> None:
+    """Every rank has what the first one that saved had, and nothing is missing."""
+    assert isinstance(expected[0], dict), expected[0]
+    assert len(expected[0]) > 20
+    for one in found:
+        assert isinstance(one, dict), one
+        assert one == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ((2, "fsdp"), (1, "fsdp")),
+        ((2, "fsdp"), (4, "fsdp")),
+        ((4, "fsdp"), (2, "ddp")),
+        ((4, "hsdp"), (2, "fsdp")),
+        ((2, "ddp"), (3, "fsdp")),
+        ((4, "tp+fsdp"), (2, "tp")),
+        ((2, "tp"), (4, "tp+fsdp")),
+    ],
+    ids=str,
+)
+def test_any_layout_loads_what_another_saved(
+    tmp_path: Path, saving: tuple[int, str], loading: tuple[int, str]
+) -> None:
+    kept = run_ranks(saving[0], sharded.save, tmp_path, saving[1])
+    found = run_ranks(loading[0], sharded.load, tmp_path, loading[1])
+    check(found, kept)
+    opened = holdfast.open(tmp_path)
+    assert opened.world_size == saving[0]
+    assert opened.verify().is_good
+    kind, numbers = kept[0][".model.0.weight"]
+    assert kind == "torch.float32"
+    assert opened["model.0.weight"].tolist() == numbers
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp+fsdp"])
+def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> None:
+    """So the manifest does not grow with tensors times ranks; shards without elements are left out."""
+    assert isinstance(run_ranks(4, sharded.save, tmp_path, layout)[0], dict)
+    store = open_store(tmp_path)
+    manifest = read_manifest(store, 5, 1, None)
+    assert len(manifest.catalogs) == 1
+    cuts = {name: tensor.cut for name, tensor in manifest.tensors.items()}
+    assert {name for name, cut in cuts.items() if not isinstance(cut, Cut)} == set()
+    assert any(isinstance(cut, Cut) and len(cut.ranks) > 1 for cut in cuts.values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_only_parts_that_hold_what_is_wanted_are_read(
+    tmp_path: Path,
+) -> None:
+    """Others may be damaged."""
+    kept = run_ranks(4, sharded.save, tmp_path, "fsdp")[0]
+    cut = read_manifest(open_store(tmp_path), 5, 1, None).tensors["model.2.bias"].cut
+    assert cut is not None
+    needed = {0, *cut.ranks}
+    spoilt = [rank for rank in range(4) if rank not in needed]
+    assert spoilt
+    for rank in spoilt:
+        (path,) = tmp_path.glob(f"step-*/rank-{rank:05d}-*.json")
+        path.write_bytes(b"!" * path.stat().st_size)
+    found = {"model": {"2.bias": torch.zeros(3)}}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path), no_dist=True)
+    assert found["model"]["2.bias"].tolist() == kept[".model.2.bias"][1]
+
+
+def test_shards_that_a_checkpointer_saved_are_loaded(tmp_path: Path) -> None:
+    kept = run_ranks(3, sharded.save_by_checkpointer, tmp_path)
+    assert isinstance(kept[0], dict), kept[0]
+    found = run_ranks(2, sharded.load_model, tmp_path, "fsdp")
+    assert found[0] == found[1] == kept[0]
+
+
+def test_each_byte_is_written_once(tmp_path: Path) -> None:
+    """Replicas of replicated and of sharded tensors are written by one rank."""
+    assert isinstance(run_ranks(4, sharded.save, tmp_path, "hsdp")[0], dict)
+    opened = holdfast.open(tmp_path)
+    written = 0
+    for path in tmp_path.glob("step-*/*.safetensors"):
+        _, start = parse_header(path.read_bytes(), path.name)
+        written += path.stat().st_size - start
+    assert written == sum(opened.info(name).num_bytes for name in opened) > 1000
+
+
+@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
+def test_an_async_save_holds_what_was_there_when_it_began(tmp_path: Path, kind: str) -> None:
+    """Thread or process, it is one attempt with the plain save after it."""
+    kept = run_ranks(2, sharded.save_async, tmp_path, kind)
+    assert isinstance(kept[0], dict), kept[0]
+    opened = holdfast.open(tmp_path, step=6)
+    assert opened.verify().is_good
+    for name in opened:
+        assert opened[name].tolist() == kept[0][f".{name}"][1], name
+    assert [found.name for found in (tmp_path / "attempts").iterdir()] == ["a0001.json"]
+    assert holdfast.open(tmp_path).step == 7
+
+
+def test_a_value_that_cannot_be_saved_is_named_on_every_rank(tmp_path: Path) -> None:
+    said = run_ranks(2, sharded.save_what_cannot_be_saved, tmp_path)
+    for one in said:
+        assert "odd.thing is a builtins.object" in one
+    with pytest.raises(holdfast.NotFound):
+        holdfast.open(tmp_path)
+
+
+def test_ranks_that_choose_different_checkpoints_load_none(tmp_path: Path) -> None:
+    for step in (1, 2):
+        assert isinstance(run_ranks(2, sharded.save, tmp_path, "ddp", step)[0], dict)
+    for one in run_ranks(2, sharded.choose_apart, tmp_path):
+        assert "The ranks have chosen different checkpoints" in one
+        assert "(steps [1, 2])" in one
+
+
+def test_a_save_in_which_a_rank_is_killed_leaves_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "meet").mkdir()
+    home = tmp_path / "home"
+    ranks = [
+        sharded.CONTEXT.Process(target=sharded.fall_while_saving, args=(rank, str(tmp_path / "meet"), home))
+        for rank in range(2)
+    ]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(120)
+    assert [one.exitcode for one in ranks] == [3, -9]
+    assert list(home.glob("step-00000009/*.safetensors"))
+    with pytest.raises(holdfast.NotFound):
+        holdfast.open(home)

@@ -1,0 +1,74 @@
+"""Regions of saved tensors: what is read along, and that what is wanted arrives, whatever the shapes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.adapters.dcp.gather import sinks
+from holdfast.adapters.dcp.spans import Span, spans
+from holdfast.errors import InvalidInput
+from holdfast.format.layout import Piece
+
+Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    """A shape, and offsets and lengths of a box in it that is not empty."""
+    shape = draw(st.lists(st.integers(1, 7), max_size=4))
+    offsets = [draw(st.integers(0, size - 1)) for size in shape]
+    lengths = [draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
+    return tuple(shape), tuple(offsets), tuple(lengths)
+
+
+def region(tensor: torch.Tensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))]
+
+
+@given(boxes(), st.integers(0, 60), st.integers(1, 9), st.sampled_from([torch.float32, torch.float64]))
+def test_the_region_arrives(box: Box, max_gap: int, step: int, dtype: torch.dtype) -> None:
+    """Through views of any length, in dense and in transposed targets, of the saved or another dtype."""
+    shape, offsets, lengths = box
+    source = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    piece = Piece.whole("x", "F32", shape)
+    content = bytearray(source.contiguous().numpy().tobytes())
+    for target in (
+        torch.full(lengths, -1, dtype=dtype),
+        torch.full(lengths[::-1], -1, dtype=dtype).permute(tuple(reversed(range(len(lengths))))),
+    ):
+        for at, num_bytes, sink in sinks(piece, offsets, lengths, target, max_gap_bytes=max_gap):
+            for start in range(0, num_bytes, step):
+                stop = min(start + step, num_bytes)
+                sink.write(start, memoryview(content)[at + start : at + stop])
+        assert torch.equal(target, region(source, offsets, lengths).to(dtype))
+
+
+@given(boxes(), st.integers(0, 60))
+def test_nothing_is_read_twice_and_no_large_gap_is_read_along(box: Box, max_gap: int) -> None:
+    shape, offsets, lengths = box
+    wanted = region(torch.arange(math.prod(shape)).reshape(shape), offsets, lengths).flatten().tolist()
+    found = list(spans(shape, offsets, lengths, max_gap))
+    stretches = sorted((one.start, one.start + one.num_items) for one in found)
+    for (_, stop), (start, _) in itertools.pairwise(stretches):
+        assert stop <= start
+    read = {item for start, stop in stretches for item in range(start, stop)}
+    assert read >= set(wanted)
+    gaps = [b - a - 1 for a, b in itertools.pairwise(wanted)]
+    along = sum(gap for gap in gaps if gap <= max_gap)
+    assert len(read) <= len(wanted) + along
+
+
+def test_columns_are_one_stretch_where_chunks_hold_many_rows_and_several_where_rows_are_large() -> None:
+    assert list(spans((4, 10), (1, 2), (2, 3), max_gap=7)) == [Span(12, 13, (0, 0), (2, 3))]
+    assert [one.start for one in spans((4, 10), (1, 2), (2, 3), max_gap=6)] == [12, 22]
+
+
+def test_a_target_of_another_shape_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"x is to be loaded as \[2\] into a tensor of \[3\]"):
+        next(sinks(Piece.whole("x", "F32", (4,)), (0,), (2,), torch.zeros(3), max_gap_bytes=0))

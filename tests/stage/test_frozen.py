@@ -36,7 +36,7 @@ class Saves:
         return Plan.make(self.tensors, catalog=Catalog(rows, {}), per_rank=(), owned=OWNED, rank=0)
 
     def stage(self, plan: Plan, gate: CopyGate | None = None) -> tuple[Staging, dict[str, torch.Tensor]]:
-        """Stage, and read back what the arena then holds; with a gate, note what was copied before it opened."""
+        """Stage, and read back what the arena holds then; with a gate, note what came before it opened."""
         arena = Arena(1, plan.arena_bytes)
         for view in plan.views(arena):
             view.fill_(-1)

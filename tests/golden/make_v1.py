@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import math
 import pathlib
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from holdfast.format import names, run
+from holdfast.format.cuts import Cut
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.values import TensorRef
 from holdfast.store.local import LocalStore
@@ -90,10 +92,60 @@ def make_two_ranks(root: Path) -> None:
         per_rank=["rng"],
         tied={"head": "dtype.F32"},
         values=[{"epoch": 1, "rank": 0}, {"epoch": 1, "rank": 1}],
-        base_step=10,
+        base=(1, 10),
         run_id="golden-two",
         id="golden-two-12-2",
     )
+
+
+def make_sharded(root: Path) -> None:
+    """Four ranks, cut by rules: along one dimension, both, one twice (strided); short and empty boxes."""
+    store = LocalStore(root)
+    make_home(store, run_id="golden-sharded", attempts=[1, 2, 3])
+    ranks: list[dict[str, torch.Tensor | Region]] = [{} for _ in range(4)]
+    cuts = {
+        "rows": Cut(((0, 4),), (0, 1, 2, 3)),
+        "mesh": Cut(((0, 2), (1, 2)), (0, 1, 2, 3)),
+        "strided": Cut(((0, 2), (0, 2)), (0, 2, 1, 3)),
+        "one.group": Cut(((1, 2),), (3, 1)),
+        "short": Cut(((0, 4),), (3, 2, 1, 0)),
+    }
+    shapes = {"rows": (10, 3), "mesh": (5, 6), "strided": (10,), "one.group": (2, 5), "short": (2,)}
+    for name, cut in cuts.items():
+        whole = torch.arange(math.prod(shapes[name]), dtype=torch.int32).reshape(shapes[name])
+        for rank, box in cut.boxes(shapes[name]):
+            at = tuple(slice(start, start + length) for start, length in zip(*box, strict=True))
+            ranks[rank][name] = (whole[at].contiguous(), box.offsets, shapes[name])
+    ranks[0]["listed"] = (torch.arange(3), (0,), (4,))
+    ranks[2]["listed"] = (torch.arange(3, 4), (3,), (4,))
+    ranks[1]["scalar"] = torch.tensor(2.5)
+    make_checkpoint(
+        store,
+        30,
+        3,
+        ranks,
+        cuts=cuts,
+        tied={"head": "mesh"},
+        values=[{"rank": rank} for rank in range(4)],
+        ancestors=((1, 10), (2, 20)),
+        run_id="golden-sharded",
+        id="golden-sharded-30-3",
+    )
+
+
+def make_frozen(root: Path) -> None:
+    """Two ranks, two steps: tensors that train, and others that stay in a file of their own."""
+    store = LocalStore(root)
+    make_home(store, run_id="golden-frozen")
+    for step in (1, 2):
+        ranks: list[dict[str, torch.Tensor | Region]] = [
+            {"adapter": torch.full((4,), float(step)), "base": torch.arange(500, dtype=torch.int16)},
+            {"head": torch.arange(2.0) + step, "split.base": (torch.ones(3), (2,), (5,))},
+        ]
+        ranks[0]["split.base"] = (torch.zeros(2), (0,), (5,))
+        frozen = ["base", "split.base"]
+        run_facts = {"run_id": "golden-frozen", "id": f"golden-frozen-{step}-1"}
+        make_checkpoint(store, step, 1, ranks, frozen=frozen, tied={"alias": "base"}, **run_facts)
 
 
 if __name__ == "__main__":
@@ -101,3 +153,5 @@ if __name__ == "__main__":
     target.mkdir(parents=True)  # never over what is there
     make_one_rank(target / "one-rank")
     make_two_ranks(target / "two-ranks")
+    make_sharded(target / "sharded")
+    make_frozen(target / "frozen")

@@ -47,11 +47,11 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def test_the_files_are_small_and_all_there() -> None:
     files = [path for path in GOLDEN.rglob("*") if path.is_file()]
-    assert len(files) == 19
-    assert sum(path.stat().st_size for path in files) < 200 << 10
+    assert len(files) == 48
+    assert sum(path.stat().st_size for path in files) < 240 << 10
 
 
-@pytest.mark.parametrize("home", ["one-rank", "two-ranks"])
+@pytest.mark.parametrize("home", ["one-rank", "two-ranks", "sharded", "frozen"])
 def test_every_byte_verifies(home: str) -> None:
     opened = open_checkpoint(GOLDEN / home)
     report = opened.verify()
@@ -65,7 +65,7 @@ def test_the_facts_of_one_rank() -> None:
     assert (opened.step, opened.attempt, opened.world_size) == (7, 1, 1)
     assert (opened.run, opened.created) == ("golden-one", 1_700_000_000.0)
     assert opened.manifest.id == "golden-one-7-1"
-    assert opened.manifest.base_step is None
+    assert opened.manifest.ancestors == ()
     store = LocalStore(GOLDEN / "one-rank")
     assert read_run(store) == run.Run("golden-one", 1_700_000_000.0)
     done = run.parse(run.Done, store.get(names.DONE), names.DONE)
@@ -120,7 +120,8 @@ def test_a_value_of_every_tag() -> None:
 
 def test_the_facts_of_two_ranks() -> None:
     opened = open_checkpoint(GOLDEN / "two-ranks")
-    assert (opened.step, opened.attempt, opened.world_size, opened.manifest.base_step) == (12, 2, 2, 10)
+    assert (opened.step, opened.attempt, opened.world_size) == (12, 2, 2)
+    assert opened.manifest.ancestors == ((1, 10),)
     assert opened.manifest.tied == {"head": "dtype.F32"}
     assert opened.values(0) == {"epoch": 1, "rank": 0}
     assert opened.values(1) == {"epoch": 1, "rank": 1}
@@ -159,3 +160,56 @@ def test_a_stock_safetensors_reader_reads_the_data_files() -> None:
     assert found["scalar"].item() == 2.5
     assert found["rng@r1"].tolist() == [100, 101, 102, 103, 104]
     assert found["columns"].tolist() == [[2, 3], [6, 7], [10, 11]]
+
+
+def test_tensors_cut_by_rules() -> None:
+    """Whole, although four ranks wrote boxes: short and empty ones, strided ones, two of four ranks."""
+    opened = open_checkpoint(GOLDEN / "sharded")
+    assert (opened.step, opened.attempt, opened.world_size) == (30, 3, 4)
+    assert opened.manifest.ancestors == ((1, 10), (2, 20))
+    shapes = {"rows": (10, 3), "mesh": (5, 6), "strided": (10,), "one.group": (2, 5), "short": (2,)}
+    for name, shape in shapes.items():
+        found = opened[name]
+        assert (found.dtype, tuple(found.shape)) == (torch.int32, shape)
+        assert found.flatten().tolist() == list(range(found.numel()))
+        assert opened.info(name).owner == "split"
+    assert opened["listed"].tolist() == [0, 1, 2, 3]
+    assert opened["scalar"].item() == 2.5
+    assert torch.equal(opened["head"], opened["mesh"])
+    assert [opened.values(rank) for rank in range(4)] == [{"rank": rank} for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "expected"),
+    [
+        ("rows", 3, [[27, 28, 29]]),
+        ("rows", 0, [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ("mesh", 2, [[18, 19, 20], [24, 25, 26]]),
+        ("strided", 2, [3, 4]),
+        ("strided", 1, [5, 6, 7]),
+        ("one.group", 3, [[0, 1, 2], [5, 6, 7]]),
+        ("short", 3, [0]),
+        ("short", 1, []),
+    ],
+)
+def test_each_rank_wrote_its_box(name: str, rank: int, expected: list[object]) -> None:
+    """Told by a stock reader of its file: the rule by which a tensor is cut may never change."""
+    assert load_file(GOLDEN / "sharded" / names.data(30, 3, rank))[name].tolist() == expected
+
+
+def test_frozen_tensors_are_in_a_file_of_their_own() -> None:
+    for step in (1, 2):
+        opened = open_checkpoint(GOLDEN / "frozen", step)
+        assert opened["adapter"].tolist() == [step] * 4
+        assert opened["head"].tolist() == [step, step + 1]
+        assert torch.equal(opened["base"], torch.arange(500, dtype=torch.int16))
+        assert torch.equal(opened["alias"], opened["base"])
+        assert opened["split.base"].tolist() == [0, 0, 1, 1, 1]
+        assert {name for name, tensor in opened.manifest.tensors.items() if tensor.frozen} == {
+            "base",
+            "split.base",
+        }
+    folder = GOLDEN / "frozen"
+    assert set(load_file(folder / names.data(2, 1, 0))) == {"adapter"}
+    assert set(load_file(folder / names.frozen(2, 1, 0))) == {"base", "split.base"}
+    assert set(load_file(folder / names.frozen(2, 1, 1))) == {"split.base"}

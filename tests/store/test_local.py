@@ -332,6 +332,34 @@ def test_a_file_system_without_hard_links_says_so(tmp_path: Path, monkeypatch: p
     store.put("a", b"x")
 
 
+def test_a_link_shares_the_bytes_on_the_disk(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a/one", b"old")
+    store.link("a/one", "b/two")
+    assert (tmp_path / "a/one").samefile(tmp_path / "b/two")
+    store.put("a/one", b"new")
+    assert store.get("b/two") == b"old", "an object is replaced, never changed in place"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EMLINK])
+def test_a_link_that_the_file_system_cannot_make_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """No hard links at all, or as many as one file may have."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    store = LocalStore(tmp_path)
+    store.put("a/one", b"first")
+    store.put("b/two", b"second")
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(Unsupported):
+        store.link("a/one", "b/two")
+    assert store.get("b/two") == b"second"
+    assert _files(tmp_path) == {"a/one", "b/two"}
+
+
 @pytest.mark.parametrize("failing", ["pwrite", "fsync", "replace", "link"])
 @pytest.mark.parametrize("size", [10, DIRECT])
 def test_an_io_error_at_any_step_keeps_the_old_object(

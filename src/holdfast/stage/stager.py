@@ -106,6 +106,7 @@ class Stager:
             self._start(staging, plan, tensors, then)
         except BaseException:  # nothing will copy any more: nobody may wait for it
             staging.done.set()
+            self.distrust_frozen()  # no hash of what they were at this save will be there to prove anything
             raise
         return staging
 

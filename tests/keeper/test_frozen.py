@@ -1,0 +1,303 @@
+"""The file of frozen tensors: written once, linked while it stays the same, never taken on trust."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import InvalidInput, RetryLater, Unsupported
+from holdfast.format import manifest as manifests
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.format.cuts import whole
+from holdfast.format.layout import Piece, lay_out
+from holdfast.format.part import DataFile
+from holdfast.keeper import Save, Terms
+from holdfast.keeper.client import Images, Keeper
+from holdfast.keeper.commit import commit
+from holdfast.keeper.frozen import FrozenFile
+from holdfast.keeper.persist import persist
+from holdfast.keeper.retain import Retention
+from holdfast.policy import Keep
+from holdfast.stage import Arena
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing import FaultyStore
+
+NUM_ITEMS = 50_000
+CATALOG = Catalog(
+    {"w": Tensor("F32", (8,), whole(0), (0,)), "base": Tensor("F32", (NUM_ITEMS,), whole(0), (0,), True)}, {}
+)
+W_FILE = lay_out([Piece.whole("w", "F32", (8,))], 0)
+BASE_FILE = lay_out([replace(Piece.whole("base", "F32", (NUM_ITEMS,)), frozen=True)], 0)
+
+
+def make_terms(home: str = "", attempt: int = 1) -> Terms:
+    return Terms(
+        home=home,
+        run="run",
+        attempt=attempt,
+        rank=0,
+        world_size=1,
+        all_ranks_here=True,
+        keep_last=None,
+        keep_every=None,
+        commit_timeout_s=20,
+        linger_s=1.0,
+        retry_s=0.01,
+    )
+
+
+def make_image(value: float = 1.0) -> bytes:
+    """The image of a file with one frozen tensor."""
+    return BASE_FILE.header + torch.full((NUM_ITEMS,), value).numpy().tobytes()
+
+
+def persist_frozen(
+    frozen: FrozenFile, step: int, value: float = 1.0, *, must_match: bool = False
+) -> DataFile:
+    return frozen.persist(step, memoryview(make_image(value)), must_match=must_match)
+
+
+def draft(step: int, attempt: int) -> bytes:
+    return parts.draft(
+        run="run",
+        step=step,
+        attempt=attempt,
+        rank=0,
+        world_size=1,
+        ancestors=(),
+        values={},
+        own=[],
+        starts=[W_FILE.starts[0], BASE_FILE.starts[0]],
+        catalog=catalog_text(CATALOG),
+    )
+
+
+def save(
+    store: LocalStore | FaultyStore, frozen: FrozenFile, step: int, value: float = 1.0, attempt: int = 1
+) -> None:
+    """A whole checkpoint, as a keeper writes it."""
+    image = W_FILE.header + torch.full((8,), float(step)).numpy().tobytes()
+    file = persist(store, names.data(step, attempt, 0), memoryview(image))
+    frozen_file = persist_frozen(frozen, step, value)
+    store.put(names.part(step, attempt, 0), parts.finish(draft(step, attempt), file, frozen_file))
+    commit(store, make_terms(attempt=attempt), step)
+
+
+def check(store: LocalStore | FaultyStore, step: int, value: float = 1.0) -> None:
+    """The checkpoint of a step verifies, and holds what it should."""
+    opened = holdfast.open(store, step=step)
+    assert opened.verify().is_good
+    assert torch.equal(opened["base"], torch.full((NUM_ITEMS,), value))
+    assert torch.equal(opened["w"], torch.full((8,), float(step)))
+
+
+def calls(store: FaultyStore, method: str) -> list[str]:
+    """Names of the frozen files that a method was called for."""
+    return [call.name for call in store.calls(method) if "frozen" in call.name]
+
+
+def test_what_stays_the_same_is_written_once_and_then_linked(tmp_path: Path) -> None:
+    """One inode under the names of all checkpoints, and each of them is whole."""
+    store = LocalStore(tmp_path)
+    frozen = FrozenFile(store, make_terms())
+    for step in (1, 2, 3):
+        save(store, frozen, step)
+    found = [(tmp_path / names.frozen(step, 1, 0)).stat() for step in (1, 2, 3)]
+    assert len({one.st_ino for one in found}) == 1
+    assert found[0].st_nlink == 3
+    for step in (1, 2, 3):
+        check(store, step)
+
+
+def test_what_has_changed_is_written_anew_and_linked_from_then_on(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    frozen = FrozenFile(store, make_terms())
+    for step, value in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.0)):
+        save(store, frozen, step, value)
+    inodes = [(tmp_path / names.frozen(step, 1, 0)).stat().st_ino for step in (1, 2, 3, 4)]
+    assert inodes[1] == inodes[2]
+    assert len(set(inodes)) == 3, "only the newest is compared with: it is the one that is surely there"
+    for step, value in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.0)):
+        check(store, step, value)
+
+
+def test_the_image_is_hashed_also_when_it_is_linked() -> None:
+    """What the part says of the file comes from memory, so damage on the disk is found."""
+    frozen = FrozenFile(MemoryStore(), make_terms())
+    first = persist_frozen(frozen, 1)
+    assert persist_frozen(frozen, 2) == first
+    assert len(first.chunks) == -(-len(make_image()) // first.chunk_bytes) > 1
+
+
+def test_what_was_copied_beside_the_training_and_differs_is_refused() -> None:
+    """Nothing of it appears; what is copied at once is taken again, and so is what then stays the same."""
+    store = FaultyStore(MemoryStore())
+    frozen = FrozenFile(store, make_terms())
+    persist_frozen(frozen, 1)
+    persist_frozen(frozen, 2, must_match=True)
+    for _ in range(2):  # a second try must not compare the image with itself
+        with pytest.raises(InvalidInput, match=r"Step 3 was dropped: .* differ from that save's") as caught:
+            persist_frozen(frozen, 3, 2.0, must_match=True)
+        assert (caught.value.step, caught.value.rank) == (3, 0)
+    assert store.size(names.frozen(3, 1, 0)) is None
+    persist_frozen(frozen, 4, 2.0)
+    persist_frozen(frozen, 5, 2.0, must_match=True)
+    assert calls(store, "put") == [names.frozen(1, 1, 0), names.frozen(4, 1, 0)]
+
+
+def test_a_single_flipped_bit_is_a_difference() -> None:
+    frozen = FrozenFile(MemoryStore(), make_terms())
+    persist_frozen(frozen, 1)
+    image = bytearray(make_image())
+    image[-1] ^= 1
+    with pytest.raises(InvalidInput, match="Step 2 was dropped"):
+        frozen.persist(2, memoryview(image), must_match=True)
+
+
+def test_without_a_save_before_nothing_proves_that_it_is_the_same() -> None:
+    frozen = FrozenFile(MemoryStore(), make_terms())
+    with pytest.raises(InvalidInput, match="failed before their hashes were known"):
+        persist_frozen(frozen, 1, must_match=True)
+    persist_frozen(frozen, 2)
+    persist_frozen(frozen, 3, must_match=True)
+
+
+def test_a_save_that_the_store_refused_is_still_compared_with() -> None:
+    """Its bytes were hashed: the next save, staged meanwhile, need not be dropped for it."""
+    store = FaultyStore(MemoryStore())
+    frozen = FrozenFile(store, make_terms())
+    store.fail("put", RetryLater("full"))
+    with pytest.raises(RetryLater):
+        persist_frozen(frozen, 1, 2.0)
+    with pytest.raises(InvalidInput):
+        persist_frozen(frozen, 2, 3.0, must_match=True)
+    persist_frozen(frozen, 2, 2.0, must_match=True)
+    assert store.get(names.frozen(2, 1, 0)) == make_image(2.0)
+
+
+def test_another_try_of_the_same_save_is_as_good() -> None:
+    """The file is there already, its part could not be written."""
+    store = FaultyStore(MemoryStore())
+    frozen = FrozenFile(store, make_terms())
+    assert persist_frozen(frozen, 1) == persist_frozen(frozen, 1)
+    assert store.get(names.frozen(1, 1, 0)) == make_image()
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_new_keeper_finds_what_the_one_before_has_written(tmp_path: Path, attempt: int) -> None:
+    """Of the same attempt, when the keeper died, or of the next."""
+    store = LocalStore(tmp_path)
+    first = FrozenFile(store, make_terms())
+    save(store, first, 1, 7.0)
+    save(store, first, 2)
+    again = FrozenFile(store, make_terms(attempt=attempt))
+    persist_frozen(again, 3, must_match=attempt == 1)
+    found = [tmp_path / names.frozen(2, 1, 0), tmp_path / names.frozen(3, attempt, 0)]
+    assert found[0].samefile(found[1])
+
+
+def test_what_other_ranks_and_half_done_saves_have_left_is_passed_over() -> None:
+    """A file without a part, a part that is damaged, a part without such a file."""
+    store = FaultyStore(MemoryStore())
+    save(store, FrozenFile(store, make_terms()), 1)
+    document = store.get(names.part(1, 1, 0))
+    for step in (2, 3, 4):
+        store.put(names.frozen(step, 1, 0), b"half")
+    store.put(names.part(3, 1, 0), document[:-1])
+    store.put(names.part(4, 1, 0), parts.finish(draft(4, 1), DataFile(0, 65536, ())))
+    store.put(names.frozen(9, 1, 1), b"of another rank")
+    store.forget()
+    persist_frozen(FrozenFile(store, make_terms(attempt=2)), 5)
+    assert store.get(names.frozen(5, 2, 0)) == make_image()
+    assert len(calls(store, "link")) == 1
+    assert not calls(store, "put")
+
+
+def test_a_store_without_links_gets_the_bytes_again() -> None:
+    store = FaultyStore(MemoryStore())
+    store.fail("link", Unsupported("no links here"), times=None)
+    frozen = FrozenFile(store, make_terms())
+    for step in (1, 2, 3):
+        persist_frozen(frozen, step, must_match=step > 1)
+        assert store.get(names.frozen(step, 1, 0)) == make_image()
+    assert calls(store, "put") == [names.frozen(step, 1, 0) for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("harm", ["gone", "truncated"])
+def test_a_file_that_is_gone_or_truncated_is_written_again(harm: str) -> None:
+    store = FaultyStore(MemoryStore())
+    frozen = FrozenFile(store, make_terms())
+    persist_frozen(frozen, 1)
+    name = names.frozen(1, 1, 0)
+    store.delete(name)
+    if harm == "truncated":
+        store.put(name, make_image()[:-1])
+    persist_frozen(frozen, 2, must_match=True)
+    assert store.get(names.frozen(2, 1, 0)) == make_image()
+
+
+def test_a_store_that_fails_at_the_link_is_tried_again() -> None:
+    store = FaultyStore(MemoryStore())
+    frozen = FrozenFile(store, make_terms())
+    persist_frozen(frozen, 1)
+    store.fail("link", RetryLater("gone for a moment"))
+    with pytest.raises(RetryLater):
+        persist_frozen(frozen, 2, must_match=True)
+    persist_frozen(frozen, 2, must_match=True)
+    assert calls(store, "put") == [names.frozen(1, 1, 0)]
+    assert store.get(names.frozen(2, 1, 0)) == make_image()
+
+
+def test_when_the_older_step_is_deleted_the_newer_stays_whole(tmp_path: Path) -> None:
+    """Nothing refers to another checkpoint: the link is as good as the file."""
+    store = LocalStore(tmp_path)
+    frozen = FrozenFile(store, make_terms())
+    for step in (1, 2, 3):
+        save(store, frozen, step)
+    assert [one.step for one in Retention(store, Keep(1)).apply((1, 3), (), ())] == [1, 2]
+    assert not list(store.list(names.step_dir(1)))
+    assert not list(store.list(names.step_dir(2)))
+    check(store, 3)
+    save(store, frozen, 4)
+    assert (tmp_path / names.frozen(3, 1, 0)).samefile(tmp_path / names.frozen(4, 1, 0))
+    check(store, 4)
+
+
+# -- through a keeper's process ------------------------------------------------------------------------------
+
+
+def submit(keeper: Keeper, step: int, value: float, *, is_unchanged: bool) -> Save:
+    """Hand both images of a save over, the second on the next whole page of the arena."""
+    first, second = W_FILE.header + torch.full((8,), float(step)).numpy().tobytes(), make_image(value)
+    at = -(-len(first) // 4096) * 4096
+    arena = Arena(step, at + len(second))
+    arena.bytes[: len(first)].copy_(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+    arena.bytes[at : at + len(second)].copy_(torch.frombuffer(bytearray(second), dtype=torch.uint8))
+    images = Images(len(first), at, len(second), is_unchanged)
+    one = Save(step)
+    keeper.submit(one, arena=step, arena_fd=arena.fd, arenas=[step], images=images, draft=draft(step, 1))
+    return one
+
+
+def test_a_keeper_links_what_stays_the_same_and_refuses_what_may_be_torn(tmp_path: Path) -> None:
+    keeper = Keeper(make_terms(str(tmp_path)), released=lambda _: None)
+    submit(keeper, 1, 1.0, is_unchanged=False).wait_durable(20)
+    submit(keeper, 2, 1.0, is_unchanged=True).wait_durable(20)
+    with pytest.raises(InvalidInput, match="Step 3 was dropped"):
+        submit(keeper, 3, 5.0, is_unchanged=True).wait_durable(20)
+    submit(keeper, 4, 5.0, is_unchanged=False).wait_durable(20)
+    keeper.close()
+    store = LocalStore(tmp_path)
+    for step, value in ((1, 1.0), (2, 1.0), (4, 5.0)):
+        check(store, step, value)
+    assert (tmp_path / names.frozen(1, 1, 0)).samefile(tmp_path / names.frozen(2, 1, 0))
+    assert not (tmp_path / names.manifest(3, 1)).exists()
+    merged = manifests.parse(store.get(names.manifest(4, 1)), "manifest")
+    assert merged.parts[0].frozen_bytes == len(make_image())

@@ -1,0 +1,195 @@
+"""Frozen tensors: copied at once at first, beside the training while they stay the same, never on trust."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from holdfast.format.catalog import Catalog, Tensor
+from holdfast.format.cuts import whole
+from holdfast.format.layout import parse_header
+from holdfast.stage import Arena, Plan, Stager, stager
+from holdfast.stage.stager import Staging
+from stage.training import WAIT_S, CopyGate
+
+NAMES = ("w", "plain", "base", "head")
+OWNED, FROZEN = {"w"}, {"base", "head"}
+
+
+@dataclass
+class Saves:
+    """Saves of some tensors by one stager, and which were copied before `stage` returned."""
+
+    tensors: dict[str, torch.Tensor]
+    stager: Stager = field(default_factory=Stager)
+    at_once: list[set[str]] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        """An optimizer owns w; base and head are frozen; plain is neither."""
+        rows = {
+            name: Tensor("F32", tuple(tensor.shape), whole(0), (0,), name in FROZEN)
+            for name, tensor in self.tensors.items()
+        }
+        return Plan.make(self.tensors, catalog=Catalog(rows, {}), per_rank=(), owned=OWNED, rank=0)
+
+    def stage(self, plan: Plan, gate: CopyGate | None = None) -> tuple[Staging, dict[str, torch.Tensor]]:
+        """Stage, and read back what the arena holds then; with a gate, note what came before it opened."""
+        arena = Arena(1, plan.arena_bytes)
+        for view in plan.views(arena):
+            view.fill_(-1)
+        staging = self.stager.stage(plan, self.tensors, arena, then=lambda _: None)
+        if gate is not None:
+            assert gate.reached.wait(WAIT_S)
+            views = dict(zip(plan.names, plan.views(arena), strict=True))
+            self.at_once.append({name for name, view in views.items() if not view.eq(-1).any()})
+            gate.opened.set()
+        assert staging.done.wait(WAIT_S)
+        views = zip(plan.names, plan.views(arena), strict=True)
+        return staging, {name: view.clone() for name, view in views}
+
+
+def make_saves() -> Saves:
+    return Saves({name: torch.rand(1000) for name in NAMES})
+
+
+def test_the_first_save_copies_frozen_tensors_at_once_and_the_next_beside_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saves = make_saves()
+    plan = saves.plan()
+    believed = []
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            staging, found = saves.stage(plan, CopyGate(patch))
+        believed.append(staging.is_frozen_unchanged)
+        assert not staging.torn
+        assert all(torch.equal(found[name], saves.tensors[name]) for name in NAMES)
+    assert believed == [False, True, True]
+    assert saves.at_once == [{"plain", "base", "head"}, {"plain"}, {"plain"}]
+
+
+def test_a_change_that_pytorch_counts_makes_the_next_copy_one_at_once() -> None:
+    """One changed frozen tensor is enough; a replaced one counts too."""
+    saves = make_saves()
+    plan = saves.plan()
+    believed = []
+    for number in range(6):
+        if number == 2:
+            saves.tensors["head"].add_(1)
+        if number == 4:
+            saves.tensors["base"] = saves.tensors["base"].clone()
+        staging, found = saves.stage(plan)
+        believed.append(staging.is_frozen_unchanged)
+        assert all(torch.equal(found[name], saves.tensors[name]) for name in NAMES)
+    assert believed == [False, True, False, True, False, True]
+
+
+def test_a_change_of_other_tensors_does_not_matter() -> None:
+    saves = make_saves()
+    plan = saves.plan()
+    saves.stage(plan)
+    saves.tensors["w"].add_(1)
+    saves.tensors["plain"].add_(1)
+    staging, found = saves.stage(plan)
+    assert staging.is_frozen_unchanged
+    assert torch.equal(found["w"], saves.tensors["w"])
+
+
+def test_after_a_save_that_failed_they_are_copied_at_once() -> None:
+    saves = make_saves()
+    plan = saves.plan()
+    saves.stage(plan)
+    saves.stager.distrust_frozen()
+    believed = [saves.stage(plan)[0].is_frozen_unchanged for _ in range(2)]
+    assert believed == [False, True]
+
+
+def test_a_new_plan_copies_them_at_once() -> None:
+    """Under other names, say, their file has other bytes, though the tensors are the same."""
+    saves = make_saves()
+    saves.stage(saves.plan())
+    plan = saves.plan()
+    believed = [saves.stage(plan)[0].is_frozen_unchanged for _ in range(2)]
+    assert believed == [False, True]
+
+
+def test_a_change_during_the_copy_beside_the_training_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the version counter, as for an optimizer's tensors; the keeper's hashes are there for the others."""
+    saves = make_saves()
+    plan = saves.plan()
+    saves.stage(plan)
+    gate = CopyGate(monkeypatch)
+    arena = Arena(1, plan.arena_bytes)
+    staging = saves.stager.stage(plan, saves.tensors, arena, then=lambda _: None)
+    assert gate.reached.wait(WAIT_S)
+    saves.tensors["base"].add_(1)
+    gate.opened.set()
+    assert staging.done.wait(WAIT_S)
+    assert staging.torn
+    assert staging.changed == "base"
+
+
+def test_a_state_without_frozen_tensors_has_one_file_and_believes_nothing() -> None:
+    saves = Saves({"w": torch.rand(10), "plain": torch.rand(10)})
+    plan = saves.plan()
+    assert plan.frozen_file is None
+    assert plan.arena_bytes == plan.num_bytes == plan.file.file_bytes
+    assert [saves.stage(plan)[0].is_frozen_unchanged for _ in range(3)] == [False] * 3
+
+
+def test_a_state_of_frozen_tensors_alone_is_staged() -> None:
+    saves = Saves({"base": torch.rand(10), "head": torch.rand(10)})
+    plan = saves.plan()
+    for expected in (False, True):
+        staging, found = saves.stage(plan)
+        assert staging.is_frozen_unchanged == expected
+        assert torch.equal(found["head"], saves.tensors["head"])
+
+
+def test_the_arena_holds_both_files_byte_for_byte() -> None:
+    """The second begins on a whole page; what is between belongs to neither."""
+    saves = make_saves()
+    plan = saves.plan()
+    arena = Arena(1, plan.arena_bytes)
+    staging = saves.stager.stage(plan, saves.tensors, arena, then=lambda _: None)
+    assert staging.done.wait(WAIT_S)
+    assert plan.frozen_file is not None
+    assert plan.frozen_at % 4096 == 0
+    assert plan.frozen_at >= plan.file.file_bytes
+    assert plan.num_bytes == plan.file.file_bytes + plan.frozen_file.file_bytes
+    data = arena.bytes.numpy().tobytes()
+    images = {
+        ("w", "plain"): data[: plan.file.file_bytes],
+        ("base", "head"): data[plan.frozen_at : plan.frozen_at + plan.frozen_file.file_bytes],
+    }
+    for names, image in images.items():
+        entries, start = parse_header(image, "image")
+        assert set(entries) == {"__metadata__", *names}
+        for name in names:
+            low, high = entries[name]["data_offsets"]
+            assert image[start + low : start + high] == saves.tensors[name].numpy().tobytes()
+    own, starts = plan.places()
+    assert own == []
+    assert len(starts) == 4
+    assert starts[plan.names.index("w")] == starts[plan.names.index("base")] == 4096
+
+
+def test_a_copy_that_fails_at_once_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = make_saves()
+    plan = saves.plan()
+
+    def failing(*_: object, **__: object) -> None:
+        assert threading.current_thread().name != "holdfast-stage"
+        raise RuntimeError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stager, "_copy", failing)
+        with pytest.raises(RuntimeError, match="no such luck"):
+            saves.stage(plan)
+    saves.stager.wait()
+    staging, found = saves.stage(plan)
+    assert torch.equal(found["base"], saves.tensors["base"])
+    assert not staging.is_frozen_unchanged, "that save failed: no hash is there to prove anything"

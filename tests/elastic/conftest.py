@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic.world import RankDied, World
+from elastic.world import World
 
 Worlds = Callable[[int], World]
 
@@ -40,6 +40,3 @@ def broken_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     yield world
     for one in made:
         one.kill()
-
-
-__all__ = ["RankDied", "Worlds"]

@@ -51,9 +51,9 @@ class Half(nn.Module):
         for name in (("embed", "up", "head"), ("down", "norm", "tail"))[stage]:
             setattr(self, name, getattr(whole, name))
         if stage == 0:
-            self.register_buffer("scale", whole.scale)
+            self.register_buffer("scale", whole.get_buffer("scale"))
         else:
-            self.register_buffer("count", whole.count)
+            self.register_buffer("count", whole.get_buffer("count"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n,) int64 -> a loss of this stage alone."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastic.conftest import RankDied, Worlds
+from elastic.conftest import Worlds
 from elastic.reads import restore_beside_a_death, restore_large, save_large
-from elastic.world import World
+from elastic.world import RankDied, World
 
 pytestmark = pytest.mark.ranks
 

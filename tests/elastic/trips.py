@@ -1,4 +1,4 @@
-"""What a rank does in the tests of layouts: go on from the newest checkpoint and save, or restore every step."""
+"""What a rank does in the tests of layouts: go on from the newest checkpoint, or restore every step."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 150
-_FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 class RankDied(Exception):
@@ -32,12 +32,12 @@ class World:
 
     def __init__(self, world_size: int, folder: Path) -> None:
         # Torch is imported once for all ranks of all worlds.
-        _FORKSERVER.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+        FORKSERVER.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
         self.world_size = world_size
-        pipes = [_FORKSERVER.Pipe() for _ in range(world_size)]
+        pipes = [FORKSERVER.Pipe() for _ in range(world_size)]
         self._ends = [ours for ours, _ in pipes]
         self.processes = [
-            _FORKSERVER.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs))
+            FORKSERVER.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs))
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):

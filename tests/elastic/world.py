@@ -16,6 +16,10 @@ from typing import Any
 
 LIMIT_S = 150
 FORKSERVER = multiprocessing.get_context("forkserver")
+# Torch is imported once for all processes of all tests.
+FORKSERVER.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "holdfast.checkpointer"]
+)
 
 
 class RankDied(Exception):
@@ -31,8 +35,6 @@ class World:
     """
 
     def __init__(self, world_size: int, folder: Path) -> None:
-        # Torch is imported once for all ranks of all worlds.
-        FORKSERVER.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
         self.world_size = world_size
         pipes = [FORKSERVER.Pipe() for _ in range(world_size)]
         self._ends = [ours for ours, _ in pipes]

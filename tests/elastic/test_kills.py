@@ -69,9 +69,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_one_rank_killed_and_the_other_alive(
-    playground: Playground, uninterrupted: str, victim: int
-) -> None:
+def test_one_rank_killed_and_the_other_alive(playground: Playground, uninterrupted: str, victim: int) -> None:
     children = playground.start_ranks(2, free_port(), *SLOWLY)
     playground.wait_for_steps(7)
     children[victim].kill()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
 
@@ -62,6 +63,10 @@ def train(home: str, num_steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with holdfast.Checkpointer(home, {"model": model, "optimizer": optimizer}, every=10) as ckpt:
         for step in ckpt.steps(num_steps):  # goes on where the run stopped, on however many ranks
+            if step and step == ckpt.latest():  # just restored: what --open says of that checkpoint
+                said = digest(gathered(model, optimizer))
+                if dist.get_rank() == 0:
+                    print(f"step {step} on {dist.get_world_size()} ranks: {said}", flush=True)
             shift = torch.arange(LENGTH) + 7 * step + dist.get_rank()
             tokens = (shift * shift)[None, :] % VOCABULARY
             loss = model(tokens)
@@ -74,14 +79,30 @@ def train(home: str, num_steps: int) -> None:
     holdfast.leave()
 
 
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every tensor whole, under the name that it has in a checkpoint; collective."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"optimizer.state.model.{name}.{key}"] = value
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in tensors.items()}
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """The sha256 of tensors' bytes, in the order of their names."""
+    text = hashlib.sha256()
+    for name in sorted(tensors):
+        text.update(tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return text.hexdigest()
+
+
 def look(home: str) -> None:
     """Open the newest checkpoint in one process, without any model, and say what is in it."""
     checkpoint = holdfast.open(home)
-    tensors = checkpoint.tensors()
-    digest = hashlib.sha256()
-    for name in sorted(name for name in tensors if name.startswith(("model.", "optimizer."))):
-        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    print(f"step {checkpoint.step}, saved by {checkpoint.manifest.world_size} ranks: {digest.hexdigest()}")
+    found = checkpoint.tensors()
+    said = digest({name: one for name, one in found.items() if name.startswith(("model.", "optimizer."))})
+    print(f"step {checkpoint.step}, saved by {checkpoint.manifest.world_size} ranks: {said}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -11,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import holdfast
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -119,3 +123,42 @@ def test_looking_inside_tells_of_damage(first: tuple[Path, str], tmp_path: Path)
     looked = run_example("04_look_inside.py", home)
     assert "damaged: " in looked.stdout
     assert "NOT good" in looked.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_sharded_training_killed_on_four_ranks_goes_on_on_two_then_three_then_is_opened_alone(
+    tmp_path: Path,
+) -> None:
+    """What each start has restored is, bit for bit, what its checkpoint holds."""
+    home = tmp_path / "home"
+    kill = {"HOLDFAST_KILL_AT": "trainer.handed:3", "HOLDFAST_KILL_MARK": str(tmp_path / "mark")}
+    killed = run_example("05_fsdp2.py", home, launcher=on_ranks(4), **kill)
+    assert killed.returncode != 0
+    assert (tmp_path / "mark").exists()
+    for num_ranks, total, restored in ((2, 40, {20, 30}), (3, 50, {40})):
+        done = run_example("05_fsdp2.py", home, total, launcher=on_ranks(num_ranks))
+        assert done.returncode == 0, done.stderr
+        said = re.search(r"^step (\d+) on (\d) ranks: ([0-9a-f]{64})$", done.stdout, re.M)
+        assert said, done.stdout
+        step = int(said[1])
+        assert step in restored
+        assert int(said[2]) == num_ranks
+        assert f"restored step {step} from" in done.stderr
+        assert said[3] == digest_of(home, step)
+    opened = last_line(run_example("05_fsdp2.py", "--open", home))
+    assert opened == f"step 50, saved by 3 ranks: {digest_of(home, 50)}"
+
+
+def on_ranks(count: int) -> tuple[str, ...]:
+    """The launcher for so many ranks."""
+    return (*TORCHRUN[:-1], str(count))
+
+
+def digest_of(home: Path, step: int) -> str:
+    """The digest of the tensors of model and optimizer in a checkpoint, by our own reading of its names."""
+    tensors = holdfast.open(home, step=step).tensors()
+    text = hashlib.sha256()
+    for name in sorted(name for name in tensors if name.startswith(("model.", "optimizer."))):
+        text.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return text.hexdigest()

@@ -57,17 +57,17 @@ class Parts:
 
         Args:
             name: a tensor of the manifest, no alias.
-            rank: whose copy of a per-rank tensor; of another world size, so taken modulo the saved one.
+            rank: whose copy of a per-rank tensor, see `holder`.
             box: what is wanted of it; all of it by default.
 
         Raises:
             Corrupt: the parts do not hold what the manifest says.
-            NotFound: a part is missing, or `rank` did not save this per-rank tensor.
+            NotFound: a part is missing.
             RetryLater: the store failed.
         """
         tensor = self.manifest.tensors[name]
         if tensor.cut is None:
-            yield self._located(name, rank % self.manifest.world_size, NotFound)
+            yield self._located(name, self.holder(name, rank), NotFound)
             return
         wanted = Box.whole(tensor.shape) if box is None else box
         for one, expected in tensor.cut.touching(wanted, tensor.shape):
@@ -99,8 +99,20 @@ class Parts:
             first_of.setdefault(part.catalog, part.rank)
         return list(first_of.values())
 
+    def holder(self, name: str, rank: int) -> int:
+        """The rank whose copy of a per-rank tensor `rank` takes.
+
+        It is `rank` modulo the saved number of ranks. If that one saved none, it is the first of `structures`
+        that did: a buffer of a pipeline stage is wanted by ranks that were in another stage.
+        """
+        own = rank % self.manifest.world_size
+        for one in self.structures(rank):
+            if name in self._pieces_in(one):
+                return one
+        return own
+
     def shape_of(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
-        """Dtype and shape of a tensor as `rank` sees it; None if it is per rank and this rank saved none.
+        """Dtype and shape of a tensor as `rank` sees it; None if it is per rank and none is there for it.
 
         Ranks may differ in the shape of a per-rank tensor; the manifest knows only the first.
 
@@ -112,7 +124,7 @@ class Parts:
         tensor = self.manifest.tensors[name]
         if tensor.owner != EACH:
             return tensor.dtype, tensor.shape
-        held = self._pieces_in(rank % self.manifest.world_size).get(name)
+        held = self._pieces_in(self.holder(name, rank)).get(name)
         return None if held is None else (held[0].dtype, held[0].shape)
 
     def _pieces_in(self, rank: int) -> dict[str, tuple[Piece, int]]:

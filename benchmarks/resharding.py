@@ -24,6 +24,9 @@ from pagecache import evict, sync
 from rich.console import Console
 from rich.table import Table
 from states import Gpt2, Shape, Subject
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
 
 HERE = Path(__file__).resolve().parent
@@ -124,13 +127,13 @@ class Dcp(Sharded):
 
     def save(self, step: int) -> Callable[[], object]:
         """Save synchronously."""
-        torch.distributed.checkpoint.save(self.state(), checkpoint_id=self.path(step))
+        dcp_save(self.state(), checkpoint_id=self.path(step))
         return lambda: None
 
     def load(self, step: int) -> None:
         """Load in place, then set."""
         state = self.state()
-        torch.distributed.checkpoint.load(state, checkpoint_id=self.path(step))
+        dcp_load(state, checkpoint_id=self.path(step))
         self.put(state)
 
 
@@ -141,7 +144,7 @@ class DcpAsync(Dcp):
 
     def save(self, step: int) -> Callable[[], object]:
         """Copy, then write in a thread."""
-        answer: Any = torch.distributed.checkpoint.async_save(self.state(), checkpoint_id=self.path(step))
+        answer: Any = dcp_async_save(self.state(), checkpoint_id=self.path(step))
         return answer.result if hasattr(answer, "result") else answer.upload_completion.result
 
 
@@ -175,7 +178,8 @@ class MetaCheckpointing(Sharded):
 
     def load(self, step: int) -> None:
         """Load in place, then set."""
-        self.put(self._manager.load(str(self.path(step)), into=self.state(), strict=True))
+        found: Any = self._manager.load(str(self.path(step)), into=self.state(), strict=True)
+        self.put(found)
 
     def close(self) -> None:
         """Close the manager."""
@@ -302,11 +306,12 @@ def main() -> int:
 def _round(number: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     runs = []
     shift = number % len(options.peers)
-    for name in options.peers[shift:] + options.peers[:shift]:
+    order: list[str] = options.peers[shift:] + options.peers[:shift]
+    for name in order:
         work = options.dir / f"resharding-{os.getpid()}"
         work.mkdir()
         try:
-            saved = _ask(SAVERS.get(name, name), "save", SAVED_ON, work)
+            saved = _ask(SAVERS.get(name) or name, "save", SAVED_ON, work)
             if name not in SAVERS:
                 runs.append({"round": number, "peer": name, "phase": "save", "ranks": SAVED_ON, **saved})
             for ranks in LOADED_ON:

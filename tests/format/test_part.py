@@ -63,7 +63,7 @@ def data_file(num_bytes: int) -> DataFile:
     """A file of this size; of its hashes only the number matters."""
     chunk_bytes = chunk_bytes_for(num_bytes)
     ranges = chunk_ranges(num_bytes, chunk_bytes)
-    return DataFile(num_bytes, chunk_bytes, tuple(digest(b"%d" % start) for start, _ in ranges))
+    return DataFile(num_bytes, chunk_bytes, "".join(digest(b"%d" % start) for start, _ in ranges))
 
 
 def document(value: Part) -> bytes:
@@ -148,8 +148,8 @@ def example() -> Part:
         values={"a": {"$tuple": [1]}},
         own=(("rng", "U8", (16,), 4112),),
         catalog_starts=(4096, 4096),
-        file=DataFile(100_000, 65536, (digest(b"a"), digest(b"b"))),
-        frozen=DataFile(4128, 65536, (digest(b"c"),)),
+        file=DataFile(100_000, 65536, digest(b"a") + digest(b"b")),
+        frozen=DataFile(4128, 65536, digest(b"c")),
         catalog_digest=digest(line),
         catalog_text=line,
         what="part",
@@ -165,12 +165,10 @@ def test_every_flipped_bit_is_found() -> None:
             part.parse(bytes(damaged), "the-part")
 
 
-@pytest.mark.parametrize(
-    "chunks", [(), (digest(b"a"),), (digest(b"a"),) * 3, (digest(b"a"), digest(b"b")[:31])]
-)
-def test_a_wrong_number_of_chunk_hashes_is_corrupt(chunks: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("hashes", ["", digest(b"a"), digest(b"a") * 3, digest(b"a") + digest(b"b")[:31]])
+def test_a_wrong_number_of_chunk_hashes_is_corrupt(hashes: str) -> None:
     """A byte that no hash covers could not be verified."""
-    value = dataclasses.replace(example(), file=DataFile(100_000, 65536, chunks))
+    value = dataclasses.replace(example(), file=DataFile(100_000, 65536, hashes))
     with pytest.raises(Corrupt, match="digits of chunk hashes for 2 chunks"):
         part.parse(document(value), "part")
 

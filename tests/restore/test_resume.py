@@ -29,8 +29,20 @@ from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home, reseal
 
 
-class Alone:
+class Silent:
+    """What these groups cannot: reads are not shared here."""
+
+    def send(self, data: torch.Tensor, to: int) -> Any:
+        raise AssertionError(f"sent to rank {to}")
+
+    def receive(self, data: torch.Tensor, source: int) -> Any:
+        raise AssertionError(f"received from rank {source}")
+
+
+class Alone(Silent):
     """A group of one."""
+
+    rank = 0
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -59,7 +71,7 @@ class Threads:
 
 
 @dataclass
-class Member:
+class Member(Silent):
     """One rank's end of `Threads`."""
 
     threads: Threads

@@ -171,8 +171,8 @@ def test_the_arena_holds_both_files_byte_for_byte() -> None:
         for name in names:
             low, high = entries[name]["data_offsets"]
             assert image[start + low : start + high] == saves.tensors[name].numpy().tobytes()
-    own, starts = plan.places()
-    assert own == []
+    starts = plan.shared_starts
+    assert plan.own == ()
     assert len(starts) == 4
     assert starts[plan.names.index("w")] == starts[plan.names.index("base")] == 4096
 

@@ -41,7 +41,7 @@ class Kept:
             name: t.clone(memory_format=torch.contiguous_format) for name, t in captured.tensors.items()
         }
         self.specs = {
-            name: Tensor(dtype_name(t.dtype), tuple(t.shape), 0) for name, t in captured.tensors.items()
+            name: Tensor(dtype_name(t.dtype), tuple(t.shape), None) for name, t in captured.tensors.items()
         }
         self.tied = dict(captured.tied)
         self.values: dict[str, Any] = copy.deepcopy(captured.values)

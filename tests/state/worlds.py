@@ -259,7 +259,7 @@ class Checkpoint:
                 region(covered.setdefault(name, torch.zeros(shape, dtype=torch.int)), box).add_(1)
         for name, times in covered.items():
             assert bool((times == 1).all()), f"{name} is not written once: {times}"
-        self.specs = {n: Tensor(dtype_name(t.dtype), tuple(t.shape), 0) for n, t in self.tensors.items()}
+        self.specs = {n: Tensor(dtype_name(t.dtype), tuple(t.shape), None) for n, t in self.tensors.items()}
         self.values = [one["values"] for one in told]
         self.num_bytes = [one["num_bytes"] for one in told]
         self.alike = [one["alike"] for one in told]

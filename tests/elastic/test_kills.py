@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: trainers and keepers die one by one and together, and the run ends right, bit for bit."""
+"""FSDP2 on two ranks: trainers and keepers die one by one and together, and the run ends right."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ UNSHRUNK = tuple(phase for phase in Phase if phase is not Phase.shrink)
 SLACK = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.large_base_example]
 
 
+# The first example is always the smallest there is.
 @settings(max_examples=2, phases=UNSHRUNK, suppress_health_check=SLACK)
 @given(cases=st.lists(drawn_cases(), min_size=3, max_size=3))
 def test_a_few_random_layouts_load_each_other(

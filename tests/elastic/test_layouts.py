@@ -18,13 +18,9 @@ CHAIN = (
     (4, "fsdp-tp"),
     (3, "fsdp"),
     (4, "hsdp"),
-    (2, "tp"),
     (4, "pipeline-fsdp"),
     (2, "ddp"),
-    (4, "tp"),
     (2, "meta"),
-    (4, "offload"),
-    (1, "alone"),
 )
 EVERY = tuple((size, layout) for size in (2, 3, 4, 1) for layout in BY_SIZE[size])
 

@@ -96,6 +96,7 @@ def save_again(rank: int, home: Path) -> str:
     return before
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_a_shared_read_leaves_an_error_and_no_hang(
     worlds: Worlds, broken_world: Worlds, tmp_path: Path
 ) -> None:

@@ -144,8 +144,10 @@ def make_frozen(root: Path) -> None:
         ]
         ranks[0]["split.base"] = (torch.zeros(2), (0,), (5,))
         frozen = ["base", "split.base"]
-        run_facts = {"run_id": "golden-frozen", "id": f"golden-frozen-{step}-1"}
-        make_checkpoint(store, step, 1, ranks, frozen=frozen, tied={"alias": "base"}, **run_facts)
+        one = f"golden-frozen-{step}-1"
+        make_checkpoint(
+            store, step, 1, ranks, frozen=frozen, tied={"alias": "base"}, run_id="golden-frozen", id=one
+        )
 
 
 if __name__ == "__main__":

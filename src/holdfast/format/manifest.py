@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ def merge(parts: Sequence[tuple[Part, bytes]], *, id: str, created_unix_s: float
     first = parts[0][0]
     try:
         agreed, texts, catalog_of = _fit(parts)
+        each = _each(part for part, _ in parts)
+        _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
     except InvalidInput as error:
         message = f"Step {first.step} was not committed: {error} Earlier checkpoints stand."
         raise InvalidInput(message, step=first.step, rank=error.rank, key=error.key) from error
@@ -102,7 +104,7 @@ def merge(parts: Sequence[tuple[Part, bytes]], *, id: str, created_unix_s: float
             )
             for (part, document), index in zip(parts, catalog_of, strict=True)
         ),
-        tensors=agreed.tensors | _each(part for part, _ in parts),
+        tensors=agreed.tensors | each,
         tied=agreed.tied,
         catalogs=texts,
     )
@@ -150,6 +152,14 @@ def _check_part(part: Part, num_pieces: int, tensors: Mapping[str, Tensor]) -> N
                 f"{tensors[name].held_by[0]} several ranks share it.",
                 rank=part.rank,
                 key=name,
+            )
+
+
+def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
+    for alias, name in tied.items():
+        if name not in names:
+            raise InvalidInput(
+                f"{alias} is said to be tied to {name}, but no rank has such a tensor.", key=alias
             )
 
 
@@ -213,9 +223,7 @@ def _parse(body: dict[str, Any], catalogs: tuple[bytes, ...]) -> Manifest:
     parts = tuple(PartFile(*row) for row in body["parts"])
     agreed = agree(catalogs, tuple(part.catalog for part in parts))
     each = {name: _each_tensor(*row) for name, row in body["each"].items()}
-    for alias, name in agreed.tied.items():
-        if name not in agreed.tensors and name not in each:
-            raise ValueError(f"{alias} is tied to {name}, which there is not")
+    _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
     return Manifest(
         id=body["id"],
         run=body["run"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from pathlib import Path
@@ -9,54 +10,94 @@ from pathlib import Path
 import pytest
 
 from holdfast.format import manifest, names, part, run, values
+from holdfast.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.format.cuts import Cut, whole
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.layout import Piece, lay_out
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
-SHOWN = dict(re.findall(r"^`([\w./-]+)`, \d+ bytes:\n\n```\n(.*?)\n```", PAGE, re.M | re.S))
+SHOWN: dict[str, str] = dict(re.findall(r"^`([\w./-]+)`, \d+ bytes:\n\n```\n(.*?)\n```", PAGE, re.M | re.S))
 RUN_ID = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
 
 
-def data_file() -> tuple[list[Piece], tuple[int, ...], bytes]:
-    """Pieces, their places and the bytes of the example's data file."""
-    pieces = [Piece.whole("model.bias", "F32", (2,)), Piece.whole("mask", "BOOL", (3,), per_rank=True)]
-    layout = lay_out(pieces, 0)
+CATALOG = Catalog(
+    {
+        "model.bias": Tensor("F32", (3,), Cut(((0, 2),), (0, 1)), (0, 1)),
+        "model.base": Tensor("BF16", (2,), whole(1), (0, 1), True),
+    },
+    {"model.copy": "model.bias"},
+)
+ANCESTORS = ((1, 2),)
+
+
+def data_file(pieces: list[Piece], rank: int, *tensors: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Places of pieces and the image of a data file of the example."""
+    layout = lay_out(pieces, rank)
     image = bytearray(layout.file_bytes)
     image[: len(layout.header)] = layout.header
-    struct.pack_into("<2f", image, layout.starts[0], 1.0, -2.0)
-    struct.pack_into("<3?", image, layout.starts[1], True, False, True)
-    return pieces, layout.starts, bytes(image)
+    for start, tensor in zip(layout.starts, tensors, strict=True):
+        image[start : start + len(tensor)] = tensor
+    return layout.starts, bytes(image)
 
 
-def example() -> dict[str, bytes]:
-    """All objects of the example's home."""
-    pieces, starts, image = data_file()
+def facts_of(image: bytes) -> part.DataFile:
+    """Size and hashes of a file."""
     chunk_bytes = chunk_bytes_for(len(image))
     chunks = tuple(digest(image[start:stop]) for start, stop in chunk_ranges(len(image), chunk_bytes))
+    return part.DataFile(len(image), chunk_bytes, chunks)
+
+
+def rank_of_example(rank: int) -> dict[str, bytes]:
+    """Data files and part of a rank: its box of model.bias, its own mask, and model.base of rank 1."""
+    boxes = {name: (tensor, box) for name, tensor, box in CATALOG.written_by(rank)}
+    tensor, box = boxes["model.bias"]
+    pieces = [
+        Piece("model.bias", tensor.dtype, tensor.shape, *box),
+        Piece.whole("mask", "BOOL", (3,), per_rank=True),
+    ]
+    bias = struct.pack(f"<{box.num_items}f", *[1.0, -2.0, 0.5][box.offsets[0] :][: box.num_items])
+    (start, mask_at), image = data_file(pieces, rank, bias, struct.pack("<3?", True, False, rank == 0))
+    found = {names.data(3, 2, rank): image}
+    starts, frozen = [start], None
+    if rank == 1:
+        base = Piece("model.base", "BF16", (2,), (0,), (2,), frozen=True)
+        (base_at,), frozen = data_file([base], rank, bytes.fromhex("803f00c0"))
+        found[names.frozen(3, 2, rank)] = frozen
+        starts.append(base_at)
     draft = part.draft(
         run=RUN_ID,
         step=3,
-        attempt=1,
-        rank=0,
-        world_size=1,
-        base_step=None,
-        pieces=part.pieces_text(pieces, starts),
-        tied={"model.copy": "model.bias"},
+        attempt=2,
+        rank=rank,
+        world_size=2,
+        ancestors=ANCESTORS,
         values={"epoch": 1, "seen": values.encode({"b", "a"}, "seen")},
+        own=[("mask", "BOOL", (3,), mask_at)],
+        starts=starts,
+        catalog=catalog_text(CATALOG),
     )
-    document = part.finish(draft, part.DataFile(len(image), chunk_bytes, chunks))
+    found[names.part(3, 2, rank)] = part.finish(
+        draft, facts_of(image), None if frozen is None else facts_of(frozen)
+    )
+    return found
+
+
+def example() -> dict[str, bytes]:
+    """All objects of the example's home that belong to step 3, and those of the run."""
+    by_rank = [rank_of_example(rank) for rank in (0, 1)]
+    documents = [found[names.part(3, 2, rank)] for rank, found in enumerate(by_rank)]
     merged = manifest.merge(
-        [(part.parse(document, "part"), document)],
+        [(part.parse(document, "part"), document) for document in documents],
         id="00112233445566778899aabbccddeeff",
         created_unix_s=1790000002.0,
     )
     return {
         names.RUN: run.document(run.Run(RUN_ID, 1790000000.0)),
-        names.attempt(1): run.document(run.Attempt(1, RUN_ID, 1, "kelp", 4242, 1790000001.0)),
-        names.data(3, 1, 0): image,
-        names.part(3, 1, 0): document,
-        names.manifest(3, 1): manifest.document(merged),
+        names.attempt(2): run.document(run.Attempt(2, RUN_ID, 2, "kelp", 4242, 1790000001.0)),
+        **by_rank[0],
+        **by_rank[1],
+        names.manifest(3, 2): manifest.document(merged),
     }
 
 
@@ -97,3 +138,17 @@ def test_page_tells_every_dtype_with_its_size() -> None:
     for dtypes, num_bytes in re.findall(r"`([A-Z0-9_ ]+)`\s+\((\d)(?: bytes)?\)", PAGE):
         told.update(dict.fromkeys(dtypes.split(), int(num_bytes)))
     assert told == ITEM_BYTES
+
+
+def test_page_cuts_its_examples_as_the_code_does() -> None:
+    """Each row of the tables of boxes: the cut, the shape, and the region of each rank."""
+    rows = re.findall(r"^\| `(\[.*?\])` \| `(\[.*?\])` \| `(\[.*?\])` \| (.*?) \|$", PAGE, re.M)
+    assert len(rows) >= 6
+    for shape_text, splits, ranks, told in rows:
+        shape = tuple(json.loads(shape_text))
+        cut = Cut(tuple((dim, parts) for dim, parts in json.loads(splits)), tuple(json.loads(ranks)))
+        boxes = []
+        for rank, box in cut.boxes(shape):
+            sides = ", ".join(f"{at}:{at + length}" for at, length in zip(*box, strict=True))
+            boxes.append(f"{rank} `[{sides}]`")
+        assert told == ", ".join(boxes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from format.drawing import catalogs, partitions
@@ -65,6 +65,7 @@ def stages(draw: st.DrawFn) -> list[tuple[list[int], Catalog]]:
     return found
 
 
+@settings(max_examples=40)
 @given(stages())
 def test_catalogs_that_fit_are_united(groups: list[tuple[list[int], Catalog]]) -> None:
     """Every tensor of every stage, all aliases, and how many boxes each rank wrote."""

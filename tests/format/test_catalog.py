@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from format.drawing import catalogs
@@ -17,6 +17,7 @@ from holdfast.format.cuts import Box, Boxes, Cut, whole
 RANKS = list(range(7))
 
 
+@settings(max_examples=40)
 @given(catalogs(RANKS))
 def test_a_catalog_comes_back(value: Catalog) -> None:
     """Cuts by rule, listed boxes, holders, frozen tensors and aliases."""
@@ -26,12 +27,14 @@ def test_a_catalog_comes_back(value: Catalog) -> None:
     assert b"\n" not in line
 
 
+@settings(max_examples=40)
 @given(catalogs(RANKS))
 def test_equal_catalogs_are_equal_bytes(value: Catalog) -> None:
     """Whatever objects they are made of: a digest tells whether two ranks have the same."""
     assert catalog_text(parse_catalog(catalog_text(value), "catalog")) == catalog_text(value)
 
 
+@settings(max_examples=40)
 @given(catalogs(RANKS), st.sampled_from(RANKS))
 def test_what_a_rank_wrote_is_its_box_of_each_tensor(value: Catalog, rank: int) -> None:
     expected = [

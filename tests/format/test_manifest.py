@@ -67,6 +67,7 @@ EXAMPLE = Catalog(
     },
     {"head": "a", "seed": "rng"},
 )
+OWN: list[list[Own]] = [[("rng", "U8", (16,), 4096)]] * 2
 
 
 def test_a_manifest_knows_owners_ties_and_files() -> None:
@@ -133,7 +134,7 @@ def test_a_tensor_that_is_one_ranks_own_and_shared_by_others_is_refused() -> Non
 
 @pytest.mark.parametrize("num_starts", [0, 3, 5])
 def test_a_part_with_another_number_of_places_is_refused(num_starts: int) -> None:
-    ranks = parts_of([EXAMPLE, EXAMPLE])
+    ranks = parts_of([EXAMPLE, EXAMPLE], OWN)
     assert merge(ranks).world_size == 2
     ranks[0] = dataclasses.replace(ranks[0][0], catalog_starts=(0,) * num_starts), b""
     with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} pieces, but the catalogs say 4"):
@@ -220,9 +221,6 @@ def test_a_sealed_document_that_is_no_manifest_is_corrupt(change: dict[str, obje
         manifest.parse(seal(dumps(body) + b"\n" + rest), "manifest")
 
 
-OWN: list[list[Own]] = [[("rng", "U8", (16,), 4096)]] * 2
-
-
 @pytest.mark.parametrize("lines", [0, 2])
 def test_a_manifest_with_more_or_fewer_catalogs_is_corrupt(lines: int) -> None:
     head, _, rest = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN))).partition(b"\n")
@@ -248,10 +246,15 @@ def test_a_manifest_whose_catalogs_do_not_fit_is_corrupt() -> None:
             manifest.parse(seal(body + b"\n" + rest.replace(old, new)), "manifest")
 
 
-def test_an_alias_of_what_there_is_not_is_corrupt() -> None:
-    merged = merge(parts_of([Catalog({}, {"head": "w"})]))
-    with pytest.raises(Corrupt, match="head is tied to w, which there is not"):
-        manifest.parse(manifest.document(merged), "manifest")
+def test_an_alias_of_what_there_is_not_is_neither_written_nor_read() -> None:
+    """A reader would look for a tensor that nobody has."""
+    with pytest.raises(InvalidInput, match="head is said to be tied to w, but no rank has") as caught:
+        merge(parts_of([Catalog({}, {"head": "w"})]))
+    assert (caught.value.key, caught.value.step) == ("head", 500)
+    good = merge(parts_of([Catalog({"w": Tensor("F32", (), whole(0), (0,))}, {"head": "w"})]))
+    text = manifest.document(good)[48:].replace(b'"tied":{"head":"w"}', b'"tied":{"head":"x"}')
+    with pytest.raises(Corrupt, match="head is said to be tied to x"):
+        manifest.parse(seal(b'{"' + text), "manifest")
 
 
 def test_other_kinds_and_newer_versions_are_told_apart() -> None:

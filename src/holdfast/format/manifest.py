@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
         for part, text in parts:
             merging.add(part, text)
         agreed = merging.agree()
+        _check_tied(agreed.tied, agreed.tensors.keys() | merging.each.keys())
     except InvalidInput as error:
         step = merging.first.step
         message = f"Step {step} was not committed: {error} Earlier checkpoints stand."
@@ -173,6 +174,13 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
             )
 
 
+def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
+    for alias, name in tied.items():
+        if name not in names:
+            message = f"{alias} is said to be tied to {name}, but no rank has such a tensor."
+            raise InvalidInput(message, key=alias)
+
+
 def _each_tensor(dtype: Any, shape: Any) -> Tensor:
     if not isinstance(dtype, str):
         raise TypeError(f"a tensor of dtype {dtype!r:.100}")
@@ -223,9 +231,7 @@ def _parse(body: dict[str, Any], catalogs: tuple[bytes, ...]) -> Manifest:
     parts = tuple(PartFile(*row) for row in body["parts"])
     agreed = agree(catalogs, tuple(part.catalog for part in parts))
     each = {name: _each_tensor(*row) for name, row in body["each"].items()}
-    for alias, name in agreed.tied.items():
-        if name not in agreed.tensors and name not in each:
-            raise ValueError(f"{alias} is tied to {name}, which there is not")
+    _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
     return Manifest(
         id=body["id"],
         run=body["run"],

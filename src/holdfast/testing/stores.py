@@ -83,7 +83,8 @@ class StoreSuite:
 
         def parts() -> Iterator[bytes]:
             yield b"x" * BLOCK_BYTES
-            raise Corrupt("the source is damaged")
+            message = "the source is damaged"
+            raise Corrupt(message)
 
         for name in ("old", "new"):
             with pytest.raises(Corrupt, match="the source"):

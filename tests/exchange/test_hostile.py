@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import holdfast
+from exchange.stock import save_dcp
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.exchange import allowlist
 from holdfast.exchange.arrival import import_checkpoint
@@ -42,10 +43,10 @@ def refused(source: Path, error: type[HoldfastError], match: str, **options: Any
     assert not home.exists() or not list(home.rglob("*.*"))
 
 
-def save_dcp(folder: Path) -> Path:
+def make_dcp(folder: Path) -> Path:
     """A DCP checkpoint, and its only data file."""
     state = {"w": torch.randn(300, 40), "n": 3}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    save_dcp(state, folder)
     (data,) = folder.glob("*.distcp")
     return data
 
@@ -59,7 +60,7 @@ def test_torch_file_that_would_run_code_is_refused_and_named(tmp_path: Path, is_
 
 
 def test_dcp_metadata_that_would_run_code_is_refused_and_named(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "in")
+    make_dcp(tmp_path / "in")
     metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
     metadata.planner_data = Evil(tmp_path / "ran")
     (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -70,7 +71,7 @@ def test_dcp_metadata_that_would_run_code_is_refused_and_named(tmp_path: Path) -
 @pytest.mark.parametrize("key", ["w", "n"])
 def test_dcp_item_that_would_run_code_is_refused_and_named(tmp_path: Path, key: str) -> None:
     """Both kinds of items: a tensor's own pickle, and a value's."""
-    data = save_dcp(tmp_path / "in")
+    data = make_dcp(tmp_path / "in")
     metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
     info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
     info.offset = data.stat().st_size
@@ -104,10 +105,8 @@ def test_what_the_list_holds_cannot_be_made_to_do_anything() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_pickle_or_an_error_of_ours(data: bytes) -> None:
-    try:
+    with contextlib.suppress(Corrupt, Unsupported):
         allowlist.load(data, allowlist.DCP_NAMES, "it")
-    except HoldfastError as error:
-        assert "it" in str(error)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
@@ -118,7 +117,7 @@ def test_truncated_files_are_damage(tmp_path: Path, share: float) -> None:
         path = tmp_path / name
         os.truncate(path, int(path.stat().st_size * share))
         refused(path, Corrupt, name, kind=kind)
-    data = save_dcp(tmp_path / "in")
+    data = make_dcp(tmp_path / "in")
     os.truncate(data, int(data.stat().st_size * share))
     refused(tmp_path / "in", Corrupt, data.name)
     metadata = tmp_path / "in" / ".metadata"
@@ -127,7 +126,7 @@ def test_truncated_files_are_damage(tmp_path: Path, share: float) -> None:
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "in").unlink()
+    make_dcp(tmp_path / "in").unlink()
     refused(tmp_path / "in", NotFound, "distcp")
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -155,7 +154,7 @@ def test_a_header_that_lies_is_damage(tmp_path: Path, entry: Any) -> None:
 
 
 def test_dcp_metadata_that_leads_out_of_its_folder_is_damage(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "in")
+    make_dcp(tmp_path / "in")
     metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.relative_path = "../../etc/passwd"
@@ -164,7 +163,7 @@ def test_dcp_metadata_that_leads_out_of_its_folder_is_damage(tmp_path: Path) -> 
 
 
 def test_chunks_that_do_not_cover_a_tensor_are_damage(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "in")
+    make_dcp(tmp_path / "in")
     metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size([301, 40])
     (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))

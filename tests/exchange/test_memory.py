@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+
+from exchange.stock import save_dcp
 
 NUM_BYTES = 160 << 20
 LIMIT_BYTES = 80 << 20
@@ -54,7 +55,7 @@ def make(kind: str, folder: Path) -> Path:
         torch.save(state, folder / "in.pt")
         return folder / "in.pt"
     if kind == "dcp":
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "in"), no_dist=True)
+        save_dcp(state, folder / "in")
         return folder / "in"
     path = folder / "in.safetensors"
     save_file(state, path)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import holdfast
 from exchange.states import check, model, same, training
+from exchange.stock import load_dcp, save_dcp
 from holdfast.exchange.arrival import import_checkpoint
 from holdfast.exchange.departure import export_checkpoint
 
@@ -62,7 +62,7 @@ def test_a_bare_state_dict_comes_out_as_it_was(tmp_path: Path) -> None:
 
 def test_dcp_goes_in_and_stock_dcp_loads_what_comes_out(tmp_path: Path) -> None:
     state = training()
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "in"), no_dist=True)
+    save_dcp(state, tmp_path / "in")
     done = import_checkpoint(tmp_path / "in", tmp_path / "home")
     assert done.kind == "dcp"
     checkpoint = holdfast.open(tmp_path / "home")
@@ -75,7 +75,7 @@ def test_dcp_goes_in_and_stock_dcp_loads_what_comes_out(tmp_path: Path) -> None:
         "epoch": 0,
         "mixed": [torch.zeros(2), {"deep": torch.ones(1), "n": 0}],
     }
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
+    load_dcp(target, tmp_path / "out")
     check(target["model"], state["model"])
     assert target["epoch"] == 7
     assert same(target["mixed"], state["mixed"])
@@ -121,7 +121,7 @@ def test_stock_torch_loads_the_hugging_face_folder_and_reshards_it(tmp_path: Pat
     import_checkpoint(tmp_path / "in.pt", tmp_path / "home")
     export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "hf", kind="hf", max_shard_bytes=100)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items() if tensor.numel()}
-    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(tmp_path / "hf")), no_dist=True)
+    load_dcp(target, tmp_path / "hf", HuggingFaceStorageReader(str(tmp_path / "hf")))
     check(target, {name: state[name] for name in target})
 
 
@@ -147,7 +147,8 @@ def test_old_torch_files_and_sharded_bin_folders_go_in(tmp_path: Path) -> None:
 
 def test_a_training_run_goes_out_to_torch_as_torch_would_take_it(tmp_path: Path) -> None:
     """The model's part is a state dict, the optimizer's is by parameter name; the rest are plain values."""
-    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    linear = torch.nn.Linear(4, 3)
+    net = torch.nn.Sequential(linear, torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -160,12 +161,12 @@ def test_a_training_run_goes_out_to_torch_as_torch_would_take_it(tmp_path: Path)
     net.load_state_dict(found["model"])
     assert found["epoch"] == 3
     moments = found["optimizer"]["state"]["model.0.weight"]
-    assert torch.equal(moments["exp_avg"], optimizer.state[net[0].weight]["exp_avg"])
+    assert torch.equal(moments["exp_avg"], optimizer.state[linear.weight]["exp_avg"])
     export_checkpoint(checkpoint, tmp_path / "bare.pt", kind="torch", only=["model"], rename={"model": ""})
     assert same(torch.load(tmp_path / "bare.pt", weights_only=True), dict(net.state_dict()))
     export_checkpoint(checkpoint, tmp_path / "dcp", kind="dcp")
     target = {"model": {name: torch.zeros_like(t) for name, t in net.state_dict().items()}}
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    load_dcp(target, tmp_path / "dcp")
     assert same(target["model"], dict(net.state_dict()))
 
 
@@ -183,7 +184,7 @@ def test_an_imported_model_is_restored_into_a_training_run(tmp_path: Path) -> No
 def test_a_value_that_holds_tensors_comes_out_of_dcp(tmp_path: Path) -> None:
     """DCP keeps a tuple with tensors in it as one opaque item."""
     state = {"pair": (torch.ones(2), 3), "w": torch.zeros(1)}
-    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(tmp_path / "in"), no_dist=True)
+    save_dcp(dict(state), tmp_path / "in")
     import_checkpoint(tmp_path / "in", tmp_path / "home")
     export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "out.pt", kind="torch")
     assert same(torch.load(tmp_path / "out.pt", weights_only=True)["pair"], state["pair"])

@@ -7,6 +7,7 @@ import math
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ ALIGN_BYTES = 64
 """Storages begin at a multiple of this, so that they can be mapped into memory as tensors."""
 _LOCAL_HEADER_BYTES, _ZIP64_EXTRA_BYTES, _ZIP64_BYTES = 30, 20, 1 << 31
 _ROOT = "archive"
+_DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError),
+    *(LookupError, TypeError, ValueError, AttributeError, OverflowError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +54,14 @@ def find_tensor(path: Path, offset: int, length: int) -> Place | None:
     try:
         with zipfile.ZipFile(_Window(path, offset, length)) as archive:
             return _find(archive, path, offset, what)
-    except (zipfile.BadZipFile, KeyError, ValueError, struct.error, NotImplementedError) as error:
+    except _DAMAGED as error:
         message = f"{what} ({length} bytes) holds no archive of torch.save: {error}. It is damaged."
         raise Corrupt(message, key=str(path)) from error
 
 
 def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Place | None:
     members = {info.filename: info for info in archive.infolist()}
-    root = next(name for name in members if name.endswith("/data.pkl")).removesuffix("data.pkl")
+    root = next((name for name in members if name.endswith("/data.pkl")), "data.pkl").removesuffix("data.pkl")
     order = f"{root}byteorder"
     if order in members and archive.read(order) != b"little":
         return None
@@ -64,6 +69,9 @@ def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Place
     if not isinstance(tensor, Strided):
         return None
     storage, first, size, stride, *rest = tensor.row
+    if not all(type(number) is int and number >= 0 for number in (first, *size, *stride)):
+        message = f"a tensor of size {size} and strides {stride} at {first} cannot be"
+        raise ValueError(message)
     dtype = DTYPE_NAMES.get(rest[2] if storage[1] == "untyped" else storage[1])
     if dtype is None or not _is_contiguous(size, stride):
         return None

@@ -48,8 +48,8 @@ def import_checkpoint(
     values. No code of the source is run: torch's pickles are read weights-only, DCP's metadata by a list of
     what it needs.
 
-    Memory: some 20 MiB beside torch, whatever the size. A file of torch before 1.6, and a DCP item that is not
-    contiguous, are loaded whole; a tensor of torch.save that is not contiguous is mapped whole.
+    Memory: some 20 MiB beside torch, whatever the size. A file of torch before 1.6, and a DCP item that is
+    not contiguous, are loaded whole; a tensor of torch.save that is not contiguous is mapped whole.
 
     Args:
         source: file or folder.

@@ -30,6 +30,9 @@ class Outgoing:
     on_bytes: Callable[[int], None] | None = None
     pieces: dict[str, Piece] = field(default_factory=dict)
     num_bytes: int = 0
+    _first_of: dict[str, str] = field(
+        default_factory=dict
+    )  # tensor that is not chosen -> first alias that is
 
     @classmethod
     def choose(
@@ -54,15 +57,16 @@ class Outgoing:
         names = [*facts, *(key for key in checkpoint.values(rank) if key not in facts)]
         taken = select(names, prefixes, f"Step {checkpoint.step}")
         one.pieces = {name: Piece.whole(name, *facts[name]) for name in taken if name in facts}
+        for name in one.pieces:
+            one.original(name)  # in this order, so that the first alias is the same for whoever asks
         return one
 
     def original(self, name: str) -> str:
         """The name whose bytes a name shows: the first chosen one of those that are tied to each other."""
-        tied = self.checkpoint.manifest.tied
-        root = tied.get(name, name)
+        root = self.checkpoint.info(name).tied_to or name
         if root in self.pieces:
             return root
-        return next(key for key in self.pieces if tied.get(key) == root)
+        return self._first_of.setdefault(root, name)
 
     def values(self) -> dict[str, Any]:
         """The chosen values by top-level key, decoded, with a `TensorRef` where a tensor is."""

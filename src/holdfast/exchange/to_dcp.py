@@ -27,7 +27,7 @@ def write_folder(outgoing: Outgoing, folder: Path, *, overwrite: bool) -> None:
         RetryLater: it could not be written.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+    from torch.distributed.checkpoint import filesystem
 
     stored, tree = plant(outgoing)
     flat, paths = _flatten(tree, flatten_state_dict)
@@ -35,7 +35,7 @@ def write_folder(outgoing: Outgoing, folder: Path, *, overwrite: bool) -> None:
         with (partial / DATA).open("wb") as file:
             places = _write_tensors(file, outgoing, stored)
             metadata = _describe(file, flat, paths, places)
-        metadata.version = CURRENT_DCP_VERSION
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch knows it since 2.7
         (partial / METADATA).write_bytes(pickle.dumps(metadata))
 
 

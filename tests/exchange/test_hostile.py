@@ -7,12 +7,14 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -21,6 +23,7 @@ from exchange.stock import save_dcp
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.exchange import allowlist
 from holdfast.exchange.arrival import import_checkpoint
+from holdfast.store.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -219,3 +222,48 @@ def test_what_is_no_dict_needs_a_key(tmp_path: Path) -> None:
 def test_a_prefix_that_nothing_is_under_is_named(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", NotFound, "mode", only=["mode"])
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_changed_bytes_are_found_or_do_no_more_than_change_values(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever is changed in a source, the import ends with an error of ours or with a checkpoint."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    state = {"w": torch.ones(30, 4), "n": 3, "o": {"s": [1, "x"], "v": torch.ones(3).bfloat16()}}
+    kind = data.draw(st.sampled_from(["dcp", "torch", "safetensors"]))
+    source = folder / kind
+    if kind == "dcp":
+        save_dcp(state, source)
+    elif kind == "torch":
+        torch.save(state, source)
+    else:
+        save_file({"w": state["w"]}, source)
+    file = data.draw(st.sampled_from(sorted(source.iterdir()))) if kind == "dcp" else source
+    raw = bytearray(file.read_bytes())
+    for at in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=4)):
+        raw[at] = data.draw(st.integers(0, 255))
+    file.write_bytes(raw)
+    store = MemoryStore()
+    try:
+        import_checkpoint(source, store, kind=kind)
+    except HoldfastError:
+        assert list(store.list()) == []
+    else:
+        assert holdfast.open(store).verify().is_good
+
+
+@pytest.mark.parametrize("point", ["store.synced:1", "store.written:3", "store.linked:4"])
+def test_an_import_that_is_killed_shows_no_checkpoint(tmp_path: Path, point: str) -> None:
+    """Before the manifest is under its name there is none; a second import says that something is there."""
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    code = "import sys; from holdfast.cli import main; sys.exit(main(['import', *sys.argv[1:]]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "a.safetensors"), str(tmp_path / "home")]
+    environment = os.environ | {"HOLDFAST_KILL_AT": point}
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert killed.returncode == -9
+    with pytest.raises(NotFound, match="no complete"):
+        holdfast.open(tmp_path / "home")
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == (0 if point == "store.synced:1" else 2)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import io
+import pathlib
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +21,10 @@ from exchange.states import check, model, same, training
 from exchange.stock import load_dcp, save_dcp
 from holdfast.exchange.arrival import import_checkpoint
 from holdfast.exchange.departure import export_checkpoint
+from holdfast.format import names
+from holdfast.store import open_store
+from holdfast.store.memory import MemoryStore
+from making import make_checkpoint, make_home
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of DCP itself
 
@@ -222,3 +230,49 @@ def _save_sharded(folder: Path, whole: torch.Tensor) -> None:
     tensor = kinds.TensorStorageMetadata(kinds.TensorProperties(dtype=whole.dtype), whole.size(), chunks)
     metadata = kinds.Metadata({"w": tensor}, planner_data={"w": ("w",)}, storage_data=items)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_the_files_of_a_step_are_a_source_too(tmp_path: Path) -> None:
+    """Files that say which region they hold are put together, as DCP's Hugging Face writer leaves them."""
+    store = open_store(tmp_path / "run")
+    make_home(store)
+    whole = torch.randn(6, 8)
+    ranks = [
+        {"w": (whole[:, :3], (0, 0), (6, 8)), "scale": torch.tensor(2.5)},
+        {"w": (whole[:, 3:], (0, 3), (6, 8))},
+    ]
+    make_checkpoint(store, 5, 1, ranks)
+    done = import_checkpoint(tmp_path / "run" / names.step_dir(5), tmp_path / "home")
+    assert done.kind == "hf"
+    check(holdfast.open(tmp_path / "home").tensors(), {"w": whole, "scale": torch.tensor(2.5)})
+    export_checkpoint(holdfast.open(tmp_path / "run"), tmp_path / "out.pt", kind="torch")
+    check(torch.load(tmp_path / "out.pt", weights_only=True), {"w": whole, "scale": torch.tensor(2.5)})
+
+
+VALUES = {
+    "numbers": [1 + 2j, 10**30, -(2**70), 1 << 8000, float("inf")],
+    "bytes": [b"", b"\x00\xff", bytearray(b"x")],
+    "containers": [{1, 2}, collections.deque([1]), collections.OrderedDict(a=1), range(3), {(1, 2): 3}],
+    "moments": [datetime.datetime(2026, 1, 2), datetime.timedelta(seconds=3), pathlib.Path("x")],
+    "arrays": [numpy.arange(3), numpy.float32(1.5)],
+    "torch": [torch.float32, torch.Size([1, 2])],
+}
+
+
+@pytest.mark.parametrize("kind", list(VALUES))
+def test_values_of_every_kind_come_out_where_weights_only_takes_them(tmp_path: Path, kind: str) -> None:
+    store = MemoryStore()
+    make_home(store)
+    make_checkpoint(store, 1, 1, [{}], values=[{"all": VALUES[kind]}])
+    export_checkpoint(holdfast.open(store), tmp_path / "out.pt", kind="torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert len(found["all"]) == len(VALUES[kind])
+    expected: dict[str, list[Any]] = {
+        "numbers": [1 + 2j, 10**30, -(2**70), str(1 << 8000), float("inf")],
+        "bytes": [bytearray(), b"\x00\xff", bytearray(b"x")],
+        "containers": [[1, 2], [1], {"a": 1}, [0, 1, 2], {(1, 2): 3}],
+        "moments": ["2026-01-02 00:00:00", 3.0, "x"],
+        "arrays": [[0, 1, 2], 1.5],
+        "torch": [torch.float32, (1, 2)],
+    }
+    assert found["all"] == expected[kind]

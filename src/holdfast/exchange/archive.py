@@ -23,6 +23,7 @@ from holdfast.format.dtypes import ITEM_BYTES, TORCH_NAMES
 ALIGN_BYTES = 64
 """Storages begin at a multiple of this, so that they can be mapped into memory as tensors."""
 _LOCAL_HEADER_BYTES, _ZIP64_EXTRA_BYTES, _ZIP64_BYTES = 30, 20, 1 << 31
+_MAX_AT_ONCE_BYTES = 1 << 16  # a smaller archive is read whole: one read instead of ten
 _ROOT = "archive"
 _DAMAGED = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError),
@@ -52,7 +53,7 @@ def find_tensor(path: Path, offset: int, length: int) -> Place | None:
     """
     what = f"{path} at byte {offset}"
     try:
-        with zipfile.ZipFile(_Window(path, offset, length)) as archive:
+        with zipfile.ZipFile(_opened(path, offset, length)) as archive:
             return _find(archive, path, offset, what)
     except _DAMAGED as error:
         message = f"{what} ({length} bytes) holds no archive of torch.save: {error}. It is damaged."
@@ -93,6 +94,12 @@ def _is_contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return False
         expected *= length
     return True
+
+
+def _opened(path: Path, offset: int, length: int) -> IO[bytes]:
+    if length <= _MAX_AT_ONCE_BYTES:
+        return io.BytesIO(read_range(path, offset, length))
+    return io.BufferedReader(_Window(path, offset, length))
 
 
 class _Window(io.RawIOBase):

@@ -26,8 +26,8 @@ def write_folder(outgoing: Outgoing, folder: Path, *, overwrite: bool) -> None:
         InvalidInput: two things would have one key.
         RetryLater: it could not be written.
     """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     stored, tree = plant(outgoing)
     flat, paths = _flatten(tree, flatten_state_dict)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)|add_safe_globals\(\[([^\]]+)\]\)")
 _MADV_PAGEOUT = 21
+_MAX_MAPPED_BYTES = 8 << 20
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -127,15 +128,16 @@ def offer_tree(tree: dict[str, Any]) -> Offered:
         InvalidInput: two tensors with one name.
     """
     gathered: Gathered = gather(tree)
-    offers = tuple(_offer(name, tensor) for name, tensor in gathered.tensors.items())
+    pages = Pages()
+    offers = tuple(_offer(name, tensor, pages) for name, tensor in gathered.tensors.items())
     return Offered(offers, gathered.tied, gathered.values)
 
 
-def _offer(name: str, tensor: torch.Tensor) -> Offer:
+def _offer(name: str, tensor: torch.Tensor, pages: Pages) -> Offer:
     from holdfast.state.tensors import dtype_name
 
     shape = tuple(tensor.shape)
-    return Offer(name, dtype_name(tensor.dtype), shape, (MemoryRegion(tensor),))
+    return Offer(name, dtype_name(tensor.dtype), shape, (MemoryRegion(tensor, pages=pages),))
 
 
 @final
@@ -145,9 +147,11 @@ class MemoryRegion(Region):
     Args:
         tensor: on the CPU; of any strides.
         box: which region it is; default all of its tensor.
+        pages: told what was read, if that may be mapped from a file.
     """
 
-    def __init__(self, tensor: torch.Tensor, box: Box | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, box: Box | None = None, pages: Pages | None = None) -> None:
+        self._pages = pages
         self._tensor = tensor.detach().resolve_conj().resolve_neg()
         self.box = box or Box.whole(tuple(tensor.shape))
 
@@ -160,19 +164,33 @@ class MemoryRegion(Region):
             part = part.narrow(dim, at - start, length)
         dense = part.contiguous()
         copied = memoryview(ctypes.string_at(dense.data_ptr(), dense.nbytes))
-        _page_out(part)
+        if self._pages is not None:
+            self._pages.add(part)
         return copied
 
 
-def _page_out(tensor: torch.Tensor) -> None:
-    """Tell the kernel that these pages are not needed soon, so that a mapped file does not fill the memory.
+@final
+class Pages:
+    """Pages that were read, told to the kernel now and then as not needed soon.
 
-    Pages that were changed are kept by the kernel, wherever their tensor comes from. Where this is not
-    possible, the kernel takes mapped pages back itself when memory is short. Those of a tensor that is not
-    contiguous are left to it, since every slab of it needs most of them.
+    So a mapped file does not fill the memory. Pages that were changed are kept by the kernel, wherever their
+    tensor comes from. Where this is not possible, the kernel takes mapped pages back itself when memory is
+    short. Those of a tensor that is not contiguous are left to it, since every slab of it needs most of them.
     """
-    if _libc is None or not tensor.nbytes or not tensor.is_contiguous():
-        return
-    start = tensor.data_ptr() - tensor.data_ptr() % mmap.PAGESIZE
-    num_bytes = tensor.data_ptr() + tensor.nbytes - start
-    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_PAGEOUT)
+
+    def __init__(self) -> None:
+        self._used: list[tuple[int, int]] = []  # start, bytes
+        self._num_bytes = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor has been read."""
+        if _libc is None or not tensor.nbytes or not tensor.is_contiguous():
+            return
+        start = tensor.data_ptr() - tensor.data_ptr() % mmap.PAGESIZE
+        self._used.append((start, tensor.data_ptr() + tensor.nbytes - start))
+        self._num_bytes += tensor.nbytes
+        if self._num_bytes < _MAX_MAPPED_BYTES:  # at once, pages of small tensors would be read many times
+            return
+        for first, num_bytes in self._used:
+            _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_PAGEOUT)
+        self._used, self._num_bytes = [], 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -114,6 +113,7 @@ def prune(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 _GONE = object()
+_MAX_INT_BITS = 2000  # torch reads integers of up to 255 bytes
 
 
 def _graft(value: Any, names: set[str], tensor: Callable[[str], Any], used: set[str]) -> Any:
@@ -184,10 +184,10 @@ def rename_top(tree: dict[str, Any], prefixes: Mapping[str, str] | None) -> dict
 def make_plain(value: Any, leave: type) -> Any:
     """A tree of nothing but what `torch.load(weights_only=True)` takes.
 
-    Arrays become lists, paths and dates become texts, deques, sets and ranges become lists; objects of the
-    type `leave` stay.
+    Arrays become lists, paths and dates become texts, deques, sets and ranges become lists, integers of more
+    than 2000 bits become texts; objects of the type `leave` stay.
     """
-    if isinstance(value, leave) or value is None or type(value) in (bool, int, float, str, bytes, complex):
+    if isinstance(value, leave):
         return value
     if isinstance(value, Mapping):
         kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
@@ -198,12 +198,18 @@ def make_plain(value: Any, leave: type) -> Any:
         return sorted((make_plain(item, leave) for item in value), key=repr)
     if isinstance(value, (list, collections.deque, range)):
         return [make_plain(item, leave) for item in value]
-    if isinstance(value, (bytearray, memoryview)):
-        return bytes(value)
+    return _plain_leaf(value)
+
+
+def _plain_leaf(value: Any) -> Any:
+    if value is None or type(value) in (bool, float, str, complex, bytearray):
+        return value
+    if type(value) is int:
+        return value if value.bit_length() <= _MAX_INT_BITS else str(value)
+    if type(value) is bytes:
+        return value or bytearray()  # torch knows no bytes without any in them
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    if isinstance(value, (datetime.date, pathlib.PurePath)):
-        return str(value)
     if callable(getattr(value, "tolist", None)):  # numpy, which need not be there
-        return make_plain(value.tolist(), leave)
+        return value.tolist()
     return value if type(value).__module__ == "torch" else str(value)

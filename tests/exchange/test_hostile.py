@@ -6,15 +6,17 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -224,34 +226,40 @@ def test_a_prefix_that_nothing_is_under_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "a.pt", NotFound, "mode", only=["mode"])
 
 
-@given(st.data())
-@settings(max_examples=60)
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good source of each kind."""
+    folder = tmp_path_factory.mktemp("good")
+    state = {"w": torch.ones(30, 4), "n": 3, "o": {"s": [1, "x"], "v": torch.ones(3).bfloat16()}}
+    save_dcp(state, folder / "dcp")
+    torch.save(state, folder / "torch")
+    save_file({"w": state["w"]}, folder / "safetensors")
+    return folder
+
+
+@given(
+    kind=st.sampled_from(["dcp/.metadata", "dcp/__0_0.distcp", "torch", "safetensors"]),
+    changes=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4),
+)
 def test_changed_bytes_are_found_or_do_no_more_than_change_values(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    good: Path, kind: str, changes: list[tuple[int, int]]
 ) -> None:
     """Whatever is changed in a source, the import ends with an error of ours or with a checkpoint."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    state = {"w": torch.ones(30, 4), "n": 3, "o": {"s": [1, "x"], "v": torch.ones(3).bfloat16()}}
-    kind = data.draw(st.sampled_from(["dcp", "torch", "safetensors"]))
-    source = folder / kind
-    if kind == "dcp":
-        save_dcp(state, source)
-    elif kind == "torch":
-        torch.save(state, source)
-    else:
-        save_file({"w": state["w"]}, source)
-    file = data.draw(st.sampled_from(sorted(source.iterdir()))) if kind == "dcp" else source
-    raw = bytearray(file.read_bytes())
-    for at in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=4)):
-        raw[at] = data.draw(st.integers(0, 255))
-    file.write_bytes(raw)
     store = MemoryStore()
-    try:
-        import_checkpoint(source, store, kind=kind)
-    except HoldfastError:
-        assert list(store.list()) == []
-    else:
-        assert holdfast.open(store).verify().is_good
+    raw = bytearray((good / kind).read_bytes())
+    for at, byte in changes:
+        raw[at % len(raw)] = byte
+    with tempfile.TemporaryDirectory() as folder:
+        name = kind.partition("/")[0]
+        source = Path(folder) / name
+        (shutil.copytree if name == "dcp" else shutil.copy)(good / name, source)
+        (Path(folder) / kind).write_bytes(raw)
+        try:
+            import_checkpoint(source, store, kind=name)
+        except HoldfastError:
+            assert list(store.list()) == []
+        else:
+            assert holdfast.open(store).verify().is_good
 
 
 @pytest.mark.parametrize("point", ["store.synced:1", "store.written:3", "store.linked:4"])

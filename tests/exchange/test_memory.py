@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from exchange.stock import save_dcp
 
-NUM_BYTES = 160 << 20
+NUM_BYTES = 128 << 20
 LIMIT_BYTES = 80 << 20
 
 MEASURE = """
@@ -47,7 +47,7 @@ print(json.dumps([into, out]))
 
 def make(kind: str, folder: Path) -> Path:
     """A source of `NUM_BYTES`: a large tensor and many small ones."""
-    side = 5 * (1 << 10)
+    side = 9 << 9
     big = torch.arange(side * side, dtype=torch.int32).view(side, side)
     rest = (NUM_BYTES - big.nbytes) // 64
     state = {"big": big, **{f"small.{i}": torch.full((rest // 4,), i, dtype=torch.int32) for i in range(64)}}

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from holdfast.format import manifest, names, part, run, values
+from holdfast.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.format.cuts import Box, Boxes, whole
 from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.layout import Piece, lay_out
 from holdfast.format.manifest import Manifest
 from holdfast.store.contract import Store
@@ -39,7 +41,8 @@ def make_checkpoint(
     per_rank: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
     values: Sequence[Mapping[str, Any]] | None = None,
-    base_step: int | None = None,
+    base: tuple[int, int] | None = None,
+    frozen: Collection[str] = (),
     run_id: str = RUN_ID,
     chunk_bytes: int | None = None,
     commit: bool = True,
@@ -56,7 +59,8 @@ def make_checkpoint(
         per_rank: names of which every rank writes its own.
         tied: alias -> name.
         values: each rank's values by top-level key, not encoded; default none.
-        base_step: step that the attempt was restored from.
+        base: (attempt, step) that the attempt was restored from.
+        frozen: names that stand in the second file.
         run_id: the run.
         chunk_bytes: size of the hashed chunks; default as the format chooses.
         commit: write the manifest.
@@ -66,27 +70,40 @@ def make_checkpoint(
     Returns:
         The manifest, written or not.
     """
+    catalog = _catalog(tensors, per_rank, frozen, dict(tied or {}))
     parts = []
     for rank, held in enumerate(tensors):
-        pieces, data = _pieces(held, per_rank)
-        layout = lay_out(pieces, rank)
-        image = bytearray(layout.file_bytes)
-        image[: len(layout.header)] = layout.header
-        for start, raw in zip(layout.starts, data, strict=True):
-            image[start : start + len(raw)] = raw
+        shared = [Piece(n, t.dtype, t.shape, *box, frozen=t.frozen) for n, t, box in catalog.written_by(rank)]
+        own = [
+            Piece.whole(name, _NAMES[value.dtype], tuple(value.shape), per_rank=True)
+            for name, value in held.items()
+            if name in per_rank and isinstance(value, torch.Tensor)
+        ]
+        files, starts = {}, {}
+        for is_frozen in (False, True) if any(piece.frozen for piece in shared) else (False,):
+            pieces = [piece for piece in (*shared, *own) if piece.frozen == is_frozen]
+            layout = lay_out(pieces, rank)
+            image = bytearray(layout.file_bytes)
+            image[: len(layout.header)] = layout.header
+            for piece, start in zip(pieces, layout.starts, strict=True):
+                raw = raw_bytes(_elements(held[piece.name]))
+                image[start : start + len(raw)] = raw
+                starts[piece.name] = start
+            store.put((names.frozen if is_frozen else names.data)(step, attempt, rank), bytes(image))
+            files[is_frozen] = data_file(bytes(image), chunk_bytes)
         draft = part.draft(
             run=run_id,
             step=step,
             attempt=attempt,
             rank=rank,
             world_size=len(tensors),
-            base_step=base_step,
-            pieces=part.pieces_text(pieces, layout.starts),
-            tied=dict(tied or {}),
+            ancestors=(base,) if base else (),
             values=_encoded(values[rank] if values else {}),
+            own=[(piece.name, piece.dtype, piece.shape, starts[piece.name]) for piece in own],
+            starts=[starts[piece.name] for piece in shared],
+            catalog=catalog_text(catalog),
         )
-        document = part.finish(draft, data_file(bytes(image), chunk_bytes))
-        store.put(names.data(step, attempt, rank), bytes(image))
+        document = part.finish(draft, files[False], files.get(True))
         store.put(names.part(step, attempt, rank), document)
         parts.append((part.parse(document, "part"), document))
     merged = manifest.merge(parts, id=id or f"id-{step}-{attempt}", created_unix_s=created_unix_s)
@@ -95,32 +112,42 @@ def make_checkpoint(
     return merged
 
 
+def _catalog(
+    tensors: Sequence[Mapping[str, torch.Tensor | Region]],
+    per_rank: Collection[str],
+    frozen: Collection[str],
+    tied: dict[str, str],
+) -> Catalog:
+    """What all ranks have in common: a whole tensor is its writer's, regions are listed box by box."""
+    rows: dict[str, list[tuple[int, Box]]] = {}
+    found: dict[str, Tensor] = {}
+    for rank, held in enumerate(tensors):
+        for name, value in held.items():
+            if name in per_rank:
+                continue
+            elements = _elements(value)
+            cut, shape = whole(rank), tuple(elements.shape)
+            if not isinstance(value, torch.Tensor):
+                _, offsets, shape = value
+                rows.setdefault(name, []).append((rank, Box(offsets, tuple(elements.shape))))
+                cut = Boxes(tuple(rows[name]))
+            found[name] = Tensor(_NAMES[elements.dtype], shape, cut, cut.ranks, name in frozen)
+    return Catalog(found, tied)
+
+
+def _elements(value: torch.Tensor | Region) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value[0]
+
+
 def data_file(image: bytes, chunk_bytes: int | None = None) -> part.DataFile:
     """Size and chunk hashes of a file image."""
     size = chunk_bytes or chunk_bytes_for(len(image))
-    chunks = tuple(digest(image[start:stop]) for start, stop in chunk_ranges(len(image), size))
-    return part.DataFile(len(image), size, chunks)
+    return part.DataFile(len(image), size, hash_chunks(memoryview(image), size))
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """The tensor's row-major bytes."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _pieces(
-    held: Mapping[str, torch.Tensor | Region], per_rank: Collection[str]
-) -> tuple[list[Piece], list[bytes]]:
-    pieces, data = [], []
-    for name, value in held.items():
-        if isinstance(value, torch.Tensor):
-            own = Piece.whole(name, _NAMES[value.dtype], tuple(value.shape), per_rank=name in per_rank)
-            tensor = value
-        else:
-            tensor, offsets, shape = value
-            own = Piece(name, _NAMES[tensor.dtype], shape, offsets, tuple(tensor.shape))
-        pieces.append(own)
-        data.append(raw_bytes(tensor))
-    return pieces, data
 
 
 def _encoded(held: Mapping[str, Any]) -> dict[str, Any]:

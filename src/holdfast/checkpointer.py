@@ -12,7 +12,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,8 +32,8 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
-from holdfast.format.part import Part
-from holdfast.keeper import Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
+from holdfast.format.part import Ancestors
+from holdfast.keeper import Images, Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
 from holdfast.keeper.commit import newest_attempt
 from holdfast.killpoint import kill_point
 from holdfast.notice import Notices
@@ -43,7 +43,7 @@ from holdfast.ranks import Ranks
 from holdfast.restore.find import candidates, list_home, read_run
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
-from holdfast.state import Captured, Load, State, assign
+from holdfast.state import Captured, Load, State, catalog_of
 from holdfast.store import open_store
 
 
@@ -67,6 +67,8 @@ class Checkpointer:
         commit_timeout: how long a keeper waits for the other ranks' parts.
         ranks_timeout: how long a rank waits for the others in `restore` and `should_save`.
         num_read_threads: parallel reads in `restore`.
+        share_reads: in `restore`, read what several ranks need once, and pass it on from rank to rank: for a
+            home that is slower than the network between the ranks.
         quiet: print no lines about what was restored.
 
     Raises:
@@ -91,6 +93,7 @@ class Checkpointer:
         commit_timeout: str | float | datetime.timedelta = "10m",
         ranks_timeout: str | float | datetime.timedelta = "1h",
         num_read_threads: int = 4,
+        share_reads: bool = False,
         quiet: bool = False,
     ) -> None:
         if when_full not in ("wait", "skip"):
@@ -110,6 +113,7 @@ class Checkpointer:
         self._max_failures = max_failures
         self._commit_timeout_s = read_seconds(commit_timeout, "commit_timeout")
         self._num_read_threads = num_read_threads
+        self._share_reads = share_reads
         self._quiet = quiet
         self._pid = os.getpid()
         self._arenas = Arenas(read_bytes(memory, "memory"))
@@ -124,7 +128,7 @@ class Checkpointer:
         self._in_use: dict[int, Arena] = {}
         self._plan: Plan | None = None
         self._plan_key: object = None
-        self._base_step: int | None = None
+        self._ancestors: Ancestors = ()
         self._newest_durable: int | None = None
         self._attempt = 0
         self._saves: deque[Save] = deque()  # not yet settled
@@ -164,7 +168,7 @@ class Checkpointer:
                 self.save(step)
             if self.preempted:
                 self._stop(step)
-        if (self._last is None or self._last.step != step) and step != self._base_step:
+        if (self._last is None or self._last.step != step) and step != self._base_step():
             self._save(step, must=True)
         self.wait()
         self._mark_done(step)
@@ -268,7 +272,7 @@ class Checkpointer:
         def hand_over(staging: Staging) -> None:
             self._hand_over(staging, save, plan, draft, keeper)
 
-        save.num_bytes = plan.layout.file_bytes
+        save.num_bytes = plan.num_bytes
         try:
             self._stager.stage(plan, captured.tensors, arena, then=hand_over)
         except BaseException:
@@ -284,12 +288,12 @@ class Checkpointer:
 
     def _plan_for(self, captured: Captured) -> Plan:
         if self._plan is None or captured.structure is not self._plan_key:
-            tensors = captured.tensors
-            ranks = self._ranks
-            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-            writers = assign(sizes, captured.per_rank, captured.lowest, world_size=ranks.world_size)
             self._plan = Plan.make(
-                tensors, writers=writers, per_rank=captured.per_rank, owned=captured.owned, rank=ranks.rank
+                captured.tensors,
+                catalog=catalog_of(captured),
+                per_rank=captured.per_rank,
+                owned=captured.owned,
+                rank=self._ranks.rank,
             )
             self._plan_key = captured.structure
         return self._plan
@@ -301,14 +305,15 @@ class Checkpointer:
             attempt=self._attempt,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            base_step=self._base_step,
-            pieces=plan.pieces_text,
-            tied=captured.tied,
+            ancestors=self._ancestors,
             values=captured.values,
+            own=plan.own,
+            starts=plan.shared_starts,
+            catalog=plan.catalog,
         )
 
     def _acquire(self, plan: Plan, *, may_skip: bool) -> Arena | None:
-        num_bytes = plan.layout.file_bytes
+        num_bytes = plan.arena_bytes
         if may_skip and not all(self._ranks.gather(self._arenas.has_room(num_bytes))):
             return None  # all ranks skip together: a checkpoint of some ranks can never be complete
         began = time.perf_counter()
@@ -355,7 +360,7 @@ class Checkpointer:
                 arena=staging.arena.number,
                 arena_fd=staging.arena.fd,
                 arenas=self._arenas.numbers(),
-                num_bytes=plan.layout.file_bytes,
+                images=_images(plan, staging),
                 draft=draft,
             )
         except OSError as error:
@@ -365,7 +370,7 @@ class Checkpointer:
             return
         kill_point("trainer.handed")
         save.mark_staged()
-        keeper.note("staged", step=save.step, num_bytes=plan.layout.file_bytes, seconds=save.staged_s or 0.0)
+        keeper.note("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
 
     def _release(self, number: int) -> None:
         arena = self._in_use.pop(number, None)
@@ -386,7 +391,7 @@ class Checkpointer:
         captured = self._objects.capture()
         plan = self._plan_for(captured)
         self._stager.watch(self._objects.optimizers())
-        self._arenas.prepare(plan.layout.file_bytes, then=plan.views)
+        self._arenas.prepare(plan.arena_bytes, then=plan.views)
 
     @property
     def waited_for_copy_s(self) -> float:
@@ -414,6 +419,7 @@ class Checkpointer:
         self._settle_durable()
         for save in [save for save in self._saves if save.failed is not None]:
             self._saves.remove(save)
+            self._stager.distrust_frozen()
             self._failures += 1
             if self._failures > self._max_failures and save.failed is not None:
                 raise save.failed
@@ -446,7 +452,11 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Step of the newest save of this attempt that is durable, else the step that was restored."""
         self._settle_durable()
-        return self._newest_durable if self._newest_durable is not None else self._base_step
+        return self._newest_durable if self._newest_durable is not None else self._base_step()
+
+    def _base_step(self) -> int | None:
+        """Step that this attempt was restored from; None if it began from nothing."""
+        return self._ancestors[-1][1] if self._ancestors else None
 
     # -- beginning -------------------------------------------------------------------------------------------
 
@@ -459,6 +469,7 @@ class Checkpointer:
             return self._keeper
         wait_for_let_go(self.home, timeout_s=self._commit_timeout_s)
         wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
+        self._objects.agree(self._ranks.gather)
         self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
         claim = self._on_rank_0(lambda: self._claim(fresh=fresh))
         self._run, self._attempt = claim
@@ -562,12 +573,14 @@ class Checkpointer:
             self._end_attempt()  # what is saved after going back must not mix with what was saved before
         keeper = self._begin(fresh=False)
 
-        def load(manifest: Manifest, part: Part) -> Load:
+        def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
             own_rank = manifest.world_size == self._ranks.world_size
+            own, *others = values
             return self._objects.load(
                 manifest.tensors,
                 manifest.tied,
-                part.values,
+                own,
+                others=others,
                 strict=strict,
                 only=only,
                 rename=rename,
@@ -582,10 +595,11 @@ class Checkpointer:
             group=self._ranks,
             step=step,
             num_threads=self._num_read_threads,
+            share_reads=self._share_reads,
         )
         if found is None:
             return None
-        self._base_step = found.step
+        self._ancestors = (*found.ancestors, (found.attempt, found.step))
         self._plan = None
         self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
         self._tell_restored(found, keeper)
@@ -613,7 +627,7 @@ class Checkpointer:
         self._stager.wait()
         if self._keeper is not None:
             self._keeper.close()
-        self._keeper, self._last, self._base_step, self._newest_durable = None, None, None, None
+        self._keeper, self._last, self._ancestors, self._newest_durable = None, None, (), None
         self._saves.clear()
 
     def _mark_done(self, step: int) -> None:
@@ -683,6 +697,14 @@ def _absolute(home: str | os.PathLike[str]) -> str:
     """One spelling for one home, also after a change of directory."""
     text = os.fspath(home)
     return text if "://" in text else str(Path(text).expanduser().resolve())
+
+
+def _images(plan: Plan, staging: Staging) -> Images:
+    if plan.frozen_file is None:
+        return Images(plan.file.file_bytes)
+    return Images(
+        plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
+    )
 
 
 def _policies(value: int | str | datetime.timedelta | Every) -> tuple[Every, ...]:

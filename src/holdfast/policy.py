@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
@@ -147,6 +146,9 @@ class Keep:
         return newest | {found for found in line if self.every and found[1] % self.every == 0}
 
 
+Ancestors = Iterable[tuple[int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """The complete checkpoints of a home as (attempt, step), newest first."""
@@ -155,29 +157,20 @@ class Line:
     superseded: tuple[tuple[int, int], ...]  # left behind when a newer attempt began from an earlier step
 
 
-def line_of(found: Iterable[tuple[tuple[int, int], int | None]]) -> Line:
+def line_of(found: Iterable[tuple[int, int]], newest: tuple[int, int], ancestors: Ancestors) -> Line:
     """Tell the line that the newest checkpoint continues from what newer attempts left behind.
 
-    An attempt only begins from what it restored, so a checkpoint of an older attempt whose step is beyond
-    the base of a newer attempt that has committed is not part of the run any more.
-
     Args:
-        found: ((attempt, step), base step of that attempt or None if it began from nothing).
+        found: (attempt, step) of complete checkpoints.
+        newest: one of them.
+        ancestors: of the newest: (attempt, step) of each checkpoint that an attempt was restored from.
     """
-    current: list[tuple[int, int]] = []
-    superseded: list[tuple[int, int]] = []
-    horizon: float = math.inf  # highest step of this attempt that the newer ones continue
-    below: float = math.inf  # the same for the attempts below it
-    attempt_before: int | None = None
-    for (attempt, step), base_step in sorted(found, key=lambda item: item[0], reverse=True):
-        if attempt != attempt_before:
-            attempt_before, horizon = attempt, below
-        if step > horizon:
-            superseded.append((attempt, step))
-            continue
-        below = min(below, -1 if base_step is None else base_step)
-        current.append((attempt, step))
-    return Line(tuple(current), tuple(superseded))
+    last = dict(ancestors) | {newest[0]: newest[1]}
+    ordered = sorted(found, reverse=True)
+    return Line(
+        tuple(one for one in ordered if one[1] <= last.get(one[0], -1)),
+        tuple(one for one in ordered if one[1] > last.get(one[0], -1)),
+    )
 
 
 class Meter:

@@ -90,6 +90,32 @@ class Ranks:
             raise self._silent(error) from error
         return values[0]
 
+    def send(self, data: torch.Tensor, to: int) -> dist.Work:
+        """Start sending a CPU tensor to a rank, which must call `receive` for it.
+
+        Raises:
+            RetryLater: the rank cannot be reached.
+        """
+        try:
+            work = dist.isend(data, dst=to, group=self._group)
+        except RuntimeError as error:
+            raise self._silent(error) from error
+        assert work is not None
+        return work
+
+    def receive(self, data: torch.Tensor, source: int) -> dist.Work:
+        """Start receiving a CPU tensor from a rank, which must call `send` for it.
+
+        Raises:
+            RetryLater: the rank cannot be reached.
+        """
+        try:
+            work = dist.irecv(data, src=source, group=self._group)
+        except RuntimeError as error:
+            raise self._silent(error) from error
+        assert work is not None
+        return work
+
     def all_here(self) -> bool:
         """True if every rank runs on this host.
 

@@ -38,7 +38,7 @@ class Story:
                 assert tensor.data_ptr() == fresh.tensors[name].data_ptr(), name
             assert tensor.stride() == fresh.tensors[name].stride()
             assert not tensor.requires_grad
-        facts = ("per_rank", "lowest", "owned", "tied", "values")
+        facts = ("per_rank", "shardings", "owned", "frozen", "tied", "values")
         assert all(getattr(captured, fact) == getattr(fresh, fact) for fact in facts)
         again = self.state.capture()
         assert again.structure is captured.structure

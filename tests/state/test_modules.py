@@ -308,9 +308,10 @@ for parameter in own.parameters():
 objects["own_optimizer"].step()
 captured = State(objects).capture()
 sizes = {n: t.nbytes for n, t in captured.tensors.items()}
-owners = assign(sizes, captured.per_rank, captured.lowest, world_size=world)
+owners = {n: cut.ranks[0] for n, cut in assign(sizes, captured.shardings).items()}
+lowest = [n for n, s in captured.shardings.items() if s.copies == ((0,),)]
 print(json.dumps({"names": list(captured.tensors), "per_rank": sorted(captured.per_rank),
-                  "lowest": sorted(captured.lowest), "owned": sorted(captured.owned), "owners": owners,
+                  "lowest": sorted(lowest), "owned": sorted(captured.owned), "owners": owners,
                   "sizes": sizes, "tied": captured.tied}))
 torch.distributed.destroy_process_group()
 """
@@ -375,7 +376,9 @@ def test_with_one_rank_nothing_is_per_rank() -> None:
     model: Any = DistributedDataParallel(torch.compile(Net(), backend="eager"))
     marked = {"own": per_rank(nn.Linear(1, 1)), "all": replicated([torch.zeros(1)])}
     captured = State({"model": model, **marked}).capture()
-    assert captured.per_rank == captured.lowest == frozenset()
+    assert captured.per_rank == frozenset()
+    assert {sharding.copies for sharding in captured.shardings.values()} == {((0,),)}
+    assert captured.shardings.keys() == captured.tensors.keys()
     assert "model.norm.running_mean" in captured.tensors
     ours = {n for n in [*captured.tensors, *captured.tied] if n.startswith("model")}
     assert ours == {f"model.{fqn}" for fqn in get_model_state_dict(model)}

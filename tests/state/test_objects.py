@@ -11,14 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.tensor import distribute_tensor
 
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.state import State, assign, dtype_name, per_rank, replicated, torch_dtype
+from holdfast.state import State, dtype_name, per_rank, replicated, torch_dtype
 from state.trip import kept, same
 
 
@@ -278,20 +274,6 @@ def test_tensors_without_plain_bytes_are_refused(why: str) -> None:
         State({"m": model}).capture()
 
 
-def test_sharded_tensors_are_refused() -> None:
-    """A DTensor is named as such."""
-    dist = torch.distributed
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        tensor = distribute_tensor(torch.ones(2), mesh)
-        with pytest.raises(Unsupported, match=r"t cannot be saved: it is a DTensor.*sharded"):
-            State({"t": tensor})
-    finally:
-        dist.destroy_process_group()
-
-
 def test_names_that_meet_are_refused() -> None:
     """A dotted key and a module path that read the same."""
     with pytest.raises(InvalidInput, match=r"m\.weight"):
@@ -317,24 +299,3 @@ def test_dtype_names_go_both_ways() -> None:
         dtype_name(torch.complex128)
     with pytest.raises(Unsupported):
         torch_dtype("F4")
-
-
-_names = st.text("abc.", min_size=1, max_size=6)
-
-
-@given(st.dictionaries(_names, st.integers(0, 10**9), max_size=40), st.integers(1, 9), st.data())
-def test_assignment_covers_every_name_once_and_evenly(
-    sizes: dict[str, int], world_size: int, data: Any
-) -> None:
-    """Same answer for any order of names; no rank is over the mean by more than the largest tensor."""
-    each = data.draw(st.sets(st.sampled_from(sorted(sizes)))) if sizes else set()
-    lowest = data.draw(st.sets(st.sampled_from(sorted(set(sizes) - each)))) if set(sizes) - each else set()
-    owners = assign(sizes, each, lowest, world_size=world_size)
-    assert set(owners) == set(sizes) - each
-    assert all(owners[name] == 0 for name in lowest)
-    shuffled = dict(sorted(sizes.items(), key=lambda pair: hash(pair[0])))
-    assert assign(shuffled, each, lowest, world_size=world_size) == owners
-    loads = [sum(sizes[n] for n, owner in owners.items() if owner == rank) for rank in range(world_size)]
-    if not lowest:
-        largest = max((sizes[n] for n in owners), default=0)
-        assert max(loads) <= sum(loads) / world_size + largest

@@ -51,7 +51,7 @@ def test_another_dtype_is_cast_and_noted() -> None:
     saved = kept({"m": nn.Linear(2, 2)})
     other = nn.Linear(2, 2).bfloat16()
     load = saved.restore(State({"m": other}))
-    assert load.targets["m.weight"].dtype is torch.float32
+    assert load.targets["m.weight"].tensor.dtype is torch.float32
     assert same(other.weight, saved.tensors["m.weight"].bfloat16())
     assert any("m.weight: saved as torch.float32, cast to torch.bfloat16" in note for note in load.notes)
 

@@ -13,6 +13,7 @@ from holdfast.format.manifest import Tensor
 from holdfast.format.sealed import dumps
 from holdfast.format.values import decode
 from holdfast.state import Captured, Load, State, dtype_name
+from holdfast.state.load import region
 
 
 class Net(nn.Module):
@@ -51,10 +52,11 @@ class Kept:
 
     def fill(self, load: Load) -> Load:
         for name, target in load.targets.items():
-            assert target.is_contiguous()
-            assert target.dtype is self.tensors[name].dtype
-            assert target.shape == self.tensors[name].shape
-            target.copy_(self.tensors[name])
+            saved = self.tensors[name] if target.box is None else region(self.tensors[name], target.box)
+            assert target.tensor.is_contiguous()
+            assert target.tensor.dtype is saved.dtype
+            assert target.tensor.shape == saved.shape
+            target.tensor.copy_(saved)
         return load
 
     def restore(self, state: State, **options: Any) -> Load:

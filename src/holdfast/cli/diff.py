@@ -209,15 +209,17 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
 
     from holdfast.restore.fill import fill, torch_dtype
     from holdfast.restore.parts import Parts
+    from holdfast.state.load import Target
 
     manifest = side.checkpoint.manifest
-    parts, targets = Parts(side.store, manifest), {}
+    parts, found = Parts(side.store, manifest), {}
     for name in names:
         saved = parts.shape_of(manifest.tied.get(name, name), rank)
         if saved is not None:
-            targets[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]))
+            found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]))
+    targets = {name: Target(tensor) for name, tensor in found.items()}
     fill(side.store, manifest, targets, rank, parts=parts)
-    return targets
+    return found
 
 
 def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> TensorChange | None:

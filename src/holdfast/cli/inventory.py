@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format.manifest import Manifest
-from holdfast.policy import line_of
+from holdfast.policy import Line, line_of
 from holdfast.restore.find import (
     Home,
     Saved,
@@ -110,7 +110,8 @@ def take_inventory(store: Store, home: Home) -> Inventory:
             check_files(home, manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
             wrong[key] = error
-    line = line_of(((one.attempt, one.step), one.base_step) for one in manifests.values())
+    found = {(one.attempt, one.step): one.ancestors for one in manifests.values()}
+    line = line_of(found, max(found), found[max(found)]) if found else Line((), ())
     superseded = {(step, attempt) for attempt, step in line.superseded}
     whole = (key for key in manifests if key not in wrong and key not in superseded)
     newest = max(whole, key=lambda key: (key[1], key[0]), default=None)

@@ -156,6 +156,9 @@ def delete(store: Store, inventory: Inventory, row: Row) -> None:
         store.delete(names.manifest(row.step, row.attempt))
     for rank in saved.parts:
         store.delete(names.part(row.step, row.attempt, rank))
+    store.delete(names.refusal(row.step, row.attempt))
+    for rank in saved.frozen:
+        store.delete(names.frozen(row.step, row.attempt, rank))
     for rank in saved.data:
         store.delete(names.data(row.step, row.attempt, rank))
     store.sweep(f"{names.step_dir(row.step)}/")  # what a killed writer left there is in no listing

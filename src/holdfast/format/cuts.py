@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 
 class Box(NamedTuple):
@@ -83,7 +83,10 @@ class Cut:
 
     def touching(self, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         """The (rank, box) that have elements of `box`; costs what it finds, however many boxes there are."""
-        yield from self._touching(box, Box.whole(shape), 0, 0)
+        if self.splits:
+            yield from self._touching(box, Box.whole(shape), 0, 0)
+        elif box.num_items:
+            yield self.ranks[0], Box.whole(shape)
 
     def _touching(self, wanted: Box, inside: Box, split: int, index: int) -> Iterator[tuple[int, Box]]:
         if split == len(self.splits):
@@ -129,7 +132,7 @@ class Boxes:
         return ((rank, one) for rank, one in self.rows if box.overlap(one))
 
 
-AnyCut = Union[Cut, Boxes]
+AnyCut = Cut | Boxes
 
 
 def whole(rank: int) -> Cut:

@@ -23,7 +23,8 @@ class Piece:
     """A rank's part of a tensor.
 
     `offsets` and `lengths` say which region of the global `shape` it is; `dtype` is a safetensors name.
-    `per_rank` marks a tensor of which every rank has its own (RNG state, a data loader's buffer).
+    `per_rank` marks a tensor of which every rank has its own (RNG state, a data loader's buffer); `frozen`
+    one that no optimizer trains, which stands in the second data file.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Piece:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     per_rank: bool = False
+    frozen: bool = False
 
     @classmethod
     def whole(cls, name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False) -> Piece:

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import Corrupt, InvalidInput
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput
+from holdfast.format.agreement import Agreement, agree
+from holdfast.format.catalog import EACH, SPLIT, Tensor
 from holdfast.format.hashes import digest
-from holdfast.format.layout import Piece
-from holdfast.format.part import Part, build, check_kind, unseal_part
-from holdfast.format.sealed import dumps, seal, unseal
+from holdfast.format.part import Ancestors, Part, check_kind
+from holdfast.format.part import parse as parse_part
+from holdfast.format.sealed import dumps, loads, seal, unseal_lines
+
+__all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "merge_documents", "parse"]
 
 FORMAT, VERSION = "holdfast-manifest", 1
-EACH, SPLIT = "each", "split"
-"""Owners that are no rank: every rank has its own / several ranks hold regions, see their parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor of a checkpoint. `owner` is the rank that wrote all of it, `EACH` or `SPLIT`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    owner: int | str
 
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """What the manifest knows of a rank's two files."""
+    """What the manifest knows of a rank's files."""
 
     rank: int
     part_bytes: int
     part_xxh3: str
     data_bytes: int
+    frozen_bytes: int | None  # of the second data file; None if there is none
+    catalog: int  # index of the rank's catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,206 +40,151 @@ class Manifest:
     step: int
     attempt: int
     world_size: int
-    base_step: int | None  # step that the writing attempt was restored from
+    ancestors: Ancestors
     created_unix_s: float  # for people; never used to order checkpoints
     parts: tuple[PartFile, ...]
     tensors: dict[str, Tensor]
     tied: dict[str, str]
+    catalogs: tuple[bytes, ...]  # each different one, as it stands in the parts
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all data files."""
-        return sum(part.data_bytes for part in self.parts)
+        return sum(part.data_bytes + (part.frozen_bytes or 0) for part in self.parts)
+
+    @property
+    def base_step(self) -> int | None:
+        """Step that the writing attempt was restored from; None if it began from nothing."""
+        return self.ancestors[-1][1] if self.ancestors else None
+
+
+def merge_documents(documents: Sequence[tuple[str, bytes]], *, id: str, created_unix_s: float) -> Manifest:
+    """`merge` for documents as they lie in the store, each with its name.
+
+    Raises:
+        Corrupt: a part is damaged.
+        Unsupported: a part was written by a newer format.
+        InvalidInput: as `merge`.
+    """
+    parts = [(parse_part(text, name), text) for name, text in documents]
+    return merge(parts, id=id, created_unix_s=created_unix_s)
 
 
 def merge(parts: Sequence[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
     """The manifest of a checkpoint from all its parts, each with its document's bytes.
 
     Raises:
+        Corrupt: a catalog cannot be read.
         InvalidInput: the parts do not belong together, or do not cover each tensor exactly once.
     """
     first = parts[0][0]
-    if [part.rank for part, _ in parts] != list(range(first.world_size)):
-        found = [part.rank for part, _ in parts]
-        message = f"Step {first.step} needs the parts of ranks 0 to {first.world_size - 1}, found {found}."
-        raise InvalidInput(message, step=first.step)
-    by_name: dict[str, list[tuple[int, Piece]]] = {}
-    tied: dict[str, str] = {}
-    for part, _ in parts:
-        _check_same_checkpoint(part, first)
-        tied.update(part.tied)
-        for piece in part.pieces:
-            by_name.setdefault(piece.name, []).append((part.rank, piece))
+    try:
+        agreed, texts, catalog_of = _fit(parts)
+    except InvalidInput as error:
+        message = f"Step {first.step} was not committed: {error} Earlier checkpoints stand."
+        raise InvalidInput(message, step=first.step, rank=error.rank, key=error.key) from error
     return Manifest(
         id=id,
         run=first.run,
         step=first.step,
         attempt=first.attempt,
         world_size=first.world_size,
-        base_step=first.base_step,
+        ancestors=first.ancestors,
         created_unix_s=created_unix_s,
-        parts=tuple(PartFile(part.rank, len(doc), digest(doc), part.file.num_bytes) for part, doc in parts),
-        tensors={name: _tensor(name, pieces, first.step) for name, pieces in by_name.items()},
-        tied=tied,
+        parts=tuple(
+            PartFile(
+                part.rank,
+                len(document),
+                digest(document),
+                part.file.num_bytes,
+                None if part.frozen is None else part.frozen.num_bytes,
+                index,
+            )
+            for (part, document), index in zip(parts, catalog_of, strict=True)
+        ),
+        tensors=agreed.tensors | _each(part for part, _ in parts),
+        tied=agreed.tied,
+        catalogs=texts,
     )
 
 
-def merge_documents(documents: Sequence[tuple[str, bytes]], *, id: str, created_unix_s: float) -> Manifest:
-    """`merge` for documents as they lie in the store, each with its name.
-
-    Does without an object per piece where every tensor is whole in one part, which is most of the time: a
-    keeper does this after every save.
-
-    Raises:
-        Corrupt: a part is damaged.
-        InvalidInput: as `merge`.
-    """
-    bodies = [unseal_part(text, name) for name, text in documents]
-    full = [build({**body, "pieces": []}, name) for body, (name, _) in zip(bodies, documents, strict=True)]
-    manifest = merge(
-        [(part, text) for part, (_, text) in zip(full, documents, strict=True)],
-        id=id,
-        created_unix_s=created_unix_s,
-    )
-    tensors = _whole_tensors(bodies)
-    if tensors is not None:
-        return dataclasses.replace(manifest, tensors=tensors)
-    parts = [(build(body, name), text) for body, (name, text) in zip(bodies, documents, strict=True)]
-    return merge(parts, id=id, created_unix_s=created_unix_s)
-
-
-def _whole_tensors(bodies: Sequence[dict[str, Any]]) -> dict[str, Tensor] | None:
-    """The tensors of a checkpoint in which no tensor is in pieces; None if one is, or if ranks disagree."""
-    tensors: dict[str, Tensor] = {}
-    for body in bodies:
-        rank = body["rank"]
-        for name, dtype, shape, offsets, lengths, _, per_rank in body["pieces"]:
-            known = tensors.get(name)
-            if known is not None and (not per_rank or known.owner != EACH):
-                return None
-            if lengths != shape or any(offsets):
-                return None
-            if known is None:
-                tensors[name] = Tensor(dtype, tuple(shape), EACH if per_rank else rank)
-    return tensors
+def _fit(parts: Sequence[tuple[Part, bytes]]) -> tuple[Agreement, tuple[bytes, ...], tuple[int, ...]]:
+    first = parts[0][0]
+    if [part.rank for part, _ in parts] != list(range(first.world_size)):
+        found = [part.rank for part, _ in parts]
+        raise InvalidInput(f"it needs the parts of ranks 0 to {first.world_size - 1}, found {found}.")
+    indices: dict[str, int] = {}
+    texts: list[bytes] = []
+    for part, _ in parts:
+        _check_same_checkpoint(part, first)
+        if part.catalog_digest not in indices:
+            indices[part.catalog_digest] = len(texts)
+            texts.append(part.catalog_text)
+    catalog_of = tuple(indices[part.catalog_digest] for part, _ in parts)
+    agreed = agree(tuple(texts), catalog_of)
+    for (part, _), expected in zip(parts, agreed.num_pieces, strict=True):
+        _check_part(part, expected, agreed.tensors)
+    return agreed, tuple(texts), catalog_of
 
 
 def _check_same_checkpoint(part: Part, first: Part) -> None:
-    for fact in ("run", "step", "attempt", "world_size", "base_step"):
+    for fact in ("run", "step", "attempt", "world_size", "ancestors"):
         if getattr(part, fact) != getattr(first, fact):
             raise InvalidInput(
-                f"Rank {part.rank} says {fact}={getattr(part, fact)!r} for step {first.step}, "
-                f"rank {first.rank} says {getattr(first, fact)!r}: their parts do not belong "
-                "to one checkpoint. It was not committed.",
-                step=first.step,
+                f"rank {part.rank} says {fact}={getattr(part, fact)!r}, rank {first.rank} says "
+                f"{getattr(first, fact)!r}: their parts do not belong to one checkpoint.",
                 rank=part.rank,
             )
 
 
-def _tensor(name: str, pieces: list[tuple[int, Piece]], step: int) -> Tensor:
-    first_rank, first = pieces[0]
-    for rank, piece in pieces:
-        _check_piece(piece, rank, first, first_rank, step)
-    if first.per_rank:
-        return Tensor(first.dtype, first.shape, EACH)
-    for rank, piece in pieces:
-        if (piece.dtype, piece.shape) != (first.dtype, first.shape):
+def _check_part(part: Part, num_pieces: int, tensors: Mapping[str, Tensor]) -> None:
+    if len(part.catalog_starts) != num_pieces:
+        raise InvalidInput(
+            f"rank {part.rank} wrote {len(part.catalog_starts)} pieces, but the catalogs say {num_pieces}.",
+            rank=part.rank,
+        )
+    for name, *_ in part.own:
+        if name in tensors:
             raise InvalidInput(
-                f"Ranks disagree about {name}: rank {first_rank} has {first.dtype}{list(first.shape)}, rank "
-                f"{rank} has {piece.dtype}{list(piece.shape)}. Step {step} was not committed.",
-                step=step,
-                rank=rank,
+                f"Ranks disagree about {name}: rank {part.rank} has its own, for rank "
+                f"{tensors[name].held_by[0]} several ranks share it.",
+                rank=part.rank,
                 key=name,
             )
-    if len(pieces) == 1 and first.is_whole:
-        return Tensor(first.dtype, first.shape, first_rank)
-    _check_coverage(name, pieces, step)
-    return Tensor(first.dtype, first.shape, SPLIT)
 
 
-def _check_piece(piece: Piece, rank: int, first: Piece, first_rank: int, step: int) -> None:
-    name = piece.name
-    if piece.per_rank != first.per_rank:
-        own, shared = (rank, first_rank) if piece.per_rank else (first_rank, rank)
-        message = (
-            f"Ranks disagree about {name}: for rank {own} every rank has its own, for rank {shared} all "
-            f"share it. Step {step} was not committed."
-        )
-        raise InvalidInput(message, step=step, rank=rank, key=name)
-    same_dims = len(piece.shape) == len(piece.offsets) == len(piece.lengths)
-    sides = zip(piece.offsets, piece.lengths, piece.shape, strict=False)
-    if not same_dims or any(start < 0 or n < 0 or start + n > size for start, n, size in sides):
-        message = (
-            f"Rank {rank} holds a region of {name} that is not inside it: offsets {list(piece.offsets)}, "
-            f"lengths {list(piece.lengths)}, shape {list(piece.shape)}. Step {step} was not committed."
-        )
-        raise InvalidInput(message, step=step, rank=rank, key=name)
-
-
-def _check_coverage(name: str, pieces: list[tuple[int, Piece]], step: int) -> None:
-    """Inside the shape, without overlap, and as many elements as the shape has: then nothing is missing."""
-    shape = pieces[0][1].shape
-    held = [(rank, piece) for rank, piece in pieces if piece.num_bytes]
-    if clash := _find_overlap(held):
-        (rank_a, a), (rank_b, _) = clash
-        message = (
-            f"Ranks {rank_b} and {rank_a} both hold the region at {list(a.offsets)} of {name}. "
-            f"Step {step} was not committed."
-        )
-        raise InvalidInput(message, step=step, rank=rank_a, key=name)
-    covered = sum(math.prod(piece.lengths) for _, piece in held)
-    if covered != math.prod(shape):
-        message = (
-            f"The pieces of {name} cover {covered} of its {math.prod(shape)} elements (shape {list(shape)}). "
-            f"Step {step} was not committed."
-        )
-        raise InvalidInput(message, step=step, key=name)
-
-
-def _find_overlap(held: list[tuple[int, Piece]]) -> tuple[tuple[int, Piece], tuple[int, Piece]] | None:
-    """Two pieces that overlap, if any.
-
-    Sweeps along the dimension that is cut most often, and compares a piece only with those that reach its
-    start: n * log n steps for n pieces under the usual shardings, where comparing all pairs of a thousand
-    ranks would take minutes.
-    """
-    dims = range(len(held[0][1].shape)) if held else range(0)
-    dim = max(dims, key=lambda d: len({piece.offsets[d] for _, piece in held}), default=None)
-    if dim is None:  # no dimension: every piece is the one element
-        return (held[1], held[0]) if len(held) > 1 else None
-    reaching: list[tuple[int, Piece]] = []
-    for rank, piece in sorted(held, key=lambda item: item[1].offsets[dim]):
-        start = piece.offsets[dim]
-        reaching = [other for other in reaching if other[1].offsets[dim] + other[1].lengths[dim] > start]
-        for other in reaching:
-            if _overlap(piece, other[1]):
-                return (rank, piece), other
-        reaching.append((rank, piece))
-    return None
-
-
-def _overlap(a: Piece, b: Piece) -> bool:
-    sides = zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True)
-    return all(a0 < b0 + bn and b0 < a0 + an for a0, an, b0, bn in sides)
+def _each(parts: Any) -> dict[str, Tensor]:
+    """Tensors of which every rank has its own, as the first rank that has one has it."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, dtype, shape, _ in part.own:
+            if name not in found:
+                found[name] = Tensor(dtype, shape, None)
+    return found
 
 
 def document(manifest: Manifest) -> bytes:
     """The manifest's sealed document."""
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "id": manifest.id,
-        "run": manifest.run,
-        "step": manifest.step,
-        "attempt": manifest.attempt,
-        "world_size": manifest.world_size,
-        "base_step": manifest.base_step,
-        "created_unix_s": manifest.created_unix_s,
-        "parts": [[p.rank, p.part_bytes, p.part_xxh3, p.data_bytes] for p in manifest.parts],
-        "tensors": {name: [t.dtype, t.shape, t.owner] for name, t in manifest.tensors.items()},
-        "tied": manifest.tied,
-    }
-    return seal(dumps(body))
+    each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.cut is None}
+    head = dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": manifest.id,
+            "run": manifest.run,
+            "step": manifest.step,
+            "attempt": manifest.attempt,
+            "world_size": manifest.world_size,
+            "ancestors": manifest.ancestors,
+            "created_unix_s": manifest.created_unix_s,
+            "parts": [
+                [p.rank, p.part_bytes, p.part_xxh3, p.data_bytes, p.frozen_bytes, p.catalog]
+                for p in manifest.parts
+            ],
+            "each": each,
+        }
+    )
+    return seal(b"\n".join((head, *manifest.catalogs)))
 
 
 def parse(text: bytes, what: str) -> Manifest:
@@ -256,24 +194,29 @@ def parse(text: bytes, what: str) -> Manifest:
         Corrupt: its bytes have changed, or it is not a manifest.
         Unsupported: written by a newer format.
     """
-    body = unseal(text, what)
+    head, *catalogs = unseal_lines(text, what)
+    body = loads(head, what)
     check_kind(body, FORMAT, VERSION, what)
     try:
-        return _parse(body)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return _parse(body, tuple(catalogs))
+    except (LookupError, TypeError, ValueError, AttributeError, HoldfastError) as error:
         raise Corrupt(f"{what} is sealed but lacks what a manifest holds: {error!r}.", key=what) from error
 
 
-def _parse(body: dict[str, Any]) -> Manifest:
+def _parse(body: dict[str, Any], catalogs: tuple[bytes, ...]) -> Manifest:
+    parts = tuple(PartFile(*row) for row in body["parts"])
+    agreed = agree(catalogs, tuple(part.catalog for part in parts))
+    each = {name: Tensor(dtype, tuple(shape), None) for name, (dtype, shape) in body["each"].items()}
     return Manifest(
         id=body["id"],
         run=body["run"],
         step=body["step"],
         attempt=body["attempt"],
         world_size=body["world_size"],
-        base_step=body["base_step"],
+        ancestors=tuple((attempt, step) for attempt, step in body["ancestors"]),
         created_unix_s=body["created_unix_s"],
-        parts=tuple(PartFile(*row) for row in body["parts"]),
-        tensors={name: Tensor(row[0], tuple(row[1]), row[2]) for name, row in body["tensors"].items()},
-        tied=body["tied"],
+        parts=parts,
+        tensors=agreed.tensors | each,
+        tied=agreed.tied,
+        catalogs=catalogs,
     )

@@ -17,7 +17,12 @@ _A = r"a([0-9]{4}|[1-9][0-9]{4,})"
 _STEP_DIR = re.compile(_STEP)
 _ATTEMPT = re.compile(rf"attempts/{_A}\.json")
 _MANIFEST = re.compile(rf"{_STEP}/manifest-{_A}\.json")
-_RANK_FILE = re.compile(rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,}})-{_A}\.(json|safetensors)")
+_REFUSAL = re.compile(rf"{_STEP}/refused-{_A}\.json")
+_RANK_FILE = re.compile(
+    rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
+)
+
+_KINDS = {".json": "part", ".safetensors": "data", "-frozen.safetensors": "frozen"}
 
 
 def step_dir(step: int) -> str:
@@ -35,9 +40,19 @@ def manifest(step: int, attempt_number: int) -> str:
     return f"{step_dir(step)}/manifest-a{attempt_number:04d}.json"
 
 
+def refusal(step: int, attempt_number: int) -> str:
+    """`step-00000500/refused-a0003.json`."""
+    return f"{step_dir(step)}/refused-a{attempt_number:04d}.json"
+
+
 def data(step: int, attempt_number: int, rank: int) -> str:
     """`step-00000500/rank-00001-a0003.safetensors`."""
     return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}.safetensors"
+
+
+def frozen(step: int, attempt_number: int, rank: int) -> str:
+    """`step-00000500/rank-00001-a0003-frozen.safetensors`."""
+    return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}-frozen.safetensors"
 
 
 def part(step: int, attempt_number: int, rank: int) -> str:
@@ -52,7 +67,10 @@ def history(attempt_number: int, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Facts that an object's name tells. `kind` is one of: attempt, manifest, part, data, step-other."""
+    """Facts that an object's name tells.
+
+    `kind` is one of: attempt, manifest, part, data, frozen, refusal, step-other.
+    """
 
     kind: str
     step: int = -1
@@ -65,8 +83,9 @@ def parse(name: str) -> Parsed | None:
     if found := _MANIFEST.fullmatch(name):
         return Parsed("manifest", step=int(found[1]), attempt=int(found[2]))
     if found := _RANK_FILE.fullmatch(name):
-        kind = "part" if found[4] == "json" else "data"
-        return Parsed(kind, step=int(found[1]), rank=int(found[2]), attempt=int(found[3]))
+        return Parsed(_KINDS[found[4]], step=int(found[1]), rank=int(found[2]), attempt=int(found[3]))
+    if found := _REFUSAL.fullmatch(name):
+        return Parsed("refusal", step=int(found[1]), attempt=int(found[2]))
     if found := _ATTEMPT.fullmatch(name):
         return Parsed("attempt", attempt=int(found[1]))
     if found := _STEP_DIR.fullmatch(name.partition("/")[0]):

@@ -1,4 +1,4 @@
-"""The small sealed documents about a run as a whole: the run itself, an attempt's claim, the done marker."""
+"""The small sealed documents of a run: the run itself, an attempt's claim, the done marker, a refusal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.format.part import check_kind
 from holdfast.format.sealed import dumps, seal, unseal
 
 VERSION = 1
-_T = TypeVar("_T", "Run", "Attempt", "Done")
+_T = TypeVar("_T", "Run", "Attempt", "Done", "Refusal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,19 @@ class Done:
     finished_unix_s: float
 
 
-def document(value: Run | Attempt | Done) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`step-NNNNNNNN/refused-aNNNN.json`: the parts of a save do not fit together; it is not committed."""
+
+    run: str
+    attempt: int
+    step: int
+    reason: str
+    rank: int | None  # the rank that the reason is about
+    key: str | None  # the tensor
+
+
+def document(value: Run | Attempt | Done | Refusal) -> bytes:
     """The sealed document of a value."""
     return seal(dumps({"format": _kind(type(value)), "version": VERSION, **asdict(value)}))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import xxhash
+
 from holdfast.errors import Corrupt
 from holdfast.format.hashes import digest
 
@@ -33,33 +35,60 @@ def seal(body: bytes) -> bytes:
     """Document whose first member is the hash of the rest.
 
     Args:
-        body: canonical JSON text of a non-empty object, as `dumps` makes it.
+        body: canonical JSON text of a non-empty object, as `dumps` makes it; other lines may follow it.
     """
     return _OPEN + digest(body).encode() + b'",' + body[1:]
 
 
 def unseal(document: bytes, what: str) -> dict[str, Any]:
-    """The object in a sealed document, after checking the seal.
+    """The object in a sealed document of one line, after checking the seal.
 
     Args:
-        what: name of the document, for the error.
+        document: the document.
+        what: its name, for the error.
+
+    Raises:
+        Corrupt: not a sealed document, or its bytes have changed.
+    """
+    return loads(b"\n".join(unseal_lines(document, what)), what)
+
+
+def unseal_lines(document: bytes, what: str) -> list[bytes]:
+    """The lines of a sealed document, the first without its seal, which has been checked.
 
     Raises:
         Corrupt: not a sealed document, or its bytes have changed.
     """
     document = bytes(document)
-    body = b"{" + document[_HEAD_BYTES:]
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
         raise Corrupt(
             f"{what} is not a sealed Holdfast document: it begins with {document[:24]!r}.", key=what
         )
-    expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), digest(body)
+    expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), _digest_of_rest(document)
     if expected != found:
         message = f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found})."
         raise Corrupt(message, key=what)
+    head, *lines = document[_HEAD_BYTES:].split(b"\n")
+    return [b"{" + head, *lines]
+
+
+def _digest_of_rest(document: bytes) -> str:
+    hashing = xxhash.xxh3_128(b"{")
+    hashing.update(memoryview(document)[_HEAD_BYTES:])
+    return hashing.hexdigest()
+
+
+def loads(line: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in a line of a sealed document.
+
+    Raises:
+        Corrupt: it is none, so somebody else has sealed it.
+    """
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:  # then somebody else has sealed it
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"{what} is sealed but is not JSON: {error}.", key=what) from error
+    if not isinstance(value, dict):
+        raise Corrupt(f"{what} is sealed but is no JSON object.", key=what)
     return value

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast import errors
@@ -112,6 +112,16 @@ class Save:
         self._ended.set()
 
 
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Where in an arena the images of a save's files are; the members are those of the message."""
+
+    bytes: int  # of the data file, which begins at 0
+    frozen_at: int = 0
+    frozen_bytes: int = 0  # of the file of frozen tensors; 0 if there is none
+    is_frozen_unchanged: bool = False  # it was copied in the belief that it equals the save's before
+
+
 @dataclass(slots=True)
 class _Pending:
     """A save that a successor of the keeper would have to be told again."""
@@ -119,7 +129,7 @@ class _Pending:
     save: Save
     arena: int
     arena_fd: int
-    num_bytes: int
+    images: Images
     draft: bytes
     persisted: bool = False
 
@@ -153,12 +163,13 @@ class Keeper:
     # -- handing over ----------------------------------------------------------------------------------------
 
     def submit(
-        self, save: Save, *, arena: int, arena_fd: int, arenas: list[int], num_bytes: int, draft: bytes
+        self, save: Save, *, arena: int, arena_fd: int, arenas: list[int], images: Images, draft: bytes
     ) -> None:
         """Hand a staged save over.
 
         Args:
             arenas: all arenas that still exist, so that the keeper can let go of the others.
+            images: where in the arena the files are.
             draft: the rank's part without its file facts, see `format.part.draft`.
         """
         with self._lock:
@@ -166,7 +177,7 @@ class Keeper:
                 save.mark_failed(self._given_up)
                 self._released(arena)
                 return
-            pending = _Pending(save, arena, arena_fd, num_bytes, draft)
+            pending = _Pending(save, arena, arena_fd, images, draft)
             self._pending[save.step] = pending
             self._held.add(arena)
             self._send_save(pending, arenas)
@@ -181,7 +192,7 @@ class Keeper:
                 "step": pending.save.step,
                 "arena": pending.arena,
                 "arenas": arenas,
-                "bytes": pending.num_bytes,
+                **asdict(pending.images),
             }
             self._send(message, (pending.arena_fd, draft_fd))
         finally:

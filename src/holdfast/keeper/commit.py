@@ -6,9 +6,10 @@ import contextlib
 import time
 import uuid
 
-from holdfast.errors import Conflict
+from holdfast.errors import Conflict, InvalidInput
 from holdfast.format import manifest as manifests
 from holdfast.format import names
+from holdfast.format.run import Refusal, document, parse
 from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.store import Store
@@ -75,6 +76,31 @@ def commit(store: Store, terms: Terms, step: int) -> manifests.Manifest:
             store.delete(name)
         raise
     return manifest
+
+
+def refuse(store: Store, terms: Terms, step: int, error: InvalidInput) -> None:
+    """Tell the keepers of the other ranks that `step` will not be committed, and why.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    refusal = Refusal(terms.run, terms.attempt, step, str(error), error.rank, error.key)
+    store.put(names.refusal(step, terms.attempt), document(refusal))
+
+
+def check_not_refused(store: Store, terms: Terms, step: int) -> None:
+    """Raise what rank 0 said against a save.
+
+    Raises:
+        InvalidInput: the parts of the save do not fit together.
+        Corrupt: rank 0 said something that cannot be read.
+        RetryLater: the store failed.
+    """
+    name = names.refusal(step, terms.attempt)
+    if store.size(name) is None:
+        return
+    said = parse(Refusal, store.get(name), name)
+    raise InvalidInput(said.reason, step=step, rank=said.rank, key=said.key)
 
 
 def is_committed(store: Store, terms: Terms, step: int) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
 from holdfast.store import Store
 
@@ -20,24 +20,9 @@ def persist(store: Store, name: str, image: memoryview) -> DataFile:
 
     Blocks: until the bytes are durable.
     """
-    hashing = _Hashing(image)
-    thread = threading.Thread(target=hashing.run, name="holdfast-hash")
-    thread.start()
-    try:
+    chunk_bytes = chunk_bytes_for(len(image))
+    # Beside the write: xxh3 and write both leave the interpreter lock alone.
+    with ThreadPoolExecutor(1, "holdfast-hash") as beside:
+        chunks = beside.submit(hash_chunks, image, chunk_bytes)
         store.put(name, image)
-    finally:
-        thread.join()
-    return DataFile(len(image), hashing.chunk_bytes, tuple(hashing.chunks))
-
-
-class _Hashing:
-    """Hashes an image beside its write; xxh3 and write both leave the interpreter lock alone."""
-
-    def __init__(self, image: memoryview) -> None:
-        self.image = image
-        self.chunk_bytes = chunk_bytes_for(len(image))
-        self.chunks: list[str] = []
-
-    def run(self) -> None:
-        for start, stop in chunk_ranges(len(self.image), self.chunk_bytes):
-            self.chunks.append(digest(self.image[start:stop]))
+        return DataFile(len(image), chunk_bytes, chunks.result())

@@ -12,11 +12,23 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, HoldfastError, RetryLater
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
+from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Ancestors
 from holdfast.keeper import protocol
-from holdfast.keeper.commit import check_not_fenced, commit, is_committed, missing_ranks, newest_committed
+from holdfast.keeper.commit import (
+    check_not_fenced,
+    check_not_refused,
+    commit,
+    is_committed,
+    missing_ranks,
+    newest_committed,
+    refuse,
+)
+from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.history import History
 from holdfast.keeper.persist import persist
 from holdfast.keeper.presence import Presence, living, process_start
@@ -38,6 +50,10 @@ class Job:
     step: int
     arena: int = 0
     num_bytes: int = 0
+    frozen_at: int = 0  # where in the arena the image of the frozen tensors' file begins
+    frozen_bytes: int = 0  # 0: there is none
+    is_frozen_unchanged: bool = False  # so the trainer believes
+    ancestors: Ancestors | None = None  # known once it is committed
     draft_fd: int = -1  # -1: persisted already, only the commit is left
     received_s: float = 0.0
     next_look_s: float = 0.0
@@ -107,6 +123,8 @@ class Desk:
         job = Job(message["step"], received_s=time.monotonic())
         if message["op"] == "save":
             job.arena, job.num_bytes = message["arena"], message["bytes"]
+            job.frozen_at, job.frozen_bytes = message["frozen_at"], message["frozen_bytes"]
+            job.is_frozen_unchanged = message["is_frozen_unchanged"]
             arena_fd, job.draft_fd = fds
             if job.arena not in self.arenas:
                 self.arenas[job.arena] = mmap.mmap(arena_fd, 0, access=mmap.ACCESS_READ)
@@ -138,6 +156,7 @@ class Work:
         self.presence = presence
         self.store = open_store(terms.home)
         self.history = History(self.store, terms)
+        self.frozen = FrozenFile(self.store, terms)
         self.retention = Retention(self.store, Keep(terms.keep_last, terms.keep_every))
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
@@ -227,11 +246,15 @@ class Work:
 
     def _put_data_and_part(self, job: Job) -> None:
         check_not_fenced(self.store, self.terms.attempt)
-        terms, image = self.terms, memoryview(self.desk.arenas[job.arena])[: job.num_bytes]
-        file = persist(self.store, names.data(job.step, terms.attempt, terms.rank), image)
+        terms, arena = self.terms, memoryview(self.desk.arenas[job.arena])
+        file = persist(self.store, names.data(job.step, terms.attempt, terms.rank), arena[: job.num_bytes])
+        frozen = None
+        if job.frozen_bytes:
+            image = arena[job.frozen_at : job.frozen_at + job.frozen_bytes]
+            frozen = self.frozen.persist(job.step, image, must_match=job.is_frozen_unchanged)
         kill_point("keeper.data")
         draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
-        self.store.put(names.part(job.step, terms.attempt, terms.rank), parts.finish(draft, file))
+        self.store.put(names.part(job.step, terms.attempt, terms.rank), parts.finish(draft, file, frozen))
         kill_point("keeper.part")
 
     # -- commit ----------------------------------------------------------------------------------------------
@@ -254,6 +277,8 @@ class Work:
 
     def _try_commit(self, job: Job) -> bool:
         if is_committed(self.store, self.terms, job.step):
+            name = names.manifest(job.step, self.terms.attempt)
+            job.ancestors = manifests.parse(self.store.get(name), name).ancestors
             return True
         missing = missing_ranks(self.store, self.terms, job.step)
         if self.terms.rank in missing and newest_committed(self.store, self.terms) > job.step:
@@ -261,11 +286,19 @@ class Work:
         # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
         # while another deletes it.
         if self.terms.rank == 0 and not missing:
-            manifest = commit(self.store, self.terms, job.step)
-            self.retention.remember((self.terms.attempt, job.step), manifest.base_step)
+            job.ancestors = self._commit(job.step).ancestors
             return True
+        check_not_refused(self.store, self.terms, job.step)
         self._give_up_if_hopeless(job, missing)
         return False
+
+    def _commit(self, step: int) -> Manifest:
+        try:
+            return commit(self.store, self.terms, step)
+        except InvalidInput as error:
+            if self.terms.world_size > 1:
+                refuse(self.store, self.terms, step, error)  # else the other ranks wait for us in vain
+            raise
 
     def _give_up_if_hopeless(self, job: Job, missing: list[int]) -> None:
         waited_s = time.monotonic() - job.received_s
@@ -294,7 +327,7 @@ class Work:
     def _after_commit(self, job: Job) -> None:
         seconds = time.monotonic() - job.received_s
         self._tell("committed", job, num_bytes=job.num_bytes, seconds=seconds)
-        if self.terms.rank == 0 and self.terms.keep_last is not None:
+        if self.terms.rank == 0 and self.terms.keep_last is not None and job.ancestors is not None:
             self.retain_due.append(job)
 
     def _retain_if_due(self) -> None:
@@ -308,8 +341,9 @@ class Work:
 
     def _retain(self, job: Job) -> None:
         in_work = {other.step for other in (*self.waiting, *self.desk.jobs)}
+        newest = self.terms.attempt, job.step
         try:
-            for deleted in self.retention.apply((self.terms.attempt, job.step), in_work):
+            for deleted in self.retention.apply(newest, job.ancestors or (), in_work):
                 detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
                 self.history.record("retained", step=deleted.step, detail=detail)
             self.store.sweep("step-")

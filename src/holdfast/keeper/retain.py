@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import manifest as manifests
 from holdfast.format import names
+from holdfast.format.part import Ancestors
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep, line_of
 from holdfast.store import Store
@@ -25,22 +26,19 @@ class Deleted:
 
 
 class Retention:
-    """Applies one policy to one home. Remembers what manifests said, so that each is read once."""
+    """Applies one policy to one home. Remembers which manifests it could read, so that each is read once."""
 
     def __init__(self, store: Store, keep: Keep) -> None:
         self.store = store
         self.keep = keep
-        self._base: dict[Id, int | None] = {}
+        self._readable: set[Id] = set()
 
-    def remember(self, newest: Id, base_step: int | None) -> None:
-        """What the manifest of a checkpoint just committed says: it need not be read back."""
-        self._base[newest] = base_step
-
-    def apply(self, newest: Id, in_work: Collection[int]) -> Iterator[Deleted]:
+    def apply(self, newest: Id, ancestors: Ancestors, in_work: Collection[int]) -> Iterator[Deleted]:
         """Delete what need not stay now that `newest` is complete.
 
         Args:
             newest: the checkpoint just committed; it always stays.
+            ancestors: its ancestors.
             in_work: steps of its attempt that may still become complete.
 
         Raises:
@@ -50,7 +48,8 @@ class Retention:
         complete = {
             found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names
         }
-        line = line_of((found, self._base_step(found)) for found in complete if self._is_readable(found))
+        self._readable.add(newest)  # it need not be read back
+        line = line_of((found for found in complete if self._is_readable(found)), newest, ancestors)
         kept = self.keep.kept(line.current) | {newest}
         doomed = {found for found in line.current if found not in kept}
         doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
@@ -64,23 +63,20 @@ class Retention:
         files: dict[Id, list[str]] = {}
         for entry in self.store.list("step-"):
             facts = names.parse(entry.name)
-            if facts and facts.kind in ("manifest", "part", "data"):
+            if facts and facts.kind in ("manifest", "part", "data", "frozen", "refusal"):
                 files.setdefault((facts.attempt, facts.step), []).append(entry.name)
         return files
 
     def _is_readable(self, found: Id) -> bool:
         """A manifest that cannot be read is neither counted nor deleted: a person should see it."""
-        try:
-            self._base_step(found)
-        except (Corrupt, Unsupported):
-            return False
-        return True
-
-    def _base_step(self, found: Id) -> int | None:
-        if found not in self._base:
+        if found not in self._readable:
             name = names.manifest(found[1], found[0])
-            self._base[found] = manifests.parse(self.store.get(name), name).base_step
-        return self._base[found]
+            try:
+                manifests.parse(self.store.get(name), name)
+            except (Corrupt, Unsupported):
+                return False
+            self._readable.add(found)
+        return True
 
     def _delete(self, found: Id, its_names: list[str]) -> None:
         manifest = names.manifest(found[1], found[0])
@@ -90,4 +86,4 @@ class Retention:
         for name in its_names:
             if name != manifest:
                 self.store.delete(name)
-        self._base.pop(found, None)
+        self._readable.discard(found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import Piece
 
@@ -38,3 +40,29 @@ def runs(piece: Piece, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         end = min(start - start % step + step, stop)
         yield start, run_start(piece, start), end - start
         start = end
+
+
+def is_run(inner: Box, outer: Box) -> bool:
+    """True if the elements of a box follow each other in the row-major order of one around it."""
+    dims = zip(inner.lengths, outer.lengths, strict=True)
+    rest = itertools.dropwhile(lambda sides: sides[0] == 1, dims)
+    return all(mine == theirs for mine, theirs in itertools.islice(rest, 1, None))
+
+
+def item_offset(inner: Box, outer: Box) -> int:
+    """Which element of a box, in row-major order, is the first of one inside it."""
+    offset = 0
+    for at, start, length in zip(inner.offsets, outer.offsets, outer.lengths, strict=True):
+        offset = offset * length + at - start
+    return offset
+
+
+def covering_run(inner: Box, outer: Box) -> Box:
+    """The smallest box around `inner` that is whole rows of `outer`, and so a run of it."""
+    if is_run(inner, outer):
+        return inner
+    cut = next(dim for dim, length in enumerate(outer.lengths) if length > 1)
+    return Box(
+        (*outer.offsets[:cut], inner.offsets[cut], *outer.offsets[cut + 1 :]),
+        (*outer.lengths[:cut], inner.lengths[cut], *outer.lengths[cut + 1 :]),
+    )

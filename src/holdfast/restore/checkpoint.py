@@ -262,13 +262,15 @@ class Checkpoint:
         import torch  # not above: looking at a checkpoint does not need it
 
         from holdfast.restore.fill import fill, torch_dtype
+        from holdfast.state.load import Target
 
         found = {}
         for name in wanted:
             saved = self._parts.shape_of(name, rank)
             if saved is not None:
                 found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]))
-        fill(self._store, self.manifest, found, rank, num_threads=num_threads, parts=self._parts)
+        targets = {name: Target(tensor) for name, tensor in found.items()}
+        fill(self._store, self.manifest, targets, rank, num_threads=num_threads, parts=self._parts)
         return found
 
 

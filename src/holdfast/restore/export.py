@@ -84,11 +84,12 @@ def _export(store: Store, parts: Parts, path: Path, partial: Path, rank: int, nu
     try:
         os.ftruncate(fd, layout.file_bytes)
         _write_all(fd, memoryview(layout.header), 0)
-        wanted: dict[int, list[Want]] = {}
+        wanted: dict[tuple[int, bool], list[Want]] = {}
         for name, base in zip(wholes, layout.starts, strict=True):
-            for owner, piece, start in parts.pieces_of(manifest.tied.get(name, name), rank):
-                wanted.setdefault(owner, []).append(Want(start, piece.num_bytes, _FileSink(fd, base, piece)))
-        jobs = [Job(parts.part(owner), wants) for owner, wants in sorted(wanted.items())]
+            for found in parts.pieces_of(manifest.tied.get(name, name), rank):
+                want = Want(found.start, found.piece.num_bytes, _FileSink(fd, base, found.piece))
+                wanted.setdefault((found.rank, found.piece.frozen), []).append(want)
+        jobs = [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
         stats = read(store, jobs, num_threads=num_threads)
         os.fsync(fd)
     finally:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.format.cuts import Box
 from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.layout import Piece
 from holdfast.format.manifest import Manifest
-from holdfast.restore.boxes import run_bytes, run_start
-from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, ReadStats, Sink, Want, read
+from holdfast.restore.boxes import covering_run, is_run, item_offset
+from holdfast.restore.parts import Located, Parts
+from holdfast.restore.read import Job, ReadStats, Want, read
+from holdfast.state.load import Target
 from holdfast.store.contract import Store
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,21 +69,30 @@ class TensorSink:
 
 
 class RegionSink:
-    """Collects a piece that is no single run of bytes in its tensor, then copies it to its place."""
+    """Collects rows of a saved box, then copies what is wanted of them to its place in a tensor.
 
-    def __init__(self, tensor: torch.Tensor, piece: Piece) -> None:
+    Args:
+        tensor: what is filled.
+        place: the box of the saved tensor that it is.
+        wanted: what of that is to come.
+        rows: what does come, a box around `wanted`.
+    """
+
+    def __init__(self, tensor: torch.Tensor, place: Box, wanted: Box, rows: Box) -> None:
         self._tensor = tensor
-        self._piece = piece
-        self._left = piece.num_bytes
+        self._place = place
+        self._wanted = wanted
+        self._rows = rows
+        self._left = rows.num_items * tensor.element_size()
         self._lock = threading.Lock()
         self._whole: torch.Tensor | None = None
         self._sink: TensorSink | None = None
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Take bytes of the piece; with the last ones, the piece is copied into the tensor."""
+        """Take bytes of the rows; with the last ones, what is wanted is copied into the tensor."""
         with self._lock:
-            if self._sink is None:  # not earlier: pieces come in turn, so few are in memory at once
-                self._whole = torch.empty(self._piece.lengths, dtype=torch_dtype(self._piece.dtype))
+            if self._sink is None:  # not earlier: boxes come in turn, so few are in memory at once
+                self._whole = torch.empty(self._rows.lengths, dtype=self._tensor.dtype)
                 self._sink = TensorSink(self._whole)
             sink = self._sink
         sink.write(offset, view)
@@ -90,22 +100,57 @@ class RegionSink:
             self._left -= len(view)
             if self._left:
                 return
-        self._place()
+        self._copy()
 
-    def _place(self) -> None:
+    def _copy(self) -> None:
         assert self._whole is not None
         same_size = _SAME_SIZE[self._whole.element_size()]  # as integers, so that no copy rule touches a bit
-        region = self._tensor.detach().view(same_size)
-        for dim, (at, length) in enumerate(zip(self._piece.offsets, self._piece.lengths, strict=True)):
-            region = region.narrow(dim, at, length)
-        region.copy_(self._whole.view(same_size))
+        region = _narrowed(self._tensor.detach().view(same_size), self._place, self._wanted)
+        region.copy_(_narrowed(self._whole.view(same_size), self._rows, self._wanted))
         self._whole = self._sink = None
+
+
+def _narrowed(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
+    """The region `inner` of a tensor that is the box `outer`."""
+    for dim, (at, start, length) in enumerate(zip(inner.offsets, outer.offsets, inner.lengths, strict=True)):
+        tensor = tensor.narrow(dim, at - start, length)
+    return tensor
+
+
+def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, parts: Parts) -> list[Job]:
+    """What has to be read to fill tensors; nothing is changed.
+
+    Args:
+        manifest: the checkpoint.
+        targets: name or alias of a saved tensor -> contiguous tensor of the saved dtype, and which box of the
+            saved tensor it is.
+        rank: whose copies of per-rank tensors are taken, modulo the saved world size.
+        parts: the parts of the checkpoint.
+
+    Raises:
+        NotFound: a name that the checkpoint does not hold, or a missing part.
+        InvalidInput: a target of another dtype or shape, or not contiguous.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+    """
+    missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
+    if missing:
+        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise NotFound(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
+    wanted: dict[tuple[int, bool], list[Want]] = {}
+    for name, target in targets.items():
+        place = _place(parts, name, target, rank)
+        if not place.num_items:
+            continue
+        for found in parts.pieces_of(manifest.tied.get(name, name), rank, place):
+            wanted.setdefault((found.rank, found.piece.frozen), []).append(_want(target.tensor, place, found))
+    return [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
 
 
 def fill(
     store: Store,
     manifest: Manifest,
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, Target],
     rank: int,
     *,
     num_threads: int = 4,
@@ -117,7 +162,7 @@ def fill(
     Args:
         store: the home.
         manifest: the checkpoint.
-        targets: name or alias of a saved tensor -> contiguous tensor of the saved dtype and shape.
+        targets: see `plan_fill`.
         rank: whose copies of per-rank tensors are taken, modulo the saved world size.
         num_threads: threads that read, hash and copy.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
@@ -132,37 +177,40 @@ def fill(
     Ranks: not collective.
     Blocks: until all targets are filled.
     """
-    parts = parts or Parts(store, manifest)
-    missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
-    if missing:
-        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-        raise NotFound(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
-    wanted: dict[int, list[Want]] = {}
-    for name, target in targets.items():
-        _check_target(parts, name, target, rank)
-        for owner, piece, start in parts.pieces_of(manifest.tied.get(name, name), rank):
-            if piece.num_bytes:
-                wanted.setdefault(owner, []).append(Want(start, piece.num_bytes, _sink(target, piece)))
-    jobs = [Job(parts.part(owner), wants) for owner, wants in sorted(wanted.items())]
+    jobs = plan_fill(manifest, targets, rank, parts or Parts(store, manifest))
     return read(store, jobs, num_threads=num_threads, on_bytes=on_bytes)
 
 
-def _check_target(parts: Parts, name: str, target: torch.Tensor, rank: int) -> None:
+def _place(parts: Parts, name: str, target: Target, rank: int) -> Box:
+    """The box of the saved tensor that a target is."""
     saved = parts.shape_of(parts.manifest.tied.get(name, name), rank)
     if saved is None:
-        return  # pieces_of names what is missing
+        saved_rank, step = rank % parts.manifest.world_size, parts.manifest.step
+        message = f"Rank {saved_rank} saved no {name} of its own at step {step}."
+        raise NotFound(message, step=step, rank=saved_rank, key=name)
     dtype, shape = saved
-    if target.dtype is not torch_dtype(dtype) or target.shape != shape:
-        message = (
-            f"{name} of step {parts.manifest.step} is {dtype}{list(shape)}; the tensor to be filled is "
-            f"{target.dtype}{list(target.shape)}. Nothing was changed."
-        )
-        raise InvalidInput(message, step=parts.manifest.step, key=name)
+    place = Box.whole(shape) if target.box is None else target.box
+    tensor = target.tensor
+    if tensor.dtype is torch_dtype(dtype) and tensor.shape == place.lengths and place.is_inside(shape):
+        return place
+    message = (
+        f"{name} of step {parts.manifest.step} is {dtype}{list(shape)}; the tensor to be filled is "
+        f"{tensor.dtype}{list(tensor.shape)}, as {list(place.lengths)} at {list(place.offsets)} of it. "
+        "Nothing was changed."
+    )
+    raise InvalidInput(message, step=parts.manifest.step, key=name)
 
 
-def _sink(target: torch.Tensor, piece: Piece) -> Sink:
-    if piece.is_whole:
-        return TensorSink(target)
-    if run_bytes(piece) == piece.num_bytes:
-        return TensorSink(target, run_start(piece, 0))
-    return RegionSink(target, piece)
+def _want(tensor: torch.Tensor, place: Box, found: Located) -> Want:
+    """What is read of a saved box for a tensor that is the box `place`."""
+    if found.box == place:
+        return Want(found.start, found.piece.num_bytes, TensorSink(tensor))
+    common = place.overlap(found.box)
+    assert common is not None
+    rows = covering_run(common, found.box)
+    item_bytes = tensor.element_size()
+    start = found.start + item_offset(rows, found.box) * item_bytes
+    num_bytes = rows.num_items * item_bytes
+    if rows == common and is_run(common, place):
+        return Want(start, num_bytes, TensorSink(tensor, item_offset(common, place) * item_bytes))
+    return Want(start, num_bytes, RegionSink(tensor, place, common, rows))

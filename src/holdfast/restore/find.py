@@ -29,6 +29,7 @@ class Saved:
     manifest_bytes: int | None = None  # None: no manifest, so not a checkpoint (yet)
     parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
+    frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
 
     @property
     def is_committed(self) -> bool:
@@ -38,7 +39,9 @@ class Saved:
     @property
     def num_bytes(self) -> int:
         """Bytes of all objects of this save."""
-        return (self.manifest_bytes or 0) + sum(self.parts.values()) + sum(self.data.values())
+        return (self.manifest_bytes or 0) + sum(
+            sum(files.values()) for files in (self.parts, self.data, self.frozen)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +82,17 @@ def list_home(store: Store, *, step: int | None = None) -> Home:
         if facts.kind == "attempt":
             attempts.append(facts.attempt)
             continue
+        if facts.kind == "refusal":
+            continue  # a word between keepers
         if facts.kind == "step-other":
             foreign.append(entry.name)
             continue
         one = saved.setdefault((facts.step, facts.attempt), Saved(facts.step, facts.attempt))
         if facts.kind == "manifest":
             one.manifest_bytes = entry.num_bytes
-        elif facts.kind == "part":
-            one.parts[facts.rank] = entry.num_bytes
         else:
-            one.data[facts.rank] = entry.num_bytes
+            files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
+            files[facts.rank] = entry.num_bytes
     return Home(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
 
 
@@ -171,10 +175,9 @@ def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> 
         ranks = [part.rank for part in found.parts]
         message = f"{name} says {found.world_size} ranks but lists the parts of ranks {ranks}."
         raise Corrupt(message, step=step, key=name)
-    owners = {*range(found.world_size), manifest_format.EACH, manifest_format.SPLIT}
     for key, tensor in found.tensors.items():
-        if tensor.owner not in owners or tensor.dtype not in ITEM_BYTES:
-            message = f"{name} says that {key} is {tensor.dtype!r} and owned by {tensor.owner!r}: not known."
+        if tensor.dtype not in ITEM_BYTES or min(tensor.shape, default=0) < 0:
+            message = f"{name} says that {key} is {tensor.dtype!r}{list(tensor.shape)}, which cannot be."
             raise Corrupt(message, step=step, key=key)
     return found
 
@@ -192,6 +195,9 @@ def check_files(home: Home, manifest: Manifest) -> None:
         rank = file.rank
         _check_size(names.part(step, attempt, rank), file.part_bytes, saved.parts.get(rank), step, rank)
         _check_size(names.data(step, attempt, rank), file.data_bytes, saved.data.get(rank), step, rank)
+        if file.frozen_bytes is not None:
+            frozen = names.frozen(step, attempt, rank)
+            _check_size(frozen, file.frozen_bytes, saved.frozen.get(rank), step, rank)
 
 
 def _check_size(name: str, expected: int, found: int | None, step: int, rank: int) -> None:
@@ -233,11 +239,10 @@ def read_part(store: Store, manifest: Manifest, rank: int) -> Part:
         raise Corrupt(message, step=manifest.step, rank=rank, key=name)
     part = part_format.parse(text, name)
     check_part(part, rank, name)
-    if part.file.num_bytes != manifest.parts[rank].data_bytes:
-        message = (
-            f"{name} and the manifest disagree about the data file: {part.file.num_bytes} and "
-            f"{manifest.parts[rank].data_bytes} bytes."
-        )
+    expected_sizes = manifest.parts[rank].data_bytes, manifest.parts[rank].frozen_bytes
+    sizes = part.file.num_bytes, None if part.frozen is None else part.frozen.num_bytes
+    if sizes != expected_sizes:
+        message = f"{name} and the manifest disagree about data files: {sizes} and {expected_sizes} bytes."
         raise Corrupt(message, step=manifest.step, rank=rank, key=name)
     return part
 
@@ -252,16 +257,16 @@ def check_part(part: Part, rank: int, name: str) -> None:
     """
     if part.rank != rank:
         raise Corrupt(f"{name} is the part of rank {part.rank}.", step=part.step, rank=rank, key=name)
-    chunk_bytes = part.file.chunk_bytes
-    if not 0 < chunk_bytes <= MAX_CHUNK_BYTES or chunk_bytes % BLOCK_BYTES:
-        message = f"{name} has chunks of {chunk_bytes} bytes: expected a multiple of 4 KiB up to 8 MiB."
-        raise Corrupt(message, step=part.step, rank=rank, key=name)
+    for file in part.files.values():
+        if not 0 < file.chunk_bytes <= MAX_CHUNK_BYTES or file.chunk_bytes % BLOCK_BYTES:
+            message = (
+                f"{name} has chunks of {file.chunk_bytes} bytes: expected a multiple of 4 KiB up to 8 MiB."
+            )
+            raise Corrupt(message, step=part.step, rank=rank, key=name)
+    sizes = {False: part.file.num_bytes, True: part.frozen.num_bytes if part.frozen else -1}
     for piece, start in zip(part.pieces, part.starts, strict=True):
-        if piece.dtype not in ITEM_BYTES or not _is_box(piece):
-            bad = True
-        else:
-            bad = not 0 <= start <= part.file.num_bytes - piece.num_bytes
-        if bad:
+        is_possible = piece.dtype in ITEM_BYTES and _is_box(piece)
+        if not (is_possible and 0 <= start <= sizes[piece.frozen] - piece.num_bytes):
             message = f"{name} places {piece.name} at byte {start} as {piece}, which cannot be."
             raise Corrupt(message, step=part.step, rank=rank, key=piece.name)
 
@@ -320,7 +325,9 @@ def _read_draft(store: Store, saved: Saved, rank: int) -> tuple[Part, bytes]:
     text = store.get(name)
     part = part_format.parse(text, name)
     check_part(part, rank, name)
-    if (part.step, part.attempt, part.file.num_bytes) != (saved.step, saved.attempt, saved.data[rank]):
+    frozen_bytes = part.frozen.num_bytes if part.frozen else saved.frozen.get(rank)
+    found = saved.step, saved.attempt, saved.data[rank], saved.frozen.get(rank)
+    if (part.step, part.attempt, part.file.num_bytes, frozen_bytes) != found:
         message = f"{name} does not describe the data file beside it."
         raise Corrupt(message, step=saved.step, rank=rank, key=name)
     return part, text

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from holdfast.errors import Corrupt, InvalidInput, NotFound
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
+from holdfast.format.cuts import Box
 from holdfast.format.layout import Piece
-from holdfast.format.manifest import EACH, SPLIT, Manifest
+from holdfast.format.manifest import EACH, Manifest
 from holdfast.format.part import Part
 from holdfast.restore.find import read_part
 from holdfast.store.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A box of a tensor, and where it is."""
+
+    rank: int  # that wrote it
+    piece: Piece
+    box: Box
+    start: int  # its first byte in the data file
 
 
 class Parts:
@@ -38,37 +50,54 @@ class Parts:
             self._parts[rank] = read_part(self._store, self.manifest, rank)
         return self._parts[rank]
 
-    def pieces_of(self, name: str, rank: int) -> Iterator[tuple[int, Piece, int]]:
-        """(writing rank, piece, its byte in that rank's file) of all pieces of a tensor, as `rank` sees it.
+    def pieces_of(self, name: str, rank: int, box: Box | None = None) -> Iterator[Located]:
+        """Where the boxes are that together hold a box of a tensor, as `rank` sees it; empty ones left out.
+
+        Reads only the parts of the ranks that wrote them.
 
         Args:
             name: a tensor of the manifest, no alias.
             rank: whose copy of a per-rank tensor; of another world size, so taken modulo the saved one.
+            box: what is wanted of it; all of it by default.
 
         Raises:
             Corrupt: the parts do not hold what the manifest says.
             NotFound: a part is missing, or `rank` did not save this per-rank tensor.
             RetryLater: the store failed.
         """
-        manifest = self.manifest
-        tensor = manifest.tensors[name]
-        if tensor.owner == SPLIT:
-            ranks: range | tuple[int, ...] = range(manifest.world_size)
-        else:
-            ranks = (rank % manifest.world_size if tensor.owner == EACH else int(tensor.owner),)
-        found = False
-        for one in ranks:
-            held = self._pieces_in(one).get(name)
-            if held is None:
-                continue
-            found = True
-            self._check(name, one, held[0])
-            yield one, *held
-        if found:
+        tensor = self.manifest.tensors[name]
+        if tensor.cut is None:
+            yield self._located(name, rank % self.manifest.world_size, NotFound)
             return
-        message = f"The manifest of step {manifest.step} names {name}, but rank {ranks[0]} did not save it."
-        error = NotFound if tensor.owner == EACH else Corrupt
-        raise error(message, step=manifest.step, rank=ranks[0], key=name)
+        wanted = Box.whole(tensor.shape) if box is None else box
+        for one, expected in tensor.cut.touching(wanted, tensor.shape):
+            found = self._located(name, one, Corrupt)
+            if (found.box, found.piece.dtype, found.piece.shape) != (expected, tensor.dtype, tensor.shape):
+                message = (
+                    f"The manifest of step {self.manifest.step} says that {name} is "
+                    f"{tensor.dtype}{list(tensor.shape)} and that rank {one} holds {expected}; it holds "
+                    f"{found.piece}."
+                )
+                raise Corrupt(message, step=self.manifest.step, rank=one, key=name)
+            yield found
+
+    def _located(self, name: str, rank: int, error: type[HoldfastError]) -> Located:
+        held = self._pieces_in(rank).get(name)
+        if held is None:
+            message = (
+                f"The manifest of step {self.manifest.step} names {name}, but rank {rank} did not save it."
+            )
+            raise error(message, step=self.manifest.step, rank=rank, key=name)
+        piece, start = held
+        return Located(rank, piece, Box(piece.offsets, piece.lengths), start)
+
+    def structures(self, rank: int) -> list[int]:
+        """Ranks whose parts together hold the values of all structures: `rank` first, one for each other."""
+        own = rank % self.manifest.world_size
+        first_of = {self.manifest.parts[own].catalog: own}
+        for part in self.manifest.parts:
+            first_of.setdefault(part.catalog, part.rank)
+        return list(first_of.values())
 
     def shape_of(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
         """Dtype and shape of a tensor as `rank` sees it; None if it is per rank and this rank saved none.
@@ -92,14 +121,3 @@ class Parts:
             placed = zip(part.pieces, part.starts, strict=True)
             self._pieces[rank] = {piece.name: (piece, start) for piece, start in placed}
         return self._pieces[rank]
-
-    def _check(self, name: str, rank: int, piece: Piece) -> None:
-        tensor = self.manifest.tensors[name]
-        whole = tensor.owner == SPLIT or piece.is_whole
-        same = tensor.owner == EACH or (piece.dtype, piece.shape) == (tensor.dtype, tensor.shape)
-        if not (whole and same and piece.per_rank == (tensor.owner == EACH)):
-            message = (
-                f"The manifest of step {self.manifest.step} says that {name} is "
-                f"{tensor.dtype}{list(tensor.shape)}; rank {rank} holds {piece}."
-            )
-            raise Corrupt(message, step=self.manifest.step, rank=rank, key=name)

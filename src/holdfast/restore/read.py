@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
-from holdfast.format import names
 from holdfast.format.hashes import digest
-from holdfast.format.part import Part
+from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
 
 READ_BYTES = 8 << 20
@@ -42,10 +41,24 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is wanted from the data file of a part."""
+    """What is wanted from a data file of a part."""
 
     part: Part
     wanted: Sequence[Want]
+    frozen: bool = False  # from the file of frozen tensors
+
+    @property
+    def file(self) -> DataFile:
+        """The file's size and hashes.
+
+        Raises:
+            Corrupt: the part has no such file.
+        """
+        name = self.part.file_name(frozen=self.frozen)
+        if name not in self.part.files:
+            message = f"{self.part.what} names no file of frozen tensors, but has some."
+            raise Corrupt(message, step=self.part.step, rank=self.part.rank, key=name)
+        return self.part.files[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +71,12 @@ class ReadStats:
 
 
 @dataclass(slots=True)
-class _Read:
+class Read:
     """One read: some adjacent chunks of one file, and what is wanted from them."""
 
     name: str
     part: Part
+    file: DataFile
     start: int
     stop: int
     wanted: list[Want] = field(default_factory=list)
@@ -98,19 +112,20 @@ def read(
     if num_threads < 1:
         raise InvalidInput(f"num_threads is {num_threads}; at least 1 thread must read.")
     began = time.perf_counter()
-    reads = [one for job in jobs for one in _plan(job)]
+    reads = [one for job in jobs for one in plan_reads(job)]
     crew = _Crew(store, deque(reads), on_bytes, on_error)
     crew.work(min(num_threads, len(reads)))
     return ReadStats(sum(one.stop - one.start for one in reads), len(reads), time.perf_counter() - began)
 
 
-def _plan(job: Job) -> list[_Read]:
+def plan_reads(job: Job) -> list[Read]:
     """The reads of a job: needed chunks, adjacent ones together, each with what is wanted from it."""
-    chunk_bytes, file_bytes = job.part.file.chunk_bytes, job.part.file.num_bytes
+    file = job.file
+    chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
     limit = max(READ_BYTES // chunk_bytes, 1)
-    name = names.data(job.part.step, job.part.attempt, job.part.rank)
+    name = job.part.file_name(frozen=job.frozen)
     wanted = sorted((want for want in job.wanted if want.num_bytes), key=lambda want: want.start)
-    reads: list[_Read] = []
+    reads: list[Read] = []
     position = 0  # chunks before this one are in a read already
     first = 0  # first chunk of the open read
     for start, num_bytes, _ in wanted:
@@ -120,14 +135,15 @@ def _plan(job: Job) -> list[_Read]:
         while position < end:
             if position - first in (0, limit):
                 first = position
-                reads.append(_Read(name, job.part, first * chunk_bytes, first * chunk_bytes))
+                reads.append(Read(name, job.part, file, first * chunk_bytes, first * chunk_bytes))
             position = min(end, first + limit)
             reads[-1].stop = min(position * chunk_bytes, file_bytes)
-    _distribute(wanted, reads)
+    distribute(wanted, reads)
     return reads
 
 
-def _distribute(wanted: list[Want], reads: list[_Read]) -> None:
+def distribute(wanted: list[Want], reads: list[Read]) -> None:
+    """Add to each read of a file, in order, what is wanted from it."""
     starts = [one.start for one in reads]
     for want in wanted:
         stop = want.start + want.num_bytes
@@ -143,7 +159,7 @@ class _Crew:
     def __init__(
         self,
         store: Store,
-        todo: deque[_Read],
+        todo: deque[Read],
         on_bytes: Callable[[int], None] | None,
         on_error: Callable[[HoldfastError], None] | None,
     ) -> None:
@@ -190,22 +206,22 @@ class _Crew:
                 return
             self._do(one, view[: one.stop - one.start])
 
-    def _do(self, one: _Read, view: memoryview) -> None:
+    def _do(self, one: Read, view: memoryview) -> None:
         damage = self._fetch(one, view)
         for error in damage:
             self._report(error)
         if not damage:
-            _deliver(one, view)
+            deliver(one, view)
         if self._on_bytes is not None:
             with self._lock:
                 self._on_bytes(len(view))
 
-    def _fetch(self, one: _Read, view: memoryview) -> list[HoldfastError]:
+    def _fetch(self, one: Read, view: memoryview) -> list[HoldfastError]:
         try:
             self._store.read_into(one.name, one.start, view)
         except HoldfastError as error:
             return [error]
-        return _damage(one, view)
+        return find_damage(one, view)
 
     def _report(self, error: HoldfastError) -> None:
         if self._on_error is None:
@@ -214,40 +230,43 @@ class _Crew:
             self._on_error(error)
 
 
-def _damage(one: _Read, view: memoryview) -> list[HoldfastError]:
+def find_damage(one: Read, view: memoryview) -> list[HoldfastError]:
     """The damage in what was read: one error for each chunk that does not match its hash."""
-    chunk_bytes, chunks = one.part.file.chunk_bytes, one.part.file.chunks
+    chunk_bytes = one.file.chunk_bytes
     damage: list[HoldfastError] = []
     for start in range(one.start, one.stop, chunk_bytes):
         stop = min(start + chunk_bytes, one.stop)
         number = start // chunk_bytes
         found = digest(view[start - one.start : stop - one.start])
-        if found != chunks[number]:
+        if found != one.file.hash_of(number):
             damage.append(_damaged_chunk(one, number, start, stop, found))
     return damage
 
 
-def _damaged_chunk(one: _Read, number: int, start: int, stop: int, found: str) -> Corrupt:
-    inside = tensors_at(one.part, start, stop)
+def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) -> Corrupt:
+    inside = tensors_at(one.part, start, stop, frozen=one.name != one.part.file_name(frozen=False))
     shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
     return Corrupt(
         f"{one.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
-        f"{shown or 'the header'}: expected xxh3:{one.part.file.chunks[number]}, found xxh3:{found}.",
+        f"{shown or 'the header'}: expected xxh3:{one.file.hash_of(number)}, found xxh3:{found}.",
         step=one.part.step,
         rank=one.part.rank,
         key=inside[0] if inside else one.name,
     )
 
 
-def tensors_at(part: Part, start: int, stop: int) -> list[str]:
-    """Names of the tensors that have bytes between two offsets of a part's data file."""
+def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> list[str]:
+    """Names of the tensors that have bytes between two offsets of a data file of a part."""
     placed = zip(part.pieces, part.starts, strict=True)
     return [
-        piece.name for piece, at in placed if at < stop and start < at + piece.num_bytes and piece.num_bytes
+        piece.name
+        for piece, at in placed
+        if piece.frozen == frozen and piece.num_bytes and at < stop and start < at + piece.num_bytes
     ]
 
 
-def _deliver(one: _Read, view: memoryview) -> None:
+def deliver(one: Read, view: memoryview) -> None:
+    """Hand what was read and verified to the sinks that want it."""
     first, last = one.start, one.stop
     for start, num_bytes, sink in one.wanted:
         low, high = max(start, first), min(start + num_bytes, last)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
-
 from holdfast.errors import (
     Conflict,
     Corrupt,
@@ -22,8 +20,8 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.format.manifest import Manifest
-from holdfast.format.part import Part
-from holdfast.restore.fill import fill
+from holdfast.format.part import Ancestors
+from holdfast.restore.fill import plan_fill
 from holdfast.restore.find import (
     Passed,
     candidates,
@@ -34,6 +32,9 @@ from holdfast.restore.find import (
     read_run,
 )
 from holdfast.restore.parts import Parts
+from holdfast.restore.read import Job, read
+from holdfast.restore.share import Exchange, read_shared
+from holdfast.state.load import Target
 from holdfast.store.contract import Store
 
 _PASSABLE = (Corrupt, NotFound, Unsupported, RetryLater)
@@ -44,15 +45,15 @@ _KINDS = {
 }
 
 
-class Group(Protocol):
-    """The ranks of a restore; values are small and JSON-able. Both methods are collective."""
+class Group(Exchange, Protocol):
+    """The ranks of a restore; gathered and shared values are small and JSON-able."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank, on every rank."""
+        """The values of all ranks, by rank, on every rank. Collective."""
         ...
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, on every rank. Collective."""
         ...
 
 
@@ -60,13 +61,16 @@ class Loading(Protocol):
     """A plan for filling live objects from one checkpoint; nothing live has changed when it is made."""
 
     @property
-    def targets(self) -> Mapping[str, torch.Tensor]:
-        """Name of a saved tensor -> contiguous tensor of the saved dtype and shape."""
+    def targets(self) -> Mapping[str, Target]:
+        """Name of a saved tensor -> contiguous tensor of the saved dtype, and which box of it that is."""
         ...
 
     def finish(self) -> None:
         """Called once all targets of all ranks are filled and verified."""
         ...
+
+
+StateLoad = Callable[[Manifest, Sequence[Mapping[str, Any]]], Loading]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Restored:
 
     step: int
     attempt: int
+    ancestors: Ancestors
     world_size: int  # ranks that saved it
     num_bytes: int
     seconds: float
@@ -109,7 +114,7 @@ def _stage(result: _Result, *, passable: tuple[type[HoldfastError], ...] = _PASS
 
 def restore_newest(
     store: Store,
-    state_load: Callable[[Manifest, Part], Loading],
+    state_load: StateLoad,
     *,
     rank: int,
     world_size: int,
@@ -117,6 +122,7 @@ def restore_newest(
     step: int | None = None,
     num_threads: int = 4,
     on_bytes: Callable[[int], None] | None = None,
+    share_reads: bool = False,
 ) -> Restored | None:
     """Fill live objects from the newest checkpoint that every rank can read and verify.
 
@@ -125,14 +131,15 @@ def restore_newest(
 
     Args:
         store: the home.
-        state_load: makes the plan for filling this rank's live objects from a checkpoint. Its part is that of
-            rank `rank` modulo the saved world size.
+        state_load: makes the plan for filling this rank's live objects from a checkpoint and its values:
+            those of rank `rank` modulo the saved world size, then those of one rank of each other structure.
         rank: this rank.
         world_size: number of ranks that restore; need not be the number that saved.
         group: the ranks that restore.
         step: restore this step and no other; the attempts that saved it are tried newest first.
         num_threads: threads that read, hash and copy.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
+        share_reads: have each chunk read by one of the ranks that need it, which passes it on to the others.
 
     Returns:
         What was restored; None if the home holds no checkpoint, so that training starts afresh.
@@ -150,14 +157,27 @@ def restore_newest(
     """
     began = time.perf_counter()
     survey = _survey(store, rank, group, step)
-    one = _Restore(store, state_load, rank, world_size, group, num_threads, on_bytes, survey["run"])
+    one = _Restore(
+        store,
+        state_load,
+        rank,
+        world_size,
+        group,
+        num_threads,
+        on_bytes,
+        survey["run"],
+        share_reads=share_reads and world_size > 1,
+    )
     passed = [Passed(*row) for row in survey["passed"]]
     kinds = [RetryLater.kind] * len(passed)
-    floor: dict[int, int] = {}  # attempt -> step that it went back to
+    lines: dict[int, dict[int, int]] = {}  # attempt -> the last step of each attempt that it continues
     for attempt, number in survey["candidates"]:
-        behind = [newer for newer, base in floor.items() if newer > attempt and number > base]
+        behind = [
+            newer for newer, line in lines.items() if newer > attempt and number > line.get(attempt, -1)
+        ]
         if step is None and behind:
-            reason = f"superseded: attempt {behind[0]} went on from step {max(floor[behind[0]], 0)}"
+            base = list(lines[behind[0]].values())[-1:] or [0]
+            reason = f"superseded: attempt {behind[0]} went on from step {base[0]}"
             passed.append(Passed(number, attempt, reason))
             kinds.append("superseded")
             continue
@@ -165,11 +185,18 @@ def restore_newest(
         if tried.kinds:
             passed.append(Passed(number, attempt, tried.reason))
             kinds += tried.kinds
-            if tried.base_step is not None:
-                floor[attempt] = tried.base_step
+            if tried.ancestors is not None:
+                lines[attempt] = dict(tried.ancestors)
             continue
-        seconds = time.perf_counter() - began
-        return Restored(number, attempt, tried.saved_world_size, tried.num_bytes, seconds, tuple(passed))
+        return Restored(
+            step=number,
+            attempt=attempt,
+            ancestors=tried.ancestors or (),
+            world_size=tried.saved_world_size,
+            num_bytes=tried.num_bytes,
+            seconds=time.perf_counter() - began,
+            passed=tuple(passed),
+        )
     if not survey["candidates"] and step is None and not passed:
         return None
     raise _none_good(store.url, passed, kinds, one.touched, step)
@@ -218,7 +245,7 @@ class _Tried:
 
     kinds: list[str]  # of the reasons against it; none: it is restored
     reason: str = ""
-    base_step: int | None = None
+    ancestors: Ancestors | None = None  # None: no rank could read its manifest
     saved_world_size: int = 0
     num_bytes: int = 0
 
@@ -229,13 +256,15 @@ class _Restore:
     def __init__(
         self,
         store: Store,
-        state_load: Callable[[Manifest, Part], Loading],
+        state_load: StateLoad,
         rank: int,
         world_size: int,
         group: Group,
         num_threads: int,
         on_bytes: Callable[[int], None] | None,
         run_id: str | None,
+        *,
+        share_reads: bool,
     ) -> None:
         self.touched: set[str] = set()  # names of targets that may hold bytes of a checkpoint passed over
         self._store = store
@@ -246,55 +275,64 @@ class _Restore:
         self._num_threads = num_threads
         self._on_bytes = on_bytes
         self._run_id = run_id
+        self._share_reads = share_reads
 
     def attempt(self, step: int, attempt: int) -> _Tried:
         """Restore one candidate, or learn on all ranks why not.
 
         The cheap checks are agreed on before any rank changes anything live.
         """
-        result, bases = _Result(), []
+        result, lines = _Result(), []
         with _stage(result):
             manifest = read_manifest(self._store, step, attempt, self._run_id)
-            bases.append(-1 if manifest.base_step is None else manifest.base_step)
+            lines.append(manifest.ancestors)
             check_files(list_home(self._store, step=step), manifest)
             parts = Parts(self._store, manifest)
-            part = parts.part(self._rank % manifest.world_size)
-        against, base_step = self._agree(result, bases)
+            values = [parts.part(rank).values for rank in parts.structures(self._rank)]
+        against, ancestors = self._agree(result, lines)
         if against:
-            return _Tried(*_reason(against), base_step=base_step)
-        loading, num_bytes = self._load(result, manifest, part, parts)
-        against, _ = self._agree(result, bases)
+            return _Tried(*_reason(against), ancestors=ancestors)
+        loading, jobs = self._plan(result, manifest, values, parts)
+        if self._share_reads:
+            against, _ = self._agree(result, lines)  # a rank without a plan would be waited for
+            if against:
+                return _Tried(*_reason(against), ancestors=ancestors)
+        num_bytes = self._read(result, loading, jobs)
+        against, _ = self._agree(result, lines)
         if against:
-            return _Tried(*_reason(against), base_step=base_step)
+            return _Tried(*_reason(against), ancestors=ancestors)
         with _stage(result, passable=()):
             loading.finish()
-        self._agree(result, bases)
-        return _Tried([], base_step=base_step, saved_world_size=manifest.world_size, num_bytes=num_bytes)
+        self._agree(result, lines)
+        return _Tried([], ancestors=ancestors, saved_world_size=manifest.world_size, num_bytes=num_bytes)
 
-    def _load(self, result: _Result, manifest: Manifest, part: Part, parts: Parts) -> tuple[Loading, int]:
-        """Plan and fill; what it returns counts only if `result` is a success."""
-        loading, num_bytes = _NOTHING, 0
+    def _plan(
+        self, result: _Result, manifest: Manifest, values: Sequence[Mapping[str, Any]], parts: Parts
+    ) -> tuple[Loading, list[Job]]:
+        """Plan what is read; what it returns counts only if `result` is a success."""
+        loading, jobs = _NOTHING, []
         with _stage(result):
-            loading = self._state_load(manifest, part)
+            loading = self._state_load(manifest, values)
         if not result.kind:
             with _stage(result, passable=()):
                 self._check_left_over(loading, manifest)
         if not result.kind:
             with _stage(result):
-                self.touched.update(loading.targets)
-                num_bytes = self._fill(loading, manifest, parts)
-        return loading, num_bytes
+                jobs = plan_fill(manifest, loading.targets, self._rank, parts)
+        return loading, jobs
 
-    def _fill(self, loading: Loading, manifest: Manifest, parts: Parts) -> int:
-        return fill(
-            self._store,
-            manifest,
-            loading.targets,
-            self._rank,
-            num_threads=self._num_threads,
-            on_bytes=self._on_bytes,
-            parts=parts,
-        ).num_bytes
+    def _read(self, result: _Result, loading: Loading, jobs: list[Job]) -> int:
+        """Fill the targets, if `result` is a success so far; answers the bytes that this rank has read."""
+        num_bytes = 0
+        if not result.kind:
+            with _stage(result):
+                self.touched.update(loading.targets)
+                if self._share_reads:
+                    stats = read_shared(self._store, jobs, self._group, on_bytes=self._on_bytes)
+                else:
+                    stats = read(self._store, jobs, num_threads=self._num_threads, on_bytes=self._on_bytes)
+                num_bytes = stats.num_bytes
+        return num_bytes
 
     def _check_left_over(self, loading: Loading, manifest: Manifest) -> None:
         left = sorted(self.touched - loading.targets.keys())
@@ -306,14 +344,16 @@ class _Restore:
             )
             raise Corrupt(message, step=manifest.step, rank=self._rank, key=left[0])
 
-    def _agree(self, result: _Result, bases: list[int]) -> tuple[list[tuple[int, str, str]], int | None]:
-        """(rank, kind, message) of every rank that speaks against the candidate, and the base step it has.
+    def _agree(
+        self, result: _Result, lines: list[Ancestors]
+    ) -> tuple[list[tuple[int, str, str]], Ancestors | None]:
+        """(rank, kind, message) of every rank that speaks against the candidate, and its ancestors.
 
         Raises:
             HoldfastError: a rank failed in a way that no other checkpoint would mend.
         """
-        rows = self._group.gather([result.wire(), bases])
-        found = [base for _, known in rows for base in known]
+        rows = self._group.gather([result.wire(), lines])
+        found = [line for _, known in rows for line in known]
         against = [(rank, kind, text) for rank, ((kind, text, _), _) in enumerate(rows) if kind]
         fatal = [(rank, kind, text) for rank, ((kind, text, is_fatal), _) in enumerate(rows) if is_fatal]
         if fatal and result.is_fatal and result.error is not None:
@@ -325,7 +365,7 @@ class _Restore:
 
 
 class _Nothing:
-    targets: Mapping[str, torch.Tensor] = MappingProxyType({})
+    targets: Mapping[str, Target] = MappingProxyType({})
 
     def finish(self) -> None:
         """Never called: without a plan there is a reason against the checkpoint."""

@@ -81,16 +81,18 @@ def verify(
         read_manifest(store, manifest.step, manifest.attempt, manifest.run)
     except HoldfastError as error:
         note(error)
-    jobs, parts = [], Parts(store, manifest)
+    jobs, parts, num_parts = [], Parts(store, manifest), 0
     for rank in range(manifest.world_size):
         try:
             part = parts.part(rank)
         except HoldfastError as error:
             note(error)
             continue
-        present = _present_bytes(home, part, note)
-        jobs.append(Job(part, [Want(0, present, _Nowhere())]))
-    if len(jobs) == manifest.world_size:
+        num_parts += 1
+        for frozen in (False, True)[: len(part.files)]:
+            present = _present_bytes(home, part, note, frozen=frozen)
+            jobs.append(Job(part, [Want(0, present, _Nowhere())], frozen))
+    if num_parts == manifest.world_size:
         _check_tensors(parts, note)
     stats = read(store, jobs, num_threads=num_threads, on_bytes=on_bytes, on_error=note)
     return VerifyReport(
@@ -98,22 +100,24 @@ def verify(
         attempt=manifest.attempt,
         problems=tuple(problems),
         extra=_extra(home, manifest),
-        num_files=1 + 2 * manifest.world_size,
+        num_files=1 + manifest.world_size + len(jobs),
         num_bytes=stats.num_bytes,
         seconds=time.perf_counter() - began,
     )
 
 
-def _present_bytes(home: Home, part: Part, note: Callable[[HoldfastError], None]) -> int:
+def _present_bytes(home: Home, part: Part, note: Callable[[HoldfastError], None], *, frozen: bool) -> int:
     """Bytes of a data file that are there to be hashed: all, or the chunks before a truncation."""
     saved = home.saved.get((part.step, part.attempt))
-    found = saved.data.get(part.rank) if saved else None
-    name, expected = names.data(part.step, part.attempt, part.rank), part.file.num_bytes
+    found = (saved.frozen if frozen else saved.data).get(part.rank) if saved else None
+    name = part.file_name(frozen=frozen)
+    file = part.files[name]
+    expected = file.num_bytes
     error = size_error(name, expected, found, step=part.step, rank=part.rank)
     if error is None:
         return expected
     note(error)
-    return min(expected, found - found % part.file.chunk_bytes) if found else 0
+    return min(expected, found - found % file.chunk_bytes) if found else 0
 
 
 def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
@@ -137,4 +141,6 @@ def _extra(home: Home, manifest: Manifest) -> tuple[str, ...]:
     if saved is not None:
         found += [names.part(step, attempt, rank) for rank in saved.parts if rank not in beyond]
         found += [names.data(step, attempt, rank) for rank in saved.data if rank not in beyond]
+        with_frozen = [part.rank for part in manifest.parts if part.frozen_bytes is not None]
+        found += [names.frozen(step, attempt, rank) for rank in saved.frozen if rank not in with_frozen]
     return tuple(sorted(found))

@@ -1,16 +1,17 @@
-"""The plan of a save: which tensors this rank writes, and where in the file; kept by structure."""
+"""The plan of a save: which tensors this rank writes, and where in its files; kept by structure."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import mmap
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.format.catalog import Catalog, catalog_text
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.layout import FileLayout, Piece, lay_out
-from holdfast.format.part import pieces_text
 from holdfast.stage.arena import Arena
 
 _numbers = itertools.count()
@@ -18,14 +19,24 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank writes, as long as the structure of the state stays the same."""
+    """What one rank writes, as long as the structure of the state stays the same.
+
+    An arena holds the image of the data file and, from the next whole page on, that of the frozen tensors'
+    file if there are any.
+    """
 
     names: tuple[str, ...]  # of the tensors this rank writes, in the order of `pieces`
     eager: tuple[int, ...]  # indices of tensors to copy before save() returns
     background: tuple[int, ...]  # indices of tensors that an optimizer owns
+    frozen: tuple[int, ...]  # indices of tensors that no optimizer trains
     pieces: tuple[Piece, ...]
-    layout: FileLayout
-    pieces_text: bytes
+    starts: tuple[int, ...]  # of each piece in its file
+    file: FileLayout
+    frozen_file: FileLayout | None
+    catalog: bytes  # as `catalog_text` makes it
+    own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start of own tensors
+    shared_starts: tuple[int, ...]  # of all other pieces
+    is_cuda: bool  # some of the tensors are on a device
     number: int = field(default_factory=lambda: next(_numbers))
 
     @classmethod
@@ -33,40 +44,87 @@ class Plan:
         cls,
         tensors: Mapping[str, torch.Tensor],
         *,
-        writers: Mapping[str, int],
-        per_rank: frozenset[str],
-        owned: frozenset[str],
+        catalog: Catalog,
+        per_rank: Collection[str],
+        owned: Collection[str],
         rank: int,
     ) -> Plan:
-        """Plan for `rank`, given the writing rank of each replicated tensor."""
-        names = [name for name in tensors if name in per_rank or writers[name] == rank]
+        """Plan for `rank`.
+
+        Args:
+            tensors: this rank's tensors, or its boxes of them, by name.
+            catalog: what this rank takes part in, its own tensors left out.
+            per_rank: names of its own tensors.
+            owned: names of tensors that only an optimizer's step changes.
+            rank: this rank.
+        """
         pieces = [
-            Piece.whole(
-                name, _NAMES[tensors[name].dtype], tuple(tensors[name].shape), per_rank=name in per_rank
-            )
-            for name in names
+            Piece(name, tensor.dtype, tensor.shape, box.offsets, box.lengths, frozen=tensor.frozen)
+            for name, tensor, box in catalog.written_by(rank)
         ]
-        layout = lay_out(pieces, rank)
+        pieces += [
+            Piece.whole(name, _NAMES[tensor.dtype], tuple(tensor.shape), per_rank=True)
+            for name, tensor in tensors.items()
+            if name in per_rank
+        ]
+        frozen = [i for i, piece in enumerate(pieces) if piece.frozen]
+        changing = [i for i, piece in enumerate(pieces) if not piece.frozen]
+        file = lay_out([pieces[i] for i in changing], rank)
+        frozen_file = lay_out([pieces[i] for i in frozen], rank) if frozen else None
+        starts = dict(zip(changing, file.starts, strict=True))
+        if frozen_file is not None:
+            starts |= zip(frozen, frozen_file.starts, strict=True)
         return cls(
-            names=tuple(names),
-            eager=tuple(i for i, name in enumerate(names) if name not in owned),
-            background=tuple(i for i, name in enumerate(names) if name in owned),
+            names=tuple(piece.name for piece in pieces),
+            eager=tuple(i for i in changing if pieces[i].name not in owned),
+            background=tuple(i for i in changing if pieces[i].name in owned),
+            frozen=tuple(frozen),
             pieces=tuple(pieces),
-            layout=layout,
-            pieces_text=pieces_text(pieces, layout.starts),
+            starts=tuple(starts[i] for i in range(len(pieces))),
+            file=file,
+            frozen_file=frozen_file,
+            catalog=catalog_text(catalog),
+            own=tuple((p.name, p.dtype, p.shape, starts[i]) for i, p in enumerate(pieces) if p.per_rank),
+            shared_starts=tuple(starts[i] for i, piece in enumerate(pieces) if not piece.per_rank),
+            is_cuda=any(tensors[piece.name].is_cuda for piece in pieces),
         )
+
+    @property
+    def frozen_at(self) -> int:
+        """Byte of the arena at which the image of the second file begins."""
+        return -(-self.file.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of an arena for both images."""
+        return (
+            self.file.file_bytes if self.frozen_file is None else self.frozen_at + self.frozen_file.file_bytes
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both files."""
+        return self.file.file_bytes + (self.frozen_file.file_bytes if self.frozen_file else 0)
 
     def views(self, arena: Arena) -> list[torch.Tensor]:
         """This plan's tensors inside `arena`, contiguous, in the order of `pieces`; made once per arena."""
         if self.number not in arena.views:
             arena.views.clear()  # only one plan lives at a time
-            header = torch.frombuffer(bytearray(self.layout.header), dtype=torch.uint8)
-            arena.bytes[: len(header)].copy_(header)
-            arena.views[self.number] = [
-                arena.bytes[start : start + piece.num_bytes].view(_DTYPES[piece.dtype]).view(piece.lengths)
-                for piece, start in zip(self.pieces, self.layout.starts, strict=True)
-            ]
+            _put_header(arena, 0, self.file)
+            if self.frozen_file is not None:
+                _put_header(arena, self.frozen_at, self.frozen_file)
+            arena.views[self.number] = list(self._views(arena))
         return arena.views[self.number]
+
+    def _views(self, arena: Arena) -> Iterable[torch.Tensor]:
+        for piece, start in zip(self.pieces, self.starts, strict=True):
+            at = start + (self.frozen_at if piece.frozen else 0)
+            yield arena.bytes[at : at + piece.num_bytes].view(_DTYPES[piece.dtype]).view(piece.lengths)
+
+
+def _put_header(arena: Arena, at: int, file: FileLayout) -> None:
+    header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+    arena.bytes[at : at + len(header)].copy_(header)
 
 
 _DTYPES: dict[str, torch.dtype] = {

@@ -32,6 +32,7 @@ class Staging:
     changed: str | None = None  # name of a tensor that changed during the copy: the copy is torn
     copied_event: torch.cuda.Event | None = None  # CUDA: all copies have run on the device
     stepped: bool = False  # CUDA: an optimizer's update is queued behind the copies
+    is_frozen_unchanged: bool = False  # frozen tensors were copied beside the training, see `Stager.stage`
 
     @property
     def torn(self) -> bool:
@@ -51,6 +52,7 @@ class Stager:
         # By id, with the object itself: an id alone may come back with another optimizer.
         self._hooks: dict[int, tuple[weakref.ref[Optimizer], RemovableHandle]] = {}
         self._thread: threading.Thread | None = None
+        self._frozen: list[tuple[int, int | None]] = []  # address and version of each at the save before
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Make each optimizer's next steps wait for the copy under way."""
@@ -90,7 +92,9 @@ class Stager:
     ) -> Staging:
         """Start copying `tensors` into `arena`.
 
-        Returns when all that no optimizer owns is copied. `then` runs in the background thread when the rest
+        Returns when all that no optimizer owns is copied, but for frozen tensors that stand where they stood
+        at the save before, with the same version: these are copied beside the training too, and the keeper
+        proves by their hashes that they had not changed. `then` runs in the background thread when the rest
         is copied too, whether or not that went well.
 
         Blocks: for the copy of the eager tensors, and for an earlier copy that is still under way.
@@ -113,36 +117,55 @@ class Stager:
     ) -> None:
         arena = staging.arena
         live = [tensors[name] for name in plan.names]
-        cuda = any(tensor.is_cuda for tensor in live)
-        if cuda:
+        if plan.is_cuda:
             arena.pin()
         views = plan.views(arena)
-        if cuda:
-            self._start_cuda(staging, plan, live, views)
+        staging.is_frozen_unchanged = self._are_frozen_unchanged([live[i] for i in plan.frozen])
+        eager, later = plan.eager, plan.background
+        if staging.is_frozen_unchanged:
+            later += plan.frozen
+        else:
+            eager += plan.frozen
+        if plan.is_cuda:
+            self._start_cuda(staging, eager, later, live, views)
         else:
             with torch.no_grad():
-                _copy([views[i] for i in plan.eager], [live[i] for i in plan.eager])
+                _copy([views[i] for i in eager], [live[i] for i in eager])
         kill_point("trainer.staging")
-        versions = _versions([live[i] for i in plan.background])
-        work = _Background(staging, plan, live, views, versions, then)
+        versions = _versions([live[i] for i in later])
+        work = _Background(staging, plan, later, live, views, versions, then)
         thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
         thread.start()
         self._thread = thread
 
     def _start_cuda(
-        self, staging: Staging, plan: Plan, live: list[torch.Tensor], views: list[torch.Tensor]
+        self,
+        staging: Staging,
+        eager: tuple[int, ...],
+        later: tuple[int, ...],
+        live: list[torch.Tensor],
+        views: list[torch.Tensor],
     ) -> None:
         """Queue all copies on a side stream; wait here only for the eager ones."""
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):
-            _copy([views[i] for i in plan.eager], [live[i] for i in plan.eager], non_blocking=True)
+            _copy([views[i] for i in eager], [live[i] for i in eager], non_blocking=True)
             eager_done = torch.cuda.Event()
             eager_done.record(stream)
-            _copy([views[i] for i in plan.background], [live[i] for i in plan.background], non_blocking=True)
+            _copy([views[i] for i in later], [live[i] for i in later], non_blocking=True)
             staging.copied_event = torch.cuda.Event()
             staging.copied_event.record(stream)
         eager_done.synchronize()
+
+    def _are_frozen_unchanged(self, frozen: list[torch.Tensor]) -> bool:
+        before = self._frozen
+        self._frozen = list(zip((t.data_ptr() for t in frozen), _versions(frozen), strict=True))
+        return bool(frozen) and self._frozen == before
+
+    def distrust_frozen(self) -> None:
+        """Copy frozen tensors at once at the next save: this one failed, perhaps since they had changed."""
+        self._frozen = []
 
     def close(self) -> None:
         """Wait for the copy under way and let go of the optimizers."""
@@ -159,13 +182,14 @@ class _Background:
 
     staging: Staging
     plan: Plan
+    indices: tuple[int, ...]  # of what is copied beside the training
     live: list[torch.Tensor]
     views: list[torch.Tensor]
     versions: list[int | None]
     then: Callable[[Staging], None]
 
     def run(self) -> None:
-        staging, indices = self.staging, self.plan.background
+        staging, indices = self.staging, self.indices
         try:
             if staging.copied_event is not None:
                 staging.copied_event.synchronize()

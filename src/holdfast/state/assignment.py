@@ -1,39 +1,48 @@
-"""Which rank writes which replicated tensor: computed alike by every rank, without communication."""
+"""Which copy of each tensor is written: computed alike by every rank that holds it, without communication."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+
+from holdfast.format.cuts import AnyCut
+from holdfast.state.sharding import Layout, Sharding
 
 
-def assign(
-    sizes: Mapping[str, int], per_rank: Collection[str], lowest: Collection[str], *, world_size: int
-) -> dict[str, int]:
-    """Spread replicated tensors over the ranks, evenly by bytes.
+def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, AnyCut]:
+    """Choose the copy of each tensor that is written, so that all copies' ranks write evenly by bytes.
 
-    The largest tensor goes first, each onto the rank with the fewest bytes so far; names and rank numbers
-    break ties, so the order of `sizes` does not matter.
+    Tensors whose copies are the same sets of ranks are spread over these copies: the largest first, each
+    to the copy with the fewest bytes so far. Names and the order of copies break ties, so the order of the
+    mappings does not matter. Nothing else enters: a rank that sees other tensors besides comes to the same
+    answer for these.
 
     Args:
-        sizes: bytes of every tensor by name.
-        per_rank: names of which every rank writes its own; they are absent from the answer.
-        lowest: names that rank 0 writes.
-        world_size: number of ranks.
+        sizes: bytes of each whole tensor by name.
+        shardings: their shardings; names that are per rank are absent.
 
     Returns:
-        The writing rank of every name that is not per rank.
+        The cut by which each tensor is written, by name; tensors that are cut alike share one object.
 
     Ranks: not collective; every rank computes the same from the same arguments.
     Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
     """
-    own, fixed = frozenset(per_rank), frozenset(lowest)
-    owners = {name: 0 for name in sizes if name in fixed and name not in own}
-    loads = [(0, rank) for rank in range(world_size)]
-    loads[0] = (sum(sizes[name] for name in owners), 0)
-    heapq.heapify(loads)
-    spread = [name for name in sizes if name not in own and name not in fixed]
-    for name in sorted(spread, key=lambda name: (-sizes[name], name)):
-        num_bytes, rank = loads[0]
-        owners[name] = rank
-        heapq.heapreplace(loads, (num_bytes + sizes[name], rank))
-    return owners
+    cuts: dict[str, AnyCut] = {}
+    for copies, members in _groups(shardings).items():
+        loads = [(0, copy) for copy in range(len(copies))]
+        for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
+            num_bytes, copy = loads[0]
+            cuts[name] = layout.cut(copy)
+            heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
+    return cuts
+
+
+def _groups(shardings: Mapping[str, Sharding]) -> dict[tuple[tuple[int, ...], ...], list[tuple[str, Layout]]]:
+    """Names and layouts by the copies that there are."""
+    by_layout: dict[int, list[tuple[str, Layout]]] = {}
+    for name, sharding in shardings.items():
+        by_layout.setdefault(id(sharding.layout), []).append((name, sharding.layout))
+    groups: dict[tuple[tuple[int, ...], ...], list[tuple[str, Layout]]] = {}
+    for members in by_layout.values():  # few: hashing a thousand ranks for each tensor would take long
+        groups.setdefault(members[0][1].copies, []).extend(members)
+    return groups

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from holdfast.state.agreement import Agreement
+from holdfast.state.sharding import Sharding, local_of
 from holdfast.state.spread import Spread
 from holdfast.state.table import Role, Structure, Table
 from holdfast.state.tensors import is_savable
@@ -19,16 +21,20 @@ class Captured:
     """A state at one moment: its tensors still live, its values already encoded.
 
     `tensors` are detached and share memory with the training objects; of tensors that are one and the same
-    only the first is among them. The order is the same on every rank whose state has the same structure.
+    only the first is among them. Of a sharded tensor it is this rank's part, perhaps empty; a rank that is
+    outside a tensor's mesh does not list it. The order is the same on every rank whose state has the same
+    structure.
 
-    `structure` is the same object as in the capture before if nothing but bytes and values has changed: names
-    and their order, dtypes, shapes, devices, `per_rank`, `lowest`, `owned` and `tied`. Else it is a new one.
+    `structure` is the same object as in the capture before if nothing but bytes and values has changed: not
+    names and their order, dtypes, shapes, devices, `shardings`, `per_rank`, `owned`, `frozen` and `tied`.
+    Else it is a new one.
     """
 
     tensors: dict[str, torch.Tensor]
+    shardings: dict[str, Sharding]  # of every name that is not per rank; which ranks hold which box
     per_rank: frozenset[str]  # names of which every rank has its own
-    lowest: frozenset[str]  # replicated names that the lowest rank writes, since its bytes are the true ones
     owned: frozenset[str]  # only a step of an optimizer in the state changes these
+    frozen: frozenset[str]  # module parameters that no optimizer trains, if the state has an optimizer
     tied: dict[str, str]  # alias -> name of the tensor that it is
     values: dict[str, Any]  # top-level key -> tagged JSON, with {"$tensor": name} for tensors
     structure: Structure  # to be compared by identity
@@ -41,15 +47,16 @@ class Sink:
     costs a comparison each. At the first difference it makes a new table, in which ties are looked for anew.
 
     Args:
+        rank: this rank.
         world_size: number of ranks; with one rank, nothing is per rank.
         checked: names that are known not to be reserved; grows.
         followed: table of the capture before.
     """
 
-    def __init__(self, world_size: int, checked: set[str], followed: Table | None = None) -> None:
-        is_usable = followed is not None and followed.world_size == world_size
+    def __init__(self, rank: int, world_size: int, checked: set[str], followed: Table | None = None) -> None:
+        is_usable = followed is not None and (followed.rank, followed.world_size) == (rank, world_size)
         self._followed = followed if is_usable else None
-        self._new_table = Table(world_size, checked)
+        self._new_table = Table(rank, world_size, checked)
         self._row = 0  # of the table that is followed: all before it are confirmed
         self._owner = 0
         self._replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
@@ -91,9 +98,12 @@ class Sink:
         for name, role, tensor in zip(names, roles, tensors, strict=True):
             self.take(name, tensor, role)
 
-    def emitter(self, spread: Spread, *, is_owned: bool = False) -> Callable[[str, torch.Tensor], object]:
+    def emitter(self, spread: Spread) -> Callable[[str, torch.Tensor], object]:
+        """A function that takes tensors that are nothing special, for `tree.strip`."""
+        return self.emitter_of(Role(spread))
+
+    def emitter_of(self, role: Role) -> Callable[[str, torch.Tensor], object]:
         """A function that takes tensors with one role, for `tree.strip`."""
-        role = Role(spread, is_owned=is_owned)
         return lambda name, tensor: self.take(name, tensor, role)
 
     def own(self, parameters: list[torch.Tensor]) -> None:
@@ -110,24 +120,34 @@ class Sink:
         """True if every rank has its own of a name that was taken."""
         return self.table.is_per_rank(name)
 
-    def captured(self, values: dict[str, Any], structure: Structure | None) -> Captured:
+    def captured(
+        self,
+        values: dict[str, Any],
+        structure: Structure | None,
+        agreement: Agreement,
+        *,
+        is_frozen_known: bool,
+    ) -> Captured:
         """All that was taken, with the encoded values.
 
         Args:
             values: encoded values by top-level key.
-            structure: that of the capture before; it is kept if it still holds.
+            structure: that of the capture before, made by the same agreement; it is kept if it still holds.
+            agreement: who holds plain tensors.
+            is_frozen_known: every optimizer of the state has told what it owns.
         """
         if self._followed is not None and not self._is_at_end(self._followed):
             self._leave(self._followed)
         is_kept = self._followed is not None and not self._put_replaced(self._followed)
         if structure is None or not is_kept:
-            new = self.table.structure()
+            new = self.table.structure(agreement, is_frozen_known=is_frozen_known)
             structure = structure if structure is not None and structure.says_the_same(new) else new
         return Captured(
             tensors=dict(self.table.tensors),  # a copy: a later capture may put new tensors into the table
+            shardings=structure.shardings,
             per_rank=structure.per_rank,
-            lowest=structure.lowest,
             owned=structure.owned,
+            frozen=structure.frozen,
             tied=structure.tied,
             values=values,
             structure=structure,
@@ -140,9 +160,9 @@ class Sink:
             return False
         if table.is_same(row, tensor):
             return True
-        if not is_savable(tensor) or not table.can_replace(row, tensor):
+        if not is_savable(local_of(tensor)) or not table.can_replace(row, tensor):
             return False
-        address = tensor.data_ptr()
+        address = local_of(tensor).data_ptr()
         if address and address in self._replaced_at:
             return False
         self._replaced_at.add(address)

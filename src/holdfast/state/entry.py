@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from holdfast.state.capture import Sink
 from holdfast.state.load import Plan
 from holdfast.state.spread import Spread
+from holdfast.state.table import Role
 
 
 class Entry(ABC):
@@ -32,6 +35,10 @@ class Entry(ABC):
         Raises:
             InvalidInput, Unsupported: something in it cannot be saved, named by its key path.
         """
+
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
+        """Name, live tensor and role of those tensors that are known without running anybody's code."""
+        return ()
 
     @abstractmethod
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:

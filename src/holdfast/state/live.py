@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.manifest import Tensor
 from holdfast.state import rng
+from holdfast.state.agreement import Agreement, Gather, Inventory, Known, agree
 from holdfast.state.capture import Captured, Sink
 from holdfast.state.entry import Entry
 from holdfast.state.load import Load, Phase, Plan, leftover, mismatch, renamer
@@ -23,8 +25,10 @@ from holdfast.state.objects import (
     is_stateful,
 )
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters
+from holdfast.state.sharding import Layout, layout_of
 from holdfast.state.spread import Marked, Spread
 from holdfast.state.table import Structure, Table
+from holdfast.state.tensors import refuse
 from holdfast.state.tree import graft, references
 
 
@@ -47,13 +51,48 @@ class State:
         self._checked: set[str] = set()
         self._table: Table | None = None  # what the capture before found
         self._structure: Structure | None = None
+        self._agreement: Agreement | None = None
+        rank, world_size = _world()
         for key, entry in self._current().items():
-            if isinstance(entry, (ValueEntry, GeneratorEntry)):
-                _capture(key, entry, Sink(1, self._checked))
-            elif isinstance(entry, ModuleEntry) and entry.has_meta():
+            if isinstance(entry, ModuleEntry) and entry.has_meta():
                 continue  # it is there to be restored
-            elif isinstance(entry, (ModuleEntry, TensorEntry)):
-                _capture(key, entry, Sink(1, self._checked))
+            if isinstance(entry, (ValueEntry, GeneratorEntry, ModuleEntry, TensorEntry)):
+                _capture(key, entry, Sink(rank, world_size, self._checked))
+
+    def agree(self, gather: Gather) -> None:
+        """Let the ranks tell each other who holds which tensor; from then on captures and loads know it.
+
+        Needed where ranks hold different things: pipeline stages, and tensor parallelism or sharding on one
+        part of the ranks beside another. Without it, every rank takes all others to be like itself. If all
+        ranks have the same, only a digest is exchanged. A tensor that appears later is held as
+        `Agreement` says; call it again when modules have been added on some of the ranks.
+
+        Args:
+            gather: answers the values of all ranks, by rank; not called if this rank is alone.
+
+        Raises:
+            InvalidInput: two ranks have different tensors under one name.
+
+        Ranks: collective.
+        Blocks: on `gather`.
+        """
+        rank, world_size = _world()
+        self._agreement = agree(self._inventory(), rank, world_size, gather)
+        self._table = None  # what is known of a structure has changed
+
+    def _inventory(self) -> Inventory:
+        """What this rank tells the others: its tensors, also those on meta, as far as modules have them."""
+        tensors: dict[str, Known] = {}
+        others: set[str] = set()
+        entries = self._current()
+        for entry in entries.values():
+            for name, tensor, role in entry.named_tensors():
+                layout = None if role.spread is Spread.PER_RANK else _layout(name, tensor)
+                if layout is None and role.spread in (Spread.PER_RANK, Spread.OWN):
+                    others.add(name)
+                elif layout is None or _world()[0] in layout.holders:
+                    tensors[name] = Known(str(tensor.dtype), tuple(tensor.shape), layout)
+        return Inventory(frozenset(entries), tensors, frozenset(others))
 
     def capture(self) -> Captured:
         """All tensors and values of the state at this moment, the process-wide RNG states included.
@@ -65,16 +104,18 @@ class State:
             InvalidInput: a value that cannot be saved, or two tensors with one name.
             Unsupported: a kind of tensor that cannot be saved.
 
-        Ranks: not collective by itself; a user's state_dict() may be.
+        Ranks: not collective by itself; a user's state_dict() may be, and that of FSDP1 is.
         """
         entries = self._current()
-        sink = Sink(_world()[1], self._checked, self._table)
+        sink = Sink(*_world(), self._checked, self._table)
         captured = {key: _capture(key, entry, sink) for key, entry in _ordered(entries)}
         for optimizer in self._hooked(entries):
             sink.own(parameters(optimizer))
         values = {key: captured[key] for key in entries}
         values[rng.KEY] = rng.capture(sink)
-        captured_now = sink.captured(values, self._structure)
+        captured_now = sink.captured(
+            values, self._structure, self._agreed(), is_frozen_known=_are_all_hooked(entries)
+        )
         self._table, self._structure = sink.table, captured_now.structure
         return captured_now
 
@@ -88,6 +129,7 @@ class State:
         tied: Mapping[str, str],
         values: Mapping[str, Any],
         *,
+        others: Sequence[Mapping[str, Any]] = (),
         strict: bool = True,
         only: Collection[str] | None = None,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
@@ -99,7 +141,10 @@ class State:
             tensors: the checkpoint's tensors by name.
             tied: its aliases.
             values: encoded values of the part that is chosen for this rank.
+            others: encoded values of further parts, one of each other structure in the checkpoint: what
+                other pipeline stages had. Parameters that are not in `values` are looked up in these.
             strict: refuse names that only one side has; else they are listed in the plan and left alone.
+                What only other ranks hold now (see `agree`) is not counted.
             only: top-level keys (live names) to restore; all of them by default.
             rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
                 tensors, of top-level keys and of parameters inside an optimizer's state.
@@ -113,13 +158,15 @@ class State:
         self._table = None  # a load replaces tensors: it must not find the memory of the old ones taken
         entries = self._current()
         wanted = self._wanted(only)
-        plan = Plan(tensors, tied, values, renamer(rename))
+        plan = Plan(tensors, tied, values, renamer(rename), others=others, rank=_world()[0])
         for key, entry in _ordered(entries):
             if wanted is None or key in wanted:
                 entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
         if wanted is None or rng.KEY in wanted:
             _plan_rng(plan, own_rank=own_rank)
-        extra = leftover(plan, [*entries, rng.KEY], wanted, values)
+        agreement = self._agreed()
+        held = (agreement.names, agreement.keys) if not agreement.is_alike else None
+        extra = leftover(plan, [*entries, rng.KEY], wanted, held)
         if strict and (plan.missing or extra):
             raise mismatch(plan.missing, extra)
         return Load(plan, extra)
@@ -136,7 +183,10 @@ class State:
     def _current(self) -> dict[str, Entry]:
         """The entries of the mapping as it is now; those of objects that are still there are kept."""
         entries: dict[str, Entry] = {}
+        self._marked: dict[str, tuple[int, ...]] = {}
         for key, marked in self._objects.items():
+            if isinstance(marked, Marked) and marked.ranks is not None:
+                self._marked[key] = marked.ranks
             value, spread = (marked.value, marked.spread) if isinstance(marked, Marked) else (marked, None)
             known = self._entries.get(key)
             if known is None or known.value is not value or known.spread is not spread or _is_stale(known):
@@ -164,12 +214,21 @@ class State:
         names: dict[int, str] = {}
         for entry in self._entries.values():
             if isinstance(entry, ModuleEntry):
-                for name, parameter in entry.named_parameters():
-                    names.setdefault(id(parameter), name)
+                for name, tensor, role in entry.named_tensors():
+                    if role.is_named:
+                        names.setdefault(id(tensor), name)
         for entry in self._entries.values():
             if isinstance(entry, TensorEntry) and isinstance(entry.value, torch.nn.Parameter):
                 names.setdefault(id(entry.value), entry.key)
         return names
+
+    def _agreed(self) -> Agreement:
+        """What the ranks have agreed on, or that all are alike, with what the user has said."""
+        rank, world_size = _world()
+        agreed = self._agreement
+        if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
+            agreed = Agreement(rank, world_size)
+        return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
 
     def _hooked(self, entries: Mapping[str, Entry]) -> list[torch.optim.Optimizer]:
         values = [entry.value for entry in entries.values()]
@@ -181,6 +240,19 @@ def _capture(key: str, entry: Entry, sink: Sink) -> Any:
         return entry.capture(sink)
     except RecursionError as error:
         raise InvalidInput(f"{key} contains itself, or is too deeply nested.", key=key) from error
+
+
+def _layout(name: str, tensor: torch.Tensor) -> Layout | None:
+    try:
+        return layout_of(tensor)
+    except Unsupported as error:
+        raise refuse(tensor, name, str(error)) from error
+
+
+def _are_all_hooked(entries: Mapping[str, Entry]) -> bool:
+    """True if no optimizer keeps to itself which parameters it trains."""
+    optimizers = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
+    return all(map(has_step_hooks, optimizers))
 
 
 def _ordered(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:

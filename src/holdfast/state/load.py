@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.format.cuts import Box
 from holdfast.format.manifest import Tensor
 from holdfast.format.values import decode
+from holdfast.state.sharding import is_dtensor, is_sharded_tensor, like, local_of, sharding_of
 from holdfast.state.tensors import (
     PLAIN,
     copy,
@@ -22,19 +25,35 @@ from holdfast.state.tensors import (
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
+PARAMETER_MARK = ".param_groups: "
+"""Stands between an optimizer's key and its parameter where that parameter is called unexpected."""
 _UNTIED = "tied in the live state but saved as two tensors; the one named later counts."
 
 
 class Phase(enum.IntEnum):
     """When a step of `Load.finish` runs: each phase may rely on those before it."""
 
-    SWAP = 0  # meta tensors become real
-    COPY = 1  # targets that were not live go into live tensors
-    OPTIMIZER = 2
-    MODULE = 3
-    OBJECT = 4
-    VALUE = 5
-    RNG = 6  # last, since anything before may draw random numbers
+    CARVE = 0  # parts are taken out of tensors that were read whole
+    SWAP = 1  # meta tensors become real
+    COPY = 2  # targets that were not live go into live tensors
+    OPTIMIZER = 3
+    MODULE = 4
+    OBJECT = 5
+    VALUE = 6
+    RNG = 7  # last, since anything before may draw random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where bytes of a saved tensor go.
+
+    Args:
+        tensor: contiguous, of the saved dtype, and of the box's lengths.
+        box: the region of the saved tensor that it is; None for all of it.
+    """
+
+    tensor: torch.Tensor
+    box: Box | None = None
 
 
 class Load:
@@ -45,8 +64,8 @@ class Load:
     """
 
     def __init__(self, plan: Plan, unexpected: list[str]) -> None:
-        self.targets: dict[str, torch.Tensor] = plan.targets
-        """Saved name -> contiguous tensor of the saved dtype and shape that the bytes go into."""
+        self.targets: dict[str, Target] = plan.targets()
+        """Saved name -> what this rank takes of it; parts without an element are not among them."""
         self.missing: list[str] = plan.missing
         """What the live state has and the checkpoint has not; it stays as it is."""
         self.unexpected: list[str] = unexpected
@@ -78,6 +97,8 @@ class Plan:
         tied: saved alias -> saved name.
         values: encoded values by saved top-level key.
         rename: saved name -> live name.
+        others: encoded values of further parts; they count where `values` has nothing.
+        rank: this rank, whose parts of sharded tensors are filled.
 
     Raises:
         InvalidInput: two saved names are renamed to one.
@@ -89,19 +110,22 @@ class Plan:
         tied: Mapping[str, str],
         values: Mapping[str, Any],
         rename: Rename,
+        *,
+        others: Sequence[Mapping[str, Any]] = (),
+        rank: int = 0,
     ) -> None:
         self.tensors = tensors
         self.tied = tied
         self.rename = rename
-        self.targets: dict[str, torch.Tensor] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.notes: list[str] = []
         self.steps: list[tuple[Phase, Callable[[], None]]] = []
         self.used: set[str] = set()  # saved names, aliases included, that something live takes
         self.saved_names = _renamed([*tensors, *tied], rename)
-        self._saved_keys = _renamed(values, rename)
-        self._values = values
+        self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
+        self._rank = rank
+        self._parts: dict[str, Target] = {}  # by saved name, those without an element included
         self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
         self._at: dict[int, torch.Tensor] = {}  # address -> live tensor that is filled there
         self._swapped: set[int] = set()  # ids of meta tensors that become real
@@ -109,16 +133,23 @@ class Plan:
 
     def saved_key(self, key: str) -> str | None:
         """Saved top-level key that fills the live key, None if there is none."""
-        return self._saved_keys.get(key)
+        return next((keys[key] for keys, _ in self._sources if key in keys), None)
+
+    def saved_keys(self) -> list[str]:
+        """All saved top-level keys."""
+        return list(dict.fromkeys(key for keys, _ in self._sources for key in keys.values()))
 
     def values(self, key: str) -> Any:
         """Decoded values of a live top-level key, freshly made; None if there are none."""
-        saved = self._saved_keys.get(key)
-        return None if saved is None else decode(self._values[saved])
+        return next(self.all_values(key), None)
+
+    def all_values(self, key: str) -> Iterator[Any]:
+        """Decoded values of a live top-level key in every part that has it, this rank's first."""
+        return (decode(values[keys[key]]) for keys, values in self._sources if key in keys)
 
     def lacks(self, key: str) -> bool:
         """True, and noted as missing, if the checkpoint has no live top-level key `key`."""
-        if key in self._saved_keys:
+        if self.saved_key(key) is not None:
             return False
         self.missing.append(key)
         return True
@@ -130,13 +161,38 @@ class Plan:
     def fresh(self, name: str, device: torch.device | str = "cpu") -> None:
         """Have a saved tensor read into new memory, unless it is read already; see `tensor`."""
         saved = self._use(name)
-        if saved not in self.targets:
-            self.targets[saved] = self._empty(saved, device)
+        if saved not in self._parts:
+            self._parts[saved] = Target(self._empty(saved, device), None)
+        else:
+            self._widen(saved)
 
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """The filled tensor of a saved name: the same object for names that were tied when saved."""
-        tensor = self.targets[self.tied.get(name, name)]
-        return tensor if device is None else tensor.to(device)
+        target = self._parts[self.tied.get(name, name)]
+        assert target.box is None, name
+        return target.tensor if device is None else target.tensor.to(device)
+
+    def like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """Have this rank's part of a saved tensor read into new memory.
+
+        Args:
+            name: saved name, of a tensor as large as `model`.
+            model: a DTensor that says how to cut it.
+            label: name of `model`, for messages.
+
+        Returns:
+            A function that makes the DTensor when all is filled.
+        """
+        saved, device = self._use(name), self.place(model)
+        _, box = self._part_of(model, label)
+        if saved not in self._parts:
+            self._parts[saved] = Target(self._empty(saved, device, box), box)
+        source = self._source(saved, box)
+        return lambda: like(source().to(device), model)
+
+    def targets(self) -> dict[str, Target]:
+        """What is to be filled; parts of sharded tensors only if they have an element."""
+        return {n: t for n, t in self._parts.items() if t.box is None or t.box.num_items}
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a saved tensor."""
@@ -160,14 +216,15 @@ class Plan:
         """
         self._check(name, live, label)
         saved = self._use(name)
+        local, box = self._part_of(live, label)
         if live.device.type == "meta":
-            self._make_real(saved, live, label)
-        elif saved in self.targets:
-            target = self.targets[saved]
-            if live.data_ptr() != target.data_ptr() or not is_same_view(live, target):
-                self.do(Phase.COPY, lambda: copy(target, live))
+            self._make_real(saved, live, box, label)
+        elif saved not in self._parts:
+            self._fill_first(saved, local, box, label)
         else:
-            self._fill_first(saved, live, label)
+            target, source = self._parts[saved].tensor, self._source(saved, box)
+            if local.data_ptr() != target.data_ptr() or not is_same_view(local, target):
+                self.do(Phase.COPY, lambda: copy(source(), local))
         self._claimed.add(saved)
 
     def place(self, live: torch.Tensor) -> torch.device:
@@ -179,7 +236,8 @@ class Plan:
         self._real[id(live)] = device
 
     def _check(self, name: str, live: torch.Tensor, label: str) -> None:
-        if type(live) not in PLAIN or live.layout is not torch.strided:
+        is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
+        if not is_known or live.layout is not torch.strided:
             raise refuse_to_fill(live, label)
         expected, found = tuple(live.shape), self.shape(name)
         if expected != found:
@@ -191,36 +249,70 @@ class Plan:
         if live.dtype is not self.dtype(name):
             self.notes.append(f"{label}: saved as {self.dtype(name)}, cast to {live.dtype}.")
 
-    def _fill_first(self, saved: str, live: torch.Tensor, label: str) -> None:
+    def _part_of(self, live: torch.Tensor, label: str) -> tuple[torch.Tensor, Box | None]:
+        """This rank's part of a live tensor, and its box; None if it is the whole tensor."""
+        try:
+            local, sharding = local_of(live), sharding_of(live)
+        except Unsupported as error:
+            raise refuse_to_fill(live, label, str(error)) from error
+        if type(local) not in PLAIN or local.layout is not torch.strided:
+            raise refuse_to_fill(local, label)
+        if sharding is None:
+            return local, None
+        shape = sharding.shape
+        box = sharding.box_of(self._rank) or Box((0,) * len(shape), (0,) * len(shape))
+        return local, None if box == Box.whole(shape) else box
+
+    def _source(self, saved: str, box: Box | None) -> Callable[[], torch.Tensor]:
+        """A function that answers a region of a saved tensor when all is filled."""
+        target = self._parts[saved]
+        if target.box == box:
+            return lambda: target.tensor
+        self._widen(saved)
+        whole = self._parts[saved].tensor
+        return lambda: whole if box is None else region(whole, box).contiguous()
+
+    def _widen(self, saved: str) -> None:
+        """Have all of a saved tensor read, of which only a part was wanted so far."""
+        part = self._parts[saved]
+        if part.box is None:
+            return
+        box, whole = part.box, self._empty(saved, "cpu")
+        self._parts[saved] = Target(whole, None)
+        self.do(Phase.CARVE, lambda: copy(region(whole, box), part.tensor))
+
+    def _fill_first(self, saved: str, live: torch.Tensor, box: Box | None, label: str) -> None:
         other = self._at.get(live.data_ptr()) if live.numel() else None
         if other is None and is_plain_memory(live) and live.dtype is self.dtype(saved):
-            self.targets[saved] = target = live.detach()
+            self._parts[saved] = Target(target := live.detach(), box)
             self._at[target.data_ptr()] = target
             return
         if other is None:
             self._at[live.data_ptr()] = live
         elif is_same_view(other, live):
             self.notes.append(f"{label}: {_UNTIED}")
-        self.targets[saved] = target = self._empty(saved, "cpu")
+        target = self._empty(saved, "cpu", box)
+        self._parts[saved] = Target(target, box)
         self.do(Phase.COPY, lambda: copy(target, live))
 
-    def _make_real(self, saved: str, live: torch.Tensor, label: str) -> None:
+    def _make_real(self, saved: str, live: torch.Tensor, box: Box | None, label: str) -> None:
         device = self._real.setdefault(id(live), torch.device("cpu"))
         is_second = id(live) in self._swapped
         self._swapped.add(id(live))
         is_shared = saved in self._claimed
-        if saved not in self.targets:
-            self.targets[saved] = self._empty(saved, device)
-        target = self.targets[saved]
+        if saved not in self._parts:
+            self._parts[saved] = Target(self._empty(saved, device, box), box)
+        source = self._source(saved, box)
         if not is_second:
-            self.do(Phase.SWAP, lambda: _swap(live, target, device, label, is_shared=is_shared))
+            self.do(Phase.SWAP, lambda: _swap(live, source(), device, label, is_shared=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
-            self.do(Phase.COPY, lambda: copy(target, live))
+            self.do(Phase.COPY, lambda: copy(source(), local_of(live)))
 
-    def _empty(self, saved: str, device: torch.device | str) -> torch.Tensor:
-        spec = self.tensors[saved]
-        return torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype), device=device)
+    def _empty(self, saved: str, device: torch.device | str, box: Box | None = None) -> torch.Tensor:
+        spec = self._spec(saved)
+        lengths = tuple(spec.shape) if box is None else box.lengths
+        return torch.empty(lengths, dtype=torch_dtype(spec.dtype), device=device)
 
     def _use(self, name: str) -> str:
         self.used.add(name)
@@ -238,6 +330,8 @@ def _swap(
 ) -> None:
     """Make a meta tensor real in place, so that modules and optimizers keep referring to the same object."""
     real = target.detach().to(device=device, dtype=live.dtype, copy=is_shared)
+    if is_dtensor(live):
+        real = like(real, live)
     if isinstance(live, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
     vars(real).update(vars(live))
@@ -249,6 +343,13 @@ def _swap(
             "Call to_empty(device=...) on the module before you restore."
         )
         raise InvalidInput(message, key=label) from error
+
+
+def region(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of a tensor that is a box of it."""
+    for dim, (start, length) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
@@ -283,7 +384,10 @@ def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
 
 
 def leftover(
-    plan: Plan, live_keys: Collection[str], wanted: Collection[str] | None, values: Iterable[str]
+    plan: Plan,
+    live_keys: Collection[str],
+    wanted: Collection[str] | None,
+    held: tuple[Collection[str], Collection[str]] | None,
 ) -> list[str]:
     """Saved names that nothing live takes; a saved key of which nothing is taken is listed as one name.
 
@@ -291,7 +395,7 @@ def leftover(
         plan: the complete plan.
         live_keys: top-level keys of the live state.
         wanted: top-level keys (live names) that are to be restored, None for all.
-        values: saved top-level keys.
+        held: (live names, top-level keys) that some rank has, if ranks differ: these do not count.
     """
     names = [
         name
@@ -299,13 +403,23 @@ def leftover(
         if name not in plan.used and (wanted is None or _is_under(live, wanted))
     ]
     found = list(plan.unexpected)
-    for key in values:
+    if held is not None:
+        names = [name for name in names if not _is_held(plan.rename(name), held, live_keys)]
+        found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in held[0]]
+        live_keys = {*live_keys, *held[1]}
+    for key in plan.saved_keys():
         if plan.rename(key) in live_keys or (wanted is not None and plan.rename(key) not in wanted):
             continue
         if not any(_is_under(name, [key]) for name in plan.used):
             names = [name for name in names if not _is_under(name, [key])]
             found.append(key)
     return found + names
+
+
+def _is_held(name: str, held: tuple[Collection[str], Collection[str]], live_keys: Collection[str]) -> bool:
+    """True if another rank has a name, or the key that it is under."""
+    names, keys = held
+    return name in names or _is_under(name, [key for key in keys if key not in live_keys])
 
 
 def _is_under(name: str, keys: Collection[str]) -> bool:

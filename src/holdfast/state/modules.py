@@ -18,9 +18,11 @@ from holdfast.state.entry import Entry
 from holdfast.state.load import Phase, Plan
 from holdfast.state.spread import Spread
 from holdfast.state.table import Role
+from holdfast.state.tensors import PLAIN
 from holdfast.state.tree import graft, references, strip
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+_PLAIN = frozenset(PLAIN)
 _WRAPPER_PARTS = frozenset({"module", "_orig_mod", _CHECKPOINT_WRAPPED})
 EXTRA = "extra_state"
 
@@ -34,10 +36,10 @@ class _Row:
     parameter: Spread
     buffer: Spread
 
-    def role(self, kind: type) -> Role:
-        """Role of a tensor of this type under the key."""
-        is_parameter = kind is torch.nn.Parameter
-        return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter)
+    def role(self, value: object) -> Role:
+        """Role of a tensor under the key."""
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter, in_module=True)
 
 
 class _Structure:
@@ -51,15 +53,15 @@ class _Structure:
         self.facts = facts  # what stood there
         self.rows = rows
         self.names = [row.name for row in rows]
-        self.types: list[type] | None = None  # of the values in the capture before
+        self.kinds: list[object] | None = None  # of the values in the capture before
         self.roles: list[Role] | None = None  # None if some of these values are not tensors
 
-    def set_types(self, types: list[type]) -> None:
+    def set_kinds(self, kinds: list[object], values: list[object]) -> None:
         """Remember what kinds of values stand under the keys."""
-        self.types = types
-        is_all_tensors = all(issubclass(kind, torch.Tensor) for kind in types)
-        rows = zip(self.rows, types, strict=True)
-        self.roles = [row.role(kind) for row, kind in rows] if is_all_tensors else None
+        self.kinds = kinds
+        is_all_tensors = all(isinstance(value, torch.Tensor) for value in values)
+        rows = zip(self.rows, values, strict=True)
+        self.roles = [row.role(value) for row, value in rows] if is_all_tensors else None
 
 
 @final
@@ -79,26 +81,26 @@ class ModuleEntry(Entry):
         """See `Entry.capture`."""
         state = self.value.state_dict(keep_vars=True)
         structure, values = self._current(state), list(state.values())
-        types = list(map(type, values))
-        if types != structure.types:
-            structure.set_types(types)
+        kinds = _kinds(values)
+        if kinds != structure.kinds:
+            structure.set_kinds(kinds, values)
         if structure.roles is not None:
             sink.take_all(structure.names, structure.roles, values)
             return {}
         extra: dict[str, Any] = {}
         for row, value in zip(structure.rows, values, strict=True):
             if isinstance(value, torch.Tensor):
-                sink.take(row.name, value, row.role(type(value)))
+                sink.take(row.name, value, row.role(value))
             else:
                 extra[row.fqn] = encode(strip(value, row.name, sink.emitter(row.buffer)), row.name)
         return {EXTRA: extra} if extra else {}
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters by the names that `capture` gives them, also those on meta."""
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
+        """Tensors by the names that `capture` gives them, with their roles, also those on meta."""
         state = self.value.state_dict(keep_vars=True)
         for row, value in zip(self._current(state).rows, state.values(), strict=True):
-            if isinstance(value, torch.nn.Parameter):
-                yield row.name, value
+            if isinstance(value, torch.Tensor):
+                yield row.name, value, row.role(value)
 
     def has_meta(self) -> bool:
         """True if the module has tensors on the meta device, which a restore makes real."""
@@ -149,8 +151,10 @@ class ModuleEntry(Entry):
 
     def _saved_extra(self, plan: Plan) -> dict[str, Any]:
         """Saved trees that are not tensors, by live name."""
-        values, saved_key = plan.values(self.key), plan.saved_key(self.key)
-        extra = values.get(EXTRA, {}) if isinstance(values, dict) else {}
+        saved_key = plan.saved_key(self.key)
+        extra: dict[str, Any] = {}
+        for values in plan.all_values(self.key):  # the first that knows a name counts
+            extra = {**values.get(EXTRA, {}), **extra} if isinstance(values, dict) else extra
         return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
 
     def _plan_meta(self, plan: Plan) -> None:
@@ -209,16 +213,27 @@ class _Named:
     name: str
 
 
+def _kinds(values: list[object]) -> list[object]:
+    """What the roles of values depend on: their types, and which of the DTensors are parameters."""
+    kinds: list[object] = list(map(type, values))
+    if _PLAIN.issuperset(kinds):
+        return kinds
+    return [
+        kind if kind in _PLAIN else (kind, isinstance(value, torch.nn.Parameter))
+        for kind, value in zip(kinds, values, strict=True)
+    ]
+
+
 def _canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
     """Name of a state_dict() key without wrappers, and how it is spread as a parameter and as a buffer."""
-    parameter, buffer = Spread.REPLICATED, Spread.PER_RANK
+    parameter, buffer = Spread.REPLICATED, Spread.OWN
     parts: list[str] = []
     module: Any = _unwrapped(root)
     steps = key.split(".")
     for i, part in enumerate(steps):
         if isinstance(module, DistributedDataParallel) and part == "module":
             if ".".join(steps[i + 1 :]) in module.parameters_to_ignore:
-                parameter, buffer = Spread.PER_RANK, Spread.PER_RANK
+                parameter, buffer = Spread.OWN, Spread.OWN
             elif module.broadcast_buffers:
                 buffer = Spread.LOWEST
         elif not (part == _CHECKPOINT_WRAPPED or (part == "_orig_mod" and _is_compiled(module))):

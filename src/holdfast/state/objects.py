@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
@@ -15,6 +15,7 @@ from holdfast.state.capture import Sink
 from holdfast.state.entry import Entry
 from holdfast.state.load import Phase, Plan
 from holdfast.state.rng import python_state, set_python_state
+from holdfast.state.sharding import is_dtensor, may_be_sharded
 from holdfast.state.spread import Marked, Spread
 from holdfast.state.table import Role
 from holdfast.state.tree import graft, meet, references, strip, update
@@ -37,18 +38,41 @@ def is_generator(value: Any) -> bool:
 class StatefulEntry(Entry):
     """An object with state_dict() and load_state_dict(): a scheduler, a scaler, a data loader.
 
-    Optimizers with save code of their own are among them.
+    Optimizers with save code of their own are among them. Where tensors may be sharded, `state_dict()` is
+    also asked before a load: what it has as a DTensor, `load_state_dict()` gets as one.
     """
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
         return encode(
-            strip(self.value.state_dict(), self.key, sink.emitter(self.spread or Spread.PER_RANK)), self.key
+            strip(self.value.state_dict(), self.key, sink.emitter(self.spread or Spread.OWN)), self.key
         )
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
-        _plan_tree(plan, self.key, self._finish)
+        if not may_be_sharded():
+            _plan_tree(plan, self.key, self._finish)
+            return
+        if plan.lacks(self.key):
+            return
+        made: dict[str, Callable[[], torch.Tensor]] = {}
+
+        def claim(name: str, live: torch.Tensor) -> bool:
+            """Have a tensor made like a DTensor that the object has now; its own is left alone till then."""
+            if is_dtensor(live) and tuple(live.shape) == plan.shape(name) and name not in made:
+                made[name] = plan.like(name, live, f"{self.key}: {name}")
+            return False
+
+        tree = plan.values(self.key)
+        meet(tree, self.value.state_dict(), claim)
+        for name in references(tree):
+            if name not in made:
+                plan.fresh(name)
+
+        def tensor(name: str) -> torch.Tensor:
+            return made[name]() if name in made else plan.tensor(name)
+
+        plan.do(Phase.OBJECT, lambda: self._finish(graft(tree, tensor)))
 
     def _finish(self, state: Any) -> None:
         try:
@@ -65,9 +89,15 @@ class TensorEntry(Entry):
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
-        is_named = isinstance(self.value, torch.nn.Parameter)
-        sink.take(self.key, self.value, Role(self.spread or Spread.PER_RANK, is_named=is_named))
+        sink.take(self.key, self.value, self._role())
         return encode(TensorRef(self.key), self.key)
+
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
+        """See `Entry.named_tensors`."""
+        return [(self.key, self.value, self._role())]
+
+    def _role(self) -> Role:
+        return Role(self.spread or Spread.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
@@ -86,7 +116,7 @@ class GeneratorEntry(Entry):
         """See `Entry.capture`."""
         generator = self.value
         if isinstance(generator, torch.Generator):
-            sink.add(self.key, generator.get_state(), self.spread or Spread.PER_RANK)
+            sink.add(self.key, generator.get_state(), self.spread or Spread.OWN)
             return encode(TensorRef(self.key), self.key)
         if isinstance(generator, random.Random):
             return encode(python_state(generator), self.key)
@@ -125,7 +155,7 @@ class ValueEntry(Entry):
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
-        return encode(strip(self.value, self.key, sink.emitter(self.spread or Spread.PER_RANK)), self.key)
+        return encode(strip(self.value, self.key, sink.emitter(self.spread or Spread.OWN)), self.key)
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""

@@ -15,7 +15,8 @@ from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
 from holdfast.state.capture import Sink
 from holdfast.state.entry import Entry
-from holdfast.state.load import Phase, Plan
+from holdfast.state.load import PARAMETER_MARK, Phase, Plan
+from holdfast.state.sharding import is_dtensor, replicated_like
 from holdfast.state.slots import Slots, is_slot_name, survey
 from holdfast.state.spread import Spread
 from holdfast.state.table import Role
@@ -103,7 +104,7 @@ class OptimizerEntry(Entry):
                 self._capture_state(sink, fqn, parameter, state, other)
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
-                emit = sink.emitter(self.spread or Spread.REPLICATED, is_owned=True)
+                emit = sink.emitter_of(Role(self.spread or Spread.REPLICATED, is_owned=True))
                 shared[name] = strip(value, f"{self.key}.shared.{name}", emit)
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
         if shared:
@@ -134,26 +135,27 @@ class OptimizerEntry(Entry):
             if isinstance(value, torch.Tensor) and is_slot_name(name):
                 sink.take(prefix + name, value, role)
             else:
-                emit = sink.emitter(role.spread, is_owned=True)
+                emit = sink.emitter_of(role)
                 other.setdefault(fqn, {})[name] = strip(value, f"{prefix}{name}", emit)
 
     def _role(self, sink: Sink, fqn: str, parameter: torch.Tensor) -> Role:
-        return Role(self._spread_of(sink, fqn, parameter), is_owned=True)
+        spread = self._spread_of(sink, fqn, parameter)
+        follows = fqn if spread is Spread.REPLICATED and id(parameter) in sink.parameter_names else None
+        return Role(spread, is_owned=True, follows=follows)
 
     def _spread_of(self, sink: Sink, fqn: str, parameter: torch.Tensor) -> Spread:
         """State is spread as its parameter is; a parameter outside the state may be anything."""
         if self.spread is not None:
             return self.spread
-        if id(parameter) not in sink.parameter_names or sink.is_per_rank(fqn):
-            return Spread.PER_RANK
-        return Spread.REPLICATED
+        if id(parameter) not in sink.parameter_names:
+            return Spread.OWN
+        return Spread.PER_RANK if sink.is_per_rank(fqn) else Spread.REPLICATED
 
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
         if plan.lacks(self.key):
             return
-        values = plan.values(self.key)
-        _check_saved(self.key, values)
+        values = _joined(self.key, list(plan.all_values(self.key)))
         saved = self._index(plan, values)
         groups = [list(_named(i, group, self._names())) for i, group in enumerate(self.value.param_groups)]
         chosen = [self._choose(plan, i, [fqn for fqn, _ in group], values) for i, group in enumerate(groups)]
@@ -166,6 +168,8 @@ class OptimizerEntry(Entry):
                 else:
                     plan.missing.append(f"{self.key}.param_groups: {fqn}")
         self._skip(plan, {one.fqn: one for one in saved.values() if one.fqn not in live_fqns})
+        for group in values["param_groups"]:
+            plan.used.update(references(group))
         self._plan_groups(plan, chosen)
         self._plan_shared(plan, values.get("shared", {}))
         plan.do(Phase.OPTIMIZER, self._settle)
@@ -191,22 +195,21 @@ class OptimizerEntry(Entry):
     ) -> None:
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         kept: dict[str, torch.Tensor] = {}
-        devices: dict[str, torch.device] = {}
+        made: dict[str, Callable[[], torch.Tensor]] = {}
         for name, saved_name in saved.tensors.items():
             device = _device(name, plan, saved_name, parameter, options)
             if _fits(live.get(name), plan, saved_name, device if name == "step" else None):
                 kept[name] = live[name]
                 plan.fill(saved_name, live[name], saved_name)
             else:
-                devices[name] = device
-                plan.fresh(saved_name, device)
+                made[name] = _new(plan, saved_name, parameter, device)
         for name in references(saved.trees):
             plan.fresh(name, plan.place(parameter))
 
         def finish() -> None:
             place = plan.place(parameter)
             state: dict[Any, Any] = dict(kept)
-            state.update({name: plan.tensor(saved.tensors[name], device) for name, device in devices.items()})
+            state.update({name: make() for name, make in made.items()})
             state.update(graft(saved.trees, lambda name: plan.tensor(name, place)))
             if state:
                 self.value.state[parameter] = state
@@ -218,7 +221,7 @@ class OptimizerEntry(Entry):
     def _skip(self, plan: Plan, others: dict[str, _Saved]) -> None:
         """Report saved parameters that the live optimizer does not have, each once."""
         for fqn, saved in others.items():
-            plan.unexpected.append(f"{self.key}.param_groups: {fqn}")
+            plan.unexpected.append(f"{self.key}{PARAMETER_MARK}{fqn}")
             plan.used.update(saved.tensors.values(), references(saved.trees))
 
     def _choose(
@@ -257,8 +260,6 @@ class OptimizerEntry(Entry):
             for name in references(tree):
                 plan.fresh(name)
             met.append(tree)
-        for group in plan.values(self.key)["param_groups"]:
-            plan.used.update(references(group))
 
         def clone(name: str) -> torch.Tensor:
             return plan.tensor(name).clone()
@@ -294,6 +295,41 @@ class OptimizerEntry(Entry):
 def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for j, parameter in enumerate(group["params"]):
         yield names.get(id(parameter)) or f"group{index}.{j}", parameter
+
+
+def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
+    """The saved values of an optimizer in all parts as one; where several know a parameter, the first counts.
+
+    Raises:
+        InvalidInput: it was not saved as a plain optimizer.
+    """
+    for values in parts:
+        _check_saved(key, values)
+    groups = [group for values in parts for group in values["param_groups"]]
+    state: dict[str, Any] = {}
+    shared: dict[Any, Any] = {}
+    for values in reversed(parts):
+        state.update(values["state"])
+        shared.update(values.get("shared", {}))
+    return {"param_groups": groups, "state": state, "shared": shared}
+
+
+def _new(
+    plan: Plan, saved_name: str, parameter: torch.Tensor, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Have a state tensor read that is not there yet; answers a function that makes it.
+
+    State of a sharded parameter is sharded like it if it is as large. Optimizers make everything else from
+    gradients that are DTensors, so that is one too, whole on every rank; but scalars are plain.
+    """
+    shape = plan.shape(saved_name)
+    if not is_dtensor(parameter) or not shape:
+        plan.fresh(saved_name, device)
+        return lambda: plan.tensor(saved_name, device)
+    if shape == tuple(parameter.shape):
+        return plan.like(saved_name, parameter, saved_name)
+    plan.fresh(saved_name, device)
+    return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
 
 
 def _check_saved(key: str, values: Any) -> None:

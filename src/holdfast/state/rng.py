@@ -35,7 +35,7 @@ def capture(sink: Sink) -> dict[str, Any]:
 
 
 def _emit(sink: Sink, name: str, state: torch.Tensor) -> TensorRef:
-    sink.add(name, state, Spread.PER_RANK)
+    sink.add(name, state, Spread.OWN)
     return TensorRef(name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ class Spread(enum.Enum):
     REPLICATED = "replicated"  # all ranks hold the same bytes; any may write them
     LOWEST = "lowest"  # all ranks hold it, rank 0's bytes are the true ones
     PER_RANK = "per rank"  # every rank has its own
+    OWN = "own"  # every rank has its own, except of tensors that say themselves how they are sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +23,27 @@ class Marked:
 
     value: Any
     spread: Spread
+    ranks: tuple[int, ...] | None = None  # that hold it, if the user has said so
 
 
-def replicated(value: Any) -> Marked:
+def replicated(value: Any, ranks: Iterable[int] | None = None) -> Marked:
     """Mark an object of the state: all its tensors are the same on every rank, so each is written once.
 
     Use it for objects that are per rank by default (anything but modules and optimizers) and large. If the
     ranks differ after all, all but one rank's tensors are lost.
+
+    Args:
+        value: the object.
+        ranks: the global ranks that hold it, if not every rank that has its key does; alike on all of these.
     """
-    return Marked(_bare(value), Spread.REPLICATED)
+    return Marked(_bare(value), Spread.REPLICATED, None if ranks is None else tuple(sorted(set(ranks))))
 
 
 def per_rank(value: Any) -> Marked:
     """Mark an object of the state: every rank has its own tensors in it, so every rank writes them.
 
-    Use it for modules whose parameters differ from rank to rank.
+    Use it for modules whose parameters differ from rank to rank. A sharded tensor in it counts as this rank's
+    local part.
     """
     return Marked(_bare(value), Spread.PER_RANK)
 

@@ -6,14 +6,17 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.layout import check_name
+from holdfast.state.agreement import Agreement
+from holdfast.state.sharding import Layout, Sharding, layout_of, local_of
 from holdfast.state.spread import Spread
 from holdfast.state.tensors import (
+    PLAIN,
     is_same_view,
     is_savable,
     may_be_reread,
@@ -31,6 +34,8 @@ class Role(NamedTuple):
     spread: Spread
     is_named: bool = False  # a parameter after which optimizers name their state
     is_owned: bool = False  # only a step of an optimizer in the state changes it
+    in_module: bool = False
+    follows: str | None = None  # the parameter whose state it is; whoever holds that holds this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +46,10 @@ class Structure:
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     devices: list[torch.device]
+    shardings: dict[str, Sharding]
     per_rank: frozenset[str]
-    lowest: frozenset[str]
     owned: frozenset[str]
+    frozen: frozenset[str]
     tied: dict[str, str]
 
     def says_the_same(self, other: Structure) -> bool:
@@ -59,11 +65,13 @@ class Table:
     memory, no new tensor can come to stand at the same address.
 
     Args:
+        rank: this rank.
         world_size: number of ranks; with one rank, nothing is per rank.
         checked: names that are known not to be reserved; grows.
     """
 
-    def __init__(self, world_size: int, checked: set[str]) -> None:
+    def __init__(self, rank: int, world_size: int, checked: set[str]) -> None:
+        self.rank = rank
         self.world_size = world_size
         self.names: list[str] = []
         self.roles: list[Role] = []
@@ -72,13 +80,18 @@ class Table:
         self.tied: dict[str, str] = {}
         self.parameter_names: dict[int, str] = {}  # id of a live parameter -> its first name
         self.owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
+        self.has_sharded = False
         self._live: list[torch.Tensor] = []
         self._aliases: list[torch.Tensor] = []
         self._types: list[type] = []
         self._dtypes: list[torch.dtype] = []
         self._may_be_reread: list[bool] = []
+        self._specs: list[Any] = []  # what a DTensor says of itself, by row
+        self._layouts: list[Layout | None] = []  # None for plain tensors
+        self._shapes: list[tuple[int, ...]] = []  # of the whole tensors
+        self._row_of: dict[str, int] = {}
+        self._named: dict[int, str] = {}  # id of a sharded tensor -> name
         self._per_rank: set[str] = set()
-        self._lowest: set[str] = set()
         self._owned: set[str] = set()
         self._checked = checked
         self._at: dict[int, str] = {}  # address -> first tensor that starts there
@@ -93,22 +106,23 @@ class Table:
             Unsupported: a tensor that cannot be saved.
             InvalidInput: a name that is taken or reserved.
         """
-        if not is_savable(tensor):
-            raise refuse(tensor, name)
+        local, layout = self._inspect(name, tensor, role)
         if name not in self._checked:
             check_name(name)
             self._checked.add(name)
-        if name in self.tensors or name in self.tied:
+        if name in self._row_of:
             raise _collision(name)
-        holder = self._place(name, tensor)
+        is_here = layout is None or self.rank in layout.holders
+        holder = self._place(name, tensor, local, layout) if is_here else name
         # Also of tensors without gradient: the live tensor itself would always be equal to itself.
-        alias = tensor.detach()
-        if holder == name:
-            self.tensors[name] = alias
-            self._note_spread(name, role.spread)
-        else:
+        alias = local.detach()
+        if holder != name:
             self.tied[name] = holder
-        if role.is_owned:
+        elif is_here:
+            self.tensors[name] = alias
+            self._note_spread(name, role.spread, layout)
+        self._row_of[name] = len(self.names)
+        if role.is_owned and is_here:
             self._owned.add(holder)
         if role.is_named:
             self.parameter_names.setdefault(id(tensor), name)
@@ -118,8 +132,12 @@ class Table:
         self._live.append(tensor)
         self._aliases.append(alias)
         self._types.append(type(tensor))
-        self._dtypes.append(tensor.dtype)
-        self._may_be_reread.append(may_be_reread(tensor))
+        self._dtypes.append(local.dtype)
+        self._may_be_reread.append(may_be_reread(local))
+        self._specs.append(_spec(tensor))
+        self._layouts.append(layout)
+        self._shapes.append(tuple(local.shape if layout is None else tensor.shape))
+        self.has_sharded = self.has_sharded or local is not tensor
         return holder
 
     def own(self, parameters: list[torch.Tensor]) -> None:
@@ -127,43 +145,110 @@ class Table:
         self.owners.append(parameters)
         names = self.parameter_names
         for parameter in parameters:
-            if name := names.get(id(parameter)):
-                self._owned.add(self.tied.get(name, name))
+            name = names.get(id(parameter))
+            if name is not None and (holder := self.tied.get(name, name)) in self.tensors:
+                self._owned.add(holder)
 
     def is_per_rank(self, name: str) -> bool:
         """True if every rank has its own of this name."""
         return self.tied.get(name, name) in self._per_rank
 
-    def structure(self) -> Structure:
-        """All facts about the tensors."""
+    def structure(self, agreement: Agreement, *, is_frozen_known: bool) -> Structure:
+        """All facts about the tensors.
+
+        Args:
+            agreement: who holds plain tensors.
+            is_frozen_known: every optimizer of the state has told what it owns.
+        """
         tensors = self.tensors.values()
         return Structure(
             names=list(self.tensors),
             dtypes=[tensor.dtype for tensor in tensors],
             shapes=[tensor.shape for tensor in tensors],
             devices=[tensor.device for tensor in tensors],
+            shardings=self._shardings(agreement),
             per_rank=frozenset(self._per_rank),
-            lowest=frozenset(self._lowest),
             owned=frozenset(self._owned),
+            frozen=self._frozen() if is_frozen_known and self.owners else frozenset(),
             tied=dict(self.tied),
         )
 
-    def _place(self, name: str, tensor: torch.Tensor) -> str:
+    def _inspect(self, name: str, tensor: torch.Tensor, role: Role) -> tuple[torch.Tensor, Layout | None]:
+        """This rank's part of a tensor, and how it is sharded.
+
+        Raises:
+            Unsupported: it cannot be saved.
+        """
+        if type(tensor) in PLAIN and is_savable(tensor):
+            return tensor, None
+        try:
+            local, layout = local_of(tensor), layout_of(tensor)
+        except Unsupported as error:
+            raise refuse(tensor, name, str(error)) from error
+        if not is_savable(local):
+            raise refuse(local, name)
+        if role.spread is Spread.PER_RANK or layout is None:
+            return local, None
+        box = layout.box_of(self.rank, tuple(tensor.shape))
+        if box is not None and not (box.lengths == local.shape or box.num_items == local.numel() == 0):
+            kind, found = type(tensor).__name__, list(local.shape)
+            why = f"it is a {kind} whose part here is {found}, but its placements say {list(box.lengths)}."
+            raise refuse(tensor, name, why)
+        return local, layout
+
+    def _place(self, name: str, tensor: torch.Tensor, local: torch.Tensor, layout: Layout | None) -> str:
         """Remember where a tensor starts; answers the name of a row that is the same tensor, or its own."""
-        address = tensor.data_ptr()
+        if layout is not None:
+            # By the object, not its memory: all ranks must see a tie alike, also those whose part is empty.
+            first = self._named.setdefault(id(tensor), name)
+            if first is not name:
+                return first
+        address = local.data_ptr()
         if self._at.setdefault(address, name) is name:
             return name
         # An empty tensor has no address and no twin.
-        others = [self._at[address], *self._more.get(address, ())] if address else []
+        others = [self._at[address], *self._more.get(address, ())] if address and layout is None else []
         for other in others:
-            if is_same_view(self.tensors[other], tensor):
+            if self._layouts[self._row_of[other]] is None and is_same_view(self.tensors[other], local):
                 return other
         self._more.setdefault(address, []).append(name)
         return name
 
-    def _note_spread(self, name: str, spread: Spread) -> None:
-        if self.world_size > 1 and spread is not Spread.REPLICATED:
-            (self._lowest if spread is Spread.LOWEST else self._per_rank).add(name)
+    def _note_spread(self, name: str, spread: Spread, layout: Layout | None) -> None:
+        is_own = spread is Spread.PER_RANK or (spread is Spread.OWN and layout is None)
+        if self.world_size > 1 and is_own:
+            self._per_rank.add(name)
+
+    def _shardings(self, agreement: Agreement) -> dict[str, Sharding]:
+        shared: dict[tuple[tuple[int, ...], int], Sharding] = {}
+        shardings: dict[str, Sharding] = {}
+        for name in self.tensors:
+            if name in self._per_rank:
+                continue
+            row = self._row_of[name]
+            layout, shape = self._layout(row, agreement), self._shapes[row]
+            key = (shape, id(layout))
+            if key not in shared:
+                shared[key] = Sharding(shape, layout)
+            shardings[name] = shared[key]
+        return shardings
+
+    def _layout(self, row: int, agreement: Agreement) -> Layout:
+        """The layout of a row, agreed as far as ranks have agreed."""
+        role, raw = self.roles[row], self._layouts[row]
+        if role.follows is not None and role.follows in self._row_of:
+            parameter = self._row_of[self.tied.get(role.follows, role.follows)]
+            return agreement.follow(raw, self._layout(parameter, agreement), self._layouts[parameter])
+        is_lowest = role.spread is Spread.LOWEST
+        return agreement.layout(self.names[row], raw, is_lowest=is_lowest, in_module=role.in_module)
+
+    def _frozen(self) -> frozenset[str]:
+        """Module parameters that no optimizer owns."""
+        return frozenset(
+            holder
+            for holder, role in zip(self.holders, self.roles, strict=True)
+            if role.is_named and role.in_module and holder in self.tensors
+        ).difference(self._owned, self._per_rank)
 
     # -- comparing -------------------------------------------------------------------------------------------
 
@@ -179,7 +264,9 @@ class Table:
         """True if a tensor shows the memory of a row in the same way; parameters must be the same object."""
         if self.roles[row].is_named and tensor is not self._live[row]:
             return False
-        return type(tensor) is self._types[row] and shows_same_memory(tensor, self._aliases[row])
+        if type(tensor) is not self._types[row]:
+            return False
+        return shows_same_memory(local_of(tensor), self._aliases[row]) and self._is_cut_alike(row, tensor)
 
     def are_same(
         self, row: int, names: Sequence[str], roles: Sequence[Role], tensors: list[torch.Tensor]
@@ -187,27 +274,50 @@ class Table:
         """True if the rows from `row` on are these, with the same objects that show the same memory."""
         at = slice(row, row + len(names))
         live = self._live[at]
-        return (
+        is_same = (
             self.names[at] == names
             and self.roles[at] == roles
             and len(tensors) == len(live)
             # Loops without the interpreter and without lists: this runs for every tensor at every save.
             and all(map(operator.is_, tensors, live))
             and all(map(operator.is_, map(type, tensors), self._types[at]))
-            and all(map(operator.is_, map(_get_dtype, tensors), self._dtypes[at]))
+        )
+        if not is_same:
+            return False
+        if self.has_sharded:
+            if not all(map(self._is_cut_alike, range(row, row + len(names)), tensors)):
+                return False
+            tensors = list(map(local_of, tensors))
+        return (
+            all(map(operator.is_, map(_get_dtype, tensors), self._dtypes[at]))
             and show_same_memory(tensors, self._aliases[at])
-            and all(map(shows_same_memory, *self._rereadable(at)))
+            and all(map(shows_same_memory, *self._rereadable(at, tensors)))
         )
 
-    def _rereadable(self, at: slice) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    def _rereadable(
+        self, at: slice, tensors: list[torch.Tensor]
+    ) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         chosen = self._may_be_reread[at]
-        return compress(self._live[at], chosen), compress(self._aliases[at], chosen)
+        return compress(tensors, chosen), compress(self._aliases[at], chosen)
+
+    def _is_cut_alike(self, row: int, tensor: torch.Tensor) -> bool:
+        """True if a tensor of a row's type is sharded as the row's was, and is as large in all."""
+        spec, layout = self._specs[row], self._layouts[row]
+        if layout is None or (spec is not None and spec is _spec(tensor)):
+            return True
+        return layout_of(tensor) == layout and tuple(tensor.shape) == self._shapes[row]
 
     def can_replace(self, row: int, tensor: torch.Tensor) -> bool:
         """True if a tensor can take the place of a row's without any other row being touched."""
-        name, old, new = self.names[row], self._aliases[row].data_ptr(), tensor.data_ptr()
+        local = local_of(tensor)
+        name, old, new = self.names[row], self._aliases[row].data_ptr(), local.data_ptr()
         return (
             not self.roles[row].is_named
+            and name in self.tensors
+            and (type(tensor) is self._types[row] or (type(tensor) in PLAIN and self._types[row] in PLAIN))
+            and self._is_cut_alike(row, tensor)
+            and (self._layouts[row] is None or id(tensor) not in self._named)
+            and (self._layouts[row] is None or local.shape == self._aliases[row].shape)
             and self.holders[row] == name
             and name not in self.tied.values()
             and not (old and old in self._more)
@@ -216,14 +326,24 @@ class Table:
 
     def replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Put a tensor in the place of a row's; answers True if dtype, shape or device have changed."""
-        name, old, alias = self.names[row], self._aliases[row], tensor.detach()
+        local = local_of(tensor)
+        name, old, alias = self.names[row], self._aliases[row], local.detach()
+        if self._layouts[row] is not None:
+            self._named.pop(id(self._live[row]), None)
+            self._named[id(tensor)] = name
         if old.data_ptr():
             del self._at[old.data_ptr()]
         self._at.setdefault(alias.data_ptr(), name)
         self._live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
-        self._types[row], self._dtypes[row] = type(tensor), tensor.dtype
-        self._may_be_reread[row] = may_be_reread(tensor)
+        self._shapes[row] = tuple(alias.shape if self._layouts[row] is None else tensor.shape)
+        self._types[row], self._dtypes[row], self._specs[row] = type(tensor), local.dtype, _spec(tensor)
+        self._may_be_reread[row] = may_be_reread(local)
         return old.dtype != alias.dtype or old.shape != alias.shape or old.device != alias.device
+
+
+def _spec(tensor: torch.Tensor) -> Any:
+    """What a DTensor says of itself; it is replaced, never changed."""
+    return getattr(tensor, "_spec", None) if type(tensor) not in PLAIN else None
 
 
 def _collision(name: str) -> InvalidInput:

@@ -50,20 +50,18 @@ def is_savable(tensor: torch.Tensor) -> bool:
     )
 
 
-def refuse(tensor: torch.Tensor, name: str) -> Unsupported:
+def refuse(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
     """The error that says why a tensor is not savable."""
-    return Unsupported(f"{name} cannot be saved: {_why_not(tensor)} Nothing was written.", key=name)
+    return Unsupported(f"{name} cannot be saved: {why or _why_not(tensor)} Nothing was written.", key=name)
 
 
-def refuse_to_fill(tensor: torch.Tensor, name: str) -> Unsupported:
+def refuse_to_fill(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
     """The error that says why a live tensor cannot be restored into."""
-    return Unsupported(f"{name} cannot be restored: {_why_not(tensor)} Nothing was changed.", key=name)
+    return Unsupported(f"{name} cannot be restored: {why or _why_not(tensor)} Nothing was changed.", key=name)
 
 
 def _why_not(tensor: torch.Tensor) -> str:
     kind = type(tensor)
-    if kind.__name__ in ("DTensor", "ShardedTensor"):
-        return f"it is a {kind.__name__}, and sharded states are not in this version."
     if torch.nn.parameter.is_lazy(tensor):
         return "it is not initialized yet; run the lazy module once on an input first."
     if kind not in PLAIN:

@@ -85,6 +85,20 @@ class Store(ABC):
         self.put(name, whole, if_absent=if_absent)
 
     @abstractmethod
+    def link(self, source: str, name: str) -> None:
+        """Make the bytes of `source` durable under `name` too, without sending them again.
+
+        An existing object is replaced. Deleting either leaves the other whole.
+
+        Raises:
+            NotFound: no object `source`.
+            Unsupported: this store cannot; put the bytes instead.
+            RetryLater: the store failed; `name` is as it was before.
+
+        Blocks: until the name would survive a power cut.
+        """
+
+    @abstractmethod
     def get(self, name: str) -> bytes:
         """All bytes of a (small) object.
 

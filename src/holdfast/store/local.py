@@ -118,6 +118,22 @@ class LocalStore(Store):
                 os.close(fd)  # gives up the lock
             self._sync_up(target.parent)  # then the name
 
+    def link(self, source: str, name: str) -> None:
+        """See `Store.link`: a hard link, so the two names share their bytes on the disk."""
+        origin, target = self.path(source), self.path(name)
+        with self._refusing("link", name):
+            if not origin.is_file():
+                raise NotFound(f"{origin} does not exist.", key=source)
+            self._check_root()
+            self._make_directories(target.parent)
+            temp = target.parent / f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
+            _link(origin, temp, name)
+            try:
+                temp.replace(target)
+            finally:
+                temp.unlink(missing_ok=True)  # a rename between two names of one file does nothing
+            self._sync_up(target.parent)
+
     def get(self, name: str) -> bytes:
         """See `Store.get`."""
         with self._refusing("read", name), self._opened(name) as fd:
@@ -364,9 +380,16 @@ def _publish(temp: Path, target: Path, name: str, *, if_absent: bool) -> None:
         kill_point("store.linked")
         return
     try:
-        target.hardlink_to(temp)  # unlike rename, refuses a name that is taken
+        _link(temp, target, name)  # unlike rename, refuses a name that is taken
     except FileExistsError:
         raise _taken(target, name) from None
+    kill_point("store.linked")
+    temp.unlink()
+
+
+def _link(source: Path, target: Path, name: str) -> None:
+    try:
+        target.hardlink_to(source)
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise
@@ -375,8 +398,6 @@ def _publish(temp: Path, target: Path, name: str, *, if_absent: bool) -> None:
             "there without a race. Nothing was changed. Use another place as home.",
             key=name,
         ) from error
-    kill_point("store.linked")
-    temp.unlink()
 
 
 def _taken(target: Path, name: str) -> Conflict:

@@ -32,6 +32,11 @@ class MemoryStore(Store):
                 raise Conflict(f"{self.url}/{name} exists already; it was left alone.", key=name)
             self._objects[name] = copy
 
+    def link(self, source: str, name: str) -> None:
+        """See `Store.link`."""
+        data = self.get(source)
+        self.put(name, data)
+
     def get(self, name: str) -> bytes:
         """See `Store.get`."""
         check_name(name)

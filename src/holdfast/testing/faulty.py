@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.store.contract import Buffer, Entry, Store
 
-METHODS = ("put", "get", "read_into", "append", "list", "size", "delete", "sweep")
+METHODS = ("put", "link", "get", "read_into", "append", "list", "size", "delete", "sweep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,12 @@ class FaultyStore(Store):
         """See `Store.put`."""
         after = self._begin(Call("put", name, num_bytes=memoryview(data).nbytes))
         self.inner.put(name, data, if_absent=if_absent)
+        _do(after)
+
+    def link(self, source: str, name: str) -> None:
+        """See `Store.link`."""
+        after = self._begin(Call("link", name))
+        self.inner.link(source, name)
         _do(after)
 
     def get(self, name: str) -> bytes:

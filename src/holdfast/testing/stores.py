@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.store.contract import Entry, Store
 
 BLOCK_BYTES = 4096
@@ -248,6 +248,28 @@ class StoreSuite:
             assert won.count(True) == 1
             assert store.get(name) == b"%d" % won.index(True) * num_bytes
         assert len(list(store.list())) == 5
+
+    def test_a_link_is_the_same_bytes_under_another_name(self, store: Store) -> None:
+        """It replaces what stood there, and deleting the source leaves it whole."""
+        store.put("a/one", b"first")
+        store.put("b/two", b"something else")
+        try:
+            store.link("a/one", "b/two")
+            store.link("a/one", "b/two")
+            store.link("a/one", "c/three")
+        except Unsupported:
+            assert store.get("b/two") == b"something else"
+            return
+        store.delete("a/one")
+        assert store.get("b/two") == store.get("c/three") == b"first"
+        assert sorted(entry.name for entry in store.list()) == ["b/two", "c/three"]
+
+    def test_a_link_to_nothing_is_not_found(self, store: Store) -> None:
+        """And leaves what stood there alone."""
+        store.put("b", b"old")
+        with pytest.raises((NotFound, Unsupported)):
+            store.link("missing", "b")
+        assert store.get("b") == b"old"
 
     def test_list_gives_names_and_sizes_by_prefix(self, store: Store) -> None:
         """`list` gives every object whose name starts with the prefix, which may end in mid-part."""

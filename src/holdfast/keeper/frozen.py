@@ -1,0 +1,83 @@
+"""The file of frozen tensors: written once, then linked into each checkpoint while it stays the same."""
+
+from __future__ import annotations
+
+import contextlib
+
+from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
+from holdfast.format.part import DataFile
+from holdfast.keeper.terms import Terms
+from holdfast.store import Store
+
+
+class FrozenFile:
+    """The newest file of this rank's frozen tensors, of whatever step and attempt."""
+
+    def __init__(self, store: Store, terms: Terms) -> None:
+        self._store = store
+        self._terms = terms
+        self._newest: tuple[str, DataFile] | None = None
+        self._has_looked = False
+
+    def persist(self, step: int, image: memoryview, *, must_match: bool) -> DataFile:
+        """Put the image into a checkpoint: by a link if its bytes stand in the store already.
+
+        Args:
+            step: step of the checkpoint.
+            image: the file.
+            must_match: the image was copied beside the training, in the belief that nothing changes it.
+
+        Raises:
+            InvalidInput: `must_match`, but it differs from the file before: it may be torn.
+            RetryLater: the store failed.
+
+        Blocks: until the bytes are durable under their new name.
+        """
+        chunk_bytes = chunk_bytes_for(len(image))
+        file = DataFile(len(image), chunk_bytes, hash_chunks(image, chunk_bytes))
+        newest = self._find_newest()
+        is_same = newest is not None and newest[1] == file
+        if must_match and not is_same:
+            message = (
+                f"Step {step} was dropped: tensors that no optimizer of the state trains were copied beside "
+                "the training, since they had not changed since the save before, but their bytes differ from "
+                "that save's. Something writes them past PyTorch's version counters, such as an in-place "
+                "change through .data. Earlier checkpoints stand; these tensors are copied at once from now "
+                "on."
+            )
+            raise InvalidInput(message, step=step, rank=self._terms.rank)
+        name = names.frozen(step, self._terms.attempt, self._terms.rank)
+        if not (newest is not None and is_same and self._link(newest[0], name, len(image))):
+            self._store.put(name, image)
+        self._newest = name, file
+        return file
+
+    def _link(self, source: str, name: str, num_bytes: int) -> bool:
+        """Link, if the source is still there and whole; else it has to be written again."""
+        if source == name:
+            return True
+        try:
+            self._store.link(source, name)
+        except (NotFound, Unsupported):
+            return False
+        return self._store.size(name) == num_bytes
+
+    def _find_newest(self) -> tuple[str, DataFile] | None:
+        """What an earlier keeper or attempt has written, looked for once."""
+        if self._newest is None and not self._has_looked:
+            self._has_looked = True
+            for attempt, step in sorted(self._parts_with_frozen(), reverse=True):
+                name = names.part(step, attempt, self._terms.rank)
+                with contextlib.suppress(Corrupt, NotFound, Unsupported):
+                    found = parts.parse(self._store.get(name), name).frozen
+                    if found is not None:
+                        self._newest = names.frozen(step, attempt, self._terms.rank), found
+                        break
+        return self._newest
+
+    def _parts_with_frozen(self) -> list[tuple[int, int]]:
+        found = (names.parse(entry.name) for entry in self._store.list("step-"))
+        return [(f.attempt, f.step) for f in found if f and f.kind == "frozen" and f.rank == self._terms.rank]

@@ -1,0 +1,313 @@
+"""Reads what several ranks need once, and passes it on from rank to rank: for a home that is slow."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
+from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, find_damage
+from holdfast.store.contract import Store
+
+_MAX_AHEAD = 4  # blocks that are read, or on their way to other ranks, before a rank waits
+
+Key = tuple[int, bool]  # a data file: the rank that wrote it, and whether it is that of the frozen tensors
+Need = tuple[int, int, int, int, int]  # rank, frozen, first chunk, chunk after the last, chunk_bytes
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object:
+        """Wait until it is complete."""
+        ...
+
+
+class Exchange(Protocol):
+    """Ranks that can pass bytes to each other."""
+
+    rank: int
+
+    def gather(self, value: list[Need]) -> list[list[Need]]:
+        """The values of all ranks, by rank, on every rank. Collective."""
+        ...
+
+    def send(self, data: torch.Tensor, to: int) -> Pending:
+        """Start sending a uint8 tensor, which must not change until that is complete."""
+        ...
+
+    def receive(self, data: torch.Tensor, source: int) -> Pending:
+        """Start receiving into a uint8 tensor what `source` sends next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Adjacent chunks of a file that the same ranks need; `reader` reads and verifies them for all."""
+
+    key: Key
+    start: int  # byte in the file
+    stop: int
+    ranks: tuple[int, ...]
+    reader: int
+
+
+def assign_blocks(needs: Sequence[Iterable[Need]]) -> list[Block]:
+    """The blocks of all files, each with its reader: of the ranks that need it, the one with least to do.
+
+    Pure, so that every rank computes the same.
+
+    Args:
+        needs: by rank, the chunks it needs.
+    """
+    by_file: dict[Key, list[tuple[int, int, int]]] = {}
+    chunk_bytes_of: dict[Key, int] = {}
+    for rank, rows in enumerate(needs):
+        for owner, frozen, first, last, chunk_bytes in rows:
+            by_file.setdefault((owner, bool(frozen)), []).append((first, last, rank))
+            chunk_bytes_of[owner, bool(frozen)] = chunk_bytes
+    loads = [0] * len(needs)
+    blocks = []
+    for key in sorted(by_file):
+        chunk_bytes = chunk_bytes_of[key]
+        for first, last, ranks in _segments(by_file[key], max(READ_BYTES // chunk_bytes, 1)):
+            reader = min(ranks, key=lambda rank: (loads[rank], rank))
+            loads[reader] += last - first
+            blocks.append(Block(key, first * chunk_bytes, last * chunk_bytes, ranks, reader))
+    return blocks
+
+
+def _segments(
+    intervals: list[tuple[int, int, int]], limit: int
+) -> Iterable[tuple[int, int, tuple[int, ...]]]:
+    """Runs of chunks, at most `limit` long, with the ranks that need them."""
+    borders = sorted({edge for first, last, _ in intervals for edge in (first, last)})
+    starting: dict[int, list[int]] = {}
+    ending: dict[int, list[int]] = {}
+    for first, last, rank in intervals:
+        starting.setdefault(first, []).append(rank)
+        ending.setdefault(last, []).append(rank)
+    count: dict[int, int] = {}
+    for border, after in zip(borders, [*borders[1:], borders[-1]], strict=True):
+        for rank in ending.get(border, ()):
+            count[rank] -= 1
+        for rank in starting.get(border, ()):
+            count[rank] = count.get(rank, 0) + 1
+        ranks = tuple(sorted(rank for rank, times in count.items() if times))
+        for first in range(border, after, limit) if ranks else ():
+            yield first, min(first + limit, after), ranks
+
+
+def read_shared(
+    store: Store,
+    jobs: Sequence[Job],
+    exchange: Exchange,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+) -> ReadStats:
+    """Like `read`, but each chunk is read by one of the ranks that need it, which passes it on to the others.
+
+    Memory: a few blocks of 8 MiB.
+
+    Args:
+        store: where the data files are.
+        jobs: what this rank wants; at most one job a data file.
+        exchange: the ranks.
+        on_bytes: called with the bytes of each block when this rank has it.
+
+    Raises:
+        Corrupt: a chunk does not match its hash, here or on the rank that read it for this one.
+        NotFound: a file is missing.
+        RetryLater: the store failed, or a rank did not answer.
+
+    Ranks: collective.
+    Blocks: until every block this rank needs is there, and all that others need from it is sent.
+    """
+    began = time.perf_counter()
+    wanted = {(job.part.rank, job.frozen): job for job in jobs}
+    needs = exchange.gather([need for job in wanted.values() for need in _needs(job)])
+    mine = [block for block in assign_blocks(needs) if exchange.rank in block.ranks]
+    reads = _reads(mine, wanted)
+    own = [one for block, one in zip(mine, reads, strict=True) if block.reader == exchange.rank]
+    ahead = _Ahead(store, own)
+    try:
+        errors = _pass_on(list(zip(mine, reads, strict=True)), ahead, exchange, on_bytes)
+    finally:
+        ahead.close()
+    if errors:
+        raise errors[0]
+    return ReadStats(ahead.num_bytes, ahead.num_reads, time.perf_counter() - began)
+
+
+def _needs(job: Job) -> list[Need]:
+    """Chunks that a job needs, as intervals that do not touch."""
+    chunk_bytes = job.file.chunk_bytes
+    intervals: list[list[int]] = []
+    for start, num_bytes, _ in sorted(job.wanted, key=lambda want: want.start):
+        if not num_bytes:
+            continue
+        first, last = start // chunk_bytes, (start + num_bytes - 1) // chunk_bytes + 1
+        if intervals and first <= intervals[-1][1]:
+            intervals[-1][1] = max(intervals[-1][1], last)
+        else:
+            intervals.append([first, last])
+    return [(job.part.rank, int(job.frozen), first, last, chunk_bytes) for first, last in intervals]
+
+
+def _reads(mine: list[Block], wanted: dict[Key, Job]) -> list[Read]:
+    """The blocks as reads, each with what this rank wants from it."""
+    reads: dict[Key, list[Read]] = {}
+    every = []
+    for block in mine:
+        job = wanted[block.key]
+        stop = min(block.stop, job.file.num_bytes)
+        name = job.part.file_name(frozen=job.frozen)
+        every.append(Read(name, job.part, job.file, block.start, stop))
+        reads.setdefault(block.key, []).append(every[-1])
+    for key, of_file in reads.items():
+        wants = [want for want in wanted[key].wanted if want.num_bytes]
+        distribute(sorted(wants, key=lambda want: want.start), of_file)
+    return every
+
+
+def _pass_on(
+    pairs: list[tuple[Block, Read]],
+    ahead: _Ahead,
+    exchange: Exchange,
+    on_bytes: Callable[[int], None] | None,
+) -> list[HoldfastError]:
+    """Take all blocks in their order, which is the same on every rank, so that nobody waits in a circle."""
+    errors: list[HoldfastError] = []
+    sending: deque[tuple[torch.Tensor, list[Pending]]] = deque()
+    for block, one in pairs:
+        if block.reader == exchange.rank:
+            data, error = ahead.take()
+            others = [rank for rank in block.ranks if rank != exchange.rank]
+            sending.append((data, [exchange.send(data, rank) for rank in others]))
+        else:
+            data = torch.empty(one.stop - one.start + 1, dtype=torch.uint8)
+            _wait(exchange.receive(data, block.reader))
+            error = _said(data, block, one)
+        if error is not None:
+            errors.append(error)
+            ahead.give_up()
+        else:
+            deliver(one, _view(data))
+        if on_bytes is not None:
+            on_bytes(one.stop - one.start)
+        while len(sending) > _MAX_AHEAD:
+            _finish(sending.popleft())
+    while sending:
+        _finish(sending.popleft())
+    return errors
+
+
+def _finish(sent: tuple[torch.Tensor, list[Pending]]) -> None:
+    for transfer in sent[1]:
+        _wait(transfer)
+
+
+def _wait(transfer: Pending) -> None:
+    try:
+        transfer.wait()
+    except RuntimeError as error:
+        message = f"A rank was lost while ranks passed on what they had read: {error}"
+        raise RetryLater(message) from error
+
+
+_TROUBLES: tuple[type[HoldfastError], ...] = (RetryLater, Corrupt, NotFound)
+"""What one rank tells another of a block, by number."""
+
+
+def _number(error: HoldfastError) -> int:
+    return next((i for i, kind in enumerate(_TROUBLES) if isinstance(error, kind)), 0)
+
+
+def _view(data: torch.Tensor) -> memoryview:
+    """The bytes of a block, without the last one, which says whether they are good."""
+    raw: Any = data.numpy()
+    return memoryview(raw)[:-1]
+
+
+def _said(data: torch.Tensor, block: Block, one: Read) -> HoldfastError | None:
+    """What the reader of a block found wrong with it."""
+    number = int(data[-1])
+    if not number:
+        return None
+    message = f"{one.name} could not be read by rank {block.reader}, which reads it for others."
+    return _TROUBLES[number - 1](message, step=one.part.step, rank=one.part.rank, key=one.name)
+
+
+class _Ahead:
+    """Reads and verifies a rank's own blocks in a thread, a few ahead of where they are needed."""
+
+    def __init__(self, store: Store, reads: list[Read]) -> None:
+        self.num_bytes = 0
+        self.num_reads = 0
+        self._store = store
+        self._reads = reads
+        self._ready: deque[tuple[torch.Tensor, HoldfastError | None]] = deque()
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self) -> tuple[torch.Tensor, HoldfastError | None]:
+        """The next block with a last byte that says whether it is good, and what is wrong if it is not.
+
+        Blocks: until it is read.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready)
+            taken = self._ready.popleft()
+            self._changed.notify_all()
+        return taken
+
+    def give_up(self) -> None:
+        """Read no more: what is left is told to the others as not readable."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._is_over = True
+            self._ready.clear()
+            self._reads = []
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for one in self._reads:
+            block = self._read(one)
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._ready) < _MAX_AHEAD or not self._reads)
+                self._ready.append(block)
+                self._changed.notify_all()
+
+    def _read(self, one: Read) -> tuple[torch.Tensor, HoldfastError | None]:
+        # page-aligned, as direct reads ask
+        data = torch.frombuffer(mmap.mmap(-1, one.stop - one.start + 1), dtype=torch.uint8)
+        error: HoldfastError | None
+        if self._is_over:
+            message = f"{one.name} was not read: another block could not be."
+            error = RetryLater(message, step=one.part.step, rank=one.part.rank, key=one.name)
+        else:
+            error = self._fetch(one, _view(data))
+        data[-1] = 0 if error is None else 1 + _number(error)
+        return data, error
+
+    def _fetch(self, one: Read, view: memoryview) -> HoldfastError | None:
+        try:
+            self._store.read_into(one.name, one.start, view)
+        except HoldfastError as error:
+            return error
+        self.num_bytes += len(view)
+        self.num_reads += 1
+        return next(iter(find_damage(one, view)), None)

@@ -1,0 +1,31 @@
+"""The catalog of a captured state: what this rank takes part in, and which rank writes which box of it."""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.format.catalog import Catalog, Tensor
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.state.assignment import assign
+from holdfast.state.capture import Captured
+from holdfast.state.tensors import NAMES
+
+
+def catalog_of(captured: Captured) -> Catalog:
+    """The catalog of a captured state, without tensors of which every rank has its own.
+
+    Ranks: not collective; ranks that hold the same tensors come to the same catalog, byte for byte.
+    """
+    shardings = captured.shardings
+    dtypes = {name: NAMES[captured.tensors[name].dtype] for name in shardings}
+    sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
+    cuts = assign(sizes, shardings)
+    held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
+    for one in shardings.values():
+        if id(one.layout) not in held_by:
+            held_by[id(one.layout)] = tuple(sorted(one.holders))
+    tensors = {
+        name: Tensor(dtypes[name], one.shape, cuts[name], held_by[id(one.layout)], name in captured.frozen)
+        for name, one in shardings.items()
+    }
+    return Catalog(tensors, dict(captured.tied))

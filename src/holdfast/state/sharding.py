@@ -1,0 +1,281 @@
+"""Sharding: how a live tensor is cut over ranks, read from the tensor itself; no rank is asked."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.errors import Unsupported
+from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
+
+_PENDING = "AsyncCollectiveTensor"  # its class is not imported for this
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How tensors are cut, whatever their shapes; thousands of tensors share a few.
+
+    Args:
+        splits: (dim, parts) in the order in which they are made, as in `Cut`. Parts are never 1.
+        copies: the full sets of global ranks that together hold a tensor, each in the order of `Cut.ranks`.
+        boxes: of a tensor that is cut by no rule, in the order of each copy's ranks; then `splits` is empty.
+    """
+
+    splits: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[int, ...], ...]
+    boxes: tuple[Box, ...] | None = None
+    _cuts: dict[int, AnyCut] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _indices: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def cut(self, copy: int) -> AnyCut:
+        """The cut by which one of `copies` is written; the same object at every call."""
+        if copy not in self._cuts:
+            ranks = self.copies[copy]
+            self._cuts[copy] = (
+                Cut(self.splits, ranks)
+                if self.boxes is None
+                else Boxes(tuple(zip(ranks, self.boxes, strict=True)))
+            )
+        return self._cuts[copy]
+
+    def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
+        """The box that a rank holds, whichever copy it is in, perhaps empty; None if it holds none."""
+        index = self._index_of().get(rank)
+        if index is None:
+            return None
+        return self.cut(0).box_at(index, shape) if self.boxes is None else self.boxes[index]  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """Every rank that holds a box."""
+        return frozenset(self._index_of())
+
+    def _index_of(self) -> dict[int, int]:
+        if not self._indices:
+            self._indices.update({rank: i for copy in self.copies for i, rank in enumerate(copy)})
+        return self._indices
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A tensor's whole shape and its layout.
+
+    Args:
+        shape: of the whole tensor.
+        layout: how it is cut, and which ranks hold it.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def splits(self) -> tuple[tuple[int, int], ...]:
+        """See `Layout.splits`."""
+        return self.layout.splits
+
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """See `Layout.copies`."""
+        return self.layout.copies
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """Every rank that holds a box."""
+        return self.layout.holders
+
+    def cut(self, copy: int) -> AnyCut:
+        """The cut by which one of `copies` is written."""
+        return self.layout.cut(copy)
+
+    def box_of(self, rank: int) -> Box | None:
+        """The box that a rank holds, whichever copy it is in, perhaps empty; None if it holds none."""
+        return self.layout.box_of(rank, self.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def held_by(ranks: tuple[int, ...]) -> Layout:
+    """The layout of tensors that each of these ranks holds whole."""
+    return Layout((), tuple((rank,) for rank in ranks))
+
+
+def sharding_of(tensor: torch.Tensor) -> Sharding | None:
+    """How a tensor says that it is sharded; None for a plain one.
+
+    Raises:
+        Unsupported: a pending sum (`Partial`), or shards that are no boxes.
+
+    Ranks: not collective; every rank answers alike.
+    """
+    layout = layout_of(tensor)
+    return None if layout is None else Sharding(tuple(tensor.shape), layout)
+
+
+def layout_of(tensor: torch.Tensor) -> Layout | None:
+    """See `sharding_of`."""
+    if type(tensor) in _PLAIN:
+        return None
+    if is_dtensor(tensor):
+        spec: Any = tensor._spec  # pyright: ignore[reportAttributeAccessIssue]
+        is_listed = not getattr(spec, "use_strided_shard_as_shard_order", True)
+        return _mesh_layout(spec.mesh, tuple(spec.placements), spec.shard_order if is_listed else None)
+    return _listed_layout(tensor) if is_sharded_tensor(tensor) else None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; a plain tensor itself.
+
+    Raises:
+        Unsupported: a ShardedTensor with several parts on this rank.
+
+    Blocks: until a collective that is to fill the part has done so.
+    """
+    if type(tensor) in _PLAIN:
+        return tensor
+    if not is_dtensor(tensor):
+        return _only_shard(tensor) if is_sharded_tensor(tensor) else tensor
+    local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return local if type(local) is torch.Tensor or type(local).__name__ != _PENDING else local.wait()
+
+
+def is_dtensor(tensor: object) -> bool:
+    """True for a DTensor; it is not imported for that."""
+    kind = _dtensor_type()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def may_be_sharded() -> bool:
+    """True if there can be a DTensor in this process."""
+    return _dtensor_type() is not None and torch.distributed.is_initialized()
+
+
+def is_sharded_tensor(tensor: object) -> bool:
+    """True for a ShardedTensor, which FSDP1 makes."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+    return module is not None and isinstance(tensor, module.ShardedTensor)
+
+
+def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """A DTensor with the shape and placements of another one, over the given local part."""
+    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
+    return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
+
+
+def replicated_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """A DTensor on the mesh of another one, whole on every rank."""
+    from torch.distributed.tensor import Replicate
+
+    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
+    placements = (Replicate(),) * spec.mesh.ndim
+    return _wrap(whole, spec, placements, tuple(whole.shape), whole.stride())
+
+
+def _wrap(
+    local: torch.Tensor, spec: Any, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    order: dict[str, Any] = {}
+    if placements == spec.placements and not getattr(spec, "use_strided_shard_as_shard_order", True):
+        order = {"shard_order": spec.shard_order}
+    new = type(spec)(spec.mesh, tuple(placements), tensor_meta=meta, **order)
+    kind: Any = _dtensor_type()
+    return kind(local, new, requires_grad=False)
+
+
+def _dtensor_type() -> Any:
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+# A mesh that is kept here costs its ranks' numbers; meshes that are equal hold the same ranks.
+@functools.lru_cache(maxsize=256)
+def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Layout:
+    sizes = tuple(mesh.mesh.shape)
+    if any(placement.is_partial() for placement in placements):
+        raise Unsupported(
+            f"it is a DTensor with placements {list(placements)}, a sum that is still pending; "
+            "redistribute() it to Shard or Replicate first."
+        )
+    order = _split_order(sizes, placements) if shard_order is None else _listed_order(shard_order)
+    if order is None:
+        raise Unsupported(
+            f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} nest in no order."
+        )
+    cut = [mesh_dim for _, mesh_dim in order]
+    rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in cut]
+    ranks = mesh.mesh.permute(*rest, *cut) if sizes else mesh.mesh
+    num_copies = 1
+    for mesh_dim in rest:
+        num_copies *= sizes[mesh_dim]
+    splits = tuple((dim, sizes[mesh_dim]) for dim, mesh_dim in order if sizes[mesh_dim] > 1)
+    copies = sorted(tuple(copy) for copy in ranks.reshape(num_copies, -1).tolist())
+    return Layout(splits, tuple(copies))
+
+
+def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]] | None:
+    """(tensor dim, mesh dim) in the order in which a tensor is cut; None if there is none.
+
+    Mesh dims cut from left to right, but a strided shard comes after those to its right that make up its
+    split factor.
+    """
+    by_dim: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if placement.is_replicate():
+            continue
+        order = by_dim.setdefault(placement.dim, [])
+        before, at = 1, 0
+        factor = int(getattr(placement, "split_factor", 1))
+        while before < factor and at < len(order):
+            before *= sizes[order[at]]
+            at += 1
+        if before != factor:
+            return None
+        order.insert(at, mesh_dim)
+    return [(dim, mesh_dim) for dim, order in sorted(by_dim.items()) for mesh_dim in order]
+
+
+def _listed_order(shard_order: Any) -> list[tuple[int, int]]:
+    return [(entry.tensor_dim, mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims]
+
+
+def _only_shard(tensor: Any) -> torch.Tensor:
+    shards = tensor.local_shards()
+    if len(shards) > 1:
+        raise Unsupported(f"it is a ShardedTensor with {len(shards)} parts on one rank; there may be one.")
+    if shards:
+        return shards[0].tensor
+    dtype = tensor.metadata().tensor_properties.dtype
+    return torch.empty((0, *tuple(tensor.shape)[1:]), dtype=dtype)
+
+
+def _listed_layout(tensor: Any) -> Layout:
+    """The layout of a ShardedTensor: by the rule of chunks if it follows that, else box by box."""
+    shape = tuple(tensor.shape)
+    group = torch.distributed.get_process_group_ranks(tensor._process_group)
+    held: dict[int, Box] = {}
+    for shard in tensor.metadata().shards_metadata:
+        held[shard.placement.rank()] = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+    if len(group) == 1 and shape == next(iter(held.values()), Box.whole(shape)).lengths:
+        return held_by(tuple(group))
+    for ranks in (tuple(group), tuple(range(len(group)))):  # as they are known globally, or in their group
+        for dim in range(len(shape)):
+            rule = Cut(((dim, len(ranks)),), ranks)
+            if {rank: box for rank, box in rule.boxes(shape) if box.num_items} == {
+                rank: box for rank, box in held.items() if box.num_items
+            }:
+                return _chunked(dim, tuple(group))
+    ranks = tuple(sorted(held))
+    return Layout((), (ranks,), tuple(held[rank] for rank in ranks))
+
+
+@functools.lru_cache(maxsize=64)
+def _chunked(dim: int, ranks: tuple[int, ...]) -> Layout:
+    return Layout(((dim, len(ranks)),), (ranks,))

@@ -1,0 +1,240 @@
+"""Who holds what, where ranks hold different things; ranks are played by one process after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from holdfast.errors import InvalidInput
+from holdfast.state import State, per_rank, replicated
+from holdfast.state.agreement import Agreement, Inventory, Known, agree
+from holdfast.state.sharding import Layout, held_by
+from state.trip import kept
+
+
+def _inventory(*names: str, layout: Layout | None = None, shape: tuple[int, ...] = (4,)) -> Inventory:
+    tensors = {name: Known("torch.float32", shape, layout) for name in names}
+    return Inventory(frozenset({"model"}), tensors, frozenset())
+
+
+def _agreed(inventories: list[Inventory]) -> list[Agreement]:
+    """What each rank comes to; each is a thread."""
+    world_size = len(inventories)
+    told: list[Any] = [None] * world_size
+    meet = threading.Barrier(world_size, timeout=60)
+
+    def rank_of(rank: int) -> Agreement:
+        def gather(value: Any) -> list[Any]:
+            told[rank] = value
+            meet.wait()
+            heard = list(told)
+            meet.wait()
+            return heard
+
+        return agree(inventories[rank], rank, world_size, gather)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(rank_of, range(world_size)))
+
+
+def test_ranks_that_are_alike_exchange_one_digest() -> None:
+    """And then every plain tensor is held by all."""
+    asked = []
+
+    def gather(value: Any) -> list[Any]:
+        asked.append(value)
+        return [value] * 3
+
+    agreement = agree(_inventory("model.a"), 1, 3, gather)
+    assert len(asked) == 1
+    assert agreement.is_alike
+    layout = agreement.layout("model.new", None, is_lowest=False, in_module=True)
+    assert layout.copies == ((0,), (1,), (2,))
+
+
+def test_one_rank_alone_asks_nobody() -> None:
+    """There may be no process group at all."""
+    agreement = agree(_inventory("model.a"), 0, 1, lambda value: pytest.fail("asked"))
+    assert agreement.layout("model.a", None, is_lowest=False, in_module=True).copies == ((0,),)
+
+
+def test_stages_hold_their_own_layers() -> None:
+    """What both have is held by both; a layer that is new on one rank is that rank's."""
+    first, second = _inventory("model.a", "model.both"), _inventory("model.b", "model.both")
+    agreements = _agreed([first, first, second, second])
+    for rank, agreement in enumerate(agreements):
+
+        def holders(name: str, agreement: Agreement = agreement, **options: Any) -> frozenset[int]:
+            flags = {"is_lowest": False, "in_module": True, **options}
+            return agreement.layout(name, None, **flags).holders
+
+        assert not agreement.is_alike
+        assert holders("model.a") == {0, 1}
+        assert holders("model.b") == {2, 3}
+        assert holders("model.both") == {0, 1, 2, 3}
+        assert holders("model.b", is_lowest=True) == {2}
+        assert holders("model.new") == {rank}
+        assert holders("model.lr", in_module=False) == {0, 1, 2, 3}
+        assert agreement.names == {"model.a", "model.b", "model.both"}
+
+
+def test_tensor_parallel_pairs_are_copies_of_each_other() -> None:
+    """Each pair sees a mesh of its own; together they are two copies, for optimizer state too."""
+    pairs = [Layout(((0, 2),), ((0, 1),)), Layout(((0, 2),), ((2, 3),))]
+    ranks = [_inventory("model.w", layout=pairs[rank // 2]) for rank in range(4)]
+    for rank, agreement in enumerate(_agreed(ranks)):
+        raw = pairs[rank // 2]
+        layout = agreement.layout("model.w", raw, is_lowest=False, in_module=True)
+        assert layout.splits == ((0, 2),)
+        assert layout.copies == ((0, 1), (2, 3))
+        assert agreement.follow(raw, layout, raw) is layout
+        assert agreement.follow(None, layout, raw).copies == ((0,), (1,), (2,), (3,))
+        assert agreement.is_alike
+
+
+@pytest.mark.parametrize(
+    "other",
+    [_inventory("model.w", shape=(5,)), _inventory("model.w", layout=Layout(((0, 2),), ((0, 1),)))],
+)
+def test_different_tensors_under_one_name_are_named(other: Inventory) -> None:
+    """With both ranks and what each has."""
+    with pytest.raises(
+        InvalidInput, match=r"model.w is torch.float32\[4\], whole on rank 0 but .* on rank 1"
+    ):
+        _agreed([_inventory("model.w"), other])
+
+
+def test_the_users_word_counts_most() -> None:
+    """Ranks that replicated() names hold the tensor."""
+    agreement = dataclasses.replace(Agreement(0, 4), marked={"table": (1, 3)})
+    assert agreement.layout("table.x", None, is_lowest=False, in_module=False) is held_by((1, 3))
+    assert agreement.layout("tables", None, is_lowest=False, in_module=False) is held_by((0, 1, 2, 3))
+
+
+@pytest.fixture
+def _second_of_four() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class _Stage(nn.Module):
+    """A stage with layers of its own."""
+
+    first: nn.Linear
+    second: nn.Linear
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(3, 3))
+
+
+def _train(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def _other_stage(value: Any) -> list[Any]:
+    """Ranks 0 and 1 have the layer `first`, ranks 2 and 3 `second`, as this one."""
+    if isinstance(value, str):
+        return ["other", "other", value, value]
+    table = {**value, "tensors": {n.replace("second", "first"): t for n, t in value["tensors"].items()}}
+    return [table, None, value, None]
+
+
+@pytest.mark.usefixtures("_second_of_four")
+def test_optimizer_state_is_held_by_those_who_hold_its_parameter() -> None:
+    """Also if it appears only after the ranks have agreed."""
+    model = _Stage("second")
+    optimizer = torch.optim.AdamW(model.parameters())
+    table = replicated({"x": torch.zeros(2)}, ranks=[3, 2])
+    state = State({"model": model, "optimizer": optimizer, "own": per_rank(nn.Linear(1, 1)), "table": table})
+    before = state.capture().structure
+    state.agree(_other_stage)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    captured = state.capture()
+    assert captured.structure is not before
+    assert captured.shardings["model.second.weight"].copies == ((2,), (3,))
+    assert captured.shardings["optimizer.state.model.second.weight.exp_avg"].copies == ((2,), (3,))
+    assert captured.shardings["optimizer.state.model.second.weight.step"].copies == ((2,), (3,))
+    assert captured.shardings["table.x"].copies == ((2,), (3,))
+    assert captured.per_rank == {"own.weight", "own.bias", "rng.torch"}
+    assert captured.shardings.keys() == captured.tensors.keys() - captured.per_rank
+    assert state.capture().structure is captured.structure
+
+
+@pytest.mark.usefixtures("_second_of_four")
+def test_a_stage_takes_its_part_of_the_whole_and_does_not_call_the_rest_unexpected() -> None:
+    """Strictly; what no rank has is still refused."""
+    whole = _Stage("first", "second")
+    saved = kept({"model": whole, "optimizer": _train(whole)})
+    model = _Stage("second")
+    state = State({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    with pytest.raises(InvalidInput, match=r"model\.first\.weight"):
+        saved.plan(state)
+    state.agree(_other_stage)
+    load = saved.restore(state)
+    assert not load.unexpected
+    assert torch.equal(model.second.weight, whole.second.weight)
+    extra = _Stage("first", "second", "third")
+    with pytest.raises(InvalidInput, match=r"model\.third\.bias") as caught:
+        kept({"model": extra, "optimizer": _train(extra)}).plan(state)
+    assert "first" not in str(caught.value)
+
+
+def test_the_whole_takes_what_stages_had_from_all_their_parts() -> None:
+    """Groups and state of parameters that the chosen part does not know come from the others."""
+    stages = {name: _Stage(name) for name in ("first", "second")}
+    parts = {name: kept({"model": m, "optimizer": _train(m)}) for name, m in stages.items()}
+    parts["second"].values["optimizer"]["param_groups"][0]["lr"] = 0.25
+    whole = _Stage("second", "first")
+    optimizer = torch.optim.AdamW(
+        [{"params": list(whole.first.parameters())}, {"params": list(whole.second.parameters())}]
+    )
+    first, second = parts["first"], parts["second"]
+    first.tensors.update(second.tensors)
+    first.specs.update(second.specs)
+    load = first.restore(State({"model": whole, "optimizer": optimizer}), others=[second.values])
+    assert not load.missing
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.25]
+    for name, stage in stages.items():
+        assert torch.equal(*(m.get_parameter(f"{name}.weight") for m in (whole, stage)))
+    assert len(optimizer.state) == 4
+
+
+def test_frozen_parameters_are_those_that_no_optimizer_owns() -> None:
+    """A base model under an adapter; buffers and loose tensors are not meant."""
+    base, adapter = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    objects = {"base": base, "adapter": adapter, "loose": nn.Parameter(torch.ones(1))}
+    assert State(objects).capture().frozen == frozenset()
+    trained = {**objects, "optimizer": torch.optim.SGD(adapter.parameters())}
+    state = State(trained)
+    captured = state.capture()
+    assert captured.frozen == {"base.weight", "base.bias"}
+    trained["optimizer"].add_param_group({"params": [base.bias]})
+    assert state.capture().frozen == {"base.weight"}
+    assert state.capture().structure is not captured.structure
+
+
+@pytest.mark.usefixtures("_second_of_four")
+def test_per_rank_parameters_are_never_frozen() -> None:
+    """Every rank writes its own of these."""
+    base, adapter = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(adapter.parameters())
+    captured = State({"base": per_rank(base), "adapter": adapter, "optimizer": optimizer}).capture()
+    assert captured.frozen == frozenset()

@@ -1,0 +1,193 @@
+"""What a tensor says of its sharding, beside what torch computes for each rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from holdfast.errors import Unsupported
+from holdfast.format.cuts import Box, Cut
+from holdfast.state import State, assign, local_of, sharding_of
+
+WORLD = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world() -> Iterator[None]:
+    """Rank 5 of a world that exists only on paper."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+def _mesh(ranks: Any) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.as_tensor(ranks), _init_backend=False)
+
+
+def _tensor(mesh: DeviceMesh, placements: Any, shape: tuple[int, ...]) -> DTensor:
+    """A DTensor as rank 5 would hold it."""
+    coordinate = mesh.get_coordinate()
+    local = (0,) * len(shape)
+    if coordinate is not None:
+        local, _ = _compute_local_shape_and_global_offset(
+            shape, tuple(mesh.shape), list(coordinate), placements
+        )
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, torch.float32)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(torch.zeros(local), spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
+@st.composite
+def _meshes(draw: Any) -> torch.Tensor:
+    """Ranks of a mesh with up to three dims: any ranks, in any order."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= WORLD))
+    ranks = draw(st.permutations(range(WORLD)))[: math.prod(sizes)]
+    return torch.tensor(ranks).reshape(sizes)
+
+
+def _assert_boxes_are_torchs(ranks: torch.Tensor, placements: Any, shape: tuple[int, ...]) -> None:
+    sharding = sharding_of(_tensor(_mesh(ranks), placements, shape))
+    assert sharding is not None
+    assert sharding.holders == set(ranks.flatten().tolist())
+    for coordinate in itertools.product(*map(range, ranks.shape)):
+        lengths, offsets = _compute_local_shape_and_global_offset(
+            shape, tuple(ranks.shape), list(coordinate), placements
+        )
+        box = sharding.box_of(int(ranks[coordinate]))
+        assert box is not None
+        assert box.lengths == lengths
+        assert box.offsets == offsets or not box.num_items
+    for copy in range(len(sharding.copies)):
+        _assert_covers_once(sharding.cut(copy), shape)
+
+
+def _assert_covers_once(cut: Any, shape: tuple[int, ...]) -> None:
+    times = torch.zeros(shape, dtype=torch.int)
+    for _, box in cut.boxes(shape):
+        times[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] += 1
+    assert bool((times == 1).all())
+
+
+@given(_meshes(), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
+def test_boxes_are_those_of_torch(ranks: torch.Tensor, shape: list[int], data: Any) -> None:
+    """Any mesh, any placements, even and uneven; every copy covers the tensor once."""
+    placement = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(lambda dim: Shard(dim)))
+    placements = data.draw(st.lists(placement, min_size=ranks.ndim, max_size=ranks.ndim))
+    _assert_boxes_are_torchs(ranks, placements, tuple(shape))
+
+
+@given(_meshes(), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_strided_boxes_are_those_of_torch(ranks: torch.Tensor, rows: int, columns: int, data: Any) -> None:
+    """Mesh dims that cut rows in any order, as strided shards say it; even, or torch itself is not sure."""
+    order: list[int] = data.draw(st.permutations(range(ranks.ndim)))
+    chosen = data.draw(st.sets(st.sampled_from(range(ranks.ndim)), min_size=1))
+    order = [dim for dim in order if dim in chosen]
+    placements: list[Any] = [Replicate()] * ranks.ndim
+    for at, dim in enumerate(order):
+        factor = math.prod(ranks.shape[other] for other in order[:at] if other > dim)
+        placements[dim] = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+    _assert_boxes_are_torchs(ranks, placements, (rows * ranks.numel(), columns))
+
+
+def test_fsdp_over_tensor_parallel_is_the_other_order() -> None:
+    """The 2x2 example that torch documents."""
+    tensor = _tensor(_mesh([[4, 5], [6, 7]]), [_StridedShard(0, split_factor=2), Shard(0)], (8, 8))
+    sharding = sharding_of(tensor)
+    assert sharding is not None
+    assert sharding.splits == ((0, 2), (0, 2))
+    assert sharding.copies == ((4, 6, 5, 7),)
+    assert sharding.box_of(5) == Box((4, 0), (2, 8))
+    assert sharding.box_of(0) is None
+
+
+def test_replicas_are_copies_and_parts_of_one_are_none() -> None:
+    """HSDP over a mesh with a dim of one rank."""
+    tensor = _tensor(_mesh([[[0, 1]], [[5, 4]]]), [Replicate(), Shard(1), Shard(0)], (5, 2))
+    sharding = sharding_of(tensor)
+    assert sharding is not None
+    assert sharding.splits == ((0, 2),)
+    assert sharding.copies == ((0, 1), (5, 4))
+    assert sharding.cut(1) == Cut(((0, 2),), (5, 4))
+    assert sharding.cut(1) is sharding.cut(1)
+
+
+def test_a_local_tensor_shares_memory() -> None:
+    """No operation of DTensor's runs, which might communicate."""
+    tensor = _tensor(_mesh(list(range(WORLD))), [Shard(0)], (24,))
+    local_of(tensor).fill_(3)
+    assert tensor.to_local().tolist() == [3, 3]
+    plain = torch.zeros(2)
+    assert local_of(plain) is plain
+    assert sharding_of(plain) is None
+
+
+def test_pending_sums_are_refused() -> None:
+    """A Partial has no bytes that could be saved."""
+    tensor = _tensor(_mesh([4, 5]), [Partial()], (4,))
+    with pytest.raises(Unsupported, match=r"x.a cannot be saved: .*pending"):
+        State({"x": {"a": tensor}})
+
+
+def test_a_rank_outside_a_mesh_lists_nothing() -> None:
+    """What others hold is theirs; what this rank holds in the same state is still saved."""
+    there = _tensor(_mesh([0, 1]), [Shard(0)], (4,))
+    here = _tensor(_mesh([5, 6]), [Shard(0)], (5,))
+    state = State({"there": there, "here": here})
+    captured = state.capture()
+    assert set(captured.tensors) == {"here", "rng.torch"}
+    assert captured.tensors["here"].shape == (3,)
+    assert captured.shardings.keys() == {"here"}
+    assert state.capture().structure is captured.structure
+
+
+def test_tied_sharded_tensors_are_one_also_where_their_part_is_empty() -> None:
+    """A tie is the same on all ranks: it goes by the object, not by its memory."""
+    tensor = _tensor(_mesh(list(range(WORLD))), [Shard(0)], (3,))
+    assert not local_of(tensor).numel()
+    captured = State({"a": tensor, "b": [tensor]}).capture()
+    assert captured.tied == {"b.0": "a"}
+
+
+def test_a_part_that_does_not_fit_its_placements_is_refused() -> None:
+    """Otherwise a checkpoint would have holes."""
+    tensor = _tensor(_mesh([5, 6]), [Shard(0)], (4,))
+    tensor._local_tensor = torch.zeros(3)
+    with pytest.raises(Unsupported, match=r"part here is \[3\], but its placements say \[2\]"):
+        State({"x": tensor})
+
+
+def test_another_layout_is_noticed() -> None:
+    """Same object, same local shape and bytes, another mesh: another structure."""
+    tensor = _tensor(_mesh([5, 6]), [Shard(0)], (4,))
+    state = State({"x": tensor})
+    first = state.capture()
+    assert state.capture().structure is first.structure
+    tensor._spec = _tensor(_mesh([6, 5]), [Shard(0)], (4,))._spec
+    second = state.capture()
+    assert second.structure is not first.structure
+    assert second.shardings["x"].copies == ((6, 5),)
+
+
+def test_equal_layouts_are_one_object() -> None:
+    """So that thousands of tensors cost a few cuts."""
+    tensors = [_tensor(_mesh([5, 6]), [Shard(0)], (4, i)) for i in range(1, 4)]
+    captured = State({"x": tensors}).capture()
+    assert len({id(s.layout) for s in captured.shardings.values()}) == 1
+    cuts = assign(dict.fromkeys(captured.shardings, 8), captured.shardings)
+    assert len(cuts) == 3
+    assert len({id(cut) for cut in cuts.values()}) == 1

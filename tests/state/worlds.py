@@ -1,0 +1,354 @@
+"""Worlds of real gloo ranks that hold one small model in many layouts, for the tests of sharded states."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.format.manifest import Tensor
+from holdfast.state import Captured, Load, State, assign, dtype_name
+from holdfast.state.load import region
+
+ROWS = 7
+
+
+class Net(nn.Module):
+    """Layers that no number of ranks divides evenly; the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, 6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(6)
+        self.tail = nn.Linear(6, 3)  # fewer rows than ranks
+        self.head = nn.Linear(6, ROWS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.down(torch.relu(self.up(self.embed(x)))))
+        return self.head(hidden).sum() + self.tail(hidden).square().sum()
+
+
+class Half(nn.Module):
+    """The layers of one pipeline stage, under the names that they have in the whole."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        whole = Net()
+        self.stage = stage
+        for name in (("embed", "up", "head"), ("down", "norm", "tail"))[stage]:
+            setattr(self, name, getattr(whole, name))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own: Any = self
+        if self.stage == 0:
+            return own.up(own.embed(x)).square().sum() + own.head(own.embed(x)).sum()
+        return own.tail(own.norm(own.down(torch.ones(5, 8)))).square().sum()
+
+
+@functools.cache  # each mesh makes process groups, which takes long
+def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _ddp() -> Any:
+    return DistributedDataParallel(Net())
+
+
+def _fsdp(**options: Any) -> Any:
+    model: Any = Net()
+    mesh = _mesh(dist.get_world_size())
+    fully_shard(model.up, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _fsdp_unresharded() -> Any:
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return _fsdp(reshard_after_forward=False, mp_policy=half)
+
+
+def _fsdp_offload() -> Any:
+    return _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _fsdp_meta() -> Any:
+    with torch.device("meta"):
+        return _fsdp()
+
+
+def _hsdp() -> Any:
+    return fully_shard(Net(), mesh=_mesh(2, dist.get_world_size() // 2, names=("replicate", "shard")))
+
+
+def _partly() -> Any:
+    """FSDP on one layer; the others are plain tensors, alike on all ranks."""
+    model: Any = Net()
+    fully_shard(model.up, mesh=_mesh(dist.get_world_size()))
+    return model
+
+
+def _tp() -> Any:
+    """Tensor parallel in pairs: each pair holds DTensors on a mesh of its own, and other tensors whole."""
+    mesh = _mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
+    return _tensor_parallel(Net(), mesh["tensor"])
+
+
+def _fsdp_tp() -> Any:
+    mesh = _mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
+    model: Any = _tensor_parallel(Net(), mesh["tensor"])
+    fully_shard(model.up, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def _pipeline() -> Any:
+    return Half(dist.get_rank() // (dist.get_world_size() // 2))
+
+
+def _pipeline_fsdp() -> Any:
+    mesh = _mesh(2, dist.get_world_size() // 2, names=("stage", "shard"))
+    return fully_shard(Half(mesh.get_local_rank("stage")), mesh=mesh["shard"])
+
+
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "alone": Net,
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "fsdp-unresharded": _fsdp_unresharded,
+    "fsdp-offload": _fsdp_offload,
+    "hsdp": _hsdp,
+    "partly": _partly,
+    "tp": _tp,
+    "fsdp-tp": _fsdp_tp,
+    "pipeline": _pipeline,
+    "pipeline-fsdp": _pipeline_fsdp,
+    "fsdp-meta": _fsdp_meta,
+}
+"""Layouts on 4 ranks; "alone" is for one, "fsdp-meta" is there to be loaded into."""
+FOUR = tuple(name for name in LAYOUTS if name not in ("alone", "fsdp-meta"))
+TWO = ("ddp", "fsdp", "fsdp-unresharded", "partly", "tp", "pipeline")
+
+
+class Setup:
+    """A model in a layout, its optimizer, and their state."""
+
+    def __init__(self, model: nn.Module, *, is_reversed: bool = False) -> None:
+        self.model: Any = model
+        bare: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        weights = [p for p in bare.parameters() if p.dim() > 1]
+        others = [p for p in bare.parameters() if p.dim() <= 1]
+        groups: list[Any] = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.5}]
+        # Not foreach: it does not take plain tensors and DTensors, or DTensors of several meshes, together.
+        self.optimizer = torch.optim.AdamW(groups[::-1] if is_reversed else groups, lr=0.01, foreach=False)
+        self.objects: dict[str, Any] = {"model": model, "optimizer": self.optimizer, "epoch": 3}
+        self.state = State(self.objects)
+        self.state.agree(_gather)
+
+    def train(self) -> None:
+        """Two steps with the same input everywhere."""
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            self.model(torch.randint(0, ROWS, (5,), generator=generator)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """Every parameter and its state, gathered by DTensor's own collectives; under canonical names."""
+        found: dict[str, torch.Tensor] = {}
+        self.model.state_dict()  # lets FSDP put its shards back
+        for name, parameter in self.model.named_parameters():
+            name = f"model.{name.removeprefix('module.')}"
+            found[name] = _full(parameter)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"optimizer.state.{name}.{key}"] = _full(value)
+        return found
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Checkpoint:
+    """What all ranks' files hold together: each tensor put together from the boxes that were written."""
+
+    def __init__(self, told: list[dict[str, Any]]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        covered: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, str] = {}
+        for rank, one in enumerate(told):
+            self.tied.update(one["tied"])
+            for name, (local, cut, shape) in one["written"].items():
+                whole = self.tensors.setdefault(name, torch.zeros(shape, dtype=local.dtype))
+                assert whole.shape == shape
+                box = cut.box_of(rank, shape)
+                region(whole, box).copy_(local)
+                region(covered.setdefault(name, torch.zeros(shape, dtype=torch.int)), box).add_(1)
+        for name, times in covered.items():
+            assert bool((times == 1).all()), f"{name} is not written once: {times}"
+        self.specs = {n: Tensor(dtype_name(t.dtype), tuple(t.shape), 0) for n, t in self.tensors.items()}
+        self.values = [one["values"] for one in told]
+        self.num_bytes = [one["num_bytes"] for one in told]
+        self.alike = [one["alike"] for one in told]
+
+    def load(self, state: State, rank: int, **options: Any) -> Load:
+        """Restore into a state, with this rank's values and one part of each other structure."""
+        mine = min(rank, len(self.values) - 1)
+        others = [self.values[i] for i in range(len(self.values)) if i != mine]
+        load = state.load(self.specs, self.tied, self.values[mine], others=others, **options)
+        for name, target in load.targets.items():
+            saved = self.tensors[name]
+            part = saved if target.box is None else region(saved, target.box)
+            assert target.tensor.is_contiguous()
+            assert target.tensor.dtype is saved.dtype
+            assert target.tensor.shape == part.shape
+            assert target.box is None or target.box.num_items
+            target.tensor.copy_(part)
+        load.finish()
+        return load
+
+
+def told(captured: Captured, rank: int) -> dict[str, Any]:
+    """What a rank writes of a captured state."""
+    sizes = {
+        n: torch.Size(s.shape).numel() * captured.tensors[n].element_size()
+        for n, s in captured.shardings.items()
+    }
+    cuts = assign(sizes, captured.shardings)
+    assert cuts.keys() == captured.tensors.keys() - captured.per_rank
+    written = {
+        name: (captured.tensors[name].clone(), cut, captured.shardings[name].shape)
+        for name, cut in cuts.items()
+        if rank in cut.ranks
+    }
+    for name, (local, cut, shape) in written.items():
+        assert captured.shardings[name].box_of(rank) == (box := cut.box_of(rank, shape))
+        assert box is not None
+        assert box.num_items == local.numel()
+    return {
+        "written": written,
+        "tied": captured.tied,
+        "values": copy.deepcopy({k: v for k, v in captured.values.items() if k != "rng"}),
+        "num_bytes": sum(local.nbytes for local, _, _ in written.values()),
+        "alike": sorted((name, cut.ranks) for name, cut in cuts.items()),
+    }
+
+
+def run(world_size: int, body: Callable[..., None], folder: Path, *args: Any) -> None:
+    """Run `body(rank, folder, *args)` on ranks of their own; raises what one of them raised."""
+    # Torch is imported once for all ranks of all worlds.
+    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    rest = (world_size, body, folder, args)
+    start_processes(_rank, rest, nprocs=world_size, start_method="forkserver")
+
+
+def _rank(rank: int, world_size: int, body: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    logging.disable(logging.WARNING)  # advice on fast redistribution
+    torch.set_num_threads(1)
+    store = FileStore(str(folder / f"store-{world_size}-{body.__name__}"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    body(rank, folder, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
+    """Train in every layout, capture, and compare what all ranks write with what DTensor gathers."""
+    for name in names:
+        torch.manual_seed(1)
+        setup = Setup(LAYOUTS[name]())
+        setup.train()
+        captured = setup.state.capture()
+        assert setup.state.capture().structure is captured.structure, name
+        checkpoint = Checkpoint(_gather(told(captured, rank)))
+        full = setup.full()
+        for key, tensor in full.items():
+            found = checkpoint.tensors[checkpoint.tied.get(key, key)]
+            assert torch.equal(found, tensor), (name, key)
+        _check_facts(captured, full)
+        if rank == 0:
+            torch.save(vars(checkpoint), folder / f"{name}.pt")
+    _gather(None)  # rank 0 has written
+
+
+def _check_facts(captured: Captured, full: dict[str, torch.Tensor]) -> None:
+    names = full.keys() & captured.tensors.keys()
+    assert captured.owned == names
+    assert captured.frozen == frozenset()
+    assert {"optimizer.state.model.up.weight.exp_avg", "model.tail.weight"} & names
+
+
+def load_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
+    """Load checkpoints of all layouts into all layouts, before the first step and after one, and compare."""
+    checkpoints = {str(path): opened(path) for path in sorted(folder.rglob("*.pt"))}
+    assert checkpoints
+    for j, name in enumerate(names):
+        for i, (key, checkpoint) in enumerate(checkpoints.items()):
+            if dist.is_initialized() and (i + j) % 3 == 1:
+                continue  # two thirds of all pairs tell enough
+            torch.manual_seed(100 + i)
+            setup = Setup(LAYOUTS[name](), is_reversed=i % 2 == 1)
+            if i % 3 == 0:
+                setup.train()
+            load = checkpoint.load(setup.state, rank, only=["model", "optimizer", "epoch"])
+            assert not load.missing, (key, name)
+            assert not load.unexpected, (key, name)
+            assert setup.objects["epoch"] == 3
+            decays = {g["weight_decay"]: g["lr"] for g in setup.optimizer.param_groups if g["params"]}
+            assert decays == {0.1: 0.01, 0.01: 0.5}
+            _check_loaded(setup, checkpoint, (key, name))
+            if i < 2:
+                setup.train()  # what was loaded can be trained
+
+
+def _check_loaded(setup: Setup, checkpoint: Checkpoint, where: Any) -> None:
+    full = setup.full()
+    assert any(key.endswith("exp_avg_sq") for key in full)
+    for key, tensor in full.items():
+        assert torch.equal(tensor, checkpoint.tensors[checkpoint.tied.get(key, key)]), (*where, key)
+
+
+def trip(rank: int, folder: Path, names: tuple[str, ...], more: tuple[str, ...] = ()) -> None:
+    """Save in every layout, then load all that has been saved into every layout, and into `more`."""
+    own = folder / str(dist.get_world_size())
+    own.mkdir(exist_ok=True)
+    save_all(rank, own, names)
+    load_all(rank, folder, (*names, *more))
+
+
+def opened(path: Path) -> Checkpoint:
+    """A checkpoint that `save_all` has left."""
+    checkpoint = Checkpoint([])
+    vars(checkpoint).update(torch.load(path, weights_only=False))
+    return checkpoint

@@ -50,12 +50,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--states", nargs="+", choices=STATES)
     parser.add_argument("--contestants", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--rounds", type=int, help="default 5, or 2 with --quick")
+    parser.add_argument("--pairs", type=int, help="training spans with and without a save; default 2, or 1")
     parser.add_argument(
         "--dir", type=Path, default=HERE.parent / ".bench", help="where checkpoints are written"
     )
     parser.add_argument("--out", type=Path, help="default results/saving[-quick]_<hardware>_<date>.json")
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)
+    options.pairs = options.pairs or (1 if options.quick else 2)
     if options.states is None:
         options.states = ["gpt2-124m", *([] if options.quick else ["gpt2-355m"]), "small-8000"]
     return options
@@ -65,7 +67,7 @@ def _measure_all(options: argparse.Namespace, directory: Path, runs: list[Run]) 
     contestants = ["limits", *options.contestants]
     for number in range(options.rounds):
         for state in options.states:
-            pairs = 0 if state not in TRAINED else 1 if options.quick else 2
+            pairs = options.pairs if state in TRAINED else 0
             # each round begins with another one, so that none always follows the same neighbour
             shift = number % len(contestants)
             for name in contestants[shift:] + contestants[:shift]:

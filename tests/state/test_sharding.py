@@ -19,9 +19,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.errors import Unsupported
+from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.cuts import Box, Cut
 from holdfast.state import State, assign, local_of, sharding_of
+from state.trip import kept
 
 WORLD = 12
 
@@ -191,3 +192,113 @@ def test_equal_layouts_are_one_object() -> None:
     cuts = assign(dict.fromkeys(captured.shardings, 8), captured.shardings)
     assert len(cuts) == 3
     assert len({id(cut) for cut in cuts.values()}) == 1
+
+
+def _rows() -> DTensor:
+    """Rank 5 holds the second half of the rows."""
+    return _tensor(_mesh([6, 5]), [Shard(0)], (4, 4))
+
+
+def _columns() -> DTensor:
+    return _tensor(_mesh([5, 6]), [Shard(1)], (4, 4))
+
+
+_SHAPES: dict[str, Any] = {
+    "rows": (_rows, lambda whole: whole[2:]),
+    "columns": (_columns, lambda whole: whole[:, :2]),
+    "turned": (lambda: _tensor(_mesh([5, 6]), [Shard(1)], (4, 4)), lambda whole: whole[:, :2]),
+    "whole": (lambda: torch.zeros(4, 4), lambda whole: whole),
+    "bfloat16": (lambda: _as_bfloat16(_rows()), lambda whole: whole[2:].bfloat16()),
+}
+
+
+def _as_bfloat16(tensor: DTensor) -> DTensor:
+    """Also not contiguous."""
+    local = torch.zeros(4, 2, dtype=torch.bfloat16).t()
+    spec = tensor._spec
+    meta = TensorMeta(torch.Size((4, 4)), (4, 1), torch.bfloat16)
+    new = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, new, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(_SHAPES, 2)))
+def test_one_saved_tensor_fills_live_ones_that_are_cut_differently(pair: tuple[str, str]) -> None:
+    """A tie of the checkpoint that the live state does not have: read once, whole only if it must be."""
+    tensor = torch.arange(16.0).reshape(4, 4)
+    saved = kept({"x": tensor, "y": [tensor]})
+    assert saved.tied == {"y.0": "x"}
+    live = [_SHAPES[kind][0]() for kind in pair]
+    keep = [local_of(one) for one in live]
+    load = saved.restore(State({"x": live[0], "y": [live[1]]}))
+    assert set(load.targets) == {"x", "rng.torch"}
+    for kind, local in zip(pair, keep, strict=True):
+        assert torch.equal(local, _SHAPES[kind][1](tensor)), kind
+
+
+def test_only_this_ranks_part_is_asked_for() -> None:
+    """In place, with its box; of an empty part nothing."""
+    saved = kept({"x": torch.arange(16.0).reshape(4, 4), "e": torch.zeros(2), "o": torch.zeros(3)})
+    live = {
+        "x": _rows(),
+        "e": _tensor(_mesh([0, 1, 5]), [Shard(0)], (2,)),
+        "o": _tensor(_mesh([0, 1]), [Shard(0)], (3,)),
+    }
+    load = saved.plan(State(dict(live)))
+    assert set(load.targets) == {"x", "rng.torch"}
+    target = load.targets["x"]
+    assert target.box == Box((2, 0), (2, 4))
+    assert target.tensor.data_ptr() == local_of(live["x"]).data_ptr()
+    saved.restore(State(dict(live)))
+    assert live["x"].to_local()[0, 0] == 8
+
+
+def test_another_whole_shape_is_refused() -> None:
+    """Though the local shapes agree."""
+    saved = kept({"x": torch.zeros(2, 4)})
+    with pytest.raises(InvalidInput, match=r"\[4, 4\] in the live state but \[2, 4\]"):
+        saved.plan(State({"x": _rows()}))
+
+
+class _Wrapper:
+    """An object whose state_dict() has DTensors, as wrappers of models and optimizers have."""
+
+    def __init__(self) -> None:
+        self.tensor = _rows()
+        self.plain = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nested": {"tensor": self.tensor}, "plain": self.plain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["nested"]["tensor"], DTensor)
+        assert state["nested"]["tensor"]._spec == self.tensor._spec
+        self.tensor, self.plain = state["nested"]["tensor"], state["plain"]
+
+
+def test_an_object_gets_back_dtensors_where_it_has_them() -> None:
+    """And is not touched while the load is planned."""
+    whole = torch.arange(16.0).reshape(4, 4)
+    saved = kept({"w": _Plain({"nested": {"tensor": whole}, "plain": torch.ones(2)})})
+    wrapper = _Wrapper()
+    state = State({"w": wrapper})
+    assert state.capture().shardings["w.nested.tensor"].copies == ((6, 5),)
+    load = saved.plan(state)
+    assert load.targets["w.nested.tensor"].box == Box((2, 0), (2, 4))
+    saved.fill(load)
+    assert not wrapper.tensor.to_local().any()
+    load.finish()
+    assert torch.equal(wrapper.tensor.to_local(), whole[2:])
+    assert wrapper.plain.tolist() == [1, 1]
+
+
+class _Plain:
+    """The same object where nothing is sharded."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError

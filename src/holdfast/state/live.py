@@ -14,6 +14,7 @@ from holdfast.state import rng
 from holdfast.state.agreement import Agreement, Gather, Inventory, Known, agree
 from holdfast.state.capture import Captured, Sink
 from holdfast.state.entry import Entry
+from holdfast.state.flat import FlatModuleEntry, FlatOptimizerEntry, is_flat
 from holdfast.state.load import Load, Phase, Plan, leftover, mismatch, renamer
 from holdfast.state.modules import ModuleEntry
 from holdfast.state.objects import (
@@ -30,6 +31,9 @@ from holdfast.state.spread import Marked, Spread
 from holdfast.state.table import Structure, Table
 from holdfast.state.tensors import refuse
 from holdfast.state.tree import graft, references
+
+_FIRST = (ModuleEntry, FlatModuleEntry, TensorEntry)
+_PLAIN_OPTIMIZERS = (OptimizerEntry, FlatOptimizerEntry)
 
 
 class State:
@@ -154,6 +158,9 @@ class State:
         Raises:
             InvalidInput: the state and the checkpoint do not fit each other.
             Unsupported: a dtype or kind of tensor that cannot be restored here.
+
+        Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: where tensors may be
+            sharded it is asked what it has as a DTensor.
         """
         self._table = None  # a load replaces tensors: it must not find the memory of the old ones taken
         entries = self._current()
@@ -198,8 +205,11 @@ class State:
 
     def _classify(self, key: str, value: Any, spread: Spread | None) -> Entry:
         if isinstance(value, torch.nn.Module):
-            return ModuleEntry(key, value, spread)
+            return FlatModuleEntry(key, value, spread) if is_flat(value) else ModuleEntry(key, value, spread)
         if isinstance(value, torch.optim.Optimizer) and has_step_hooks(value) and is_plain(value):
+            flat = self._flat_module_of(value)
+            if flat is not None:
+                return FlatOptimizerEntry(key, value, spread, flat)
             return OptimizerEntry(key, value, spread, self._parameter_names)
         if isinstance(value, torch.Tensor):
             return TensorEntry(key, value, spread)
@@ -208,6 +218,17 @@ class State:
         if is_stateful(value) and not isinstance(value, type):
             return StatefulEntry(key, value, spread)
         return ValueEntry(key, value, spread)
+
+    def _flat_module_of(self, optimizer: torch.optim.Optimizer) -> FlatModuleEntry | None:
+        """The entry of the FSDP1 module whose parameters an optimizer has, if it has any."""
+        owned = set(map(id, parameters(optimizer)))
+        for key, marked in self._objects.items():
+            value = marked.value if isinstance(marked, Marked) else marked
+            if not isinstance(value, torch.nn.Module) or not is_flat(value):
+                continue
+            if not owned.isdisjoint(map(id, value.parameters())):
+                return FlatModuleEntry(key, value, marked.spread if isinstance(marked, Marked) else None)
+        return None
 
     def _parameter_names(self) -> dict[int, str]:
         """Names of all live parameters of the state by id, also of those on meta."""
@@ -257,7 +278,7 @@ def _are_all_hooked(entries: Mapping[str, Entry]) -> bool:
 
 def _ordered(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
     """Modules and tensors first: optimizers name their state after them."""
-    return sorted(entries.items(), key=lambda pair: not isinstance(pair[1], (ModuleEntry, TensorEntry)))
+    return sorted(entries.items(), key=lambda pair: not isinstance(pair[1], _FIRST))
 
 
 def _is_stale(entry: Entry) -> bool:
@@ -265,7 +286,7 @@ def _is_stale(entry: Entry) -> bool:
     value = entry.value
     if not isinstance(value, torch.optim.Optimizer) or not has_step_hooks(value):
         return False
-    return is_plain(value) is not isinstance(entry, OptimizerEntry)
+    return is_plain(value) is not isinstance(entry, _PLAIN_OPTIMIZERS)
 
 
 def _check_key(key: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
 from holdfast.state.capture import Sink
 from holdfast.state.entry import Entry
@@ -75,7 +75,6 @@ class ModuleEntry(Entry):
     def __init__(self, key: str, value: torch.nn.Module, spread: Spread | None = None) -> None:
         super().__init__(key, value, spread)
         self._structure: _Structure | None = None
-        _refuse_fsdp(key, value)
 
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
@@ -202,7 +201,7 @@ class ModuleEntry(Entry):
         return [_facts(_at(self.value, path)) for path in wrappers]
 
     def _row(self, key: str) -> _Row:
-        fqn, parameter, buffer = _canonical(self.value, key)
+        fqn, parameter, buffer = canonical(self.value, key)
         return _Row(fqn, f"{self.key}.{fqn}", self.spread or parameter, self.spread or buffer)
 
 
@@ -224,7 +223,7 @@ def _kinds(values: list[object]) -> list[object]:
     ]
 
 
-def _canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
+def canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
     """Name of a state_dict() key without wrappers, and how it is spread as a parameter and as a buffer."""
     parameter, buffer = Spread.REPLICATED, Spread.OWN
     parts: list[str] = []
@@ -276,17 +275,6 @@ def _facts(module: Any) -> object:
 def _is_compiled(module: Any) -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-
-
-def _refuse_fsdp(key: str, module: torch.nn.Module) -> None:
-    """Refuse FSDP before its state_dict() would gather shards on every save."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for path, child in module.named_modules():
-        if isinstance(child, fsdp.FullyShardedDataParallel):
-            name = f"{key}.{path}" if path else key
-            raise Unsupported(f"{name} is wrapped in FSDP; sharded states are not in this version.", key=name)
 
 
 def _has_load_code(module: torch.nn.Module) -> bool:

@@ -163,8 +163,9 @@ class ValueEntry(Entry):
             return
 
         def claim(name: str, live: torch.Tensor) -> bool:
-            if live.is_meta or tuple(live.shape) != plan.shape(name) or live.dtype is not plan.dtype(name):
-                return False
+            is_equal = tuple(live.shape) == plan.shape(name) and live.dtype is plan.dtype(name)
+            if not is_dtensor(live) and (live.is_meta or not is_equal):
+                return False  # replaced; but a plain tensor cannot stand in for a DTensor
             plan.fill(name, live, f"{self.key}: {name}")
             return True
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
-from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
 from holdfast.state.capture import Sink
 from holdfast.state.entry import Entry
-from holdfast.state.load import PARAMETER_MARK, Phase, Plan
+from holdfast.state.load import Phase, Plan
+from holdfast.state.saved import SavedOptimizer, SavedState
 from holdfast.state.sharding import is_dtensor, replicated_like
 from holdfast.state.slots import Slots, is_slot_name, survey
 from holdfast.state.spread import Spread
@@ -48,15 +46,6 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """All parameters of an optimizer, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What a checkpoint has for one parameter: tensors by state key, other state as trees."""
-
-    fqn: str
-    tensors: dict[str, str]
-    trees: dict[str, Any]
 
 
 @final
@@ -155,43 +144,20 @@ class OptimizerEntry(Entry):
         """See `Entry.plan`."""
         if plan.lacks(self.key):
             return
-        values = _joined(self.key, list(plan.all_values(self.key)))
-        saved = self._index(plan, values)
+        saved = SavedOptimizer(self.key, plan)
         groups = [list(_named(i, group, self._names())) for i, group in enumerate(self.value.param_groups)]
-        chosen = [self._choose(plan, i, [fqn for fqn, _ in group], values) for i, group in enumerate(groups)]
-        live_fqns = set()
+        chosen = [saved.choose(i, [fqn for fqn, _ in group]) for i, group in enumerate(groups)]
         for options, group in zip(chosen, groups, strict=True):
             for fqn, parameter in group:
-                live_fqns.add(saved[fqn].fqn if fqn in saved else fqn)
-                if fqn in saved:
-                    self._plan_state(plan, parameter, saved[fqn], options or {})
-                else:
-                    plan.missing.append(f"{self.key}.param_groups: {fqn}")
-        self._skip(plan, {one.fqn: one for one in saved.values() if one.fqn not in live_fqns})
-        for group in values["param_groups"]:
-            plan.used.update(references(group))
+                if (one := saved.take(fqn)) is not None:
+                    self._plan_state(plan, parameter, one, options or {})
+        saved.skip_the_rest()
         self._plan_groups(plan, chosen)
-        self._plan_shared(plan, values.get("shared", {}))
+        self._plan_shared(plan, saved.shared)
         plan.do(Phase.OPTIMIZER, self._settle)
 
-    def _index(self, plan: Plan, values: dict[str, Any]) -> dict[str, _Saved]:
-        """What the checkpoint has for each parameter, by live name; a tied one stands under all its names."""
-        found = {
-            fqn: _Saved(fqn, {}, values["state"].get(fqn, {}))
-            for group in values["param_groups"]
-            for fqn in group["params"]
-        }
-        prefix = f"{plan.saved_key(self.key)}.state."
-        for name in plan.saved_names.values():
-            if name.startswith(prefix):
-                fqn, _, state_key = name[len(prefix) :].rpartition(".")
-                if fqn in found and state_key.isidentifier():
-                    found[fqn].tensors[state_key] = name
-        index = {plan.rename(alias): found[fqn] for alias, fqn in _aliases(plan) if fqn in found}
-        return index | {plan.rename(fqn): one for fqn, one in found.items()}
-
     def _plan_state(
-        self, plan: Plan, parameter: torch.Tensor, saved: _Saved, options: dict[str, Any]
+        self, plan: Plan, parameter: torch.Tensor, saved: SavedState, options: dict[str, Any]
     ) -> None:
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         kept: dict[str, torch.Tensor] = {}
@@ -217,38 +183,6 @@ class OptimizerEntry(Entry):
                 self.value.state.pop(parameter, None)
 
         plan.do(Phase.OPTIMIZER, finish)
-
-    def _skip(self, plan: Plan, others: dict[str, _Saved]) -> None:
-        """Report saved parameters that the live optimizer does not have, each once."""
-        for fqn, saved in others.items():
-            plan.unexpected.append(f"{self.key}{PARAMETER_MARK}{fqn}")
-            plan.used.update(saved.tensors.values(), references(saved.trees))
-
-    def _choose(
-        self, plan: Plan, index: int, fqns: list[str], values: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        """Saved options for a live group: of the group with the same parameters, else of their old one."""
-        primary = dict(_renamed_aliases(plan))
-        wanted = {primary.get(fqn, fqn) for fqn in fqns}
-        groups = values["param_groups"]
-        renamed = [[plan.rename(fqn) for fqn in group["params"]] for group in groups]
-        held = [{primary.get(fqn, fqn) for fqn in fqns} for fqns in renamed]
-        if index < len(groups) and held[index] == wanted:
-            return groups[index]
-        for group, names in zip(groups, held, strict=True):
-            if names == wanted:
-                return group
-        sources = [group for group, names in zip(groups, held, strict=True) if names & wanted]
-        if not sources:
-            return None
-        if any(_options(group) != _options(sources[0]) for group in sources):
-            message = (
-                f"{self.key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
-                "different options; it takes those of the first. Set what you want after the restore."
-            )
-            warnings.warn(message, UserWarning, stacklevel=2)
-            plan.notes.append(message)
-        return sources[0]
 
     def _plan_groups(self, plan: Plan, chosen: list[dict[str, Any] | None]) -> None:
         met: list[dict[str, Any]] = []
@@ -297,23 +231,6 @@ def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator
         yield names.get(id(parameter)) or f"group{index}.{j}", parameter
 
 
-def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
-    """The saved values of an optimizer in all parts as one; where several know a parameter, the first counts.
-
-    Raises:
-        InvalidInput: it was not saved as a plain optimizer.
-    """
-    for values in parts:
-        _check_saved(key, values)
-    groups = [group for values in parts for group in values["param_groups"]]
-    state: dict[str, Any] = {}
-    shared: dict[Any, Any] = {}
-    for values in reversed(parts):
-        state.update(values["state"])
-        shared.update(values.get("shared", {}))
-    return {"param_groups": groups, "state": state, "shared": shared}
-
-
 def _new(
     plan: Plan, saved_name: str, parameter: torch.Tensor, device: torch.device
 ) -> Callable[[], torch.Tensor]:
@@ -330,33 +247,6 @@ def _new(
         return plan.like(saved_name, parameter, saved_name)
     plan.fresh(saved_name, device)
     return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
-
-
-def _check_saved(key: str, values: Any) -> None:
-    groups = values.get("param_groups") if isinstance(values, dict) else None
-    if isinstance(groups, list) and all(type(f) is str for group in groups for f in group.get("params", [0])):
-        return
-    message = (
-        f"{key} was not saved as a plain optimizer, but as another kind of object or as an optimizer with "
-        "its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same kind."
-    )
-    raise InvalidInput(message, key=key)
-
-
-def _aliases(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Pairs of saved names of one tensor, of which the second may be an optimizer's parameter."""
-    for alias, name in plan.tied.items():
-        yield alias, name
-        yield name, alias
-
-
-def _renamed_aliases(plan: Plan) -> Iterator[tuple[str, str]]:
-    for alias, name in plan.tied.items():
-        yield plan.rename(alias), plan.rename(name)
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _device(

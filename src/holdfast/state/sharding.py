@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Sequence
@@ -161,7 +162,9 @@ def is_sharded_tensor(tensor: object) -> bool:
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """A DTensor with the shape and placements of another one, over the given local part."""
+    """A DTensor or ShardedTensor that is cut like another one, over the given local part."""
+    if is_sharded_tensor(model):
+        return _listed_like(local, model)
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
     return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
 
@@ -254,6 +257,16 @@ def _only_shard(tensor: Any) -> torch.Tensor:
         return shards[0].tensor
     dtype = tensor.metadata().tensor_properties.dtype
     return torch.empty((0, *tuple(tensor.shape)[1:]), dtype=dtype)
+
+
+def _listed_like(local: torch.Tensor, model: Any) -> torch.Tensor:
+    sharded: Any = sys.modules["torch.distributed._shard.sharded_tensor.api"]
+    facts = copy.deepcopy(model.metadata())
+    facts.tensor_properties.dtype = local.dtype
+    shards = [sharded.Shard(local, shard.metadata) for shard in model.local_shards()]
+    group = model._process_group
+    make = sharded.ShardedTensor._init_from_local_shards_and_global_metadata
+    return make(shards, sharded_tensor_metadata=facts, process_group=group)
 
 
 def _listed_layout(tensor: Any) -> Layout:

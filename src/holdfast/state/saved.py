@@ -1,0 +1,144 @@
+"""What a checkpoint holds of a plain optimizer: state by parameter, options by group; from all parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from holdfast.errors import InvalidInput
+from holdfast.state.load import PARAMETER_MARK, Plan
+from holdfast.state.tree import references
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What a checkpoint has for one parameter: tensors by state key, other state as trees."""
+
+    fqn: str
+    tensors: dict[str, str]
+    trees: dict[str, Any]
+
+
+@final
+class SavedOptimizer:
+    """A saved optimizer, while a live one is planned to be filled from it.
+
+    Args:
+        key: live top-level key.
+        plan: of the load; unexpected and missing parameters are noted there.
+
+    Raises:
+        InvalidInput: it was not saved as a plain optimizer.
+    """
+
+    def __init__(self, key: str, plan: Plan) -> None:
+        self._key = key
+        self._plan = plan
+        values = _joined(key, list(plan.all_values(key)))
+        self._groups: list[dict[str, Any]] = values["param_groups"]
+        self.shared: dict[Any, Any] = values["shared"]
+        self._states = self._index(values["state"])
+        self._taken: set[str] = set()
+        for group in self._groups:
+            plan.used.update(references(group))
+
+    def take(self, fqn: str) -> SavedState | None:
+        """State of a live parameter; None, and noted as missing, if there is none."""
+        found = self._states.get(fqn)
+        if found is None:
+            self._plan.missing.append(f"{self._key}{PARAMETER_MARK}{fqn}")
+        else:
+            self._taken.add(found.fqn)
+        return found
+
+    def skip_the_rest(self) -> None:
+        """Report saved parameters that were not taken, each once."""
+        for saved in {one.fqn: one for one in self._states.values()}.values():
+            if saved.fqn not in self._taken:
+                self._plan.unexpected.append(f"{self._key}{PARAMETER_MARK}{saved.fqn}")
+                self._plan.used.update(saved.tensors.values(), references(saved.trees))
+
+    def choose(self, index: int, fqns: list[str]) -> dict[str, Any] | None:
+        """Saved options for a live group: of the group with the same parameters, else of their old one."""
+        plan, groups = self._plan, self._groups
+        primary = dict(_renamed_aliases(plan))
+        wanted = {primary.get(fqn, fqn) for fqn in fqns}
+        renamed = [[plan.rename(fqn) for fqn in group["params"]] for group in groups]
+        held = [{primary.get(fqn, fqn) for fqn in fqns} for fqns in renamed]
+        if index < len(groups) and held[index] == wanted:
+            return groups[index]
+        for group, names in zip(groups, held, strict=True):
+            if names == wanted:
+                return group
+        sources = [group for group, names in zip(groups, held, strict=True) if names & wanted]
+        if not sources:
+            return None
+        if any(_options(group) != _options(sources[0]) for group in sources):
+            message = (
+                f"{self._key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
+                "different options; it takes those of the first. Set what you want after the restore."
+            )
+            warnings.warn(message, UserWarning, stacklevel=3)
+            plan.notes.append(message)
+        return sources[0]
+
+    def _index(self, state: dict[str, Any]) -> dict[str, SavedState]:
+        """What the checkpoint has for each parameter, by live name; a tied one stands under all its names."""
+        plan = self._plan
+        found = {
+            fqn: SavedState(fqn, {}, state.get(fqn, {})) for group in self._groups for fqn in group["params"]
+        }
+        prefix = f"{plan.saved_key(self._key)}.state."
+        for name in plan.saved_names.values():
+            if name.startswith(prefix):
+                fqn, _, state_key = name[len(prefix) :].rpartition(".")
+                if fqn in found and state_key.isidentifier():
+                    found[fqn].tensors[state_key] = name
+        index = {plan.rename(alias): found[fqn] for alias, fqn in _aliases(plan) if fqn in found}
+        return index | {plan.rename(fqn): one for fqn, one in found.items()}
+
+
+def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
+    """The saved values of an optimizer in all parts as one; where several know a parameter, the first counts.
+
+    Raises:
+        InvalidInput: it was not saved as a plain optimizer.
+    """
+    for values in parts:
+        _check_saved(key, values)
+    groups = [group for values in parts for group in values["param_groups"]]
+    state: dict[str, Any] = {}
+    shared: dict[Any, Any] = {}
+    for values in reversed(parts):
+        state.update(values["state"])
+        shared.update(values.get("shared", {}))
+    return {"param_groups": groups, "state": state, "shared": shared}
+
+
+def _check_saved(key: str, values: Any) -> None:
+    groups = values.get("param_groups") if isinstance(values, dict) else None
+    if isinstance(groups, list) and all(type(f) is str for group in groups for f in group.get("params", [0])):
+        return
+    message = (
+        f"{key} was not saved as a plain optimizer, but as another kind of object or as an optimizer with "
+        "its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same kind."
+    )
+    raise InvalidInput(message, key=key)
+
+
+def _aliases(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Pairs of saved names of one tensor, of which the second may be an optimizer's parameter."""
+    for alias, name in plan.tied.items():
+        yield alias, name
+        yield name, alias
+
+
+def _renamed_aliases(plan: Plan) -> Iterator[tuple[str, str]]:
+    for alias, name in plan.tied.items():
+        yield plan.rename(alias), plan.rename(name)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -14,7 +14,8 @@ import holdfast
 from holdfast.errors import Corrupt
 from holdfast.format import names
 from holdfast.format.cuts import Box
-from holdfast.restore.slabs import cut_in_slabs, run_offset
+from holdfast.restore.boxes import item_offset
+from holdfast.restore.slabs import cut_in_slabs
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from making import make_checkpoint, make_home, raw_bytes
@@ -58,12 +59,15 @@ def test_what_a_slab_shares_with_a_box_is_one_run_of_it(data: st.DataObject) -> 
         part = numbers
         for dim, (at, length) in enumerate(zip(*common, strict=True)):
             part = part.narrow(dim, at, length)
-        first = run_offset(common, box)
+        first = item_offset(common, box)
         assert part.flatten().tolist() == list(range(first, first + common.num_items))
 
 
+@pytest.mark.parametrize("frozen", [(), ("w",), ("bias", "none")])
 @pytest.mark.parametrize("slab_bytes", [8, 100, 1 << 20])
-def test_split_tied_and_per_rank_tensors_come_in_order(slab_bytes: int) -> None:
+def test_split_tied_frozen_and_per_rank_tensors_come_in_order(
+    slab_bytes: int, frozen: tuple[str, ...]
+) -> None:
     store = MemoryStore()
     make_home(store)
     whole, bias = torch.randn(6, 10), torch.randn(9).bfloat16()
@@ -71,7 +75,7 @@ def test_split_tied_and_per_rank_tensors_come_in_order(slab_bytes: int) -> None:
         {"w": (whole[:, :4], (0, 0), (6, 10)), "bias": bias, "rng": torch.ones(3), "none": torch.ones(0, 2)},
         {"w": (whole[:, 4:], (0, 4), (6, 10)), "rng": torch.zeros(3)},
     ]
-    make_checkpoint(store, 1, 1, ranks, per_rank=["rng"], tied={"head": "w"})
+    make_checkpoint(store, 1, 1, ranks, per_rank=["rng"], tied={"head": "w"}, frozen=frozen)
     checkpoint = holdfast.open(store)
     for keys, expected in (
         (["rng", "head", "none"], {"rng": torch.zeros(3), "w": whole}),

@@ -13,8 +13,7 @@ from holdfast.errors import Corrupt, NotFound, RetryLater
 from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import Piece
-from holdfast.restore.boxes import runs
-from holdfast.restore.slabs import run_offset
+from holdfast.restore.boxes import item_offset, runs
 
 
 class Region(ABC):
@@ -51,7 +50,7 @@ class FileRegion(Region):
 
     def read(self, box: Box) -> memoryview:
         """See `Region.read`."""
-        start = self._start + run_offset(box, self.box) * self._item_bytes
+        start = self._start + item_offset(box, self.box) * self._item_bytes
         return read_range(self._path, start, box.num_items * self._item_bytes)
 
 

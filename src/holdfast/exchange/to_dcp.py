@@ -9,9 +9,9 @@ from typing import IO, Any
 
 from holdfast.exchange.archive import Stored, write_archive
 from holdfast.exchange.outgoing import Outgoing
-from holdfast.exchange.placing import placed_folder
 from holdfast.exchange.to_torch import plant
 from holdfast.format.dtypes import TORCH_NAMES
+from holdfast.restore.placing import placed_folder
 
 DATA, METADATA = "__0_0.distcp", ".metadata"
 PATTERNS = ("*.distcp", METADATA)

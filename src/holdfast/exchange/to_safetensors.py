@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.exchange.outgoing import Outgoing
-from holdfast.exchange.placing import placed_file, placed_folder
 from holdfast.exchange.selection import rename
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Piece
+from holdfast.restore.export import write_safetensors
+from holdfast.restore.placing import placed_file, placed_folder
 
 INDEX = "model.safetensors.index.json"
 PATTERNS = ("model-*-of-*.safetensors", "model.safetensors", INDEX)
@@ -71,13 +74,12 @@ def _shards(called: dict[str, str], pieces: dict[str, Piece], max_shard_bytes: i
 
 
 def _write(outgoing: Outgoing, called: dict[str, str], path: Path) -> None:
-    chosen = [(outgoing.pieces[name], new) for new, name in called.items()]
-    layout = lay_out([Piece.whole(new, piece.dtype, piece.shape) for piece, new in chosen], 0)
-    order = sorted(range(len(chosen)), key=lambda i: layout.starts[i])
-    pieces = [chosen[index][0] for index in order]
-    feed = outgoing.feed([piece.name for piece in pieces])
-    with path.open("wb") as file:
-        file.write(layout.header)
-        for piece in pieces:
-            for view in feed.take(piece.num_bytes):
-                file.write(view)
+    chosen = [outgoing.pieces[name] for name in called.values()]
+
+    def feed(order: list[int]) -> Iterator[memoryview]:
+        pieces = [chosen[index] for index in order]
+        given = outgoing.feed([piece.name for piece in pieces])
+        return itertools.chain.from_iterable(given.take(piece.num_bytes) for piece in pieces)
+
+    renamed = [Piece.whole(new, piece.dtype, piece.shape) for new, piece in zip(called, chosen, strict=True)]
+    write_safetensors(path, renamed, feed)

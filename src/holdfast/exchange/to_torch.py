@@ -7,8 +7,8 @@ from typing import Any
 
 from holdfast.exchange.archive import Stored, write_archive
 from holdfast.exchange.outgoing import Outgoing
-from holdfast.exchange.placing import placed_file
 from holdfast.exchange.trees import assemble, make_plain, rename_top
+from holdfast.restore.placing import placed_file
 
 
 def write_file(outgoing: Outgoing, path: Path, *, overwrite: bool) -> None:

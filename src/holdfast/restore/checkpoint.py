@@ -197,6 +197,7 @@ class Checkpoint:
 
         Raises:
             Conflict: the file exists and `overwrite` is False.
+            InvalidInput: the path is a folder, or its folder does not exist.
             NotFound: a file of the checkpoint is missing.
             Corrupt: damage was found; no file was written.
             RetryLater: the store failed, or the file could not be written.

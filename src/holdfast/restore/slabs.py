@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import Piece
-from holdfast.restore.boxes import runs
+from holdfast.restore.boxes import item_offset, runs
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, Want, read
+from holdfast.restore.read import Job, ReadStats, Want, read
 from holdfast.store.contract import Store
 
 SLAB_BYTES = 32 << 20
@@ -82,6 +82,7 @@ def read_slabs(
     *,
     slab_bytes: int = SLAB_BYTES,
     num_threads: int = 4,
+    on_read: Callable[[ReadStats], None] | None = None,
 ) -> Iterator[Slab]:
     """All bytes of some tensors, tensor by tensor in the order given, each from its first byte to its last.
 
@@ -95,6 +96,7 @@ def read_slabs(
         rank: whose copies of per-rank tensors are taken.
         slab_bytes: bytes that are read together.
         num_threads: threads that read and hash.
+        on_read: called with what each read did, before its slabs are given.
 
     Raises:
         Corrupt: damage was found; what came before is good.
@@ -103,17 +105,16 @@ def read_slabs(
     """
     room = memoryview(bytearray(slab_bytes))
     for batch in _batches(parts, wanted, rank, slab_bytes):
-        jobs: dict[int, list[Want]] = {}
+        wants_of: dict[tuple[int, bool], list[Want]] = {}
         at = 0
         for name, _, box, num_bytes in batch.slabs:
-            for owner, want in _wants(parts, name, rank, box, room[at : at + num_bytes]):
-                jobs.setdefault(owner, []).append(want)
+            for key, want in _wants(parts, name, rank, box, room[at : at + num_bytes]):
+                wants_of.setdefault(key, []).append(want)
             at += num_bytes
-        read(
-            store,
-            [Job(parts.part(owner), wants) for owner, wants in sorted(jobs.items())],
-            num_threads=num_threads,
-        )
+        jobs = [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wants_of.items())]
+        stats = read(store, jobs, num_threads=num_threads)
+        if on_read is not None:
+            on_read(stats)
         at = 0
         for name, start, _, num_bytes in batch.slabs:
             yield Slab(name, start, room[at : at + num_bytes])
@@ -140,27 +141,15 @@ def _batches(parts: Parts, wanted: Sequence[str], rank: int, limit_bytes: int) -
         yield batch
 
 
-def _wants(parts: Parts, name: str, rank: int, box: Box, room: memoryview) -> Iterator[tuple[int, Want]]:
-    """(writing rank, what is wanted of its file) for one slab."""
-    for owner, piece, start in parts.pieces_of(name, rank):
-        held = Box(piece.offsets, piece.lengths)
-        common = box.overlap(held)
-        if common is None:
-            continue
-        inside = Piece(
-            name,
-            piece.dtype,
-            box.lengths,
-            tuple(map(int.__sub__, common.offsets, box.offsets)),
-            common.lengths,
-        )
-        skip = run_offset(common, held) * ITEM_BYTES[piece.dtype]
-        yield owner, Want(start + skip, inside.num_bytes, _SlabSink(room, inside))
-
-
-def run_offset(common: Box, held: Box) -> int:
-    """Elements of `held`, in row-major order, before the first one of `common`, which is inside it."""
-    index = 0
-    for at, start, length in zip(common.offsets, held.offsets, held.lengths, strict=True):
-        index = index * length + at - start
-    return index
+def _wants(
+    parts: Parts, name: str, rank: int, box: Box, room: memoryview
+) -> Iterator[tuple[tuple[int, bool], Want]]:
+    """What one slab wants: of which rank, from its file of frozen tensors or not, what."""
+    for found in parts.pieces_of(name, rank, box):
+        common = box.overlap(found.box)
+        assert common is not None, (box, found)
+        dtype = found.piece.dtype
+        offsets = tuple(map(int.__sub__, common.offsets, box.offsets))
+        inside = Piece(name, dtype, box.lengths, offsets, common.lengths)
+        start = found.start + item_offset(common, found.box) * ITEM_BYTES[dtype]
+        yield (found.rank, found.piece.frozen), Want(start, inside.num_bytes, _SlabSink(room, inside))

@@ -106,7 +106,7 @@ def _partial(path: Path) -> Path:
 
 
 def _taken(path: Path) -> Conflict:
-    message = f"{path} exists; it was left alone. Ask for overwriting (--overwrite) to replace it."
+    message = f"{path} exists; it was left alone. To replace it, say overwrite=True (--overwrite)."
     return Conflict(message, key=str(path))
 
 

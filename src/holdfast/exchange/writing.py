@@ -14,19 +14,20 @@ import xxhash
 
 from holdfast.errors import Conflict, HoldfastError
 from holdfast.exchange.offer import Offer, Offered
-from holdfast.format import manifest, names, part, run, values
+from holdfast.format import cuts, manifest, names, part, run, values
+from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import chunk_bytes_for
 from holdfast.format.layout import FileLayout, Piece, check_name, lay_out
 from holdfast.format.part import DataFile
 from holdfast.format.sealed import dumps
-from holdfast.restore.find import list_home
+from holdfast.keeper.commit import newest_attempt
+from holdfast.restore.find import list_home, read_run
 from holdfast.restore.slabs import cut_in_slabs
 from holdfast.store.contract import Store
 
 ROOM_BYTES = 8 << 20
 """Bytes of tensors in memory at once."""
-_ATTEMPT = 1
 
 
 class ChunkHashes:
@@ -62,18 +63,23 @@ class ChunkHashes:
         """Size and hashes, after the last byte."""
         if self._filled:
             self._close()
-        return DataFile(self._file_bytes, self.chunk_bytes, tuple(self._done))
+        return DataFile(self._file_bytes, self.chunk_bytes, "".join(self._done))
 
 
 def write_home(
     store: Store, offered: Offered, *, step: int, origin: str, on_bytes: Callable[[int], None] | None = None
 ) -> DataFile:
-    """Make a home that holds one checkpoint, as a first attempt of one rank would have saved it.
+    """Make a home that holds one checkpoint, as an attempt of one rank would have saved it.
+
+    `holdfast.json` comes last. So a home without it and without a manifest holds no more than what killed
+    imports left: the next one begins as a new attempt beside that, and removes it when its own manifest
+    stands. A killed import whose manifest stands is complete but for `holdfast.json`, which the next start
+    of the run makes.
 
     Memory: `ROOM_BYTES`, and what the regions of the source need for one read.
 
     Args:
-        store: a home that is new.
+        store: a home that is new, or in which imports were killed.
         offered: what is written.
         step: step of the checkpoint.
         origin: where it comes from, for the history.
@@ -83,7 +89,8 @@ def write_home(
         Facts of the data file.
 
     Raises:
-        Conflict: the home is not new; it is as it was.
+        Conflict: the home is not new, or something else has begun in it meanwhile; it is as if this call had
+            not been.
         InvalidInput: a name or a value that no checkpoint can hold; nothing was written.
         Corrupt: the source is damaged; what had been written was removed.
         RetryLater: source or home failed; what had been written was removed, if that was possible.
@@ -97,18 +104,18 @@ def write_home(
     pieces = [offer.piece for offer in offered]
     layout = lay_out(pieces, 0)
     refuse_used(store)
-    run_id = uuid.uuid4().hex
-    store.put(names.RUN, run.document(run.Run(run_id, time.time())), if_absent=True)
+    this_run, attempt = _claim(store)
     try:
-        claim = run.Attempt(_ATTEMPT, run_id, 1, socket.gethostname(), os.getpid(), time.time())
-        store.put(names.attempt(_ATTEMPT), run.document(claim), if_absent=True)
+        refuse_used(store)  # again: from the claim on, whoever comes later sees it
+        store.sweep()
         hashes = ChunkHashes(layout.file_bytes)
         parts = _hashed(_file_parts(list(offered), layout, on_bytes), hashes)
-        store.put_parts(names.data(step, _ATTEMPT, 0), parts, layout.file_bytes, if_absent=True)
+        store.put_parts(names.data(step, attempt, 0), parts, layout.file_bytes, if_absent=True)
         file = hashes.finish()
         texts = documents(
-            run_id=run_id,
+            run_id=this_run.id,
             step=step,
+            attempt=attempt,
             pieces=pieces,
             layout=layout,
             file=file,
@@ -116,11 +123,16 @@ def write_home(
             values=encoded,
         )
         for name, text in texts.items():
+            _check_not_overtaken(store, attempt)
             store.put(name, text, if_absent=True)
+        _check_not_overtaken(store, attempt)
     except BaseException:
-        _remove(store, step)
+        _remove(store, step, attempt)
         raise
-    _tell(store, step, file.num_bytes, time.perf_counter() - began, origin)
+    with suppress(HoldfastError):  # the checkpoint stands; the next start of the run makes the document too
+        store.put(names.RUN, run.document(this_run), if_absent=True)
+    _remove_older(store, attempt)
+    _tell(store, step, attempt, file.num_bytes, time.perf_counter() - began, origin)
     return file
 
 
@@ -128,6 +140,7 @@ def documents(
     *,
     run_id: str,
     step: int,
+    attempt: int,
     pieces: list[Piece],
     layout: FileLayout,
     file: DataFile,
@@ -139,44 +152,77 @@ def documents(
     Args:
         run_id: the run.
         step: the step.
+        attempt: the attempt that writes it.
         pieces: what is in the data file.
         layout: where in it.
         file: its size and hashes.
         tied: alias -> name.
         values: tagged JSON by top-level key.
     """
+    whole, ranks = cuts.whole(0), (0,)
+    tensors = {piece.name: Tensor(piece.dtype, piece.shape, whole, ranks) for piece in pieces}
     draft = part.draft(
         run=run_id,
         step=step,
-        attempt=_ATTEMPT,
+        attempt=attempt,
         rank=0,
         world_size=1,
-        base_step=None,
-        pieces=part.pieces_text(pieces, layout.starts),
-        tied=tied,
+        ancestors=(),
         values=values,
+        own=(),
+        starts=layout.starts,
+        catalog=catalog_text(Catalog(tensors, tied)),
     )
-    name = names.part(step, _ATTEMPT, 0)
+    name = names.part(step, attempt, 0)
     text = part.finish(draft, file)
-    merged = manifest.merge([(part.parse(text, name), text)], id=uuid.uuid4().hex, created_unix_s=time.time())
-    return {name: text, names.manifest(step, _ATTEMPT): manifest.document(merged)}
+    merged = manifest.merge_documents([(name, text)], id=uuid.uuid4().hex, created_unix_s=time.time())
+    return {name: text, names.manifest(step, attempt): manifest.document(merged)}
 
 
 def refuse_used(store: Store) -> None:
-    """Refuse a home that is not new.
+    """Refuse a home that holds more than what killed imports left.
 
     Raises:
         Conflict: it holds a run, or something of one.
         RetryLater: the store failed.
     """
     home = list_home(store)
-    if store.size(names.RUN) is None and not home.attempts and not home.saved:
+    is_left_over = all(
+        not one.is_committed and one.attempt in home.attempts and {*one.parts, *one.data, *one.frozen} <= {0}
+        for one in home.saved.values()
+    )
+    if is_left_over and store.size(names.RUN) is None:
         return
-    held = f"{len(home.saved)} saved steps" if home.saved else "a run without checkpoints"
+    count = len(home.saved)
+    held = f"{count} saved step{'s' * (count > 1)}" if count else "a run without checkpoints"
     raise Conflict(
         f"{store.url} holds {held} already; an import makes a home of its own, so that no run's line of "
         "checkpoints is mixed with another's. Nothing was written. Give a new place, or delete this one."
     )
+
+
+def _claim(store: Store) -> tuple[run.Run, int]:
+    """The run that this home is to hold, and the next attempt, claimed: an import before it is fenced."""
+    found = read_run(store) or run.Run(uuid.uuid4().hex, time.time())
+    number = newest_attempt(store) + 1
+    while True:
+        claim = run.Attempt(number, found.id, 1, socket.gethostname(), os.getpid(), time.time())
+        try:
+            store.put(names.attempt(number), run.document(claim), if_absent=True)
+        except Conflict:
+            number += 1  # another import was quicker
+        else:
+            return found, number
+
+
+def _check_not_overtaken(store: Store, attempt: int) -> None:
+    newest = newest_attempt(store)
+    if newest > attempt:
+        message = (
+            f"Another import or a training has begun in {store.url} since this import did (attempt {newest} "
+            f"after {attempt}), and goes on. This import was given up, and what it had written was removed."
+        )
+        raise Conflict(message)
 
 
 def _hashed(parts: Iterator[memoryview], hashes: ChunkHashes) -> Iterator[memoryview]:
@@ -206,30 +252,38 @@ def _file_parts(
     yield room[:filled]
 
 
-def _remove(store: Store, step: int) -> None:
+def _remove(store: Store, step: int, attempt: int) -> None:
     """Take back what was written: the manifest first, so that nothing incomplete is ever visible."""
     written = (
-        names.manifest(step, _ATTEMPT),
-        names.part(step, _ATTEMPT, 0),
-        names.data(step, _ATTEMPT, 0),
-        names.attempt(_ATTEMPT),
-        names.RUN,
+        names.manifest(step, attempt),
+        names.part(step, attempt, 0),
+        names.data(step, attempt, 0),
+        names.attempt(attempt),
     )
     for name in written:
         with suppress(HoldfastError):  # what brought us here says more
             store.delete(name)
 
 
-def _tell(store: Store, step: int, num_bytes: int, seconds: float, origin: str) -> None:
+def _remove_older(store: Store, attempt: int) -> None:
+    """Remove the files of imports before this one, which did not come to their manifest and no longer may."""
+    with suppress(HoldfastError):  # they are in nobody's way, and `holdfast rm --incomplete` finds them
+        for one in list_home(store).saved.values():
+            if one.attempt < attempt and not one.is_committed:
+                store.delete(names.part(one.step, one.attempt, 0))
+                store.delete(names.data(one.step, one.attempt, 0))
+
+
+def _tell(store: Store, step: int, attempt: int, num_bytes: int, seconds: float, origin: str) -> None:
     line = {
         "t": round(time.time(), 6),
         "event": "committed",
         "step": step,
-        "attempt": _ATTEMPT,
+        "attempt": attempt,
         "rank": 0,
         "bytes": num_bytes,
         "seconds": round(seconds, 6),
         "detail": f"imported from {origin}",
     }
     with suppress(HoldfastError):  # the checkpoint stands; a line less of history does not change that
-        store.append(names.history(_ATTEMPT, 0), dumps(line) + b"\n")
+        store.append(names.history(attempt, 0), dumps(line) + b"\n")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import keyword
 import os
 import sys
 from collections.abc import Sequence
 
 from holdfast.errors import Corrupt, HoldfastError
 
-COMMANDS = ("ls", "show", "verify", "diff", "history", "rm", "demo")
-"""Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`."""
+COMMANDS = ("ls", "show", "verify", "diff", "import", "export", "history", "rm", "demo")
+"""Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`.
+
+A command that is called like a word of Python has an underscore after its file's name.
+"""
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
 """Exit statuses besides 0: damage or difference found; could not be done; Ctrl-C; nobody reads the output."""
@@ -27,7 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"holdfast {_version()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
-        importlib.import_module(f"holdfast.cli.{name}").add_parser(subparsers)
+        file = f"{name}_" if keyword.iskeyword(name) else name
+        importlib.import_module(f"holdfast.cli.{file}").add_parser(subparsers)
     return parser
 
 

@@ -56,6 +56,16 @@ def add_filter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filter", metavar="GLOB", help="only names that match, such as 'model.*.weight'")
 
 
+def add_prefixes(parser: argparse.ArgumentParser) -> None:
+    """What of a checkpoint is taken."""
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PREFIX",
+        help="only names at or below this one, such as model; can be repeated",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Output for programs."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.cli.bars import byte_bar
 from holdfast.cli.inventory import open_home, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
 from holdfast.cli.tables import plural, print_json
@@ -61,9 +60,11 @@ def run(args: argparse.Namespace) -> int:
     """Verify the checkpoints asked for."""
     store, manifests = _choose(args)
     lines = []
-    with _progress(manifests) as on_bytes:
+    with byte_bar("verify") as bar:
+        if bar.on_total is not None:
+            bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
         for (attempt, step), found in manifests.items():
-            line = _verify(store, step, attempt, found, args.threads, on_bytes)
+            line = _verify(store, step, attempt, found, args.threads, bar.on_bytes)
             lines.append(line)
             if not args.json:
                 _print_line(line)
@@ -106,24 +107,6 @@ def _verify(
         return _Line(step, attempt, (str(found),), None)
     report = verify(store, found, num_threads=num_threads, on_bytes=on_bytes)
     return _Line(step, attempt, tuple(problem.message for problem in report.problems), report)
-
-
-@contextlib.contextmanager
-def _progress(manifests: _Found) -> Iterator[Callable[[int], None] | None]:
-    """A progress bar on stderr, if a person sees it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console  # not above: help must not wait for it
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    total = sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest))
-    # What is printed beside the bar must go around it on a terminal, and stay on stdout if that is piped.
-    options = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
-    with Progress(*columns, console=Console(stderr=True), **options) as bar:
-        task = bar.add_task("verify", total=total)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
 def _print_line(line: _Line) -> None:

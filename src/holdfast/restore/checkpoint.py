@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -20,6 +20,7 @@ from holdfast.restore import verify as verifying
 from holdfast.restore.find import Passed
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import ReadStats
+from holdfast.restore.slabs import SLAB_BYTES, Slab, read_slabs
 from holdfast.restore.verify import VerifyReport
 from holdfast.store import open_store
 from holdfast.store.contract import Store
@@ -196,6 +197,7 @@ class Checkpoint:
 
         Raises:
             Conflict: the file exists and `overwrite` is False.
+            InvalidInput: the path is a folder, or its folder does not exist.
             NotFound: a file of the checkpoint is missing.
             Corrupt: damage was found; no file was written.
             RetryLater: the store failed, or the file could not be written.
@@ -206,6 +208,48 @@ class Checkpoint:
         return exporting.export(
             self._store, self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads
         )
+
+    def slabs(
+        self,
+        keys: Sequence[str] | None = None,
+        *,
+        rank: int = 0,
+        slab_bytes: int = SLAB_BYTES,
+        num_threads: int = 4,
+    ) -> Iterator[Slab]:
+        """The bytes of tensors, verified, in order and with bounded memory; does not import torch.
+
+        Args:
+            keys: which tensors, in which order; default all but tied ones. A tied one is given under the name
+                whose bytes it shows.
+            rank: whose copies of per-rank tensors; those that it has none of are left out.
+            slab_bytes: memory that is used; a greater tensor comes in several slabs.
+            num_threads: threads that read and hash.
+
+        Raises:
+            NotFound: no such tensor, or a file is missing.
+            Corrupt: damage was found; the slabs before it are good.
+            RetryLater: the store failed.
+        """
+        self._parts.part(rank)
+        names = list(self.manifest.tensors) if keys is None else [self._name(key) for key in keys]
+        return read_slabs(
+            self._store, self._parts, names, rank, slab_bytes=slab_bytes, num_threads=num_threads
+        )
+
+    def facts(self, rank: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype (safetensors name) and shape of every tensor that a rank sees, by key, also of aliases.
+
+        Raises:
+            NotFound: a part is missing.
+            Corrupt: a part is damaged.
+            RetryLater: the store failed.
+        """
+        self._parts.part(rank)
+        found = {name: self._parts.shape_of(name, rank) for name in self.manifest.tensors}
+        facts = {name: saved for name, saved in found.items() if saved is not None}
+        facts.update({key: facts[name] for key, name in self.manifest.tied.items() if name in facts})
+        return facts
 
     def _name(self, key: str) -> str:
         name = self.manifest.tied.get(key, key)

@@ -7,9 +7,11 @@ and none about time. Every method may be called from several threads at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from holdfast.errors import InvalidInput
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -53,6 +55,34 @@ class Store(ABC):
 
         Blocks: until data and name would survive a power cut.
         """
+
+    def put_parts(
+        self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
+    ) -> None:
+        """`put` for an object that is made piece by piece and may be larger than memory.
+
+        What `parts` raises is raised, and `name` is then as it was before. A store that can stream holds one
+        part at a time; this default holds all.
+
+        Args:
+            name: as in `put`.
+            parts: the object's bytes in order; each part may be reused by the iterator after it was taken.
+            num_bytes: of all parts together, told beforehand since some places plan by it.
+            if_absent: as in `put`.
+
+        Raises:
+            InvalidInput: the parts have another length together; nothing was made.
+            Conflict: as in `put`.
+            RetryLater: as in `put`.
+
+        Blocks: until data and name would survive a power cut.
+        """
+        whole = bytearray()
+        for part in parts:
+            whole += part
+        if len(whole) != num_bytes:
+            raise wrong_length(name, num_bytes, len(whole))
+        self.put(name, whole, if_absent=if_absent)
 
     @abstractmethod
     def link(self, source: str, name: str) -> None:
@@ -116,3 +146,9 @@ class Store(ABC):
     @abstractmethod
     def sweep(self, prefix: str = "") -> None:
         """Remove what unfinished puts of dead processes left under `prefix`; live objects stay."""
+
+
+def wrong_length(name: str, expected: int, found: int) -> InvalidInput:
+    """The error for parts that are not as long as was said."""
+    message = f"{name} was to be {expected} bytes long, but its parts have {found}; it was not made."
+    return InvalidInput(message, key=name)

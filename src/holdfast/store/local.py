@@ -12,14 +12,14 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.killpoint import kill_point
 from holdfast.store import direct
-from holdfast.store.contract import Buffer, Entry, Properties, Store
+from holdfast.store.contract import Buffer, Entry, Properties, Store, wrong_length
 from holdfast.store.naming import UNFINISHED, check_name, check_prefix
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -75,15 +75,37 @@ class LocalStore(Store):
             InvalidInput: a part of `name` is an object, or `name` is a directory.
             Unsupported: `if_absent` on a file system without hard links.
         """
-        target, view = self.path(name), memoryview(data)
+        view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")
-        with self._refusing("write", name, len(view)):
+        self._put(name, len(view), lambda fd: direct.write(fd, view), if_absent=if_absent)
+
+    def put_parts(
+        self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
+    ) -> None:
+        """See `Store.put_parts`; goes through the page cache, one part at a time."""
+
+        def write(fd: int) -> None:
+            done = 0
+            for part in parts:
+                view = memoryview(part)
+                rest = view.cast("B") if view.nbytes else memoryview(b"")
+                while rest:
+                    written = os.write(fd, rest)
+                    rest, done = rest[written:], done + written
+            if done != num_bytes:
+                raise wrong_length(name, num_bytes, done)
+
+        self._put(name, num_bytes, write, if_absent=if_absent)
+
+    def _put(self, name: str, num_bytes: int, write: Callable[[int], None], *, if_absent: bool) -> None:
+        target = self.path(name)
+        with self._refusing("write", name, num_bytes):
             if if_absent and os.path.lexists(target):  # spares writing what cannot be kept; link() decides
                 raise _taken(target, name)
             temp, fd = self._create(target.parent)
             try:
                 try:
-                    direct.write(fd, view)
+                    write(fd)
                     kill_point("store.written")
                     os.fsync(fd)  # the data first: a name must never lead to bytes that a power cut takes
                     kill_point("store.synced")

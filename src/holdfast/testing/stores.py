@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,6 +60,50 @@ class StoreSuite:
         data[:] = bytes(len(data))
         assert store.get("a") == _pattern(2 * BLOCK_BYTES)
 
+    @pytest.mark.parametrize("sizes", [[], [0], [5], [1, 0, BLOCK_BYTES], [BLOCK_BYTES + 1, 1 << 20, 3]])
+    def test_parts_become_one_object(self, store: Store, sizes: list[int]) -> None:
+        """`put_parts` puts together what is made piece by piece, in memory that is used again."""
+        whole = _pattern(sum(sizes))
+        room = bytearray(max(sizes, default=0))
+
+        def parts() -> Iterator[memoryview]:
+            at = 0
+            for size in sizes:
+                room[:size] = whole[at : at + size]
+                at += size
+                yield memoryview(room)[:size]
+
+        store.put_parts("a/object", parts(), len(whole))
+        assert store.get("a/object") == whole
+        assert list(store.list()) == [Entry("a/object", len(whole))]
+
+    def test_parts_that_fail_leave_nothing(self, store: Store) -> None:
+        """What the maker of the parts raises is raised, and the name is as it was before."""
+        store.put("old", b"old")
+
+        def parts() -> Iterator[bytes]:
+            yield b"x" * BLOCK_BYTES
+            message = "the source is damaged"
+            raise Corrupt(message)
+
+        for name in ("old", "new"):
+            with pytest.raises(Corrupt, match="the source"):
+                store.put_parts(name, parts(), 2 * BLOCK_BYTES)
+        for found in (1, 3):
+            with pytest.raises(InvalidInput, match="new"):
+                store.put_parts("new", [b"y"] * found, 2)
+        assert store.get("old") == b"old"
+        assert list(store.list()) == [Entry("old", 3)]
+
+    def test_parts_leave_a_taken_name_alone(self, store: Store) -> None:
+        """`put_parts(if_absent=True)` keeps what is there; without it, it is replaced."""
+        store.put("a", b"first")
+        with pytest.raises(Conflict):
+            store.put_parts("a", [b"second"], 6, if_absent=True)
+        assert store.get("a") == b"first"
+        store.put_parts("a", [b"sec", b"ond"], 6)
+        assert store.get("a") == b"second"
+
     def test_names_may_have_parts_and_unusual_characters(self, store: Store) -> None:
         """Several parts, spaces, dots, non-ASCII letters, 255 bytes in a part: all are taken as they are."""
         names = ["a", "b/c", "b/d/e.f", "with space/é%20?#*", ".hidden", "..x/y..", "n" * 255]
@@ -74,6 +118,7 @@ class StoreSuite:
         calls: list[Callable[[], Any]] = [
             lambda: store.put(name, b"x"),
             lambda: store.put(name, b"x", if_absent=True),
+            lambda: store.put_parts(name, [b"x"], 1),
             lambda: store.get(name),
             lambda: store.read_into(name, 0, memoryview(bytearray(1))),
             lambda: store.append(name, b"x"),

@@ -1,0 +1,85 @@
+"""`holdfast export`: writes a checkpoint, or a part of it, in a format that other tools read."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from holdfast.cli.bars import byte_bar
+from holdfast.cli.inventory import open_home
+from holdfast.cli.options import Commands, add_home, add_json, add_prefixes, add_step, command, step_number
+from holdfast.cli.tables import plural, print_json
+from holdfast.quantity import read_bytes, say_bytes, say_seconds
+from holdfast.restore.checkpoint import open as open_checkpoint
+
+_KINDS = ("safetensors", "hf", "torch", "dcp")
+_EXAMPLES = """
+holdfast export runs/gpt model.safetensors --only model --rename model=
+holdfast export runs/gpt models/gpt --to hf --only model --rename model= --max-shard 5GB
+holdfast export runs/gpt step-500.pt --to torch --step 500
+holdfast export runs/gpt dcp-folder --to dcp
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Write a checkpoint as safetensors, a Hugging Face folder, torch.save or DCP; verifies every byte."
+    parser = command(commands, "export", run, job=job, examples=_EXAMPLES)
+    add_home(parser)
+    parser.add_argument("dest", metavar="DEST", help="the file or folder to write")
+    add_step(parser, default="the newest")
+    parser.add_argument(
+        "--to", dest="kind", choices=_KINDS, default="safetensors", help="format (default: safetensors)"
+    )
+    add_prefixes(parser)
+    parser.add_argument(
+        "--rename",
+        action="append",
+        type=_pair,
+        metavar="OLD=NEW",
+        help="replace the prefix OLD by NEW, which may be empty; can be repeated",
+    )
+    parser.add_argument(
+        "--max-shard", default="5GB", metavar="SIZE", help="of a file of a Hugging Face folder (default: 5GB)"
+    )
+    parser.add_argument(
+        "--rank", type=step_number, default=0, metavar="R", help="whose per-rank state (default: 0)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an older export")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export."""
+    from holdfast.exchange.departure import export_checkpoint  # not above: help must not wait for it
+
+    store, _ = open_home(args.home)
+    checkpoint = open_checkpoint(store, args.step, args.attempt)
+    with byte_bar("export") as bar:
+        done = export_checkpoint(
+            checkpoint,
+            args.dest,
+            kind=args.kind,
+            only=args.only,
+            rename=dict(args.rename or ()),
+            max_shard_bytes=read_bytes(args.max_shard, "--max-shard"),
+            rank=args.rank,
+            overwrite=args.overwrite,
+            on_total=bar.on_total,
+            on_bytes=bar.on_bytes,
+        )
+    if args.json:
+        print_json({"home": store.url, **asdict(done)})
+        return 0
+    speed = f", {say_bytes(done.num_bytes / done.seconds)}/s" if done.seconds else ""
+    tensors = f"{plural(done.num_tensors, 'tensor')}, {say_bytes(done.num_bytes)}"
+    print(f"{done.path}: {tensors} of step {done.step} ({done.kind}), {say_seconds(done.seconds)}{speed}")
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        message = f"expected OLD=NEW, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return old, new

@@ -1,0 +1,1 @@
+"""Other formats <-> checkpoints: import and export, streaming, with the memory of a few chunks."""

@@ -1,0 +1,166 @@
+"""Unpicklers that know a fixed list of names and stand-ins for them: reading a pickle runs no code of it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from holdfast.errors import Corrupt, Unsupported
+from holdfast.format.dtypes import TORCH_NAMES
+
+DTYPE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+"""safetensors dtype name by torch's."""
+
+Names = Mapping[tuple[str, str], Any]
+"""What stands for a global of a pickle, by module and name."""
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+
+class Record:
+    """Stands for an object of a class that is not loaded: its facts, by name or in order."""
+
+    def __init__(self, *args: Any) -> None:
+        self.facts: dict[str, Any] = {}
+        self.row: tuple[Any, ...] = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.facts, self.row = (state, ()) if isinstance(state, dict) else ({}, tuple(state))
+
+    def __reduce__(self) -> NoReturn:
+        message = "a record is only read"
+        raise TypeError(message)
+
+
+def record(name: str) -> type[Record]:
+    """A class of records."""
+    return type(name, (Record,), {})
+
+
+def load(data: bytes, names: Names, what: str, *, storage: Callable[[Any], Any] | None = None) -> Any:
+    """The object in a pickle, with stand-ins for everything that is no plain value.
+
+    Nothing is imported and nothing is called but what `names` holds.
+
+    Args:
+        data: the pickle.
+        names: what stands for which global.
+        what: where it comes from, for errors.
+        storage: what a persistent id stands for; default none are known.
+
+    Raises:
+        Unsupported: the pickle needs something that is not in `names`; nothing of it was run.
+        Corrupt: it is no whole pickle.
+    """
+    try:
+        return _Unpickler(data, names, what, storage).load()
+    except Unsupported:
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise Corrupt(f"{what} cannot be unpickled: {error!r}. It is damaged.", key=what) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, names: Names, what: str, storage: Callable[[Any], Any] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = names
+        self._what = what
+        self._storage = storage
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        found = self._names.get((module_name, global_name))
+        if found is None:
+            message = (
+                f"{self._what} is a pickle that needs {module_name}.{global_name}, which is not on the list "
+                "of what is safe to read. It was not loaded, and nothing of it was run. If you trust its "
+                "author, load it with the program that wrote it, and save its tensors and plain values anew."
+            )
+            raise Unsupported(message, key=f"{module_name}.{global_name}")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._storage is None:
+            message = "it refers to a storage where none can be"
+            raise pickle.UnpicklingError(message)
+        return self._storage(pid)
+
+
+def _dtypes() -> dict[tuple[str, str], Any]:
+    names = [*TORCH_NAMES.values(), "complex128", "complex32", "qint8", "quint8", "qint32"]
+    return {("torch", name): name for name in names}
+
+
+def _text(*args: Any) -> str:
+    return "/".join(str(arg) for arg in args)
+
+
+_PLAIN = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): tuple,
+    **_dtypes(),
+}
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+Tensor, Bytes, Index, Info, Chunk = map(record, ("Tensor", "Bytes", "Index", "Info", "Chunk"))
+"""Stand-ins for TensorStorageMetadata, BytesStorageMetadata, MetadataIndex, _StorageInfo and
+ChunkStorageMetadata."""
+_Other = record("Other")
+
+DCP_NAMES: Names = {
+    **_PLAIN,
+    (_METADATA, "Metadata"): record("Metadata"),
+    (_METADATA, "TensorStorageMetadata"): Tensor,
+    (_METADATA, "BytesStorageMetadata"): Bytes,
+    (_METADATA, "MetadataIndex"): Index,
+    (_METADATA, "ChunkStorageMetadata"): Chunk,
+    **{(module, "TensorProperties"): _Other for module in (_METADATA, _OLD)},
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Other,
+    (_OLD, "MEM_FORMAT_ENCODING"): _Other,
+    (_METADATA, "StorageMeta"): _Other,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Info,
+    ("torch.serialization", "_get_layout"): _text,
+    **{("torch", name): name for name in ("strided", "contiguous_format", "preserve_format")},
+    **{
+        (module, name): _text
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+    ("builtins", "set"): set,
+}
+"""All that a DCP `.metadata` needs."""
+
+
+class Strided(Record):
+    """Stands for a tensor: (storage, offset in elements, size, stride, ...), as torch rebuilds it."""
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+TENSOR_NAMES: Names = {
+    **_PLAIN,
+    ("torch._utils", "_rebuild_tensor_v2"): Strided,
+    ("torch._utils", "_rebuild_tensor_v3"): Strided,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch.storage", "UntypedStorage"): "untyped",
+    **{("torch", name): dtype for name, dtype in _STORAGE_DTYPES.items()},
+}
+"""All that a `torch.save` of a plain tensor needs."""

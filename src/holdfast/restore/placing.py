@@ -1,0 +1,130 @@
+"""Files and folders that appear when they are whole, and replace others only if that was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
+
+
+@contextlib.contextmanager
+def placed_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A path to write to; what is there at the end gets the name `path`, durably.
+
+    Raises:
+        Conflict: the file exists and `overwrite` is False.
+        InvalidInput: it is a folder, or the folder that it is to be in does not exist.
+        RetryLater: it could not be written.
+    """
+    path = path.absolute()
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder; give the name of a file.", key=str(path))
+    if path.exists() and not overwrite:
+        raise _taken(path)
+    partial = _partial(path)
+    with _in_words(path):
+        try:
+            yield partial
+            _sync(partial)
+            partial.replace(path)
+            _sync(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def placed_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write into; at the end its files are in the folder `path`, durably.
+
+    Files in `path` that match none of the patterns are left alone: a tokenizer, a model card.
+
+    Args:
+        path: the folder, which may exist.
+        patterns: globs of what an export of this kind consists of. The last one matches the file that makes
+            it complete: of an older export it is removed first, of the new one it comes last.
+        overwrite: replace an older export.
+
+    Raises:
+        Conflict: the folder holds a file that matches, and `overwrite` is False.
+        InvalidInput: it is a file, or the folder that it is to be in does not exist.
+        RetryLater: it could not be written.
+    """
+    path = path.absolute()
+    if path.exists() and not path.is_dir():
+        raise InvalidInput(f"{path} is a file; give the name of a folder.", key=str(path))
+    there = _matching(path, patterns) if path.is_dir() else []
+    if there and not overwrite:
+        raise _taken(there[0])
+    partial = _partial(path)
+    with _in_words(path):
+        try:
+            partial.mkdir()
+            yield partial
+            for file in partial.iterdir():
+                _sync(file)
+            _sync(partial)
+            if not path.exists():
+                partial.rename(path)
+            else:
+                _move_in(partial, path, patterns)
+            _sync(path)
+            _sync(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_in(partial: Path, path: Path, patterns: Sequence[str]) -> None:
+    for old in reversed(_matching(path, patterns)):
+        old.unlink()
+    _sync(path)  # a power cut must not bring the old mark of completeness back beside new files
+    for new in _matching(partial, patterns):
+        new.rename(path / new.name)
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files that match, in the order of the first pattern that they match."""
+    found = []
+    for file in sorted(folder.iterdir()):
+        order = next(
+            (i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(file.name, pattern)), None
+        )
+        if order is not None:
+            found.append((order, file))
+    return [file for _, file in sorted(found)]
+
+
+def _partial(path: Path) -> Path:
+    if not path.parent.is_dir():
+        message = f"{path.parent} does not exist; make the folder first."
+        raise InvalidInput(message, key=str(path))
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _taken(path: Path) -> Conflict:
+    message = f"{path} exists; it was left alone. To replace it, say overwrite=True (--overwrite)."
+    return Conflict(message, key=str(path))
+
+
+@contextlib.contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except OSError as error:
+        message = f"{path} could not be written: {error.strerror}. What was written of it has been removed."
+        raise RetryLater(message, key=str(path)) from error
+
+
+def _sync(path: Path) -> None:
+    flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECTORY if path.is_dir() else 0)
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

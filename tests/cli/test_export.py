@@ -1,0 +1,97 @@
+"""`holdfast export` writes what was chosen in other tools' formats, and replaces nothing unasked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cli.conftest import Command, flip
+from holdfast.format import names
+
+
+def test_safetensors_is_the_default(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    said = holdfast("export", home, tmp_path / "a.safetensors", "--only", "model", "--rename", "model=")
+    assert said.status == 0
+    assert said.out.startswith(f"{tmp_path / 'a.safetensors'}: 3 tensors, ")
+    found = load_file(tmp_path / "a.safetensors")
+    assert set(found) == {"weight", "bias[0]", "head"}
+    assert torch.equal(found["weight"], torch.full((30, 4), 302.0))
+    assert torch.equal(found["head"], found["weight"])
+
+
+def test_step_attempt_and_rank_are_chosen(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    words = ("--to", "torch", "--step", 300, "--attempt", 1, "--rank", 1)
+    done = holdfast("export", home, tmp_path / "a.pt", *words, "--json").json
+    assert (done["step"], done["kind"], done["num_tensors"]) == (300, "torch", 4)
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch.equal(found["model.weight"], torch.full((30, 4), 301.0))
+    assert found["rng.torch"].eq(2).all()
+    assert found["seed"] == 1
+    assert found["optimizer"] == {"groups": [{"lr": 0.5, "betas": (0.9, 0.95)}]}
+
+
+def test_a_hugging_face_folder_has_an_index_and_keeps_other_files(
+    holdfast: Command, home: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    words = ("export", home, folder, "--to", "hf", "--only", "model")
+    assert holdfast(*words, "--max-shard", "500B").status == 0
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"model.weight", "model.bias[0]", "model.head"}
+    assert index["metadata"]["total_size"] == 2 * 480 + 40
+    said = holdfast(*words)
+    assert said.status == 2
+    assert "--overwrite" in said.err
+    assert holdfast(*words, "--overwrite").status == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hf", "torch", "dcp"])
+def test_damage_is_1_and_leaves_nothing(holdfast: Command, home: Path, tmp_path: Path, kind: str) -> None:
+    flip(home / names.data(300, 2, 0), at=4096)
+    said = holdfast("export", home, tmp_path / "out", "--to", kind)
+    assert said.status == 1
+    assert "model.weight" in said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hf", "torch", "dcp"])
+def test_what_is_there_is_replaced_only_when_asked(
+    holdfast: Command, home: Path, tmp_path: Path, kind: str
+) -> None:
+    assert holdfast("export", home, tmp_path / "out", "--to", kind, "--step", 100).status == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*")} or (
+        tmp_path / "out"
+    ).read_bytes()
+    again = holdfast("export", home, tmp_path / "out", "--to", kind)
+    assert again.status == 2
+    assert "exists" in again.err
+    after = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*")} or (
+        tmp_path / "out"
+    ).read_bytes()
+    assert before == after
+    assert holdfast("export", home, tmp_path / "out", "--to", kind, "--overwrite").status == 0
+
+
+def test_wrong_wishes_are_2_and_say_why(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    for words, told in (
+        (("--only", "modle"), "modle"),
+        (("--rename", "model.weight=model.head"), "model.head"),
+        (("--rename", "model=x", "--to", "torch"), "top-level"),
+        (("--step", 7), "7"),
+        (("--rank", 9), "no rank 9"),
+        (("--max-shard", "big"), "--max-shard"),
+    ):
+        said = holdfast("export", home, tmp_path / "out", *words)
+        assert (said.status, told in said.err) == (2, True), (words, said.err)
+    assert holdfast("export", home, tmp_path / "no" / "out").status == 2
+    with pytest.raises(SystemExit):
+        holdfast("export", home, tmp_path / "out", "--rename", "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

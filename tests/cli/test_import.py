@@ -1,0 +1,83 @@
+"""`holdfast import` makes a home of what other tools have saved, and says what it found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast as package
+from cli.conftest import Command
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file of torch.save."""
+    torch.save({"model": {"w": torch.ones(3, 2)}, "epoch": 4}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def test_a_file_becomes_a_home(holdfast: Command, source: Path, tmp_path: Path) -> None:
+    said = holdfast("import", source, tmp_path / "run", "--step", 30)
+    assert said.status == 0
+    assert said.out.startswith(f"step 30 of {tmp_path / 'run'}: 1 tensor, ")
+    assert "(torch)" in said.out
+    assert "complete, newest" in holdfast("ls", tmp_path / "run").out
+    assert holdfast("verify", tmp_path / "run").status == 0
+    assert "imported from" in holdfast("history", tmp_path / "run").out
+    assert package.open(tmp_path / "run").values()["epoch"] == 4
+
+
+def test_json_says_what_was_done(holdfast: Command, source: Path, tmp_path: Path) -> None:
+    words = ("--json", "--from", "torch", "--only", "model", "--under", "old")
+    done = holdfast("import", source, tmp_path / "run", *words).json
+    assert done["seconds"] > 0
+    assert done["num_bytes"] > 24
+    facts = {key: done[key] for key in ("home", "step", "kind", "num_tensors")}
+    assert facts == {"home": str(tmp_path / "run"), "step": 0, "kind": "torch", "num_tensors": 1}
+    assert package.open(tmp_path / "run").keys() == ["old.model.w"]
+
+
+def test_trouble_is_2_and_damage_is_1(holdfast: Command, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    said = holdfast("import", tmp_path / "notes.txt", tmp_path / "run")
+    assert said.status == 2
+    assert "Looked for" in said.err
+    assert holdfast("import", tmp_path / "gone", tmp_path / "run").status == 2
+    os.truncate(source, 200)
+    assert holdfast("import", source, tmp_path / "run").status == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_home_that_is_there_is_left_alone(holdfast: Command, source: Path, home: Path) -> None:
+    said = holdfast("import", source, home)
+    assert said.status == 2
+    assert "already" in said.err
+
+
+def test_a_safetensors_file_needs_no_torch(holdfast: Command, source: Path, tmp_path: Path) -> None:
+    holdfast("import", source, tmp_path / "first")
+    holdfast("export", tmp_path / "first", tmp_path / "a.safetensors")
+    words = ["import", str(tmp_path / "a.safetensors"), str(tmp_path / "run")]
+    code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
+    assert package.open(tmp_path / "run").keys() == ["model.w"]
+
+
+def test_it_shows_its_progress_to_a_person(source: Path, tmp_path: Path) -> None:
+    """On a terminal a bar is drawn on stderr; stdout holds the result alone."""
+    pty = pytest.importorskip("pty")
+    person, terminal = pty.openpty()
+    command = [sys.executable, "-m", "holdfast.cli", "import", str(source), str(tmp_path / "run")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, text=True, check=False)
+    os.close(terminal)
+    drawn = os.read(person, 1 << 16)
+    os.close(person)
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 1
+    assert b"\x1b[" in drawn

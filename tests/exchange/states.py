@@ -1,0 +1,71 @@
+"""States that the tests of exchange move about: every dtype, no elements, no dimensions, tied, strided."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+
+from making import raw_bytes
+
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("uint16", "uint32", "uint64", "complex64", "float8_e4m3fn", "float8_e5m2"),
+)
+
+
+def tensor_of(name: str, *shape: int) -> torch.Tensor:
+    """A tensor of a dtype with any bits in it, except that booleans are 0 or 1."""
+    dtype = getattr(torch, name)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if name == "bool" else 256, (count,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def model() -> dict[str, torch.Tensor]:
+    """A state dict of a module, with two names for one tensor."""
+    found = {f"layer.{name}": tensor_of(name, 3, 5) for name in DTYPES}
+    found["scale"] = torch.tensor(2.5)
+    found["none"] = torch.zeros(0, 7)
+    found["one"] = torch.ones(1, 1, 1)
+    found["strided"] = torch.randn(6, 4).t()
+    found["slice"] = torch.randn(10, 10)[2:5, ::3]
+    found["head"] = found["layer.float32"]
+    return found
+
+
+def training() -> dict[str, Any]:
+    """All that a training loop would save with torch.save."""
+    moments = {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 5)}, 1: {"step": torch.tensor(3.0)}}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1], "foreach": None}]
+    return {
+        "model": model(),
+        "optimizer": {"state": moments, "param_groups": groups},
+        "scheduler": collections.OrderedDict(last_epoch=3, base=[1, 2.5, "x", None]),
+        "epoch": 7,
+        "best": None,
+        "ema": torch.randn(4),
+        "mixed": [torch.ones(2), {"deep": torch.zeros(1), "n": 1}],
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """True if two trees are equal in kind, structure and every bit of every tensor."""
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and (a.dtype, a.shape) == (b.dtype, b.shape)
+            and raw_bytes(a) == raw_bytes(b)
+        )
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Fail, naming the tensors, unless two dicts of tensors are the same, whatever their order."""
+    assert set(found) == set(expected)
+    assert [name for name in expected if not same(found[name], expected[name])] == []

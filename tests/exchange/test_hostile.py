@@ -1,0 +1,260 @@
+"""What strangers may hand in: pickles that would run code, truncated files, files that lie."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import holdfast
+from exchange.stock import save_dcp
+from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.exchange import allowlist
+from holdfast.exchange.arrival import import_checkpoint
+from holdfast.store.memory import MemoryStore
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.place),)
+
+
+def refused(source: Path, error: type[HoldfastError], match: str, **options: Any) -> None:
+    """Fail unless the import is refused with this error, and leaves no home."""
+    home = source.parent / "home-of-refused"
+    with pytest.raises(error, match=match):
+        import_checkpoint(source, home, **options)
+    assert not home.exists() or not list(home.rglob("*.*"))
+
+
+def make_dcp(folder: Path) -> Path:
+    """A DCP checkpoint, and its only data file."""
+    state = {"w": torch.randn(300, 40), "n": 3}
+    save_dcp(state, folder)
+    (data,) = folder.glob("*.distcp")
+    return data
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_torch_file_that_would_run_code_is_refused_and_named(tmp_path: Path, is_archive: bool) -> None:
+    path = tmp_path / "evil.pt"
+    torch.save({"w": Evil(tmp_path / "ran")}, path, _use_new_zipfile_serialization=is_archive)
+    refused(path, Unsupported, "mkdir")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_dcp_metadata_that_would_run_code_is_refused_and_named(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "in")
+    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
+    metadata.planner_data = Evil(tmp_path / "ran")
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "in", Unsupported, "mkdir")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["w", "n"])
+def test_dcp_item_that_would_run_code_is_refused_and_named(tmp_path: Path, key: str) -> None:
+    """Both kinds of items: a tensor's own pickle, and a value's."""
+    data = make_dcp(tmp_path / "in")
+    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+    info.offset = data.stat().st_size
+    with data.open("ab") as file:
+        torch.save(Evil(tmp_path / "ran"), file)
+    info.length = data.stat().st_size - info.offset
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "in", Unsupported, "mkdir")
+    assert not (tmp_path / "ran").exists()
+    if key == "n":
+        import_checkpoint(tmp_path / "in", tmp_path / "home", only=["w"])
+        assert holdfast.open(tmp_path / "home").keys() == ["w"]
+
+
+@pytest.mark.parametrize(
+    "call", [("builtins", "eval"), ("builtins", "getattr"), ("os", "system"), ("torch", "load")]
+)
+def test_no_global_but_those_listed_is_found(call: tuple[str, str]) -> None:
+    code = b"c" + "\n".join(call).encode() + b"\n."
+    for names in (allowlist.DCP_NAMES, allowlist.TENSOR_NAMES):
+        with pytest.raises(Unsupported, match=call[1]):
+            allowlist.load(code, names, "it")
+
+
+def test_what_the_list_holds_cannot_be_made_to_do_anything() -> None:
+    """Everything on the list is a plain value, a container, a stand-in, or a function of ours."""
+    for name, found in {**allowlist.DCP_NAMES, **allowlist.TENSOR_NAMES}.items():
+        is_ours = getattr(found, "__module__", "") == allowlist.__name__
+        assert isinstance(found, str) or is_ours or found.__name__ in ("OrderedDict", "tuple", "set"), name
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_pickle_or_an_error_of_ours(data: bytes) -> None:
+    with contextlib.suppress(Corrupt, Unsupported):
+        allowlist.load(data, allowlist.DCP_NAMES, "it")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_truncated_files_are_damage(tmp_path: Path, share: float) -> None:
+    torch.save({"w": torch.randn(300, 40)}, tmp_path / "a.pt")
+    save_file({"w": torch.randn(300, 40)}, tmp_path / "a.safetensors")
+    for name, kind in (("a.pt", "torch"), ("a.safetensors", "safetensors")):
+        path = tmp_path / name
+        os.truncate(path, int(path.stat().st_size * share))
+        refused(path, Corrupt, name, kind=kind)
+    data = make_dcp(tmp_path / "in")
+    os.truncate(data, int(data.stat().st_size * share))
+    refused(tmp_path / "in", Corrupt, data.name)
+    metadata = tmp_path / "in" / ".metadata"
+    os.truncate(metadata, int(metadata.stat().st_size * share))
+    refused(tmp_path / "in", Corrupt, ".metadata")
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "in").unlink()
+    refused(tmp_path / "in", NotFound, "distcp")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
+    (folder / "other.safetensors").touch()
+    refused(folder, NotFound, "gone.safetensors")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
+        {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "extra": 1, "dtype ": 2} | {"shape": ["2"]},
+        [],
+    ],
+)
+def test_a_header_that_lies_is_damage(tmp_path: Path, entry: Any) -> None:
+    text = json.dumps({"w": entry}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    refused(tmp_path / "a.safetensors", Corrupt, "safetensors")
+
+
+def test_dcp_metadata_that_leads_out_of_its_folder_is_damage(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "in")
+    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../etc/passwd"
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "in", Corrupt, "passwd")
+
+
+def test_chunks_that_do_not_cover_a_tensor_are_damage(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "in")
+    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size([301, 40])
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "in", Corrupt, "w do not cover")
+
+
+def test_what_is_nothing_known_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    for name in ("notes.txt", "empty"):
+        refused(tmp_path / name, InvalidInput, r"torch\.save.*safetensors.*\.metadata.*Hugging Face")
+    refused(tmp_path / "gone", NotFound, "gone")
+    refused(tmp_path / "gone", NotFound, "gone", kind="dcp")
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hf"])
+def test_a_wrong_kind_is_refused_in_words(tmp_path: Path, kind: str) -> None:
+    torch.save({}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", InvalidInput, "folder", kind=kind)
+    refused(tmp_path / "a.pt", InvalidInput, "no kind of source", kind="zip")
+    refused(tmp_path, InvalidInput, "file", kind="torch")
+
+
+def test_a_home_that_is_not_new_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    home = tmp_path / "home"
+    import_checkpoint(tmp_path / "a.pt", home, step=1)
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    with pytest.raises(Conflict, match="already"):
+        import_checkpoint(tmp_path / "a.pt", home, step=2)
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+    refused(home, InvalidInput, "home of Holdfast already")
+
+
+@pytest.mark.parametrize("value", [torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex128)])
+def test_tensors_that_no_checkpoint_can_hold_are_named(tmp_path: Path, value: torch.Tensor) -> None:
+    torch.save({"deep": {"odd": value}}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", Unsupported, "deep.odd")
+
+
+def test_two_tensors_with_one_name_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", InvalidInput, "a.b.c")
+
+
+def test_what_is_no_dict_needs_a_key(tmp_path: Path) -> None:
+    torch.save([torch.ones(1), 2], tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", InvalidInput, "under")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "home", under="rows")
+    assert holdfast.open(tmp_path / "home").keys() == ["rows.0"]
+
+
+def test_a_prefix_that_nothing_is_under_is_named(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", NotFound, "mode", only=["mode"])
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good source of each kind."""
+    folder = tmp_path_factory.mktemp("good")
+    state = {"w": torch.ones(30, 4), "n": 3, "o": {"s": [1, "x"], "v": torch.ones(3).bfloat16()}}
+    save_dcp(state, folder / "dcp")
+    torch.save(state, folder / "torch")
+    save_file({"w": state["w"]}, folder / "safetensors")
+    return folder
+
+
+@given(
+    kind=st.sampled_from(["dcp/.metadata", "dcp/__0_0.distcp", "torch", "safetensors"]),
+    changes=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4),
+)
+def test_changed_bytes_are_found_or_do_no_more_than_change_values(
+    good: Path, kind: str, changes: list[tuple[int, int]]
+) -> None:
+    """Whatever is changed in a source, the import ends with an error of ours or with a checkpoint."""
+    store = MemoryStore()
+    raw = bytearray((good / kind).read_bytes())
+    for at, byte in changes:
+        raw[at % len(raw)] = byte
+    with tempfile.TemporaryDirectory() as folder:
+        name = kind.partition("/")[0]
+        source = Path(folder) / name
+        (shutil.copytree if name == "dcp" else shutil.copy)(good / name, source)
+        (Path(folder) / kind).write_bytes(raw)
+        try:
+            import_checkpoint(source, store, kind=name)
+        except HoldfastError:
+            assert list(store.list()) == []
+        else:
+            assert holdfast.open(store).verify().is_good

@@ -1,0 +1,78 @@
+"""Import and export of what is larger than the memory they may use, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from exchange.stock import save_dcp
+
+NUM_BYTES = 128 << 20
+LIMIT_BYTES = 80 << 20
+
+MEASURE = """
+import json, sys, re
+from pathlib import Path
+import torch, torch.distributed.checkpoint
+import holdfast
+from holdfast.exchange.arrival import import_checkpoint
+from holdfast.exchange.departure import export_checkpoint
+
+def bytes_of(field):
+    found = re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024
+
+def peak(work):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = bytes_of("VmRSS")
+    work()
+    return bytes_of("VmHWM") - before
+
+source, kind, place = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+warm = place / "warm"
+torch.save({"w": torch.ones(2), "n": 1}, place / "warm.pt")
+import_checkpoint(place / "warm.pt", warm)
+export_checkpoint(holdfast.open(warm), place / f"warm-{kind}", kind=kind)
+into = peak(lambda: import_checkpoint(source, place / "home"))
+out = peak(lambda: export_checkpoint(holdfast.open(place / "home"), place / f"out-{kind}", kind=kind))
+print(json.dumps([into, out]))
+"""
+
+
+def make(kind: str, folder: Path) -> Path:
+    """A source of `NUM_BYTES`: a large tensor and many small ones."""
+    side = 9 << 9
+    big = torch.arange(side * side, dtype=torch.int32).view(side, side)
+    rest = (NUM_BYTES - big.nbytes) // 64
+    state = {"big": big, **{f"small.{i}": torch.full((rest // 4,), i, dtype=torch.int32) for i in range(64)}}
+    if kind == "torch":
+        torch.save(state, folder / "in.pt")
+        return folder / "in.pt"
+    if kind == "dcp":
+        save_dcp(state, folder / "in")
+        return folder / "in"
+    path = folder / "in.safetensors"
+    save_file(state, path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("torch", "dcp"), ("dcp", "torch"), ("safetensors", "hf")],
+)
+def test_memory_does_not_grow_with_the_size(tmp_path: Path, source: str, target: str) -> None:
+    path = make(source, tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(path), target, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    into, out = json.loads(done.stdout.splitlines()[-1])
+    assert into < LIMIT_BYTES
+    assert out < LIMIT_BYTES
+    assert (tmp_path / f"out-{target}").exists()

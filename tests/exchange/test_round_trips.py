@@ -1,0 +1,278 @@
+"""What goes in comes out again, through every format, in every bit."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import io
+import pathlib
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+import holdfast
+from exchange.states import check, model, same, training
+from exchange.stock import load_dcp, save_dcp
+from holdfast.exchange.arrival import import_checkpoint
+from holdfast.exchange.departure import export_checkpoint
+from holdfast.format import names
+from holdfast.store import open_store
+from holdfast.store.memory import MemoryStore
+from making import make_checkpoint, make_home
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of DCP itself
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    """A training's state, and the file in which torch saved it."""
+    state = training()
+    torch.save(state, tmp_path / "state.pt")
+    return state, tmp_path / "state.pt"
+
+
+def test_torch_goes_in_and_out(saved: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    state, path = saved
+    done = import_checkpoint(path, tmp_path / "home", step=12)
+    assert (done.kind, done.step) == ("torch", 12)
+    checkpoint = holdfast.open(tmp_path / "home")
+    assert checkpoint.step == 12
+    assert checkpoint.verify().is_good
+    assert same(checkpoint["model.layer.bfloat16"], state["model"]["layer.bfloat16"])
+    assert checkpoint.info("model.head").tied_to == "model.layer.float32"
+    assert checkpoint.values()["epoch"] == 7
+    assert checkpoint.values()["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
+    export_checkpoint(checkpoint, tmp_path / "out.pt", kind="torch")
+    for is_mapped in (False, True):
+        found = torch.load(tmp_path / "out.pt", weights_only=True, mmap=is_mapped)
+        assert set(found) == set(state)
+        assert all(same(found[key], state[key]) for key in state), [
+            k for k in state if not same(found[k], state[k])
+        ]
+        assert found["model"]["head"].data_ptr() == found["model"]["layer.float32"].data_ptr()
+
+
+def test_a_bare_state_dict_comes_out_as_it_was(tmp_path: Path) -> None:
+    state = model()
+    torch.save(state, tmp_path / "model.pt")
+    import_checkpoint(tmp_path / "model.pt", tmp_path / "home")
+    checkpoint = holdfast.open(tmp_path / "home")
+    check(checkpoint.tensors(), state)
+    export_checkpoint(checkpoint, tmp_path / "out.pt", kind="torch")
+    check(torch.load(tmp_path / "out.pt", weights_only=True), state)
+
+
+def test_dcp_goes_in_and_stock_dcp_loads_what_comes_out(tmp_path: Path) -> None:
+    state = training()
+    save_dcp(state, tmp_path / "in")
+    done = import_checkpoint(tmp_path / "in", tmp_path / "home")
+    assert done.kind == "dcp"
+    checkpoint = holdfast.open(tmp_path / "home")
+    assert checkpoint.verify().is_good
+    check({k[6:]: t for k, t in checkpoint.tensors().items() if k.startswith("model.")}, state["model"])
+    assert checkpoint.values()["scheduler"] == {"last_epoch": 3, "base": [1, 2.5, "x", None]}
+    export_checkpoint(checkpoint, tmp_path / "out", kind="dcp")
+    target: dict[str, Any] = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()},
+        "epoch": 0,
+        "mixed": [torch.zeros(2), {"deep": torch.ones(1), "n": 0}],
+    }
+    load_dcp(target, tmp_path / "out")
+    check(target["model"], state["model"])
+    assert target["epoch"] == 7
+    assert same(target["mixed"], state["mixed"])
+    whole = []
+    for name in ("in", "out"):
+        dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
+        whole.append(torch.load(tmp_path / f"{name}.pt", weights_only=True))
+    assert set(whole[0]) == set(whole[1])
+    assert all(same(whole[0][key], whole[1][key]) for key in whole[0])
+
+
+def test_safetensors_goes_in_and_out(tmp_path: Path) -> None:
+    state = {name: tensor.contiguous() for name, tensor in model().items() if name != "head"}
+    save_file(state, tmp_path / "in.safetensors")
+    done = import_checkpoint(tmp_path / "in.safetensors", tmp_path / "home", under="model")
+    assert done.kind == "safetensors"
+    checkpoint = holdfast.open(tmp_path / "home")
+    check(checkpoint.tensors(), {f"model.{name}": tensor for name, tensor in state.items()})
+    export_checkpoint(checkpoint, tmp_path / "out.safetensors", only=["model"], rename={"model": ""})
+    check(load_file(tmp_path / "out.safetensors"), state)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 200, "1GB"])
+def test_hugging_face_goes_in_and_out(tmp_path: Path, max_shard_bytes: int | str) -> None:
+    state = model()
+    torch.save(state, tmp_path / "in.pt")
+    import_checkpoint(tmp_path / "in.pt", tmp_path / "home")
+    checkpoint = holdfast.open(tmp_path / "home")
+    export_checkpoint(checkpoint, tmp_path / "hf", kind="hf", max_shard_bytes=max_shard_bytes)
+    files = list((tmp_path / "hf").glob("*.safetensors"))
+    assert (len(files) == 1) == (max_shard_bytes == "1GB")
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (len(files) > 1)
+    found = [load_file(path) for path in files]
+    check({name: tensor for shard in found for name, tensor in shard.items()}, state)
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "again")
+    assert done.kind == "hf"
+    check(holdfast.open(tmp_path / "again").tensors(), state)
+
+
+def test_stock_torch_loads_the_hugging_face_folder_and_reshards_it(tmp_path: Path) -> None:
+    state = {name: tensor.contiguous() for name, tensor in model().items()}
+    torch.save(state, tmp_path / "in.pt")
+    import_checkpoint(tmp_path / "in.pt", tmp_path / "home")
+    export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "hf", kind="hf", max_shard_bytes=100)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items() if tensor.numel()}
+    load_dcp(target, tmp_path / "hf", HuggingFaceStorageReader(str(tmp_path / "hf")))
+    check(target, {name: state[name] for name in target})
+
+
+def test_old_torch_files_and_sharded_bin_folders_go_in(tmp_path: Path) -> None:
+    """Hugging Face's older folders: pickles of before 1.6, and an index of several files."""
+    state = {name: tensor for name, tensor in model().items() if "uint" not in name and "8" not in name}
+    names = sorted(state)
+    old = tmp_path / "old"
+    old.mkdir()
+    torch.save(state, old / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    new = tmp_path / "new"
+    new.mkdir()
+    for number, some in enumerate((names[:5], names[5:])):
+        torch.save({name: state[name] for name in some}, new / f"pytorch_model-{number}.bin")
+    weight_map = {name: f"pytorch_model-{int(i >= 5)}.bin" for i, name in enumerate(names)}
+    (new / "pytorch_model.bin.index.json").write_text(
+        '{"weight_map": ' + str(weight_map).replace("'", '"') + "}"
+    )
+    for folder in (old, new):
+        assert import_checkpoint(folder, tmp_path / f"{folder.name}-home").kind == "hf"
+        check(holdfast.open(tmp_path / f"{folder.name}-home").tensors(), state)
+
+
+def test_a_training_run_goes_out_to_torch_as_torch_would_take_it(tmp_path: Path) -> None:
+    """The model's part is a state dict, the optimizer's is by parameter name; the rest are plain values."""
+    linear = torch.nn.Linear(4, 3)
+    net = torch.nn.Sequential(linear, torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with holdfast.Checkpointer(tmp_path / "run", {"model": net, "optimizer": optimizer, "epoch": 3}) as ckpt:
+        ckpt.save(1)
+    checkpoint = holdfast.open(tmp_path / "run")
+    export_checkpoint(checkpoint, tmp_path / "all.pt", kind="torch")
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert same(dict(found["model"]), dict(net.state_dict()))
+    net.load_state_dict(found["model"])
+    assert found["epoch"] == 3
+    moments = found["optimizer"]["state"]["model.0.weight"]
+    assert torch.equal(moments["exp_avg"], optimizer.state[linear.weight]["exp_avg"])
+    export_checkpoint(checkpoint, tmp_path / "bare.pt", kind="torch", only=["model"], rename={"model": ""})
+    assert same(torch.load(tmp_path / "bare.pt", weights_only=True), dict(net.state_dict()))
+    export_checkpoint(checkpoint, tmp_path / "dcp", kind="dcp")
+    target = {"model": {name: torch.zeros_like(t) for name, t in net.state_dict().items()}}
+    load_dcp(target, tmp_path / "dcp")
+    assert same(target["model"], dict(net.state_dict()))
+
+
+def test_an_imported_model_is_restored_into_a_training_run(tmp_path: Path) -> None:
+    old, new = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    torch.save({"state_dict": {f"net.{k}": v for k, v in old.state_dict().items()}}, tmp_path / "last.ckpt")
+    import_checkpoint(tmp_path / "last.ckpt", tmp_path / "run", step=40)
+    with holdfast.Checkpointer(tmp_path / "run", {"model": new}) as ckpt:
+        assert ckpt.restore(only=["model"], rename={"state_dict.net": "model"}) == 40
+        ckpt.save(41)
+    assert torch.equal(old.weight, new.weight)
+    assert holdfast.open(tmp_path / "run").step == 41
+
+
+def test_a_value_that_holds_tensors_comes_out_of_dcp(tmp_path: Path) -> None:
+    """DCP keeps a tuple with tensors in it as one opaque item."""
+    state = {"pair": (torch.ones(2), 3), "w": torch.zeros(1)}
+    save_dcp(dict(state), tmp_path / "in")
+    import_checkpoint(tmp_path / "in", tmp_path / "home")
+    export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "out.pt", kind="torch")
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True)["pair"], state["pair"])
+
+
+def test_sharded_dcp_is_put_together(tmp_path: Path) -> None:
+    """Chunks along both dimensions, one of them not contiguous in its item, become whole tensors."""
+    whole = torch.randn(6, 8)
+    _save_sharded(tmp_path / "in", whole)
+    import_checkpoint(tmp_path / "in", tmp_path / "home")
+    assert same(holdfast.open(tmp_path / "home")["w"], whole)
+
+
+def _save_sharded(folder: Path, whole: torch.Tensor) -> None:
+    """A DCP checkpoint of one tensor in four chunks, made with DCP's own classes."""
+    import pickle
+
+    from torch.distributed.checkpoint import metadata as kinds
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    folder.mkdir()
+    chunks, items = [], {}
+    with (folder / "__0_0.distcp").open("wb") as file:
+        for rows in ((0, 4), (4, 2)):
+            for columns in ((0, 3), (3, 5)):
+                part = whole.narrow(0, *rows).narrow(1, *columns)
+                data = io.BytesIO()
+                torch.save(part.t().contiguous().t() if rows[0] else part.clone(), data)
+                offsets = torch.Size([rows[0], columns[0]])
+                chunks.append(kinds.ChunkStorageMetadata(offsets, part.size()))
+                items[kinds.MetadataIndex("w", offsets, len(items))] = _StorageInfo(
+                    "__0_0.distcp", file.tell(), len(data.getvalue())
+                )
+                file.write(data.getvalue())
+    tensor = kinds.TensorStorageMetadata(kinds.TensorProperties(dtype=whole.dtype), whole.size(), chunks)
+    metadata = kinds.Metadata({"w": tensor}, planner_data={"w": ("w",)}, storage_data=items)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_the_files_of_a_step_are_a_source_too(tmp_path: Path) -> None:
+    """Files that say which region they hold are put together, as DCP's Hugging Face writer leaves them."""
+    store = open_store(tmp_path / "run")
+    make_home(store)
+    whole = torch.randn(6, 8)
+    ranks = [
+        {"w": (whole[:, :3], (0, 0), (6, 8)), "scale": torch.tensor(2.5)},
+        {"w": (whole[:, 3:], (0, 3), (6, 8))},
+    ]
+    make_checkpoint(store, 5, 1, ranks)
+    done = import_checkpoint(tmp_path / "run" / names.step_dir(5), tmp_path / "home")
+    assert done.kind == "hf"
+    check(holdfast.open(tmp_path / "home").tensors(), {"w": whole, "scale": torch.tensor(2.5)})
+    export_checkpoint(holdfast.open(tmp_path / "run"), tmp_path / "out.pt", kind="torch")
+    check(torch.load(tmp_path / "out.pt", weights_only=True), {"w": whole, "scale": torch.tensor(2.5)})
+
+
+VALUES = {
+    "numbers": [1 + 2j, 10**30, -(2**70), 1 << 8000, float("inf")],
+    "bytes": [b"", b"\x00\xff", bytearray(b"x")],
+    "containers": [{1, 2}, collections.deque([1]), collections.OrderedDict(a=1), range(3), {(1, 2): 3}],
+    "moments": [datetime.datetime(2026, 1, 2), datetime.timedelta(seconds=3), pathlib.Path("x")],
+    "arrays": [numpy.arange(3), numpy.float32(1.5)],
+    "torch": [torch.float32, torch.Size([1, 2])],
+}
+
+
+@pytest.mark.parametrize("kind", list(VALUES))
+def test_values_of_every_kind_come_out_where_weights_only_takes_them(tmp_path: Path, kind: str) -> None:
+    store = MemoryStore()
+    make_home(store)
+    make_checkpoint(store, 1, 1, [{}], values=[{"all": VALUES[kind]}])
+    export_checkpoint(holdfast.open(store), tmp_path / "out.pt", kind="torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert len(found["all"]) == len(VALUES[kind])
+    expected: dict[str, list[Any]] = {
+        "numbers": [1 + 2j, 10**30, -(2**70), str(1 << 8000), float("inf")],
+        "bytes": [bytearray(), b"\x00\xff", bytearray(b"x")],
+        "containers": [[1, 2], [1], {"a": 1}, [0, 1, 2], {(1, 2): 3}],
+        "moments": ["2026-01-02 00:00:00", 3.0, "x"],
+        "arrays": [[0, 1, 2], 1.5],
+        "torch": [torch.float32, (1, 2)],
+    }
+    assert found["all"] == expected[kind]

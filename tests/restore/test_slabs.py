@@ -1,0 +1,106 @@
+"""Slabs cover every tensor once, in order, and are read with bounded memory, whatever the cut."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import Corrupt
+from holdfast.format import names
+from holdfast.format.cuts import Box
+from holdfast.restore.boxes import item_offset
+from holdfast.restore.slabs import cut_in_slabs
+from holdfast.store import open_store
+from holdfast.store.memory import MemoryStore
+from making import make_checkpoint, make_home, raw_bytes
+
+shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@given(shapes, st.sampled_from([1, 2, 4, 8]), st.integers(8, 400))
+def test_slabs_are_consecutive_runs_of_the_tensor(
+    shape: tuple[int, ...], item_bytes: int, limit_bytes: int
+) -> None:
+    """Laid end to end they are the tensor's elements in row-major order, none over the limit."""
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    found = []
+    for box in cut_in_slabs(shape, item_bytes, limit_bytes):
+        assert box.num_items * item_bytes <= limit_bytes
+        part = numbers
+        for dim, (at, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            part = part.narrow(dim, at, length)
+        found += part.flatten().tolist()
+    assert found == list(range(math.prod(shape)))
+
+
+@given(st.data())
+def test_what_a_slab_shares_with_a_box_is_one_run_of_it(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple))
+    starts = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    box = Box(
+        starts,
+        tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True)),
+    )
+    numbers = torch.full(shape, -1)
+    region = numbers
+    for dim, (at, length) in enumerate(zip(*box, strict=True)):
+        region = region.narrow(dim, at, length)
+    region.copy_(torch.arange(box.num_items).reshape(box.lengths))
+    for slab in cut_in_slabs(shape, 1, data.draw(st.integers(1, 50))):
+        common = slab.overlap(box)
+        if common is None:
+            continue
+        part = numbers
+        for dim, (at, length) in enumerate(zip(*common, strict=True)):
+            part = part.narrow(dim, at, length)
+        first = item_offset(common, box)
+        assert part.flatten().tolist() == list(range(first, first + common.num_items))
+
+
+@pytest.mark.parametrize("frozen", [(), ("w",), ("bias", "none")])
+@pytest.mark.parametrize("slab_bytes", [8, 100, 1 << 20])
+def test_split_tied_frozen_and_per_rank_tensors_come_in_order(
+    slab_bytes: int, frozen: tuple[str, ...]
+) -> None:
+    store = MemoryStore()
+    make_home(store)
+    whole, bias = torch.randn(6, 10), torch.randn(9).bfloat16()
+    ranks = [
+        {"w": (whole[:, :4], (0, 0), (6, 10)), "bias": bias, "rng": torch.ones(3), "none": torch.ones(0, 2)},
+        {"w": (whole[:, 4:], (0, 4), (6, 10)), "rng": torch.zeros(3)},
+    ]
+    make_checkpoint(store, 1, 1, ranks, per_rank=["rng"], tied={"head": "w"}, frozen=frozen)
+    checkpoint = holdfast.open(store)
+    for keys, expected in (
+        (["rng", "head", "none"], {"rng": torch.zeros(3), "w": whole}),
+        (None, {"w": whole, "bias": bias, "rng": torch.zeros(3)}),
+    ):
+        found: dict[str, bytes] = {}
+        for slab in checkpoint.slabs(keys, rank=1, slab_bytes=slab_bytes):
+            assert slab.start == len(found.get(slab.name, b""))
+            found[slab.name] = found.get(slab.name, b"") + bytes(slab.view)
+        assert found == {name: raw_bytes(tensor) for name, tensor in expected.items()}
+        assert list(found) == list(expected)
+
+
+def test_damage_is_found_before_the_slab_is_given(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    make_home(store)
+    make_checkpoint(
+        store, 1, 1, [{"a": torch.zeros(1 << 15), "b": torch.zeros(1 << 15)}], chunk_bytes=1 << 16
+    )
+    path = tmp_path / names.data(1, 1, 0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    seen = []
+    with pytest.raises(Corrupt, match="b"):
+        seen += [slab.name for slab in holdfast.open(store).slabs(slab_bytes=1 << 16)]
+    checkpoint = holdfast.open(store)
+    assert [slab.name for slab in checkpoint.slabs(["a"], slab_bytes=1 << 16)] == ["a", "a"]

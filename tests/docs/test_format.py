@@ -13,7 +13,7 @@ from holdfast.format import manifest, names, part, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.cuts import Cut, whole
 from holdfast.format.dtypes import ITEM_BYTES
-from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.layout import Piece, lay_out
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
@@ -44,8 +44,7 @@ def data_file(pieces: list[Piece], rank: int, *tensors: bytes) -> tuple[tuple[in
 def facts_of(image: bytes) -> part.DataFile:
     """Size and hashes of a file."""
     chunk_bytes = chunk_bytes_for(len(image))
-    chunks = tuple(digest(image[start:stop]) for start, stop in chunk_ranges(len(image), chunk_bytes))
-    return part.DataFile(len(image), chunk_bytes, chunks)
+    return part.DataFile(len(image), chunk_bytes, hash_chunks(memoryview(image), chunk_bytes))
 
 
 def rank_of_example(rank: int) -> dict[str, bytes]:

@@ -69,6 +69,9 @@ class Checkpointer:
         num_read_threads: parallel reads in `restore`.
         share_reads: in `restore`, read what several ranks need once, and pass it on from rank to rank: for a
             home that is slower than the network between the ranks.
+        rank_from: in `restore`, chooses the saved rank whose per-rank state (random numbers, data loaders) a
+            rank takes, from its number, the number of ranks and the number that saved. By default a rank
+            takes that of the same number, or on fewer saved ranks `rank % saved`.
         quiet: print no lines about what was restored.
 
     Raises:
@@ -94,6 +97,7 @@ class Checkpointer:
         ranks_timeout: str | float | datetime.timedelta = "1h",
         num_read_threads: int = 4,
         share_reads: bool = False,
+        rank_from: Callable[[int, int, int], int] | None = None,
         quiet: bool = False,
     ) -> None:
         if when_full not in ("wait", "skip"):
@@ -114,6 +118,7 @@ class Checkpointer:
         self._commit_timeout_s = read_seconds(commit_timeout, "commit_timeout")
         self._num_read_threads = num_read_threads
         self._share_reads = share_reads
+        self._rank_from = rank_from
         self._quiet = quiet
         self._pid = os.getpid()
         self._arenas = Arenas(read_bytes(memory, "memory"))
@@ -596,6 +601,7 @@ class Checkpointer:
             step=step,
             num_threads=self._num_read_threads,
             share_reads=self._share_reads,
+            rank_from=self._rank_from,
         )
         if found is None:
             return None

@@ -21,7 +21,7 @@ from holdfast.format.cuts import whole
 from holdfast.format.manifest import Manifest
 from holdfast.format.sealed import dumps
 from holdfast.restore.find import finish_commit, list_home
-from holdfast.restore.resume import Restored, restore_newest
+from holdfast.restore.resume import RankFrom, Restored, restore_newest
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
@@ -118,7 +118,7 @@ def restore(store: Store, live: Live, step: int | None = None) -> Restored | Non
     return restore_newest(store, live.load, rank=0, world_size=1, group=Alone(), step=step, num_threads=2)
 
 
-def on_ranks(store: Store, lives: list[Live]) -> list[Any]:
+def on_ranks(store: Store, lives: list[Live], rank_from: RankFrom | None = None) -> list[Any]:
     """What each rank's restore returns or raises."""
     threads = Threads(len(lives))
 
@@ -126,7 +126,13 @@ def on_ranks(store: Store, lives: list[Live]) -> list[Any]:
         try:
             member = threads.member(rank)
             return restore_newest(
-                store, lives[rank].load, rank=rank, world_size=len(lives), group=member, num_threads=2
+                store,
+                lives[rank].load,
+                rank=rank,
+                world_size=len(lives),
+                group=member,
+                num_threads=2,
+                rank_from=rank_from,
             )
         except Exception as error:  # noqa: BLE001 - the test looks at it
             return error
@@ -445,6 +451,28 @@ def test_another_number_of_ranks_takes_parts_modulo_the_saved_one(world_size: in
     assert [one.step for one in results] == [200] * world_size
     assert [live.values for live in lives] == [[[{"rank": rank % 2}]] for rank in range(world_size)]
     assert [live.tensors["own"][1].item() for live in lives] == [rank % 2 for rank in range(world_size)]
+
+
+def test_whose_per_rank_state_a_rank_takes_can_be_chosen() -> None:
+    asked = []
+
+    def rank_from(rank: int, world_size: int, saved: int) -> int:
+        asked.append((rank, world_size, saved))
+        return rank * saved // world_size
+
+    lives = [rank_live() for _ in range(4)]
+    on_ranks(two_rank_store(), lives, rank_from)
+    assert {*asked} == {(rank, 4, 2) for rank in range(4)}
+    assert [live.values for live in lives] == [[[{"rank": rank // 2}]] for rank in range(4)]
+    assert [live.tensors["own"][1].item() for live in lives] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("answer", [2, -1, None])
+def test_a_rank_that_did_not_save_cannot_be_chosen(answer: Any) -> None:
+    lives = [rank_live(), rank_live()]
+    results = on_ranks(two_rank_store(), lives, lambda *_: answer)
+    assert all(isinstance(one, InvalidInput) and "rank_from answered" in str(one) for one in results)
+    assert not any(tensor.any() for live in lives for tensor in live.tensors.values())
 
 
 def test_ancestors_are_the_same_on_every_rank() -> None:

@@ -247,11 +247,11 @@ class Work:
     def _put_data_and_part(self, job: Job) -> None:
         check_not_fenced(self.store, self.terms.attempt)
         terms, arena = self.terms, memoryview(self.desk.arenas[job.arena])
-        file = persist(self.store, names.data(job.step, terms.attempt, terms.rank), arena[: job.num_bytes])
         frozen = None
-        if job.frozen_bytes:
+        if job.frozen_bytes:  # first: it may be refused, and then nothing need be written
             image = arena[job.frozen_at : job.frozen_at + job.frozen_bytes]
             frozen = self.frozen.persist(job.step, image, must_match=job.is_frozen_unchanged)
+        file = persist(self.store, names.data(job.step, terms.attempt, terms.rank), arena[: job.num_bytes])
         kill_point("keeper.data")
         draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
         self.store.put(names.part(job.step, terms.attempt, terms.rank), parts.finish(draft, file, frozen))

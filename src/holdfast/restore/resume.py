@@ -70,6 +70,8 @@ class Loading(Protocol):
         ...
 
 
+RankFrom = Callable[[int, int, int], int]
+"""From a rank, the number of ranks and the number that saved: the rank whose per-rank state it takes."""
 StateLoad = Callable[[Manifest, Sequence[Mapping[str, Any]]], Loading]
 
 
@@ -123,6 +125,7 @@ def restore_newest(
     num_threads: int = 4,
     on_bytes: Callable[[int], None] | None = None,
     share_reads: bool = False,
+    rank_from: RankFrom | None = None,
 ) -> Restored | None:
     """Fill live objects from the newest checkpoint that every rank can read and verify.
 
@@ -140,6 +143,7 @@ def restore_newest(
         num_threads: threads that read, hash and copy.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
         share_reads: have each chunk read by one of the ranks that need it, which passes it on to the others.
+        rank_from: chooses the saved rank whose per-rank state a rank takes; default `rank % saved`.
 
     Returns:
         What was restored; None if the home holds no checkpoint, so that training starts afresh.
@@ -167,6 +171,7 @@ def restore_newest(
         on_bytes,
         survey["run"],
         share_reads=share_reads and world_size > 1,
+        rank_from=rank_from,
     )
     passed = [Passed(*row) for row in survey["passed"]]
     kinds = [RetryLater.kind] * len(passed)
@@ -265,6 +270,7 @@ class _Restore:
         run_id: str | None,
         *,
         share_reads: bool,
+        rank_from: RankFrom | None,
     ) -> None:
         self.touched: set[str] = set()  # names of targets that may hold bytes of a checkpoint passed over
         self._store = store
@@ -276,6 +282,7 @@ class _Restore:
         self._on_bytes = on_bytes
         self._run_id = run_id
         self._share_reads = share_reads
+        self._rank_from = rank_from
 
     def attempt(self, step: int, attempt: int) -> _Tried:
         """Restore one candidate, or learn on all ranks why not.
@@ -288,7 +295,8 @@ class _Restore:
             lines.append(manifest.ancestors)
             check_files(list_home(self._store, step=step), manifest)
             parts = Parts(self._store, manifest)
-            values = [parts.part(rank).values for rank in parts.structures(self._rank)]
+            source = self._source(manifest)
+            values = [parts.part(rank).values for rank in parts.structures(source)]
         against, ancestors = self._agree(result, lines)
         if against:
             return _Tried(*_reason(against), ancestors=ancestors)
@@ -306,6 +314,24 @@ class _Restore:
         self._agree(result, lines)
         return _Tried([], ancestors=ancestors, saved_world_size=manifest.world_size, num_bytes=num_bytes)
 
+    def _source(self, manifest: Manifest) -> int:
+        """The saved rank whose per-rank state this rank takes.
+
+        Raises:
+            InvalidInput: the hook answers a rank that there was not.
+        """
+        saved = manifest.world_size
+        if self._rank_from is None:
+            return self._rank % saved
+        source = self._rank_from(self._rank, self._world_size, saved)
+        if source not in range(saved):
+            message = (
+                f"rank_from answered {source!r} for rank {self._rank} of {self._world_size}; the checkpoint "
+                f"was saved by ranks 0 to {saved - 1}. Nothing was changed."
+            )
+            raise InvalidInput(message, step=manifest.step, rank=self._rank)
+        return source
+
     def _plan(
         self, result: _Result, manifest: Manifest, values: Sequence[Mapping[str, Any]], parts: Parts
     ) -> tuple[Loading, list[Job]]:
@@ -318,7 +344,7 @@ class _Restore:
                 self._check_left_over(loading, manifest)
         if not result.kind:
             with _stage(result):
-                jobs = plan_fill(manifest, loading.targets, self._rank, parts)
+                jobs = plan_fill(manifest, loading.targets, self._source(manifest), parts)
         return loading, jobs
 
     def _read(self, result: _Result, loading: Loading, jobs: list[Job]) -> int:

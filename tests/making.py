@@ -158,8 +158,9 @@ def reseal(store: Store, name: str, *, catalog: bytes | None = None, **facts: An
     first, *rest = unseal_lines(store.get(name), name)
     body = json.loads(first)
     if catalog is not None:
-        rest = [catalog]
-        body |= {"catalog": digest(catalog)} if "catalog" in body else {}
+        is_part = "catalog" in body
+        rest = [catalog, *rest[1:]] if is_part else [catalog]  # hashes of a part's files follow its catalog
+        body |= {"catalog": digest(catalog)} if is_part else {}
     store.put(name, seal(b"\n".join([dumps({**body, **facts}), *rest])))
 
 

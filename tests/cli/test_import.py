@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,10 +75,19 @@ def test_it_shows_its_progress_to_a_person(source: Path, tmp_path: Path) -> None
     """On a terminal a bar is drawn on stderr; stdout holds the result alone."""
     pty = pytest.importorskip("pty")
     person, terminal = pty.openpty()
+    drawn = bytearray()
+
+    def look() -> None:
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while seen := os.read(person, 1 << 16):
+                drawn.extend(seen)
+
+    looking = threading.Thread(target=look)  # beside it: a terminal that nobody reads from fills up
+    looking.start()
     command = [sys.executable, "-m", "holdfast.cli", "import", str(source), str(tmp_path / "run")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, text=True, check=False)
     os.close(terminal)
-    drawn = os.read(person, 1 << 16)
+    looking.join()
     os.close(person)
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 1

@@ -11,7 +11,7 @@ from faults.playground import Playground
 from holdfast.killpoint import POINTS
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_between_any_two_effects_loses_nothing(
     playground: Playground, uninterrupted: str, point: str, count: int

@@ -122,7 +122,9 @@ def test_two_runs_started_in_the_same_moment_take_different_attempts(playground:
     attempts = sorted(path.name for path in (playground.home / "attempts").iterdir())
     assert attempts == ["a0001.json", "a0002.json"]
     playground.wait_for_keepers()
-    assert playground.complete()[0] == (2, 20)
+    # One that starts when the other has finished has nothing left to do.
+    is_done_before = any("restored step 20" in child.said() for child in children)
+    assert playground.complete()[0] == (1 if is_done_before else 2, 20)
     assert playground.check_all_complete_verify() > 0
 
 

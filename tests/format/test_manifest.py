@@ -153,8 +153,13 @@ def test_parts_of_different_checkpoints_are_not_merged(fact: str) -> None:
 
 def test_missing_and_repeated_parts_are_refused() -> None:
     ranks = parts_of([catalog()] * 3)
-    for chosen in (ranks[:2], ranks[1:], [ranks[0], ranks[2], ranks[1]], [*ranks, ranks[2]]):
-        with pytest.raises(InvalidInput, match="needs the parts of ranks 0 to 2"):
+    for chosen, says in (
+        (ranks[:2], "needs the parts of 3 ranks, found 2"),
+        (ranks[1:], "the part of rank 0 is missing; found that of rank 1"),
+        ([ranks[0], ranks[2], ranks[1]], "the part of rank 1 is missing; found that of rank 2"),
+        ([*ranks, ranks[2]], "the part of rank 3 is missing; found that of rank 2"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
             merge(chosen)
 
 

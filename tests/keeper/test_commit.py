@@ -179,16 +179,15 @@ def test_a_rank_that_never_arrives_is_named_and_later_saves_go_on(tmp_path: Path
 
 
 def test_ranks_whose_tensors_clash_commit_nothing_and_every_rank_is_told(tmp_path: Path) -> None:
-    """Rank 0, which commits, says why; the other one says that no commit came."""
+    """Rank 0, which commits, says why, and the other one says the same, long before the timeout."""
     home = str(tmp_path / "home")
     keepers = [
-        Keeper(make_terms(home, rank, commit_timeout_s=0.5), released=lambda _: None) for rank in (0, 1)
+        Keeper(make_terms(home, rank, commit_timeout_s=600.0), released=lambda _: None) for rank in (0, 1)
     ]
     saves = [submit(keepers[0], 0, name="w"), submit(keepers[1], 1, name="w", dtype="BF16")]
-    with pytest.raises(InvalidInput, match="Ranks disagree about w"):
-        saves[0].wait_durable(20)
-    with pytest.raises(RetryLater, match="not committed"):
-        saves[1].wait_durable(20)
+    for save in saves:
+        with pytest.raises(InvalidInput, match="Ranks disagree about w"):
+            save.wait_durable(20)
     for keeper in keepers:
         keeper.close()
     assert not list((tmp_path / "home").glob("step-*/manifest*"))

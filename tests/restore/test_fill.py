@@ -1,5 +1,6 @@
 """Filling tensors: every dtype and shape, whole, split and per-rank, only from the parts that are needed."""
 
+import dataclasses
 import math
 from itertools import pairwise
 from typing import Any
@@ -198,12 +199,11 @@ def test_parts_that_contradict_the_manifest_are_refused() -> None:
         ("cut", Cut(((0, 2),), (0, 1)), "that rank 0 holds"),
         ("dtype", "I32", "I32"),
     ):
-        known = getattr(tensor, fact)
-        object.__setattr__(tensor, fact, value)
+        other = made.tensors["t"] = dataclasses.replace(tensor, **{fact: value})
         with pytest.raises(Corrupt, match=says) as caught:
-            fill(store, made, {"t": torch.zeros(4, dtype=torch_dtype(tensor.dtype))}, 0)
+            fill(store, made, {"t": torch.zeros(4, dtype=torch_dtype(other.dtype))}, 0)
         assert caught.value.key == "t"
-        object.__setattr__(tensor, fact, known)
+        made.tensors["t"] = tensor
     fill(store, made, {"t": torch.zeros(4)}, 0)
 
 

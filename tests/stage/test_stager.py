@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 def test_many_rounds_of_a_state_that_takes_long_to_copy(tmp_path: Path) -> None:
     """240 MB, stepped by fused kernels the moment save() returns: every checkpoint holds its own step."""
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ import pytest
 from state.worlds import FOUR, TWO, load_all, run, save_all, trip
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_all_layouts_load_into_all_layouts_on_four_ranks_two_and_one(tmp_path: Path) -> None:
     """Parameters, moments and counters, bit for bit, whether or not the optimizer has stepped.

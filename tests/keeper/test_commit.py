@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import Conflict, InvalidInput, RetryLater
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
@@ -191,6 +191,25 @@ def test_ranks_whose_tensors_clash_commit_nothing_and_every_rank_is_told(tmp_pat
     for keeper in keepers:
         keeper.close()
     assert not list((tmp_path / "home").glob("step-*/manifest*"))
+
+
+def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts are there, but rank 0's keeper is dead: the other one gives up when its time is over."""
+    home = str(tmp_path / "home")
+    monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.part:1")
+    first = Keeper(make_terms(home, 0), released=lambda _: None)
+    with pytest.raises(HoldfastError):  # every keeper in its place dies at the same point
+        submit(first, 0).wait_durable(60)
+    monkeypatch.delenv("HOLDFAST_KILL_AT")
+    assert list((tmp_path / "home").glob("step-*/rank-00000-*.json"))
+    second = Keeper(make_terms(home, 1), released=lambda _: None)
+    save = submit(second, 1)
+    second.close(timeout_s=30.0)
+    with pytest.raises(RetryLater, match="rank 0's commit did not come"):
+        save.wait_durable(20)
+    first.close(timeout_s=1.0)
 
 
 def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_path: Path) -> None:

@@ -305,9 +305,8 @@ class Work:
         limit_s = self.terms.linger_s if self.desk.trainer_gone else self.terms.commit_timeout_s
         alone = self.desk.trainer_gone and self.terms.all_ranks_here and not self._others_busy()
         # Look once more: a part may have come between the listing and the look at the other keepers.
-        if alone and not missing_ranks(self.store, self.terms, job.step):
-            return
-        if waited_s > limit_s or alone:
+        is_hopeless = alone and bool(missing_ranks(self.store, self.terms, job.step))
+        if waited_s > limit_s or is_hopeless:
             lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
             raise RetryLater(
                 f"Step {job.step} was not committed: {lacking} did not come in {waited_s:.0f} s. Rank "

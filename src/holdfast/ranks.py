@@ -7,7 +7,7 @@ import datetime
 import itertools
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,12 +96,7 @@ class Ranks:
         Raises:
             RetryLater: the rank cannot be reached.
         """
-        try:
-            work = dist.isend(data, dst=to, group=self._group)
-        except RuntimeError as error:
-            raise self._silent(error) from error
-        assert work is not None
-        return work
+        return self._started(lambda: dist.isend(data, dst=to, group=self._group))
 
     def receive(self, data: torch.Tensor, source: int) -> dist.Work:
         """Start receiving a CPU tensor from a rank, which must call `send` for it.
@@ -109,8 +104,11 @@ class Ranks:
         Raises:
             RetryLater: the rank cannot be reached.
         """
+        return self._started(lambda: dist.irecv(data, src=source, group=self._group))
+
+    def _started(self, start: Callable[[], dist.Work | None]) -> dist.Work:
         try:
-            work = dist.irecv(data, src=source, group=self._group)
+            work = start()
         except RuntimeError as error:
             raise self._silent(error) from error
         assert work is not None

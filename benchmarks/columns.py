@@ -135,6 +135,7 @@ COLUMNS = (
     Column("copied after", _time("staged_s")),
     Column("step() waits", _time("train_wait_s")),
     Column("training lost in total", _lost),
+    Column("processor time", _time("save_cpu_s")),
     Column("durable after", _durable),
     Column("load, cache dropped", _load("load_cold_s")),
     Column("load, cached", _load("load_warm_s")),

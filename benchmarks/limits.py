@@ -31,9 +31,7 @@ def measure(subject: Subject, directory: Path) -> dict[str, float]:
     direct = takes_direct(directory)
     for depth in DEPTHS:
         found[f"write_q{depth}_s"] = write_raw(path, subject.num_bytes, depth, direct=direct)
-    for depth in DEPTHS:
-        evict(path)
-        found[f"read_q{depth}_s"] = read_raw(path, depth, direct=direct)
+    found |= {f"read_q{depth}_s": seconds for depth, seconds in read_file_raw(path).items()}
     path.unlink()
     found["write_s"] = min(found[f"write_q{depth}_s"] for depth in DEPTHS)
     found["read_s"] = min(found[f"read_q{depth}_s"] for depth in DEPTHS)
@@ -106,6 +104,16 @@ def read_raw(path: Path, depth: int, *, direct: bool) -> float:
     finally:
         os.close(fd)
     return time.perf_counter() - started
+
+
+def read_file_raw(path: Path) -> dict[int, float]:
+    """Seconds to read a whole file that is not in the page cache, at each depth."""
+    direct = takes_direct(path.parent)
+    seconds: dict[int, float] = {}
+    for depth in DEPTHS:
+        evict(path)
+        seconds[depth] = read_raw(path, depth, direct=direct)
+    return seconds
 
 
 def takes_direct(directory: Path) -> bool:

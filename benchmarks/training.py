@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from cputime import cpu_s
 from peers.contract import Peer
 from states import Subject
 
@@ -19,11 +20,12 @@ MIN_STEPS, MAX_SPAN_S = 4, 30.0
 
 @dataclass(slots=True)
 class Span:
-    """Seconds of some training steps and what a save in them cost: its call, and waits at step()."""
+    """Seconds of some training steps and what a save in them cost: its call, waits, processor time."""
 
     wall_s: float = 0.0
     blocked_s: float = 0.0
     waits_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
     finished: bool = True
 
     @property
@@ -115,7 +117,7 @@ def measure(loop: Loop, peer: Peer, *, first_step: int, in_flight_s: float, pair
     for turn in range(pairs):
         for with_save in (False, True) if turn % 2 == 0 else (True, False):
             if not with_save:
-                quiet.append(loop.run(num_steps, peer))
+                quiet.append(_span_without(loop, peer, num_steps))
                 continue
             saving.append(_span_with_save(loop, peer, number, num_steps))
             number += 1
@@ -127,18 +129,28 @@ def measure(loop: Loop, peer: Peer, *, first_step: int, in_flight_s: float, pair
         "train_blocked_s": sum(span.blocked_s for span in saving) / pairs,
         "train_wait_s": (sum(s.wait_s for s in saving) - sum(s.wait_s for s in quiet)) / pairs,
         "lost_s": saving_s - quiet_s,
+        "save_cpu_s": (sum(span.cpu_s for span in saving) - sum(span.cpu_s for span in quiet)) / pairs,
         "quiet_range_s": max(span.wall_s for span in quiet) - min(span.wall_s for span in quiet),
         "lost_in_view": float(all(span.finished for span in saving)),
     }
 
 
+def _span_without(loop: Loop, peer: Peer, num_steps: int) -> Span:
+    before_s = cpu_s()
+    span = loop.run(num_steps, peer)
+    span.cpu_s = cpu_s() - before_s
+    return span
+
+
 def _span_with_save(loop: Loop, peer: Peer, number: int, num_steps: int) -> Span:
     pending = []
+    before_s = cpu_s()
     span = loop.run(num_steps, peer, lambda: pending.append(peer.save(number)))
     started = time.perf_counter()
     pending[0].wait_complete()
     # a save that outlives the steps has slowed down steps that were not counted
     span.finished = time.perf_counter() - started < 0.05
     peer.settle()
+    span.cpu_s = cpu_s() - before_s
     peer.delete(number)
     return span

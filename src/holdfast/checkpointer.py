@@ -6,10 +6,8 @@ import atexit
 import contextlib
 import datetime
 import os
-import socket
 import sys
 import time
-import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -17,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from holdfast.claim import claim_attempt, claim_run
 from holdfast.ending import leave
 from holdfast.errors import (
     PREEMPTED_STATUS,
-    Conflict,
     HoldfastError,
     InvalidInput,
     Preempted,
@@ -34,13 +32,12 @@ from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.keeper import Images, Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
-from holdfast.keeper.commit import newest_attempt
 from holdfast.killpoint import kill_point
 from holdfast.notice import Notices
 from holdfast.policy import AnyOf, Every, Keep, Meter, Pace, every
 from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
 from holdfast.ranks import Ranks
-from holdfast.restore.find import candidates, list_home, read_run
+from holdfast.restore.find import candidates, list_home
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of
@@ -502,31 +499,8 @@ class Checkpointer:
                 "called: saving now would begin a new line beside them, and retention would delete them in "
                 "time. Nothing was saved. Call restore() first, or begin afresh in another home."
             )
-        run = self._claim_run()
-        number = 1 + newest_attempt(self._store)
-        while True:
-            claim = runs.Attempt(
-                number,
-                run,
-                self._ranks.world_size,
-                socket.gethostname(),
-                os.getpid(),
-                started_unix_s=time.time(),
-            )
-            try:
-                self._store.put(names.attempt(number), runs.document(claim), if_absent=True)
-            except Conflict:
-                number += 1  # another start of this run was quicker
-            else:
-                return run, number
-
-    def _claim_run(self) -> str:
-        found = read_run(self._store) or runs.Run(uuid.uuid4().hex, created_unix_s=time.time())
-        with contextlib.suppress(Conflict):
-            self._store.put(names.RUN, runs.document(found), if_absent=True)
-        there = read_run(self._store)
-        assert there is not None
-        return there.id
+        run = claim_run(self._store)
+        return run, claim_attempt(self._store, run, world_size=self._ranks.world_size)
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         """The result of `work` on rank 0, on every rank; its error too.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from holdfast.claim import claim_attempt, new_run
 from holdfast.errors import Conflict, HoldfastError
 from holdfast.exchange.offer import Offer, Offered
 from holdfast.format import cuts, manifest, names, part, run, values
@@ -104,7 +103,8 @@ def write_home(
     pieces = [offer.piece for offer in offered]
     layout = lay_out(pieces, 0)
     refuse_used(store)
-    this_run, attempt = _claim(store)
+    this_run = read_run(store) or new_run()  # written last
+    attempt = claim_attempt(store, this_run.id, world_size=1)
     try:
         refuse_used(store)  # again: from the claim on, whoever comes later sees it
         store.sweep()
@@ -199,20 +199,6 @@ def refuse_used(store: Store) -> None:
         f"{store.url} holds {held} already; an import makes a home of its own, so that no run's line of "
         "checkpoints is mixed with another's. Nothing was written. Give a new place, or delete this one."
     )
-
-
-def _claim(store: Store) -> tuple[run.Run, int]:
-    """The run that this home is to hold, and the next attempt, claimed: an import before it is fenced."""
-    found = read_run(store) or run.Run(uuid.uuid4().hex, time.time())
-    number = newest_attempt(store) + 1
-    while True:
-        claim = run.Attempt(number, found.id, 1, socket.gethostname(), os.getpid(), time.time())
-        try:
-            store.put(names.attempt(number), run.document(claim), if_absent=True)
-        except Conflict:
-            number += 1  # another import was quicker
-        else:
-            return found, number
 
 
 def _check_not_overtaken(store: Store, attempt: int) -> None:

@@ -6,17 +6,16 @@ import contextlib
 import os
 import socket
 import threading
-import time
-import uuid
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, Corrupt, NotFound, Unsupported
+from holdfast.claim import claim_attempt, claim_run
+from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format import run as runs
 from holdfast.format.part import Ancestors
 from holdfast.keeper.commit import check_not_fenced
 from holdfast.policy import line_of
-from holdfast.restore.find import Home, candidates, list_home, read_manifest, read_run
+from holdfast.restore.find import Home, candidates, list_home, read_manifest
 from holdfast.store import Store
 
 
@@ -55,7 +54,7 @@ def claim(store: Store, step: int, *, world_size: int, trainer: int) -> Claim:
     """
     with _lock:
         home = list_home(store)
-        run = _claim_run(store)
+        run = claim_run(store)
         newest = max(home.attempts, default=0)
         is_own = _is_own(store, newest, world_size, trainer)
         if not is_own and store.url in _claimed:
@@ -65,7 +64,9 @@ def claim(store: Store, step: int, *, world_size: int, trainer: int) -> Claim:
         ancestors = _ancestors_of(store, home, run, newest) if goes_on and saved else None
         if ancestors is None:
             ancestors = _ancestors_before(store, home, run, step)
-        attempt = newest if goes_on else _claim_next(store, newest + 1, run, world_size, trainer)
+        attempt = newest
+        if not goes_on:
+            attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer)
         _claimed[store.url] = Claim(run, step, attempt, world_size, ancestors)
         return _claimed[store.url]
 
@@ -109,26 +110,6 @@ def _is_own(store: Store, number: int, world_size: int, trainer: int) -> bool:
     except (NotFound, Corrupt):
         return False
     return (found.host, found.pid, found.world_size) == (socket.gethostname(), trainer, world_size)
-
-
-def _claim_next(store: Store, number: int, run: str, world_size: int, trainer: int) -> int:
-    while True:
-        document = runs.Attempt(number, run, world_size, socket.gethostname(), trainer, time.time())
-        try:
-            store.put(names.attempt(number), runs.document(document), if_absent=True)
-        except Conflict:
-            number += 1  # somebody else was quicker
-        else:
-            return number
-
-
-def _claim_run(store: Store) -> str:
-    found = read_run(store) or runs.Run(uuid.uuid4().hex, created_unix_s=time.time())
-    with contextlib.suppress(Conflict):
-        store.put(names.RUN, runs.document(found), if_absent=True)
-    there = read_run(store)
-    assert there is not None
-    return there.id
 
 
 def _forget() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from memory import footprint
 from pagecache import evict, sync
+from resharded import HEADINGS, LOADED_ON, SAVED_ON, longest, ratio, rows
 from rich.console import Console
 from rich.table import Table
 from states import Gpt2, Shape, Subject
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
 
 HERE = Path(__file__).resolve().parent
-SAVED_ON, LOADED_ON = 2, (1, 2, 3, 4)
 SHAPE = Shape(layers=8, width=512, heads=8)
 LIMIT_S = 600.0
 
@@ -308,14 +307,15 @@ def _round(number: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     shift = number % len(options.peers)
     order: list[str] = options.peers[shift:] + options.peers[:shift]
     for name in order:
+        about = {"round": number, "peer": name, "title": PEERS[name].title}
         work = options.dir / f"resharding-{os.getpid()}"
         work.mkdir()
         try:
             saved = _ask(SAVERS.get(name) or name, "save", SAVED_ON, work)
             if name not in SAVERS:
-                runs.append({"round": number, "peer": name, "phase": "save", "ranks": SAVED_ON, **saved})
+                runs.append({**about, "phase": "save", "ranks": SAVED_ON, **saved})
             for ranks in LOADED_ON:
-                runs.append({"round": number, "peer": name, "phase": "load", "ranks": ranks})
+                runs.append({**about, "phase": "load", "ranks": ranks})
                 runs[-1] |= _ask(name, "load", ranks, work) if "values" in saved else saved
                 print(_in_short(runs[-1]), flush=True)
         finally:
@@ -358,37 +358,14 @@ def _in_short(run: dict[str, Any]) -> str:
     head = f"round {run['round'] + 1}  {run['peer']:20} {SAVED_ON} -> {run['ranks']}"
     if "values" not in run:
         return f"{head}  {run['error'][:200]}"
-    return f"{head}  {_longest(run, 'load_s'):.2f} s  {_ratio(run):.2f} bytes read per byte needed"
-
-
-def _longest(run: dict[str, Any], key: str) -> float:
-    return max(rank[key] for rank in run["values"])
-
-
-def _ratio(run: dict[str, Any]) -> float:
-    return sum(rank["read_bytes"] for rank in run["values"]) / sum(
-        rank["needed_bytes"] for rank in run["values"]
-    )
+    return f"{head}  {longest(run, 'load_s'):.2f} s  {ratio(run):.2f} bytes read per byte needed"
 
 
 def _show(runs: list[dict[str, Any]]) -> None:
-    table = Table("", "call blocks", "durable", *(f"load {SAVED_ON} -> {n}" for n in LOADED_ON))
-    for name in dict.fromkeys(run["peer"] for run in runs):
-        own = [run for run in runs if run["peer"] == name and "values" in run]
-        saves = [run for run in own if run["phase"] == "save"]
-        cells = [_spread([_longest(run, key) for run in saves], "s") for key in ("blocked_s", "durable_s")]
-        for ranks in LOADED_ON:
-            loads = [run for run in own if run["phase"] == "load" and run["ranks"] == ranks]
-            seconds = _spread([_longest(run, "load_s") for run in loads], "s")
-            cells.append(f"{seconds}, {_spread([_ratio(run) for run in loads], 'x')}")
-        table.add_row(PEERS[name].title, *cells)
+    table = Table("", *HEADINGS)
+    for row in rows(runs):
+        table.add_row(*row)
     Console(width=200, markup=False).print(table)
-
-
-def _spread(values: list[float], unit: str) -> str:
-    if not values:
-        return "-"
-    return f"{statistics.median(values):.2f} [{min(values):.2f}..{max(values):.2f}] {unit}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the table of the newest results file between the bench markers of a Markdown file."""
+"""Write the tables of the newest results between the markers of a Markdown file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import columns
 from goals import judge
+from resharded import HEADINGS
+from resharded import rows as resharded_rows
 from results import Results
 
-BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 RESULTS = Path(__file__).resolve().parent / "results"
 TITLES = {
     "gpt2-124m": "GPT-2 124M with AdamW, fp32",
@@ -25,43 +26,50 @@ def main() -> int:
     """Rewrite the file named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("markdown", type=Path)
-    parser.add_argument("--results", type=Path, help="default: the newest in benchmarks/results")
     options = parser.parse_args()
-    path = options.results or newest(RESULTS)
-    if path is None:
-        sys.stderr.write(f"No results in {RESULTS}; run benchmarks/run.py first.\n")
-        return 1
-    document = json.loads(path.read_text())
     text = options.markdown.read_text()
-    options.markdown.write_text(insert(text, render(document), what=str(options.markdown)))
+    for kind, render in RENDERERS.items():
+        path = newest(RESULTS, kind)
+        if path is None:
+            sys.stderr.write(f"No {kind} results in {RESULTS}; run the benchmark first.\n")
+            return 1
+        text = insert(text, render(json.loads(path.read_text())), kind, what=str(options.markdown))
+    options.markdown.write_text(text)
     return 0
 
 
-def newest(folder: Path) -> Path | None:
-    """The results file with the latest date in it; quick runs do not count."""
+def newest(folder: Path, kind: str) -> Path | None:
+    """The results file of a kind with the latest date in it; quick runs do not count."""
     dated = []
-    for path in folder.glob("*.json"):
+    for path in folder.glob(f"{kind}_*.json"):
         document = json.loads(path.read_text())
-        if "runs" in document and not document.get("quick"):
+        if not document.get("quick"):
             dated.append((document["machine"]["date"], path))
     return max(dated)[1] if dated else None
 
 
-def insert(text: str, table: str, *, what: str) -> str:
-    """`text` with everything between the markers replaced by `table`.
+def insert(text: str, table: str, kind: str, *, what: str) -> str:
+    """`text` with everything between the markers of a kind replaced by `table`.
 
     Raises:
         ValueError: the markers are not there, each once and on a line of its own, in order.
     """
+    begin, end = f"<!-- {kind} -->", f"<!-- /{kind} -->"
     lines = text.splitlines()
-    if lines.count(BEGIN) != 1 or lines.count(END) != 1 or lines.index(BEGIN) > lines.index(END):
-        message = f"{what} needs the lines {BEGIN} and {END} once each, in this order; nothing was changed."
+    if lines.count(begin) != 1 or lines.count(end) != 1 or lines.index(begin) > lines.index(end):
+        message = f"{what} needs the lines {begin} and {end} once each, in this order; nothing was changed."
         raise ValueError(message)
-    head, tail = lines[: lines.index(BEGIN) + 1], lines[lines.index(END) :]
+    head, tail = lines[: lines.index(begin) + 1], lines[lines.index(end) :]
     return "\n".join([*head, table, *tail]) + "\n"
 
 
-def render(document: dict[str, Any]) -> str:
+def render_resharding(document: dict[str, Any]) -> str:
+    """The Markdown of a resharding result: one table, ranks in its columns."""
+    facts = f"_{columns.facts(document['machine'], document['rounds'])}_"
+    return f"{facts}\n\n" + _table(["", *HEADINGS], resharded_rows(document["runs"]))
+
+
+def render_saving(document: dict[str, Any]) -> str:
     """The Markdown of a results file: a table for each state, the limits, and the goals."""
     results = Results(tuple(document["runs"]))
     parts = [f"_{columns.facts(document['machine'], document['rounds'])}_"]
@@ -77,6 +85,9 @@ def render(document: dict[str, Any]) -> str:
 def _table(headings: list[str], rows: list[list[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+RENDERERS = {"saving": render_saving, "resharding": render_resharding}
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ class Story:
             RetryLater: one is still there after a minute.
         """
         deadline = time.monotonic() + _KEEPERS_LIMIT_S
-        while any(living(str(self.home))):
+        while any(not trace.is_done for _, trace in living(str(self.home))):
             if time.monotonic() > deadline:
                 raise RetryLater(f"A keeper of {self.home} has not ended after {_KEEPERS_LIMIT_S:.0f} s.")
             time.sleep(0.01)

@@ -133,7 +133,8 @@ class Story:
         child = self._start("survivor")
         self._blow(child, signal.SIGKILL, "kill -9 while saving", saving_from=self.every * NUM_SAVES // 4)
         self.screen.say("survivor starts again")
-        child = self._start("survivor")
+        # With nothing held in memory: there the damaged file would still be whole.
+        child = self._start("survivor", hold="0")
         at_step = self.every * NUM_SAVES * 5 // 12 + self.every * 3 // 4
         self._blow(child, signal.SIGKILL, "kill -9 between saves", at_step=at_step)
         damage = self._damage_newest()
@@ -144,10 +145,10 @@ class Story:
         )
         return damage
 
-    def _start(self, who: str) -> Child:
+    def _start(self, who: str, *, hold: str = "1m") -> Child:
         options = ["--steps", str(self.steps), "--every", str(self.every), "--bytes", str(self.num_bytes)]
         if who == "survivor":
-            options += ["--home", str(self.home)]
+            options += ["--home", str(self.home), "--hold", hold]
         child = Child(
             who,
             options,

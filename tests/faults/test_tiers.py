@@ -81,7 +81,10 @@ def test_a_dead_keeper_leaves_the_local_disk(
 
 def test_a_lost_host_leaves_home(playground: Playground, uninterrupted: str, local: tuple[str, str]):
     """Keepers and local disk gone: the newest that home calls complete is restored."""
-    kill_after(playground, 9, *local, "--home-every", "4", *HOLD)
+    child = playground.start("--step-s", "0.01", *local, "--home-every", "4", *HOLD)
+    playground.wait_for(playground.complete, "a checkpoint in home")
+    child.kill()
+    child.wait()
     playground.kill_keepers()
     playground.wait_for_keepers()
     in_home = playground.complete()
@@ -117,18 +120,16 @@ def test_only_what_is_due_goes_home_and_the_last_always(playground: Playground, 
 
 def test_training_goes_on_while_home_is_away(playground: Playground, local: tuple[str, str]):
     """Home vanishes and comes back: local saves go on, somebody is told, and the drain catches up."""
-    child = playground.start(*local, "--step-s", "0.01", total=60)
+    child = playground.start(*local, "--step-s", "0.01", total=200)
     playground.wait_for(playground.complete, "a checkpoint in home")
     away = playground.folder / "away"
     playground.home.rename(away)
-    seen = playground.num_steps()
-    playground.wait_for_steps(seen + 10, child)
-    newest = max(step for _, step in playground.complete(playground.local))
-    assert newest > seen - 2
+    seen = playground.complete(playground.local)[0][1]
+    playground.wait_for(lambda: playground.complete(playground.local)[0][1] > seen + 10, "local saves")
     away.rename(playground.home)
     assert child.wait() == 0, child.said()
     assert "Home is not reached" in child.said()
-    assert playground.complete()[0] == (1, 60)
+    assert playground.complete()[0] == (1, 200)
     assert playground.check_all_complete_verify() > 0
 
 
@@ -141,6 +142,7 @@ def test_home_that_stays_away_is_an_error_in_the_end(playground: Playground, loc
     assert child.wait() == 1, child.said()
     assert "is not in home" in child.said()
     away.rename(playground.home)
+    playground.wait_for_keepers()
     assert playground.check_all_complete_verify(playground.local) > 0
 
 

@@ -11,11 +11,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from holdfast.claim import claim_attempt, claim_run
 from holdfast.ending import leave
 from holdfast.errors import (
     PREEMPTED_STATUS,
@@ -34,14 +32,13 @@ from holdfast.format.part import Ancestors
 from holdfast.keeper import Images, Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
 from holdfast.killpoint import kill_point
 from holdfast.notice import Notices
-from holdfast.policy import AnyOf, Every, Keep, Meter, Pace, every
+from holdfast.policy import Every, Keep, Meter, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
 from holdfast.ranks import Ranks
-from holdfast.restore.find import candidates, list_home
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of
-from holdfast.store import open_store
+from holdfast.tiers import Tiers
 
 
 class Checkpointer:
@@ -56,6 +53,15 @@ class Checkpointer:
             or a policy.
         keep: how many of the newest checkpoints stay, a `Keep` policy, or None for all.
         keep_every: checkpoints whose step is a multiple of this stay too.
+        local: folder on this host's fast disk, for a `home` that is slow or far. Saves are complete there
+            first, and brought home in the background.
+        keep_local: how many of the newest checkpoints stay there.
+        home_every: which saves are brought home, with `local`: as `every`, or None for all. The newest
+            always is at the end, and by `wait`.
+        home_bandwidth: bytes per second that each rank may send home, or as "200MB"; None for no limit.
+        home_patience: how long home may fail before `save` raises. Training goes on meanwhile.
+        hold: how long the last save stays in memory for the next start on this host when this process dies;
+            by default what HOLDFAST_HOLD says, else "2m".
         memory: cap of this rank's staging memory in all, in bytes or as "8GiB".
         when_full: what `save` does when no staging memory is free because earlier saves are still being
             written: "wait" or "skip".
@@ -86,6 +92,12 @@ class Checkpointer:
         every: int | str | datetime.timedelta | Every = 500,
         keep: int | Keep | None = 3,
         keep_every: int | None = None,
+        local: str | os.PathLike[str] | None = None,
+        keep_local: int = 2,
+        home_every: int | str | datetime.timedelta | Every | None = None,
+        home_bandwidth: int | str | None = None,
+        home_patience: str | float | datetime.timedelta = "1h",
+        hold: str | float | datetime.timedelta | None = None,
         memory: int | str = "8GiB",
         when_full: str = "wait",
         signals: bool = True,
@@ -99,16 +111,20 @@ class Checkpointer:
     ) -> None:
         if when_full not in ("wait", "skip"):
             raise InvalidInput(f"when_full must be 'wait' or 'skip', got {when_full!r}.")
-        self.home = _absolute(home)
-        if self.home.startswith("memory://"):
-            raise Unsupported(
-                f"{self.home} is memory of this process, and checkpoints are written by another one. Give a "
-                "path."
-            )
+        self._tiers = Tiers(
+            home,
+            local,
+            keep_local=keep_local,
+            home_every=home_every,
+            bandwidth=home_bandwidth,
+            patience=home_patience,
+            hold=hold,
+        )
+        self.home = self._tiers.home
         self.state = state
         self.preempted: str | None = None
         """Why the run has to stop, agreed by all ranks; None while it need not."""
-        self._every = _policies(every)
+        self._every = single_policies(every)
         self._keep = keep if isinstance(keep, Keep) else Keep(keep, keep_every)
         self._skip_when_full = when_full == "skip"
         self._max_failures = max_failures
@@ -120,7 +136,6 @@ class Checkpointer:
         self._pid = os.getpid()
         self._arenas = Arenas(read_bytes(memory, "memory"))
         self._objects = State(state)
-        self._store = open_store(self.home)
         self._ranks = Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager()
         self._meter = Meter()
@@ -200,10 +215,14 @@ class Checkpointer:
             self._meter.durable_s,
         )
         due_here = any(policy.due(pace) for policy in self._every if not policy.timed)
-        timed = self._ranks.rank == 0 and any(policy.due(pace) for policy in self._every if policy.timed)
-        noticed, timed = self._ranks.pulse(step, (self._notices.reason is not None, timed))
+        is_first = self._ranks.rank == 0
+        timed = is_first and any(policy.due(pace) for policy in self._every if policy.timed)
+        timed_home = is_first and self._tiers.is_due_by_clock(step)
+        flags = self._notices.reason is not None, timed, timed_home
+        noticed, timed, timed_home = self._ranks.pulse(step, flags)
         said_step, self._pulse_step = (step if self._ranks.world_size == 1 else self._pulse_step), step
         timed = timed and self._pace.saved_step < said_step  # else it has been saved since it was said
+        self._tiers.hear(is_due=timed_home, said_step=said_step)
         if noticed and self.preempted is None:
             self.preempted = self._notices.reason or "another rank's notice"
         if self._plan is None:
@@ -263,6 +282,7 @@ class Checkpointer:
                 )
         keeper = self._begin(fresh=True)
         save = Save(step)
+        to_home = self._tiers.goes_home(step, must=must, alone=self._ranks.world_size == 1)
         captured = self._objects.capture()
         plan = self._plan_for(captured)
         draft = self._draft(step, plan, captured)
@@ -272,7 +292,7 @@ class Checkpointer:
         self._stager.watch(self._objects.optimizers())
 
         def hand_over(staging: Staging) -> None:
-            self._hand_over(staging, save, plan, draft, keeper)
+            self._hand_over(staging, save, plan, draft, keeper, to_home=to_home)
 
         save.num_bytes = plan.num_bytes
         try:
@@ -337,7 +357,9 @@ class Checkpointer:
         self._keeper.note("skipped", step=save.step, detail=message)
         return save
 
-    def _hand_over(self, staging: Staging, save: Save, plan: Plan, draft: bytes, keeper: Keeper) -> None:
+    def _hand_over(
+        self, staging: Staging, save: Save, plan: Plan, draft: bytes, keeper: Keeper, *, to_home: bool
+    ) -> None:
         """Runs in the staging thread when the copy is complete."""
         error = staging.error
         if staging.torn:
@@ -364,6 +386,7 @@ class Checkpointer:
                 arenas=self._arenas.numbers(),
                 images=_images(plan, staging),
                 draft=draft,
+                to_home=to_home,
             )
         except OSError as error:
             self._release(staging.arena.number)
@@ -418,6 +441,8 @@ class Checkpointer:
                 warnings.warn(keeper.problems.pop(0), SaveWarning, stacklevel=3)
             if keeper.fenced is not None:
                 raise keeper.fenced
+            if keeper.home_lost is not None:
+                raise keeper.home_lost
         self._settle_durable()
         for save in [save for save in self._saves if save.failed is not None]:
             self._saves.remove(save)
@@ -428,7 +453,7 @@ class Checkpointer:
             warnings.warn(str(save.failed), SaveWarning, stacklevel=3)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until everything saved so far is durable.
+        """Wait until everything saved so far is durable, and the newest save is in home.
 
         Raises:
             HoldfastError: the newest save failed.
@@ -449,7 +474,25 @@ class Checkpointer:
                 if save is self._last:
                     self._saves.remove(save)  # told now; do not tell again
                     raise
+        self._bring_home(deadline)
         self._surface()
+
+    def _bring_home(self, deadline: float | None) -> None:
+        """Wait until the newest save is in home, also if it was not due there."""
+        save, keeper = self._last, self._keeper
+        if self._tiers.local is None or save is None or keeper is None or save.failed is not None:
+            return
+        keeper.drain(save)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            save.wait_home(left)
+        except RetryLater as error:
+            if keeper.home_lost is not None:
+                raise
+            message = (
+                f"Step {save.step} is complete in {self._tiers.local}, and not yet in {self.home}: {error}"
+            )
+            raise RetryLater(message, step=save.step) from error
 
     def latest(self) -> int | None:
         """Step of the newest save of this attempt that is durable, else the step that was restored."""
@@ -473,34 +516,30 @@ class Checkpointer:
         wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
         self._objects.agree(self._ranks.gather)
         self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
-        claim = self._on_rank_0(lambda: self._claim(fresh=fresh))
+        all_here = self._ranks.all_here()
+        if self._tiers.local is not None and not all_here:
+            message = (
+                "local= with ranks on several hosts is not in this version: no rank would see all parts of a "
+                "checkpoint there. Leave local= out; saves then go straight home."
+            )
+            raise Unsupported(message)
+        world_size = self._ranks.world_size
+        claim = self._on_rank_0(lambda: self._tiers.claim(fresh=fresh, world_size=world_size))
         self._run, self._attempt = claim
         terms = Terms(
-            home=self.home,
             run=claim[0],
             attempt=claim[1],
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            all_ranks_here=self._ranks.all_here(),
+            all_ranks_here=all_here,
             keep_last=self._keep.last,
             keep_every=self._keep.every,
             commit_timeout_s=self._commit_timeout_s,
             linger_s=min(30.0, self._commit_timeout_s),
+            **self._tiers.terms,
         )
         self._keeper = Keeper(terms, released=self._release)
         return self._keeper
-
-    def _claim(self, *, fresh: bool) -> tuple[str, int]:
-        """Rank 0: the run of this home, made if it is new, and the next attempt number, claimed for us."""
-        found = candidates(list_home(self._store)) if fresh else []
-        if found:
-            raise InvalidInput(
-                f"{self.home} holds checkpoints, the newest of step {found[0][1]}, and restore() was not "
-                "called: saving now would begin a new line beside them, and retention would delete them in "
-                "time. Nothing was saved. Call restore() first, or begin afresh in another home."
-            )
-        run = claim_run(self._store)
-        return run, claim_attempt(self._store, run, world_size=self._ranks.world_size)
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         """The result of `work` on rank 0, on every rank; its error too.
@@ -566,19 +605,22 @@ class Checkpointer:
                 own_rank=own_rank,
             )
 
-        found = restore_newest(
-            self._store,
-            load,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            group=self._ranks,
-            step=step,
-            num_threads=self._num_read_threads,
-            share_reads=self._share_reads,
-            rank_from=self._rank_from,
-        )
+        with self._tiers.reading() as store:
+            found = restore_newest(
+                store,
+                load,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                group=self._ranks,
+                step=step,
+                num_threads=self._num_read_threads,
+                share_reads=self._share_reads,
+                rank_from=self._rank_from,
+            )
         if found is None:
             return None
+        if self._tiers.local is not None:
+            keeper.drain_other(found.attempt, found.step)  # its own attempt may not have come to that
         self._ancestors = (*found.ancestors, (found.attempt, found.step))
         self._plan = None
         self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
@@ -594,19 +636,22 @@ class Checkpointer:
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
-            detail="; ".join(passed),
+            detail="; ".join((*passed, *found.mended)),
+            tier=self._tiers.name_of(found.sources),
         )
-        for line in passed:
+        for line in (*passed, *found.mended):
             self._say(line)
         rate = f"{say_bytes(found.num_bytes)} in {say_seconds(found.seconds)}"
-        self._say(f"restored step {found.step} from {self.home} ({rate}, verified)")
+        self._say(
+            f"restored step {found.step} from {self._tiers.say_sources(found.sources)} ({rate}, verified)"
+        )
 
     def _end_attempt(self) -> None:
         with contextlib.suppress(HoldfastError):
             self.wait()  # a failed save does not matter any more: we are going back
         self._stager.wait()
         if self._keeper is not None:
-            self._keeper.close()
+            self._keeper.close(goodbye=True)
         self._keeper, self._last, self._ancestors, self._newest_durable = None, None, (), None
         self._saves.clear()
 
@@ -614,7 +659,7 @@ class Checkpointer:
         """Write the durable word that the run has finished; an exit status alone is not to be trusted."""
         if self._ranks.rank == 0:
             done = runs.Done(self._run or "", self._attempt, step, finished_unix_s=time.time())
-            self._store.put(names.DONE, runs.document(done))
+            self._tiers.home_store.put(names.DONE, runs.document(done))
 
     # -- ending ----------------------------------------------------------------------------------------------
 
@@ -634,15 +679,17 @@ class Checkpointer:
             self._stager.wait()
             self.wait(timeout_s)
             self._ranks.part()
-        finally:
-            self._let_go(timeout_s)
+        except BaseException:
+            self._let_go(timeout_s, goodbye=False)
+            raise
+        self._let_go(timeout_s, goodbye=True)
 
-    def _let_go(self, timeout_s: float | None) -> None:
+    def _let_go(self, timeout_s: float | None, *, goodbye: bool) -> None:
         self._closed = True
         self._notices.unwatch()
         self._stager.close()
         if self._keeper is not None:
-            self._keeper.close(timeout_s)
+            self._keeper.close(timeout_s, goodbye=goodbye)
         self._arenas.close()
 
     def __enter__(self) -> Checkpointer:
@@ -654,7 +701,8 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif not self._closed and os.getpid() == self._pid:
-            self._let_go(timeout_s=0.0)  # the keeper finishes what was staged; the error must not wait for it
+            # The keeper finishes what was staged; the error must not wait for it.
+            self._let_go(timeout_s=0.0, goodbye=False)
 
     def _check_process(self) -> None:
         if self._closed:
@@ -673,25 +721,12 @@ class Checkpointer:
             sys.stderr.flush()
 
 
-def _absolute(home: str | os.PathLike[str]) -> str:
-    """One spelling for one home, also after a change of directory."""
-    text = os.fspath(home)
-    return text if "://" in text else str(Path(text).expanduser().resolve())
-
-
 def _images(plan: Plan, staging: Staging) -> Images:
     if plan.frozen_file is None:
         return Images(plan.file.file_bytes)
     return Images(
         plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
     )
-
-
-def _policies(value: int | str | datetime.timedelta | Every) -> tuple[Every, ...]:
-    policy = every(value)
-    if isinstance(policy, AnyOf):
-        return tuple(one for inner in policy.policies for one in _policies(inner))
-    return (policy,)
 
 
 _preempted = False

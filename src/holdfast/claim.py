@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 
-from holdfast.errors import Conflict
+from holdfast.errors import Conflict, InvalidInput
 from holdfast.format import names, run
 from holdfast.keeper.commit import newest_attempt
 from holdfast.restore.find import read_run
@@ -57,3 +57,31 @@ def claim_attempt(store: Store, run_id: str, *, world_size: int, trainer: int | 
             number += 1  # another start of this run was quicker
         else:
             return number
+
+
+def check_run(store: Store, run_id: str) -> None:
+    """Make a nearer tier one of the run, if it is new.
+
+    Raises:
+        InvalidInput: it holds another run.
+        RetryLater: the store failed.
+    """
+    there = read_run(store)
+    if there is not None and there.id != run_id:
+        raise InvalidInput(
+            f"{store.url} holds checkpoints of another run (expected {run_id}, found {there.id}), so it "
+            "cannot be the local tier of this one. Nothing was written. Give local= a folder of its own for "
+            "each run."
+        )
+    with contextlib.suppress(Conflict):
+        store.put(names.RUN, run.document(run.Run(run_id, created_unix_s=time.time())), if_absent=True)
+
+
+def copy_claim(home: Store, near: Store, number: int) -> None:
+    """Have a claim stand in a nearer tier too, so that it fences there what does not look at home.
+
+    Raises:
+        RetryLater: a store failed.
+    """
+    with contextlib.suppress(Conflict):
+        near.put(names.attempt(number), home.get(names.attempt(number)), if_absent=True)

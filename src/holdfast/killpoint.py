@@ -20,6 +20,8 @@ POINTS = (
     "keeper.part",  # part durable, manifest not written
     "keeper.manifest",  # manifest durable, nobody told
     "keeper.retain",  # manifest of a deleted checkpoint gone, its files still there
+    "keeper.drained-file",  # a file is in home, others of its checkpoint not
+    "keeper.drained",  # all files are in home, the manifest not
     "trainer.staging",  # copy under way
     "trainer.staged",  # copy complete, keeper not told
     "trainer.handed",  # keeper told

@@ -116,6 +116,18 @@ def every(value: int | str | datetime.timedelta | Every) -> Every:
     raise InvalidInput(f"every must be steps (500), a duration ('10m'), 'auto' or a policy, got {value!r}.")
 
 
+def single_policies(value: int | str | datetime.timedelta | Every) -> tuple[Every, ...]:
+    """The policies of which any being due makes a save due: those that look at a clock can be told apart.
+
+    Raises:
+        InvalidInput: see `every`.
+    """
+    policy = every(value)
+    if isinstance(policy, AnyOf):
+        return tuple(one for inner in policy.policies for one in single_policies(inner))
+    return (policy,)
+
+
 @dataclass(frozen=True, slots=True)
 class Keep:
     """Which checkpoints stay: the newest `last`, and all whose step is a multiple of `every` (if given).

@@ -24,6 +24,7 @@ class Playground:
     def __init__(self, folder: Path, nursery: Nursery) -> None:
         self.folder = folder
         self.home = folder / "home"
+        self.local = folder / "local"  # for runs that are started with --local
         self.runtime = folder / "runtime"
         self.nursery = nursery
         self.num_started = 0
@@ -107,29 +108,27 @@ class Playground:
 
     # -- what must hold -------------------------------------------------------------------------------------
 
-    def complete(self) -> list[tuple[int, int]]:
-        """(attempt, step) of every checkpoint that counts as complete, newest first."""
-        return list(candidates(list_home(open_store(str(self.home)))))
+    def complete(self, place: Path | None = None) -> list[tuple[int, int]]:
+        """(attempt, step) of every checkpoint that counts as complete in home or `place`, newest first."""
+        return list(candidates(list_home(open_store(str(place or self.home)))))
 
-    def check_all_complete_verify(self) -> int:
-        """Every checkpoint that is called complete verifies; how many there are.
+    def check_all_complete_verify(self, place: Path | None = None) -> int:
+        """Every checkpoint that home or `place` calls complete verifies; how many there are.
 
         A keeper that outlives its trainer may still be retaining: what it has deleted meanwhile is not called
         complete any more.
         """
         num_good = 0
-        for attempt, step in self.complete():
-            problems = self._problems(step, attempt)
+        for attempt, step in self.complete(place):
+            problems = self._problems(step, attempt, place or self.home)
             num_good += not problems
-            is_called_complete = (attempt, step) in self.complete()
+            is_called_complete = (attempt, step) in self.complete(place)
             assert not (problems and is_called_complete), f"step {step} of attempt {attempt}: {problems}"
         return num_good
 
-    def _problems(self, step: int, attempt: int) -> list[str]:
+    def _problems(self, step: int, attempt: int, place: Path) -> list[str]:
         try:
-            return [
-                str(one) for one in holdfast.open(self.home, step=step, attempt=attempt).verify().problems
-            ]
+            return [str(one) for one in holdfast.open(place, step=step, attempt=attempt).verify().problems]
         except holdfast.NotFound as error:
             return [str(error)]
 
@@ -137,9 +136,9 @@ class Playground:
         """Digest of the state at the end of training."""
         return (self.folder / "final.txt").read_text()
 
-    def check_finishes_like(self, expected: str, *, said: str = "restored step") -> None:
+    def check_finishes_like(self, expected: str, *options: str, said: str = "restored step") -> None:
         """A new attempt finishes, with the weights of a run that nothing happened to."""
-        child = self.finish()
+        child = self.finish(*options)
         assert said in child.said(), child.said()
         assert self.final() == expected
         assert self.check_all_complete_verify() > 0

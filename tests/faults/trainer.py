@@ -34,6 +34,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
     parser.add_argument("--commit-timeout", default="20s")
+    parser.add_argument("--local", type=Path)
+    parser.add_argument("--home-every", type=int)
+    parser.add_argument("--hold", default="0")
+    parser.add_argument("--patience", default="1h")
     return parser.parse_args()
 
 
@@ -97,7 +101,16 @@ def main() -> None:
     np.random.seed(rank)
     torch.manual_seed(rank)
     with holdfast.Checkpointer(
-        args.home, state, every=every, keep=args.keep, memory="64MiB", commit_timeout=args.commit_timeout
+        args.home,
+        state,
+        every=every,
+        keep=args.keep,
+        local=args.local,
+        home_every=args.home_every,
+        home_patience=args.patience,
+        hold=args.hold,
+        memory="64MiB",
+        commit_timeout=args.commit_timeout,
     ) as ckpt:
         for step in ckpt.steps(args.total):
             noise = random.random() + float(np.random.rand())

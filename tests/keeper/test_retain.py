@@ -62,7 +62,7 @@ def test_half_done_checkpoints_go_unless_they_are_in_work() -> None:
     store = make_store((1, 10, ()), (1, 50, ()))
     for step in (20, 30, 60):
         store.put(names.data(step, 1, 0), b"half")
-    deleted = list(Retention(store, Keep(3)).apply((1, 50), (), in_work=[30]))
+    deleted = list(Retention(store, Keep(3)).apply((1, 50), (), in_work=[(1, 30)]))
     assert [(one.step, one.was_complete) for one in deleted] == [(20, False)]
     assert has_files(store, 1, 30)
     assert has_files(store, 1, 60), "newer than the newest: on its way"

@@ -174,7 +174,7 @@ def test_a_sealed_manifest_with_a_catalog_that_cannot_be_is_refused(row: list[ob
 def test_missing_and_truncated_files_are_named() -> None:
     store = make_store()
     made = make_checkpoint(store, 5, 1, TWO_RANKS)
-    find.check_files(find.list_home(store), made)
+    find.check_files([find.list_home(store)], made)
     data, part = names.data(5, 1, 1), names.part(5, 1, 0)
     image, document = store.get(data), store.get(part)
 
@@ -182,22 +182,22 @@ def test_missing_and_truncated_files_are_named() -> None:
     with pytest.raises(
         Corrupt, match=f"truncated: expected {len(image)} bytes, found {len(image) - 1}"
     ) as caught:
-        find.check_files(find.list_home(store), made)
+        find.check_files([find.list_home(store)], made)
     assert (caught.value.key, caught.value.rank, caught.value.step) == (data, 1, 5)
 
     store.put(data, image + b"!")
     with pytest.raises(Corrupt, match="too long"):
-        find.check_files(find.list_home(store), made)
+        find.check_files([find.list_home(store)], made)
 
     store.delete(data)
     with pytest.raises(NotFound, match="missing") as missing:
-        find.check_files(find.list_home(store), made)
+        find.check_files([find.list_home(store)], made)
     assert missing.value.key == data
 
     store.put(data, image)
     store.put(part, document[:-3])
     with pytest.raises(Corrupt) as short:
-        find.check_files(find.list_home(store), made)
+        find.check_files([find.list_home(store)], made)
     assert short.value.key == part
 
 
@@ -275,11 +275,11 @@ def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
         if harm is not None:
             store.put(name, harm)
         with pytest.raises((Corrupt, NotFound), match=says) as caught:
-            find.check_files(find.list_home(store), made)
+            find.check_files([find.list_home(store)], made)
         assert (caught.value.key, caught.value.rank) == (name, 1)
         assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
     store.put(name, image)
-    find.check_files(find.list_home(store), made)
+    find.check_files([find.list_home(store)], made)
     assert find.finish_commits(store, find.list_home(store), RUN_ID) == [(5, 1)]
 
 

@@ -107,7 +107,7 @@ def take_inventory(store: Store, home: Home) -> Inventory:
             continue
         try:
             manifests[key] = read_manifest(store, *key, run_id)
-            check_files(home, manifests[key])
+            check_files([home], manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
             wrong[key] = error
     found = {(one.attempt, one.step): one.ancestors for one in manifests.values()}

@@ -40,6 +40,8 @@ class Save:
         self.skipped = False
         self._began = time.monotonic()
         self._staged, self._ended = threading.Event(), threading.Event()
+        self._home = threading.Event()
+        self._home_error: HoldfastError | None = None
         self._error: HoldfastError | None = None
 
     def __repr__(self) -> str:
@@ -87,6 +89,22 @@ class Save:
         """
         self._wait(self._ended, timeout_s, "durable")
 
+    def wait_home(self, timeout_s: float | None = None) -> None:
+        """Wait until this checkpoint or a newer one is committed in home; without `local` as `wait_durable`.
+
+        Only what is on its way there ever arrives: see `home_every`, `Checkpointer.wait`.
+
+        Raises:
+            HoldfastError: the save failed.
+            RetryLater: not within `timeout_s`; it may still arrive.
+
+        Ranks: not collective, but needs every rank's files.
+        Blocks: until the keepers of all ranks are done.
+        """
+        self._wait(self._home, timeout_s, "in home")
+        if self._home_error is not None:
+            raise self._home_error
+
     def _wait(self, event: threading.Event, timeout_s: float | None, what: str) -> None:
         if not event.wait(timeout_s):
             raise RetryLater(
@@ -105,11 +123,21 @@ class Save:
         self.durable_s = time.monotonic() - self._began
         self._ended.set()
 
+    def mark_home(self) -> None:
+        """Called when the checkpoint is committed in home."""
+        self._home.set()
+
+    def mark_home_failed(self, error: HoldfastError) -> None:
+        """Called when it will not come to home; it stays where it is."""
+        self._home_error = error
+        self._home.set()
+
     def mark_failed(self, error: HoldfastError | None, *, skipped: bool = False) -> None:
         """Called when nothing will come of this save."""
         self._error, self.skipped = error, skipped
         self._staged.set()
         self._ended.set()
+        self._home.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +159,7 @@ class _Pending:
     arena_fd: int
     images: Images
     draft: bytes
+    to_home: bool
     persisted: bool = False
 
 
@@ -146,9 +175,11 @@ class Keeper:
         self.terms = terms
         self.problems: list[str] = []  # what the next save has to tell the user
         self.fenced: HoldfastError | None = None
+        self.home_lost: HoldfastError | None = None  # home has failed for longer than is allowed
         self._released = released
         self._lock = threading.RLock()
         self._pending: dict[int, _Pending] = {}
+        self._towards_home: dict[int, Save] = {}  # committed nearby, wanted in home
         self._held: set[int] = set()  # arenas that the keeper still reads
         self._closing = False
         self._given_up: HoldfastError | None = None
@@ -163,7 +194,15 @@ class Keeper:
     # -- handing over ----------------------------------------------------------------------------------------
 
     def submit(
-        self, save: Save, *, arena: int, arena_fd: int, arenas: list[int], images: Images, draft: bytes
+        self,
+        save: Save,
+        *,
+        arena: int,
+        arena_fd: int,
+        arenas: list[int],
+        images: Images,
+        draft: bytes,
+        to_home: bool = True,
     ) -> None:
         """Hand a staged save over.
 
@@ -171,13 +210,14 @@ class Keeper:
             arenas: all arenas that still exist, so that the keeper can let go of the others.
             images: where in the arena the files are.
             draft: the rank's part without its file facts, see `format.part.draft`.
+            to_home: drain it, if there is a nearer tier.
         """
         with self._lock:
             if self._given_up is not None:
                 save.mark_failed(self._given_up)
                 self._released(arena)
                 return
-            pending = _Pending(save, arena, arena_fd, images, draft)
+            pending = _Pending(save, arena, arena_fd, images, draft, to_home)
             self._pending[save.step] = pending
             self._held.add(arena)
             self._send_save(pending, arenas)
@@ -192,14 +232,34 @@ class Keeper:
                 "step": pending.save.step,
                 "arena": pending.arena,
                 "arenas": arenas,
+                "to_home": pending.to_home,
                 **asdict(pending.images),
             }
             self._send(message, (pending.arena_fd, draft_fd))
         finally:
             os.close(draft_fd)
 
+    def drain(self, save: Save) -> None:
+        """Have a save of this attempt brought home, whether or not it was due."""
+        with self._lock:
+            if save.failed is not None or save._home.is_set():
+                return
+            self._towards_home[save.step] = save
+            self.drain_other(self.terms.attempt, save.step)
+
+    def drain_other(self, attempt: int, step: int) -> None:
+        """Have a checkpoint of the near tier brought home that another attempt has made."""
+        self._send({"op": "drain", "attempt": attempt, "step": step})
+
     def note(
-        self, event: str, *, step: int | None, num_bytes: int = 0, seconds: float = 0.0, detail: str = ""
+        self,
+        event: str,
+        *,
+        step: int | None,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        detail: str = "",
+        tier: str = "",
     ) -> None:
         """Have an event of the trainer's written into the run's history."""
         self._send(
@@ -211,6 +271,7 @@ class Keeper:
                 "bytes": num_bytes,
                 "seconds": seconds,
                 "detail": detail[:MAX_DETAIL],
+                "tier": tier,
             }
         )
 
@@ -322,6 +383,8 @@ class Keeper:
                 self._send({"op": "commit", "step": pending.save.step})
             else:
                 self._send_save(pending, arenas)
+        for step in self._towards_home:
+            self.drain_other(self.terms.attempt, step)
         count = len(self._pending)
         self.problems.append(
             f"{told} Another one (pid {self.pid}) has taken over its {count} unfinished saves."
@@ -350,6 +413,11 @@ class Keeper:
             elif event == "committed":
                 self._deaths = 0
                 self._finish(step, None)
+            elif event == "drained":
+                self.home_lost = None
+                self._arrived(step)
+            elif event == "drain-failed":
+                self._on_drain_failed(message)
             elif event == "retain-failed":
                 self.problems.append(f"Old checkpoints could not be deleted: {message['detail']}")
             elif event in ("failed", "fenced"):
@@ -369,17 +437,44 @@ class Keeper:
             return
         if error is None:
             pending.save.mark_durable()
+            if self.terms.local is None:
+                pending.save.mark_home()
+            elif pending.to_home:
+                self._towards_home[step] = pending.save
         else:
             pending.save.mark_failed(error)
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def _arrived(self, step: int) -> None:
+        """A checkpoint is in home; older ones that were on their way will not be any more."""
+        for one in [one for one in self._towards_home if one <= step]:
+            self._towards_home.pop(one).mark_home()
+
+    def _on_drain_failed(self, message: Message) -> None:
+        step, detail = message["step"], message["detail"]
+        if not message["kind"]:
+            self.problems.append(f"Home is not reached; training goes on, and it is tried again: {detail}")
+            return
+        error = getattr(errors, message["kind"], RetryLater)(
+            f"Step {step} is not in home: {detail}", step=step
+        )
+        self.home_lost = error
+        if step in self._towards_home:
+            self._towards_home.pop(step).mark_home_failed(error)
+
+    def close(self, timeout_s: float | None = None, *, goodbye: bool = False) -> None:
         """Let the keeper end, which it does when all it was handed is done.
+
+        Args:
+            timeout_s: how long to wait for that.
+            goodbye: nobody will want what is in its memory.
 
         Blocks: until it has ended, at most `timeout_s`; it ends by itself in any case.
         """
         with self._lock:
             self._closing = True
             _let_go[self.pid] = self
+            if goodbye:
+                self._send({"op": "goodbye"})
             with contextlib.suppress(OSError):  # it may be gone already
                 self._end.shutdown(socket.SHUT_WR)  # our messages are over, its answers still come
         self.wait_ended(timeout_s)

@@ -62,11 +62,31 @@ def commit(store: Store, terms: Terms, step: int) -> manifests.Manifest:
     part_names = [names.part(step, terms.attempt, rank) for rank in range(terms.world_size)]
     documents = ((part_name, store.get(part_name)) for part_name in part_names)
     manifest = manifests.merge_documents(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
+    publish(store, terms, step, name, manifests.document(manifest))
+    return manifest
+
+
+def publish(store: Store, terms: Terms, step: int, name: str, document: bytes) -> None:
+    """Make a checkpoint visible whose files are all there, unless this attempt is fenced by now.
+
+    Args:
+        store: where.
+        terms: of rank 0's keeper, which alone calls this.
+        step: of the checkpoint.
+        name: of its manifest.
+        document: the manifest.
+
+    Raises:
+        Conflict: this attempt is fenced.
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
     # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
     # parts.
     with contextlib.suppress(Conflict):
         # The commit: before this object exists the checkpoint does not, afterwards it is complete.
-        store.put(name, manifests.document(manifest), if_absent=True)
+        store.put(name, document, if_absent=True)
     kill_point("keeper.manifest")
     try:
         check_not_fenced(store, terms.attempt)
@@ -75,7 +95,6 @@ def commit(store: Store, terms: Terms, step: int) -> manifests.Manifest:
         if missing_ranks(store, terms, step):
             store.delete(name)
         raise
-    return manifest
 
 
 def refuse(store: Store, terms: Terms, step: int, error: InvalidInput) -> None:

@@ -40,15 +40,33 @@ class FrozenFile:
         """
         chunk_bytes = chunk_bytes_for(len(image))
         file = DataFile(len(image), chunk_bytes, hash_chunks(image, chunk_bytes))
-        newest = self._find_newest()
+        self._find_newest()
         if must_match:
             self._check_unchanged(step, file)
         self._before = file
         name = names.frozen(step, self._terms.attempt, self._terms.rank)
-        if not (newest is not None and newest[1] == file and self._link(newest[0], name, len(image))):
+        if not self.link(name, file):
             self._store.put(name, image)
-        self._newest = name, file
+            self.note(name, file)
         return file
+
+    def link(self, name: str, file: DataFile) -> bool:
+        """Give the newest file another name, if it has the same bytes; False: they have to be sent.
+
+        Raises:
+            RetryLater: the store failed.
+
+        Blocks: until the name is durable.
+        """
+        newest = self._find_newest()
+        if newest is None or newest[1] != file or not self._link(newest[0], name, file.num_bytes):
+            return False
+        self.note(name, file)
+        return True
+
+    def note(self, name: str, file: DataFile) -> None:
+        """Remember a file that has been put into the store."""
+        self._newest = name, file
 
     def _check_unchanged(self, step: int, file: DataFile) -> None:
         before = self._before or (self._newest[1] if self._newest else None)

@@ -17,6 +17,8 @@ EVENTS = (
     "staged",
     "persisted",
     "committed",
+    "drained",  # complete in home too
+    "drain-failed",
     "retained",
     "skipped",
     "dropped",
@@ -28,7 +30,10 @@ EVENTS = (
 
 
 class History:
-    """Appends events. If it cannot be written, that is told to the trainer once and never stops a save."""
+    """Appends events. If it cannot be written, that is told to the trainer once and never stops a save.
+
+    Events of several threads may mix, but not within a line.
+    """
 
     def __init__(self, store: Store, terms: Terms) -> None:
         self.store = store
@@ -43,9 +48,20 @@ class History:
         num_bytes: int = 0,
         seconds: float = 0.0,
         detail: str = "",
+        tier: str = "",
         unix_s: float | None = None,
     ) -> dict[str, Any]:
-        """Write one event and return it; `unix_s` is when it happened, if that was not now."""
+        """Write one event and return it.
+
+        Args:
+            event: one of EVENTS.
+            step: that it is about.
+            num_bytes: that were moved.
+            seconds: that it took.
+            detail: in words.
+            tier: "memory", "local" or "home"; "" where that says nothing.
+            unix_s: when it happened, if that was not now.
+        """
         line = {
             "t": round(time.time() if unix_s is None else unix_s, 6),
             "event": event,
@@ -55,6 +71,7 @@ class History:
             "bytes": num_bytes,
             "seconds": round(seconds, 6),
             "detail": detail,
+            "tier": tier,
         }
         try:
             self.store.append(names.history(self.terms.attempt, self.terms.rank), dumps(line) + b"\n")

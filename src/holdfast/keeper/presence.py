@@ -27,7 +27,9 @@ class Trace:
     rank: int
     trainer_pid: int
     trainer_start: int  # clock ticks since boot: tells a reused pid from the trainer
-    busy: bool  # has data that is not yet in the store
+    busy: bool  # has data that is not yet in the nearest store
+    is_done: bool = False  # nobody need wait for it: the nearest tier has all, and no more will come
+    held: str = ""  # name of the socket, beside the trace, where it offers what it still has in memory
 
 
 def runtime_dir() -> Path:
@@ -110,6 +112,11 @@ class Presence:
             self._trace = dataclasses.replace(self._trace, busy=busy)
             self._write()
 
+    def set_done(self, *, held: str = "") -> None:
+        """Say that the next attempt need not wait for this keeper, and where to ask for what it holds."""
+        self._trace = dataclasses.replace(self._trace, busy=False, is_done=True, held=held)
+        self._write()
+
     def _write(self) -> None:
         text = json.dumps(asdict(self._trace)).encode()
         os.pwrite(self.fd, text.ljust(_TRACE_BYTES), 0)  # one write of fixed size: no reader sees half of it
@@ -124,8 +131,8 @@ def _read(fd: int) -> Trace:
     return Trace(**json.loads(os.pread(fd, _TRACE_BYTES, 0)))
 
 
-def living(home: str) -> Iterator[Trace]:
-    """The traces of keepers that live on this host and serve `home`; removes those of the dead."""
+def living(home: str) -> Iterator[tuple[Path, Trace]]:
+    """The traces, with their files, of keepers that live on this host and serve `home`; removes dead ones."""
     for path in home_dir(home).glob("*.trace"):
         try:
             fd = os.open(path, os.O_RDWR)
@@ -133,7 +140,7 @@ def living(home: str) -> Iterator[Trace]:
             continue
         try:
             if _is_locked(fd):
-                yield _read(fd)
+                yield path, _read(fd)
             elif os.fstat(fd).st_size:  # an empty one is just being made
                 path.unlink(missing_ok=True)
         finally:
@@ -151,7 +158,8 @@ def _is_locked(fd: int) -> bool:
 def wait_for_orphans(home: str, *, timeout_s: float, say: Callable[[str], None]) -> bool:
     """Wait for keepers of `home` on this host whose trainer is gone: they may be about to commit.
 
-    Keepers whose trainer lives are not waited for; a newer attempt fences them.
+    Keepers whose trainer lives are not waited for; a newer attempt fences them. Neither are those that only
+    drain, or hold what they have in memory.
 
     Args:
         say: told in one line when the wait is long enough for a person to wonder.
@@ -163,7 +171,9 @@ def wait_for_orphans(home: str, *, timeout_s: float, say: Callable[[str], None])
     """
     began, told = time.monotonic(), False
     while orphans := [
-        trace for trace in living(home) if process_start(trace.trainer_pid) != trace.trainer_start
+        trace
+        for _, trace in living(home)
+        if not trace.is_done and process_start(trace.trainer_pid) != trace.trainer_start
     ]:
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:

@@ -28,7 +28,9 @@ from holdfast.keeper.commit import (
     newest_committed,
     refuse,
 )
+from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.frozen import FrozenFile
+from holdfast.keeper.held import Image, offer
 from holdfast.keeper.history import History
 from holdfast.keeper.persist import persist
 from holdfast.keeper.presence import Presence, living, process_start
@@ -55,6 +57,7 @@ class Job:
     is_frozen_unchanged: bool = False  # so the trainer believes
     ancestors: Ancestors | None = None  # known once it is committed
     draft_fd: int = -1  # -1: persisted already, only the commit is left
+    to_home: bool = True  # it is to be drained
     received_s: float = 0.0
     next_look_s: float = 0.0
 
@@ -66,9 +69,20 @@ def serve(end: socket.socket, presence: Presence) -> None:
         if message is not None:
             desk = Desk(end, presence.trainer_pid)
             threading.Thread(target=desk.run, name="holdfast-desk", daemon=True).start()
-            Work(desk, Terms.parse(message["terms"]), presence).run()
+            work = Work(desk, Terms.parse(message["terms"]), presence)
+            work.run()
+            work.wind_up()
     finally:
         presence.leave()
+
+
+@dataclass(slots=True)
+class Mapped:
+    """An arena in this process, and the files whose images it was last known to hold."""
+
+    fd: int
+    bytes: mmap.mmap
+    images: tuple[Image, ...] = ()
 
 
 class Desk:
@@ -78,8 +92,10 @@ class Desk:
         self.end = end
         self.jobs: deque[Job] = deque()
         self.notes: deque[Message] = deque()
-        self.arenas: dict[int, mmap.mmap] = {}
+        self.drains: deque[tuple[int, int]] = deque()  # (attempt, step) that the trainer wants in home
+        self.arenas: dict[int, Mapped] = {}
         self.arena_in_use = 0  # being persisted
+        self.said_goodbye = False
         self.trainer_gone = False
         self.changed = threading.Condition()
         self._trainer_pid = trainer_pid
@@ -120,15 +136,24 @@ class Desk:
         if message["op"] == "note":
             self.notes.append(message)
             return
+        if message["op"] == "drain":
+            self.drains.append((message["attempt"], message["step"]))
+            return
+        if message["op"] == "goodbye":
+            self.said_goodbye = True
+            return
         job = Job(message["step"], received_s=time.monotonic())
         if message["op"] == "save":
             job.arena, job.num_bytes = message["arena"], message["bytes"]
             job.frozen_at, job.frozen_bytes = message["frozen_at"], message["frozen_bytes"]
             job.is_frozen_unchanged = message["is_frozen_unchanged"]
+            job.to_home = message["to_home"]
             arena_fd, job.draft_fd = fds
-            if job.arena not in self.arenas:
-                self.arenas[job.arena] = mmap.mmap(arena_fd, 0, access=mmap.ACCESS_READ)
-            os.close(arena_fd)
+            if job.arena in self.arenas:
+                os.close(arena_fd)
+            else:
+                bytes_ = mmap.mmap(arena_fd, 0, access=mmap.ACCESS_READ)
+                self.arenas[job.arena] = Mapped(arena_fd, bytes_)
             self._forget_arenas(message["arenas"])
         kill_point("keeper.received")
         self.jobs.append(job)
@@ -138,8 +163,8 @@ class Desk:
         needed = {*alive, *(job.arena for job in self.jobs), self.arena_in_use}
         for number in [number for number in self.arenas if number not in needed]:
             with contextlib.suppress(BufferError):  # a failed write's traceback still holds it: next time
-                self.arenas[number].close()
-                del self.arenas[number]
+                self.arenas[number].bytes.close()
+                os.close(self.arenas.pop(number).fd)
 
     def tell(self, message: Message) -> None:
         """Tell the trainer, if it is still there."""
@@ -154,10 +179,19 @@ class Work:
         self.desk = desk
         self.terms = terms
         self.presence = presence
-        self.store = open_store(terms.home)
+        self.store = open_store(terms.near)
         self.history = History(self.store, terms)
         self.frozen = FrozenFile(self.store, terms)
-        self.retention = Retention(self.store, Keep(terms.keep_last, terms.keep_every))
+        keep = Keep(terms.keep_last, terms.keep_every)
+        self.retention = Retention(self.store, keep if terms.local is None else Keep(terms.keep_local))
+        self.drain: Drain | None = None
+        if terms.local is not None:
+            self.home = open_store(terms.home)
+            self.home_retention = Retention(self.home, keep)
+            self.drain = Drain(self.store, self.home, terms, self.history, self._after_drain)
+            self.is_home_failing = False
+        self.newest: tuple[int, int] | None = None  # that this keeper saw committed
+        self.wanted_home: set[tuple[int, int]] = set()  # to be drained as soon as they are committed
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
         self.retaining = threading.Thread()  # never started: nothing is being deleted
@@ -170,6 +204,7 @@ class Work:
                 job is None and not self.waiting and self.desk.trainer_gone
             )  # asked before the last notes
             self._write_notes()
+            self._take_drains()
             if is_over:
                 break
             if job is not None:
@@ -181,10 +216,38 @@ class Work:
             self._retain_if_due()
             self.retaining.join()
 
+    def wind_up(self) -> None:
+        """What is left once the nearest tier has all: drain, and offer what is in memory to a successor."""
+        drain = self.drain
+        if self.desk.said_goodbye:
+            if drain is not None:
+                drain.close()
+            return
+        self.presence.set_done()
+        if drain is not None and self.newest is not None:
+            drain.submit(*self.newest)  # there may be no next attempt
+        draining = threading.Thread(target=drain.close if drain else lambda: None, name="holdfast-wind-up")
+        draining.start()
+        held = {arena.fd: arena.images for arena in self.desk.arenas.values() if arena.images}
+        if held and self.terms.hold_s > 0:
+            offer(self.presence, held, hold_s=self.terms.hold_s)
+        draining.join()
+
+    def _take_drains(self) -> None:
+        while self.desk.drains:
+            one = self.desk.drains.popleft()
+            if self.drain is None:
+                continue
+            if self.store.size(names.manifest(one[1], one[0])) is None:
+                self.wanted_home.add(one)
+            else:
+                self.drain.submit(*one)
+
     def _next_job(self) -> Job | None:
         desk = self.desk
         with desk.changed:
-            if not desk.jobs and not desk.notes and (self.waiting or not desk.trainer_gone):
+            is_idle = not (desk.jobs or desk.notes or desk.drains)
+            if is_idle and (self.waiting or not desk.trainer_gone):
                 desk.changed.wait(self._pause_s())
             if not desk.jobs:
                 return None
@@ -207,6 +270,7 @@ class Work:
                 num_bytes=note.get("bytes", 0),
                 seconds=note.get("seconds", 0.0),
                 detail=note.get("detail", ""),
+                tier=note.get("tier", ""),
                 unix_s=note["t"],
             )
 
@@ -225,11 +289,20 @@ class Work:
             # Told before the arena is released: a successor of this keeper must not need an arena that is
             # reused.
             self._tell("persisted", job, num_bytes=job.num_bytes, seconds=time.monotonic() - began)
+            self._note_images(job)
             self.waiting.append(job)
         finally:
             os.close(job.draft_fd)
             self.desk.arena_in_use = 0
             self.desk.tell({"event": "released", "arena": job.arena})
+
+    def _note_images(self, job: Job) -> None:
+        """Remember what lies in the arena, until another save is copied over it."""
+        rank, attempt = self.terms.rank, self.terms.attempt
+        images = [Image(names.data(job.step, attempt, rank), 0, job.num_bytes)]
+        if job.frozen_bytes:
+            images.append(Image(names.frozen(job.step, attempt, rank), job.frozen_at, job.frozen_bytes))
+        self.desk.arenas[job.arena].images = tuple(images)
 
     def _persist_patiently(self, job: Job) -> None:
         pause_s = self.terms.retry_s
@@ -246,7 +319,7 @@ class Work:
 
     def _put_data_and_part(self, job: Job) -> None:
         check_not_fenced(self.store, self.terms.attempt)
-        terms, arena = self.terms, memoryview(self.desk.arenas[job.arena])
+        terms, arena = self.terms, memoryview(self.desk.arenas[job.arena].bytes)
         frozen = None
         if job.frozen_bytes:  # first: it may be refused, and then nothing need be written
             image = arena[job.frozen_at : job.frozen_at + job.frozen_bytes]
@@ -320,13 +393,17 @@ class Work:
             trace.attempt == self.terms.attempt
             and trace.rank != self.terms.rank
             and (trace.busy or process_start(trace.trainer_pid) == trace.trainer_start)
-            for trace in living(self.terms.home)
+            for _, trace in living(self.terms.home)
         )
 
     def _after_commit(self, job: Job) -> None:
         seconds = time.monotonic() - job.received_s
         self._tell("committed", job, num_bytes=job.num_bytes, seconds=seconds)
-        if self.terms.rank == 0 and self.terms.keep_last is not None and job.ancestors is not None:
+        one = self.newest = self.terms.attempt, job.step
+        if self.drain is not None and (job.to_home or one in self.wanted_home):
+            self.wanted_home.discard(one)
+            self.drain.submit(*one)
+        if self.terms.rank == 0 and self.retention.keep.last is not None and job.ancestors is not None:
             self.retain_due.append(job)
 
     def _retain_if_due(self) -> None:
@@ -339,17 +416,60 @@ class Work:
         self.retaining.start()
 
     def _retain(self, job: Job) -> None:
-        in_work = {other.step for other in (*self.waiting, *self.desk.jobs)}
-        newest = self.terms.attempt, job.step
+        attempt = self.terms.attempt
+        in_work = {(attempt, other.step) for other in (*self.waiting, *self.desk.jobs)}
+        if self.drain is not None:
+            in_work |= self.drain.needed() | self.wanted_home
         try:
-            for deleted in self.retention.apply(newest, job.ancestors or (), in_work):
-                detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
-                self.history.record("retained", step=deleted.step, detail=detail)
-            self.store.sweep("step-")
+            self._delete_old(self.retention, (attempt, job.step), job.ancestors or (), in_work, self.tier)
         except HoldfastError as error:
             self._tell("retain-failed", job, detail=str(error))
         with self.desk.changed:
             self.desk.changed.notify_all()  # what has become due meanwhile can begin
+
+    def _delete_old(
+        self,
+        retention: Retention,
+        newest: tuple[int, int],
+        ancestors: Ancestors,
+        in_work: set[tuple[int, int]],
+        tier: str,
+    ) -> None:
+        for deleted in retention.apply(newest, ancestors, in_work):
+            detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
+            self.history.record("retained", step=deleted.step, detail=detail, tier=tier)
+        retention.store.sweep("step-")
+
+    # -- drain -----------------------------------------------------------------------------------------------
+
+    @property
+    def tier(self) -> str:
+        """The tier that saves are committed in first."""
+        return "home" if self.drain is None else "local"
+
+    def _after_drain(self, drained: Drained) -> None:
+        """Runs in the drain's thread."""
+        job = Job(drained.step)
+        error = drained.error
+        if error is None:
+            self.is_home_failing = False
+            numbers = {"num_bytes": drained.num_bytes, "seconds": drained.seconds}
+            self._tell("drained", job, tier="home", **numbers)
+            if self.terms.rank == 0 and self.terms.keep_last is not None:
+                self._retain_home(drained)
+        elif isinstance(error, Conflict):
+            self._fail(job, error)
+        elif drained.is_over or not self.is_home_failing:  # not each of many tries
+            self.is_home_failing = not drained.is_over
+            kind = type(error).__name__ if drained.is_over else ""
+            self._tell("drain-failed", job, tier="home", detail=str(error), kind=kind)
+
+    def _retain_home(self, drained: Drained) -> None:
+        newest = drained.attempt, drained.step
+        try:
+            self._delete_old(self.home_retention, newest, drained.ancestors, set(), "home")
+        except HoldfastError as error:
+            self._tell("retain-failed", Job(drained.step), detail=str(error), tier="home")
 
     # -- telling ---------------------------------------------------------------------------------------------
 
@@ -366,8 +486,12 @@ class Work:
         seconds: float = 0.0,
         detail: str = "",
         kind: str = "",
+        tier: str | None = None,
     ) -> None:
-        self.history.record(event, step=job.step, num_bytes=num_bytes, seconds=seconds, detail=detail)
+        tier = self.tier if tier is None else tier
+        self.history.record(
+            event, step=job.step, num_bytes=num_bytes, seconds=seconds, detail=detail, tier=tier
+        )
         trouble, self.history.trouble = self.history.trouble, None
         self.desk.tell(
             {

@@ -33,13 +33,13 @@ class Retention:
         self.keep = keep
         self._readable: set[Id] = set()
 
-    def apply(self, newest: Id, ancestors: Ancestors, in_work: Collection[int]) -> Iterator[Deleted]:
+    def apply(self, newest: Id, ancestors: Ancestors, in_work: Collection[Id]) -> Iterator[Deleted]:
         """Delete what need not stay now that `newest` is complete.
 
         Args:
             newest: the checkpoint just committed; it always stays.
             ancestors: its ancestors.
-            in_work: steps of its attempt that may still become complete.
+            in_work: what may still become complete, or is still needed; it stays.
 
         Raises:
             RetryLater: the store failed; what was not deleted yet is found again next time.
@@ -50,11 +50,10 @@ class Retention:
         }
         self._readable.add(newest)  # it need not be read back
         line = line_of((found for found in complete if self._is_readable(found)), newest, ancestors)
-        kept = self.keep.kept(line.current) | {newest}
+        kept = self.keep.kept(line.current) | {newest} | set(in_work)
         doomed = {found for found in line.current if found not in kept}
         doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
-        half_done = {found for found in files if found not in complete and found < newest}
-        half_done -= {(newest[0], step) for step in in_work}
+        half_done = {found for found in files if found not in complete and found < newest} - kept
         for found in sorted(doomed | half_done):
             self._delete(found, files[found])
             yield Deleted(*found, was_complete=found in complete)

@@ -25,8 +25,18 @@ class Terms:
     keep_every: int | None
     commit_timeout_s: float  # how long to wait for other ranks' parts while the trainer lives
     linger_s: float  # the same once the trainer is gone
+    local: str | None = None  # folder of the near tier; None: saves are persisted straight to home
+    keep_local: int = 2  # how many of the newest checkpoints stay there
+    bandwidth: float | None = None  # bytes per second that this rank may send to home
+    patience_s: float = 3600.0  # how long home may fail before that is an error
+    hold_s: float = 0.0  # how long what is in memory is offered to the next attempt after the trainer's death
     num_retries: int = 2  # tries after the first, when the store fails
     retry_s: float = 0.5  # pause before the first of them; doubles
+
+    @property
+    def near(self) -> str:
+        """Where saves are committed first."""
+        return self.home if self.local is None else self.local
 
     def text(self) -> str:
         """One line of JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
@@ -18,6 +18,7 @@ from holdfast.format.layout import BLOCK_BYTES, Piece
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
 from holdfast.store.contract import Store
+from holdfast.store.nearest import first_good
 
 
 @dataclass(slots=True)
@@ -163,6 +164,10 @@ def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> 
         Unsupported: written by a newer format.
         RetryLater: the store failed.
     """
+    return first_good(store, lambda copy: _read_manifest(copy, step, attempt, run_id))
+
+
+def _read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:
     name = names.manifest(step, attempt)
     found = manifest_format.parse(store.get(name), name)
     if (found.step, found.attempt) != (step, attempt):
@@ -182,28 +187,40 @@ def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> 
     return found
 
 
-def check_files(home: Home, manifest: Manifest) -> None:
-    """Check that every file of a checkpoint is listed with the right size.
+def check_files(listings: Sequence[Home], manifest: Manifest) -> None:
+    """Check that some copy of every file of a checkpoint has the right size.
+
+    Args:
+        listings: of the tiers, nearest first.
+        manifest: the checkpoint.
 
     Raises:
         NotFound: a file is missing.
         Corrupt: a file has another size.
     """
-    step, attempt = manifest.step, manifest.attempt
-    saved = home.saved.get((step, attempt), Saved(step, attempt))
+    key = manifest.step, manifest.attempt
+    copies = [listing.saved.get(key, Saved(*key)) for listing in listings]
     for file in manifest.parts:
         rank = file.rank
-        _check_size(names.part(step, attempt, rank), file.part_bytes, saved.parts.get(rank), step, rank)
-        _check_size(names.data(step, attempt, rank), file.data_bytes, saved.data.get(rank), step, rank)
+        sizes = [(file.part_bytes, one.parts.get(rank)) for one in copies]
+        _check_sizes(names.part(*key, rank), sizes, manifest.step, rank)
+        sizes = [(file.data_bytes, one.data.get(rank)) for one in copies]
+        _check_sizes(names.data(*key, rank), sizes, manifest.step, rank)
         if file.frozen_bytes is not None:
-            frozen = names.frozen(step, attempt, rank)
-            _check_size(frozen, file.frozen_bytes, saved.frozen.get(rank), step, rank)
+            sizes = [(file.frozen_bytes, one.frozen.get(rank)) for one in copies]
+            _check_sizes(names.frozen(*key, rank), sizes, manifest.step, rank)
 
 
-def _check_size(name: str, expected: int, found: int | None, step: int, rank: int) -> None:
-    error = size_error(name, expected, found, step=step, rank=rank)
-    if error is not None:
-        raise error
+def _check_sizes(name: str, sizes: list[tuple[int, int | None]], step: int, rank: int) -> None:
+    """Raise what is wrong with the nearest copy that is there, unless one is as expected.
+
+    Args:
+        sizes: (expected, found) for each tier.
+    """
+    errors = [size_error(name, expected, found, step=step, rank=rank) for expected, found in sizes]
+    if None not in errors:
+        wrong = [error for error in errors if isinstance(error, Corrupt)]
+        raise (wrong or [error for error in errors if error])[0]
 
 
 def size_error(
@@ -228,6 +245,10 @@ def read_part(store: Store, manifest: Manifest, rank: int) -> Part:
         Unsupported: written by a newer format.
         RetryLater: the store failed.
     """
+    return first_good(store, lambda copy: _read_part(copy, manifest, rank))
+
+
+def _read_part(store: Store, manifest: Manifest, rank: int) -> Part:
     name = names.part(manifest.step, manifest.attempt, rank)
     text = store.get(name)
     expected, found = manifest.parts[rank].part_xxh3, digest(text)

@@ -7,11 +7,11 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
 from holdfast.format.hashes import digest
 from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
@@ -68,6 +68,8 @@ class ReadStats:
     num_bytes: int
     num_reads: int
     seconds: float
+    sources: Mapping[str, int] = field(default_factory=dict)  # bytes by the URL of the copy they came from
+    mended: tuple[str, ...] = ()  # what was wrong with nearer copies, where a farther one was good
 
 
 @dataclass(slots=True)
@@ -115,7 +117,8 @@ def read(
     reads = [one for job in jobs for one in plan_reads(job)]
     crew = _Crew(store, deque(reads), on_bytes, on_error)
     crew.work(min(num_threads, len(reads)))
-    return ReadStats(sum(one.stop - one.start for one in reads), len(reads), time.perf_counter() - began)
+    num_bytes, seconds = sum(one.stop - one.start for one in reads), time.perf_counter() - began
+    return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.mended))
 
 
 def plan_reads(job: Job) -> list[Read]:
@@ -163,6 +166,8 @@ class _Crew:
         on_bytes: Callable[[int], None] | None,
         on_error: Callable[[HoldfastError], None] | None,
     ) -> None:
+        self.sources: dict[str, int] = {}
+        self.mended: list[str] = []
         self._store = store
         self._todo = todo
         self._on_bytes = on_bytes
@@ -207,27 +212,61 @@ class _Crew:
             self._do(one, view[: one.stop - one.start])
 
     def _do(self, one: Read, view: memoryview) -> None:
-        damage = self._fetch(one, view)
-        for error in damage:
-            self._report(error)
-        if not damage:
-            deliver(one, view)
-        if self._on_bytes is not None:
-            with self._lock:
+        fetched = fetch(self._store, one, view)
+        if fetched.view is None:
+            for error in fetched.errors:
+                self._report(error)
+        else:
+            deliver(one, fetched.view)
+        with self._lock:
+            if fetched.view is not None:
+                self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(view)
+                self.mended += map(str, fetched.errors)
+            if self._on_bytes is not None:
                 self._on_bytes(len(view))
-
-    def _fetch(self, one: Read, view: memoryview) -> list[HoldfastError]:
-        try:
-            self._store.read_into(one.name, one.start, view)
-        except HoldfastError as error:
-            return [error]
-        return find_damage(one, view)
 
     def _report(self, error: HoldfastError) -> None:
         if self._on_error is None:
             raise error
         with self._lock:
             self._on_error(error)
+
+
+class Fetched(NamedTuple):
+    """What came of one read: verified bytes, or only reasons why there are none."""
+
+    view: memoryview | None
+    source: str  # URL of the copy that was good
+    errors: list[HoldfastError]  # what is wrong with the copies before it, or with all
+
+
+def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
+    """Verified bytes of one read, from the nearest copy that is good.
+
+    Args:
+        store: where the copies are.
+        one: what is read.
+        buffer: as long as that; filled unless the bytes lie in memory already.
+    """
+    errors: list[HoldfastError] = []
+    missing: list[HoldfastError] = []  # that a nearer tier lacks an object is as it should be
+    for copy in store.copies():
+        try:
+            view = copy.view(one.name, one.start, len(buffer))
+            if view is None:
+                copy.read_into(one.name, one.start, buffer)
+                view = buffer
+        except NotFound as error:
+            missing.append(error)
+            continue
+        except HoldfastError as error:
+            errors.append(error)
+            continue
+        damage = find_damage(one, view)
+        if not damage:
+            return Fetched(view, copy.url, errors)
+        errors += damage
+    return Fetched(None, "", errors or missing[-1:])
 
 
 def find_damage(one: Read, view: memoryview) -> list[HoldfastError]:

@@ -23,6 +23,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.find import (
+    Home,
     Passed,
     candidates,
     check_files,
@@ -32,7 +33,7 @@ from holdfast.restore.find import (
     read_run,
 )
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, read
+from holdfast.restore.read import Job, ReadStats, read
 from holdfast.restore.share import Exchange, read_shared
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
@@ -86,6 +87,8 @@ class Restored:
     num_bytes: int
     seconds: float
     passed: tuple[Passed, ...]
+    sources: Mapping[str, int]  # bytes by the URL of the tier they came from
+    mended: tuple[str, ...]  # what was wrong with nearer copies of what a farther tier had
 
 
 @dataclass(slots=True)
@@ -198,9 +201,11 @@ def restore_newest(
             attempt=attempt,
             ancestors=tried.ancestors or (),
             world_size=tried.saved_world_size,
-            num_bytes=tried.num_bytes,
+            num_bytes=tried.stats.num_bytes,
             seconds=time.perf_counter() - began,
             passed=tuple(passed),
+            sources=tried.stats.sources,
+            mended=tried.stats.mended,
         )
     if not survey["candidates"] and step is None and not passed:
         return None
@@ -225,15 +230,13 @@ def _survey(store: Store, rank: int, group: Group, step: int | None) -> dict[str
 def _look(store: Store, step: int | None) -> dict[str, Any]:
     run = read_run(store)
     run_id = run.id if run else None
-    home = list_home(store)
-    passed = []
-    finished = 0
-    for (saved_step, attempt), saved in sorted(home.saved.items()):
-        try:
-            finished += finish_commit(store, saved, run_id)
-        except RetryLater as error:
-            passed.append([saved_step, attempt, f"its manifest is missing and could not be written: {error}"])
-    every = candidates(list_home(store) if finished else home)
+    found: set[tuple[int, int]] = set()
+    passed: list[list[Any]] = []
+    for copy in store.copies():
+        home = list_home(copy)
+        finished = _finish_commits(copy, home, run_id, passed)
+        found.update(candidates(list_home(copy) if finished else home))
+    every = sorted(found, reverse=True)
     if step is not None:
         passed = [row for row in passed if row[0] == step]
         if not passed and not any(found == step for _, found in every):
@@ -244,15 +247,29 @@ def _look(store: Store, step: int | None) -> dict[str, Any]:
     return {"run": run_id, "candidates": every, "passed": passed}
 
 
+def _finish_commits(store: Store, home: Home, run_id: str | None, passed: list[list[Any]]) -> int:
+    """Commit what lacks only its manifest; how many there were. What could not be is added to `passed`."""
+    finished = 0
+    for (saved_step, attempt), saved in sorted(home.saved.items()):
+        try:
+            finished += finish_commit(store, saved, run_id)
+        except RetryLater as error:
+            passed.append([saved_step, attempt, f"its manifest is missing and could not be written: {error}"])
+    return finished
+
+
+_NO_READ = ReadStats(0, 0, 0.0)
+
+
 @dataclass(slots=True)
 class _Tried:
-    """What came of one candidate, the same on every rank but for `num_bytes`."""
+    """What came of one candidate, the same on every rank but for `stats`."""
 
     kinds: list[str]  # of the reasons against it; none: it is restored
     reason: str = ""
     ancestors: Ancestors | None = None  # None: no rank could read its manifest
     saved_world_size: int = 0
-    num_bytes: int = 0
+    stats: ReadStats = _NO_READ
 
 
 class _Restore:
@@ -293,7 +310,7 @@ class _Restore:
         with _stage(result):
             manifest = read_manifest(self._store, step, attempt, self._run_id)
             lines.append(manifest.ancestors)
-            check_files(list_home(self._store, step=step), manifest)
+            check_files([list_home(copy, step=step) for copy in self._store.copies()], manifest)
             parts = Parts(self._store, manifest)
             source = self._source(manifest)
             values = [parts.part(rank).values for rank in parts.structures(source)]
@@ -305,14 +322,14 @@ class _Restore:
             against, _ = self._agree(result, lines)  # a rank without a plan would be waited for
             if against:
                 return _Tried(*_reason(against), ancestors=ancestors)
-        num_bytes = self._read(result, loading, jobs)
+        stats = self._read(result, loading, jobs)
         against, _ = self._agree(result, lines)
         if against:
             return _Tried(*_reason(against), ancestors=ancestors)
         with _stage(result, passable=()):
             loading.finish()
         self._agree(result, lines)
-        return _Tried([], ancestors=ancestors, saved_world_size=manifest.world_size, num_bytes=num_bytes)
+        return _Tried([], ancestors=ancestors, saved_world_size=manifest.world_size, stats=stats)
 
     def _source(self, manifest: Manifest) -> int:
         """The saved rank whose per-rank state this rank takes.
@@ -347,9 +364,9 @@ class _Restore:
                 jobs = plan_fill(manifest, loading.targets, self._source(manifest), parts)
         return loading, jobs
 
-    def _read(self, result: _Result, loading: Loading, jobs: list[Job]) -> int:
-        """Fill the targets, if `result` is a success so far; answers the bytes that this rank has read."""
-        num_bytes = 0
+    def _read(self, result: _Result, loading: Loading, jobs: list[Job]) -> ReadStats:
+        """Fill the targets, if `result` is a success so far; answers what this rank has read."""
+        stats = _NO_READ
         if not result.kind:
             with _stage(result):
                 self.touched.update(loading.targets)
@@ -357,8 +374,7 @@ class _Restore:
                     stats = read_shared(self._store, jobs, self._group, on_bytes=self._on_bytes)
                 else:
                     stats = read(self._store, jobs, num_threads=self._num_threads, on_bytes=self._on_bytes)
-                num_bytes = stats.num_bytes
-        return num_bytes
+        return stats
 
     def _check_left_over(self, loading: Loading, manifest: Manifest) -> None:
         left = sorted(self.touched - loading.targets.keys())

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
-from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, find_damage
+from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, fetch
 from holdfast.store.contract import Store
 
 _MAX_AHEAD = 4  # blocks that are read, or on their way to other ranks, before a rank waits
@@ -143,7 +143,8 @@ def read_shared(
         ahead.close()
     if errors:
         raise errors[0]
-    return ReadStats(ahead.num_bytes, ahead.num_reads, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, ahead.sources, tuple(ahead.mended))
 
 
 def _needs(job: Job) -> list[Need]:
@@ -251,6 +252,8 @@ class _Ahead:
     def __init__(self, store: Store, reads: list[Read]) -> None:
         self.num_bytes = 0
         self.num_reads = 0
+        self.sources: dict[str, int] = {}
+        self.mended: list[str] = []
         self._store = store
         self._reads = reads
         self._ready: deque[tuple[torch.Tensor, HoldfastError | None]] = deque()
@@ -304,10 +307,13 @@ class _Ahead:
         return data, error
 
     def _fetch(self, one: Read, view: memoryview) -> HoldfastError | None:
-        try:
-            self._store.read_into(one.name, one.start, view)
-        except HoldfastError as error:
-            return error
+        fetched = fetch(self._store, one, view)
+        if fetched.view is None:
+            return fetched.errors[0]
+        if fetched.view is not view:
+            view[:] = fetched.view
         self.num_bytes += len(view)
         self.num_reads += 1
-        return next(iter(find_damage(one, view)), None)
+        self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(view)
+        self.mended += map(str, fetched.errors)
+        return None

@@ -184,7 +184,7 @@ def _open(place: Place) -> _Opened:
     for attempt, step in matching:
         try:
             manifest = find.read_manifest(store, step, attempt, run)
-            find.check_files(home, manifest)
+            find.check_files([home], manifest)
             parts = Parts(store, manifest)
             return _Opened(store, manifest, parts, _index(parts))
         except (Corrupt, NotFound, Unsupported) as error:

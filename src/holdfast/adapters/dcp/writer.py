@@ -202,7 +202,10 @@ class HoldfastWriter(StorageWriter):
         """Delete what need not stay; other saves of this attempt may be on their way in other threads."""
         newest = manifest.attempt, manifest.step
         try:
-            in_work = {one.step for one in list_home(store).saved.values() if one.attempt == newest[0]}
+            there = list_home(store).saved.values()
+            in_work = {
+                (one.attempt, one.step) for one in there if one.attempt == newest[0] and not one.is_committed
+            }
             for deleted in Retention(store, self._keep).apply(newest, manifest.ancestors, in_work):
                 detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
                 history.record("retained", step=deleted.step, detail=detail)

@@ -133,7 +133,8 @@ class Story:
         child = self._start("survivor")
         self._blow(child, signal.SIGKILL, "kill -9 while saving", saving_from=self.every * NUM_SAVES // 4)
         self.screen.say("survivor starts again")
-        child = self._start("survivor")
+        # With nothing held in memory: there the damaged file would still be whole.
+        child = self._start("survivor", hold="0")
         at_step = self.every * NUM_SAVES * 5 // 12 + self.every * 3 // 4
         self._blow(child, signal.SIGKILL, "kill -9 between saves", at_step=at_step)
         damage = self._damage_newest()
@@ -144,10 +145,10 @@ class Story:
         )
         return damage
 
-    def _start(self, who: str) -> Child:
+    def _start(self, who: str, *, hold: str = "1m") -> Child:
         options = ["--steps", str(self.steps), "--every", str(self.every), "--bytes", str(self.num_bytes)]
         if who == "survivor":
-            options += ["--home", str(self.home)]
+            options += ["--home", str(self.home), "--hold", hold]
         child = Child(
             who,
             options,
@@ -216,7 +217,7 @@ class Story:
             RetryLater: one is still there after a minute.
         """
         deadline = time.monotonic() + _KEEPERS_LIMIT_S
-        while any(living(str(self.home))):
+        while any(not trace.is_done for _, trace in living(str(self.home))):
             if time.monotonic() > deadline:
                 raise RetryLater(f"A keeper of {self.home} has not ended after {_KEEPERS_LIMIT_S:.0f} s.")
             time.sleep(0.01)

@@ -99,19 +99,20 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 @contextlib.contextmanager
-def protected(steps: int, state: dict[str, object], home: str | None, every: int) -> Iterator[Iterable[int]]:
+def protected(args: argparse.Namespace, state: dict[str, object]) -> Iterator[Iterable[int]]:
     """The steps of the training: Holdfast's where there is a home, else plain numbers."""
-    if home is None:
-        yield range(steps)
+    if args.home is None:
+        yield range(args.steps)
     else:
-        with holdfast.Checkpointer(home, state, every=every) as ckpt:
-            yield ckpt.steps(steps)
+        with holdfast.Checkpointer(args.home, state, every=args.every, hold=args.hold) as ckpt:
+            yield ckpt.steps(args.steps)
 
 
 def main() -> None:
     """Train, telling every step to the descriptor `--progress` as a line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home")
+    parser.add_argument("--hold", default="0", help="how long its keeper offers its memory afterwards")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--bytes", type=int, required=True, help="size of a checkpoint, about")
@@ -130,7 +131,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with protected(args.steps, state, args.home, args.every) as steps:
+    with protected(args, state) as steps:
         for step in steps:
             inputs, targets = batch(text)
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

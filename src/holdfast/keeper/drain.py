@@ -1,0 +1,255 @@
+"""Drain: copy committed checkpoints from the near tier to home, newest first, beside everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.format import manifest as manifests
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.format.hashes import digest
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Ancestors, DataFile, Part
+from holdfast.keeper.commit import check_not_fenced, publish
+from holdfast.keeper.frozen import FrozenFile
+from holdfast.keeper.history import History
+from holdfast.keeper.terms import Terms
+from holdfast.killpoint import kill_point
+from holdfast.store import Store
+
+BLOCK_BYTES = 8 << 20  # of every file in memory at once; a multiple of every chunk size
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
+
+Id = tuple[int, int]  # (attempt, step), the order of checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What came of one checkpoint: it is complete in home, or why it is not, or not yet."""
+
+    attempt: int
+    step: int
+    num_bytes: int = 0  # sent by this rank
+    seconds: float = 0.0
+    ancestors: Ancestors = ()
+    error: HoldfastError | None = None
+    is_over: bool = True  # False: it will be tried again
+
+
+class Drain:
+    """Copies what this rank's files are of each checkpoint that is due; rank 0 also writes the manifest.
+
+    Args:
+        near: where the checkpoints are committed.
+        home: where they go.
+        terms: of the keeper.
+        history: of this attempt and rank in `near`; its log is copied along.
+        done: told, in the drain's thread, what came of each checkpoint, and of each failed try.
+    """
+
+    def __init__(
+        self, near: Store, home: Store, terms: Terms, history: History, done: Callable[[Drained], None]
+    ) -> None:
+        self._near, self._home, self._terms, self._history = near, home, terms, history
+        self._done = done
+        self._due: set[Id] = set()
+        self._working_on: Id | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._frozen = FrozenFile(home, terms)
+        self._thread = threading.Thread(target=self._run, name="holdfast-drain", daemon=True)
+        self._thread.start()
+
+    def submit(self, attempt: int, step: int) -> None:
+        """Have a checkpoint copied that is complete in the near tier."""
+        with self._changed:
+            self._due.add((attempt, step))
+            self._changed.notify_all()
+
+    def needed(self) -> set[Id]:
+        """Checkpoints that the near tier must not lose yet."""
+        with self._changed:
+            return self._due | ({self._working_on} if self._working_on else set())
+
+    def close(self) -> None:
+        """End when all that is due is in home.
+
+        Blocks: until then, or until the attempt is fenced or home has failed for longer than is allowed.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failing_since_s: float | None = None
+        pause_s = _FIRST_PAUSE_S
+        while (one := self._take_newest()) is not None:
+            try:
+                drained = self._copy(one)
+            except (RetryLater, NotFound, Corrupt, Conflict, Unsupported) as error:
+                now_s = time.monotonic()
+                failing_since_s = now_s if failing_since_s is None else failing_since_s
+                retry = isinstance(error, RetryLater) and now_s - failing_since_s < self._terms.patience_s
+                with self._changed:
+                    if retry:
+                        self._due.add(one)
+                    else:
+                        failing_since_s = None
+                    self._working_on = None
+                self._done(Drained(*one, error=error, is_over=not retry))
+                if isinstance(error, Conflict):  # fenced: the newer attempt drains
+                    return
+                if retry:
+                    with self._changed:
+                        self._changed.wait(pause_s)
+                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            else:
+                failing_since_s, pause_s = None, _FIRST_PAUSE_S
+                with self._changed:
+                    self._working_on = None
+                if drained is not None:
+                    self._done(drained)
+                    self._copy_history()
+
+    def _take_newest(self) -> Id | None:
+        """The newest that is due; older ones are forgotten. None when all is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._due or self._closing)
+            self._working_on = max(self._due, default=None)
+            self._due.clear()
+            return self._working_on
+
+    def _is_overtaken(self, one: Id) -> bool:
+        with self._changed:
+            return max(self._due, default=one) > one
+
+    # -- one checkpoint --------------------------------------------------------------------------------------
+
+    def _copy(self, one: Id) -> Drained | None:
+        """Copy one checkpoint; None if a newer one has become due meanwhile."""
+        attempt, step = one
+        began = time.monotonic()
+        name = names.manifest(step, attempt)
+        document = self._near.get(name)
+        manifest = manifests.parse(document, name)
+        check_not_fenced(self._home, self._terms.attempt)
+        there = self._sizes(step)
+        num_bytes = 0
+        for rank in range(self._terms.rank, manifest.world_size, self._terms.world_size):
+            num_bytes += self._copy_rank(manifest, rank, there)
+        while name not in (there := self._sizes(step)):
+            if self._terms.rank == 0 and not _lacking(manifest, there):
+                kill_point("keeper.drained")
+                publish(self._home, self._terms, step, name, document)
+                break
+            if self._is_overtaken(one):
+                return None
+            self._wait_for_others(manifest, there, began)
+        return Drained(attempt, step, num_bytes, time.monotonic() - began, manifest.ancestors)
+
+    def _sizes(self, step: int) -> dict[str, int]:
+        return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}
+
+    def _copy_rank(self, manifest: Manifest, rank: int, there: dict[str, int]) -> int:
+        step, attempt = manifest.step, manifest.attempt
+        name = names.part(step, attempt, rank)
+        text = self._near.get(name)
+        part = parts.parse(text, name)
+        num_bytes = 0
+        if part.frozen is not None:
+            num_bytes += self._copy_frozen(part, part.frozen, there)
+        num_bytes += self._copy_file(names.data(step, attempt, rank), part.file, there)
+        if there.get(name) != len(text):
+            self._home.put(name, text)
+        return num_bytes
+
+    def _copy_frozen(self, part: Part, file: DataFile, there: dict[str, int]) -> int:
+        name = names.frozen(part.step, part.attempt, part.rank)
+        if there.get(name) == file.num_bytes:
+            return 0
+        if self._frozen.link(name, file):
+            return 0
+        num_bytes = self._copy_file(name, file, there)
+        self._frozen.note(name, file)
+        return num_bytes
+
+    def _copy_file(self, name: str, file: DataFile, there: dict[str, int]) -> int:
+        """Send a file, unless it is there; a name is never used for other bytes."""
+        if there.get(name) == file.num_bytes:
+            return 0
+        blocks = verified_blocks(self._near, name, file)
+        if self._terms.bandwidth is not None:
+            blocks = paced(blocks, self._terms.bandwidth)
+        self._home.put_parts(name, blocks, file.num_bytes)
+        kill_point("keeper.drained-file")
+        return file.num_bytes
+
+    def _wait_for_others(self, manifest: Manifest, there: dict[str, int], began: float) -> None:
+        waited_s = time.monotonic() - began
+        if waited_s > self._terms.commit_timeout_s:
+            lacking = _lacking(manifest, there) or ["rank 0's manifest"]
+            shown = ", ".join(lacking[:3])
+            message = f"Step {manifest.step} is not in home: {shown} did not come in {waited_s:.0f} s."
+            raise RetryLater(message, step=manifest.step)
+        with self._changed:
+            self._changed.wait(min(max(0.1 * waited_s, 0.02), 2.0))
+
+    def _copy_history(self) -> None:
+        """Bring this attempt's log home; it is for people, so a failure waits for the next time."""
+        name = names.history(self._terms.attempt, self._terms.rank)
+        with contextlib.suppress(NotFound, RetryLater):
+            self._home.put(name, self._near.get(name))
+
+
+def _lacking(manifest: Manifest, there: dict[str, int]) -> list[str]:
+    """Files of a checkpoint that are not there with their right size."""
+    step, attempt = manifest.step, manifest.attempt
+    wanted: dict[str, int] = {}
+    for file in manifest.parts:
+        wanted[names.part(step, attempt, file.rank)] = file.part_bytes
+        wanted[names.data(step, attempt, file.rank)] = file.data_bytes
+        if file.frozen_bytes is not None:
+            wanted[names.frozen(step, attempt, file.rank)] = file.frozen_bytes
+    return [name for name, num_bytes in wanted.items() if there.get(name) != num_bytes]
+
+
+def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryview]:
+    """The bytes of a data file, block by block in the same memory, each chunk checked against its hash.
+
+    Raises:
+        Corrupt: a chunk does not match its hash, or the file ends early.
+        NotFound: no such file.
+        RetryLater: the store failed.
+    """
+    room = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # page-aligned, as direct reads ask
+    for start in range(0, file.num_bytes, BLOCK_BYTES):
+        block = room[: min(BLOCK_BYTES, file.num_bytes - start)]
+        store.read_into(name, start, block)
+        for at in range(0, len(block), file.chunk_bytes):
+            number = (start + at) // file.chunk_bytes
+            found = digest(block[at : at + file.chunk_bytes])
+            if found != file.hash_of(number):
+                message = (
+                    f"{name} in {store.url} is damaged in chunk {number}: expected "
+                    f"xxh3:{file.hash_of(number)}, found xxh3:{found}. It was not sent to home."
+                )
+                raise Corrupt(message, key=name)
+        yield block
+
+
+def paced(blocks: Iterable[memoryview], bytes_per_s: float) -> Iterator[memoryview]:
+    """The same blocks, each handed on when all before it would have passed at this rate."""
+    began, passed = time.monotonic(), 0
+    for block in blocks:
+        yield block
+        passed += len(block)
+        time.sleep(max(0.0, began + passed / bytes_per_s - time.monotonic()))

@@ -1,0 +1,191 @@
+"""Where a run's checkpoints are, nearest first: memory, a local folder, home; and which saves go home."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from holdfast.claim import check_run, claim_attempt, claim_run, copy_claim
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.keeper import HeldStore
+from holdfast.policy import Every, Keep, Pace, single_policies
+from holdfast.quantity import read_bytes, read_seconds, say_bytes
+from holdfast.restore.find import candidates, list_home
+from holdfast.store import Store, open_store
+from holdfast.store.nearest import Nearest
+
+Duration = str | float | datetime.timedelta
+
+
+class TierTerms(TypedDict):
+    """What a keeper is told of the tiers; fields of `keeper.Terms`."""
+
+    home: str
+    local: str | None
+    keep_local: int
+    bandwidth: float | None
+    patience_s: float
+    hold_s: float
+
+
+class Tiers:
+    """The tiers of one run, as this rank sees them.
+
+    Args:
+        home: folder or URL.
+        local: folder on this host; None for no such tier.
+        keep_local: how many checkpoints stay there.
+        home_every: which saves go home; None for all.
+        bandwidth: bytes per second that may be sent home; None for no limit.
+        patience: how long home may fail.
+        hold: how long a keeper offers what it has in memory after the trainer's death; None for what
+            HOLDFAST_HOLD says, else two minutes.
+
+    Raises:
+        InvalidInput: an argument cannot be used.
+        Unsupported: a home that other processes cannot reach.
+    """
+
+    def __init__(
+        self,
+        home: str | os.PathLike[str],
+        local: str | os.PathLike[str] | None,
+        *,
+        keep_local: int,
+        home_every: int | str | datetime.timedelta | Every | None,
+        bandwidth: int | str | None,
+        patience: Duration,
+        hold: Duration | None,
+    ) -> None:
+        self.home = _absolute(home)
+        self.local = None if local is None else _absolute(local)
+        for place in (self.home, self.local or ""):
+            if place.startswith("memory://"):
+                message = (
+                    f"{place} is memory of this process, and checkpoints are written by another one. Give a "
+                    "path."
+                )
+                raise Unsupported(message)
+        if home_every is not None and local is None:
+            message = (
+                "home_every= needs local=: without a nearer place a save that does not go home is nowhere. "
+                "Give local= a folder, or save less often with every=."
+            )
+            raise InvalidInput(message)
+        self._home_every = None if home_every is None else single_policies(home_every)
+        self.terms = TierTerms(
+            home=self.home,
+            local=self.local,
+            keep_local=Keep(keep_local).last or 1,
+            bandwidth=None if bandwidth is None else read_bytes(bandwidth, "home_bandwidth"),
+            patience_s=read_seconds(patience, "home_patience"),
+            hold_s=_hold_seconds(hold),
+        )
+        self.home_store = open_store(self.home)
+        self._local_store = None if self.local is None else open_store(self.local)
+        now_s = time.monotonic()
+        self._sent = Pace(0, now_s, saved_step=0, saved_s=now_s)  # when a save last went home
+        self._is_due = False  # rank 0's clock has said so, to all ranks
+
+    def durable_stores(self) -> list[Store]:
+        """All tiers but memory, nearest first."""
+        return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]
+
+    # -- which saves go home ---------------------------------------------------------------------------------
+
+    def is_due_by_clock(self, step: int) -> bool:
+        """True if a policy that looks at a clock wants the save of `step` in home; rank 0 is asked."""
+        return self._is_due_for(step, timed=True)
+
+    def hear(self, *, is_due: bool, said_step: int) -> None:
+        """What rank 0's clock said at `said_step`, as all ranks hear it at once."""
+        self._is_due = is_due and self._sent.saved_step < said_step  # else one has gone since
+
+    def goes_home(self, step: int, *, must: bool, alone: bool) -> bool:
+        """Whether the save of `step` goes home at once; the same on every rank.
+
+        Args:
+            step: of the save, which is made now.
+            must: it does in any case.
+            alone: there is one rank only, so its own clock will do, also in a loop that asks nobody.
+        """
+        goes = (
+            self._home_every is None
+            or must
+            or self._is_due
+            or self._is_due_for(step, timed=False)
+            or (alone and self._is_due_for(step, timed=True))
+        )
+        if goes:
+            now_s = time.monotonic()
+            self._is_due, self._sent = False, Pace(step, now_s, saved_step=step, saved_s=now_s)
+        return goes
+
+    def _is_due_for(self, step: int, *, timed: bool) -> bool:
+        pace = Pace(step, time.monotonic(), self._sent.saved_step, self._sent.saved_s)
+        return any(policy.due(pace) for policy in self._home_every or () if policy.timed == timed)
+
+    # -- taking over and reading -----------------------------------------------------------------------------
+
+    def claim(self, *, fresh: bool, world_size: int) -> tuple[str, int]:
+        """The run of these tiers, made if it is new, and the next attempt's number, claimed. Rank 0 only.
+
+        Args:
+            fresh: nothing was restored before.
+            world_size: ranks of the attempt.
+
+        Raises:
+            InvalidInput: `fresh`, but there are checkpoints; or the local folder holds another run.
+            RetryLater: a store failed.
+        """
+        found = (
+            [one for tier in self.durable_stores() for one in candidates(list_home(tier))] if fresh else []
+        )
+        if found:
+            raise InvalidInput(
+                f"{self.home} holds checkpoints, the newest of step {max(found)[1]}, and restore() was not "
+                "called: saving now would begin a new line beside them, and retention would delete them in "
+                "time. Nothing was saved. Call restore() first, or begin afresh in another home."
+            )
+        run = claim_run(self.home_store)
+        if self._local_store is not None:
+            check_run(self._local_store, run)
+        attempt = claim_attempt(self.home_store, run, world_size=world_size)
+        if self._local_store is not None:
+            copy_claim(self.home_store, self._local_store, attempt)
+        return run, attempt
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Store]:
+        """All tiers as one store; afterwards no keeper of a dead trainer need hold anything any more."""
+        held = HeldStore(self.home)
+        tiers = [held, *self.durable_stores()] if held else self.durable_stores()
+        yield tiers[0] if len(tiers) == 1 else Nearest(tiers)
+        held.end()
+
+    def name_of(self, sources: Mapping[str, int]) -> str:
+        """The tier that most bytes came from, given bytes by URL: "memory", "local" or "home"."""
+        url = max(sources, key=lambda one: sources[one], default=self.home)
+        return {"memory": "memory", self.local: "local"}.get(url, "home")
+
+    def say_sources(self, sources: Mapping[str, int]) -> str:
+        """In words where bytes came from: one place, or each with its share."""
+        if len(sources) < 2:
+            return next(iter(sources), self.home)
+        return " and ".join(f"{url} ({say_bytes(count)})" for url, count in sources.items())
+
+
+def _hold_seconds(hold: Duration | None) -> float:
+    value = os.environ.get("HOLDFAST_HOLD", "2m") if hold is None else hold
+    return 0.0 if value in (0, "0") else read_seconds(value, "hold")
+
+
+def _absolute(place: str | os.PathLike[str]) -> str:
+    """One spelling for one place, also after a change of directory."""
+    text = os.fspath(place)
+    return text if "://" in text else str(Path(text).expanduser().resolve())

@@ -1,0 +1,201 @@
+"""Runs with a local tier: what dies, is lost or fails on the way, and the nearest good copy that is found."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from faults.playground import TOTAL, Playground, free_port
+
+HOLD = ("--hold", "60s")
+
+
+@pytest.fixture
+def local(playground: Playground) -> tuple[str, str]:
+    """The options of a run with a local tier."""
+    return "--local", str(playground.local)
+
+
+def kill_after(playground: Playground, num_steps: int, *options: str) -> None:
+    """SIGKILL a trainer when it has made that many steps."""
+    child = playground.start("--step-s", "0.01", *options)
+    playground.wait_for_steps(num_steps, child)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL, child.said()
+
+
+def flip_newest(folder: Path) -> Path:
+    """Flip a bit in the middle of the newest data file."""
+    path = max(folder.glob("step-*/*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    return path
+
+
+def test_a_killed_trainer_comes_back_from_its_keepers_memory(
+    playground: Playground, uninterrupted: str, local: tuple[str, str]
+):
+    """Nothing is read from a disk but small documents, and the keeper then ends at once."""
+    kill_after(playground, 7, *local, *HOLD)
+    playground.wait_for(lambda: playground.complete(playground.local), "a save")
+    second = playground.finish(*local)
+    assert "from memory (" in second.said()
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify() > 0
+
+
+def test_memory_is_offered_without_a_local_tier_too(playground: Playground, uninterrupted: str):
+    """A plain home profits as well: its keeper still has the last save mapped."""
+    kill_after(playground, 7, *HOLD)
+    second = playground.finish()
+    assert "from memory (" in second.said()
+    assert playground.final() == uninterrupted
+
+
+def test_what_the_next_save_has_overwritten_in_memory_is_read_from_disk(
+    playground: Playground, uninterrupted: str, local: tuple[str, str]
+):
+    """Killed while the arena is copied over: its hashes do not match any more, those on the disk do."""
+    child = playground.start(*local, *HOLD, HOLDFAST_KILL_AT="trainer.staged:4")
+    assert child.wait() == -signal.SIGKILL, child.said()
+    second = playground.finish(*local)
+    assert "restored step 6 " in second.said()
+    assert playground.final() == uninterrupted
+
+
+def test_a_dead_keeper_leaves_the_local_disk(
+    playground: Playground, uninterrupted: str, local: tuple[str, str]
+):
+    """Without memory the local folder is nearest."""
+    kill_after(playground, 7, *local, "--home-every", "1000")
+    playground.wait_for_keepers()
+    second = playground.finish(*local)
+    assert f"from {playground.local} (" in second.said()
+    assert playground.final() == uninterrupted
+
+
+def test_a_lost_host_leaves_home(playground: Playground, uninterrupted: str, local: tuple[str, str]):
+    """Keepers and local disk gone: the newest that home calls complete is restored."""
+    child = playground.start("--step-s", "0.01", *local, "--home-every", "4", *HOLD)
+    playground.wait_for(playground.complete, "a checkpoint in home")
+    child.kill()
+    child.wait()
+    playground.kill_keepers()
+    playground.wait_for_keepers()
+    in_home = playground.complete()
+    shutil.rmtree(playground.local)
+    assert playground.check_all_complete_verify() == len(in_home) > 0
+    second = playground.finish(*local)
+    assert f"restored step {in_home[0][1]} from {playground.home} (" in second.said()
+    assert playground.final() == uninterrupted
+
+
+def test_a_damaged_local_copy_is_mended_from_home(
+    playground: Playground, uninterrupted: str, local: tuple[str, str]
+):
+    """The same step, the damaged bytes from the other tier, and a line that says so."""
+    kill_after(playground, 7, *local)
+    playground.wait_for_keepers()  # an orphan brings home what it has
+    assert playground.complete()[0] == playground.complete(playground.local)[0]
+    damaged = flip_newest(playground.local)
+    second = playground.finish(*local)
+    assert f"{damaged.name} is damaged in chunk" in second.said()
+    assert f"restored step {int(damaged.parent.name[5:])} from" in second.said()
+    assert playground.final() == uninterrupted
+
+
+def test_only_what_is_due_goes_home_and_the_last_always(playground: Playground, local: tuple[str, str]):
+    """Each tier keeps its own number."""
+    playground.finish(*local, "--home-every", "10", "--keep", "9")
+    assert [step for _, step in playground.complete()] == [TOTAL, 20, 10]
+    assert [step for _, step in playground.complete(playground.local)] == [TOTAL, TOTAL - 2]
+    assert playground.check_all_complete_verify() == 3
+    assert playground.check_all_complete_verify(playground.local) == 2
+
+
+def test_training_goes_on_while_home_is_away(playground: Playground, local: tuple[str, str]):
+    """Home vanishes and comes back: local saves go on, somebody is told, and the drain catches up."""
+    child = playground.start(*local, "--step-s", "0.01", total=200)
+    playground.wait_for(playground.complete, "a checkpoint in home")
+    away = playground.folder / "away"
+    playground.home.rename(away)
+    seen = playground.complete(playground.local)[0][1]
+    playground.wait_for(lambda: playground.complete(playground.local)[0][1] > seen + 10, "local saves")
+    away.rename(playground.home)
+    assert child.wait() == 0, child.said()
+    assert "Home is not reached" in child.said()
+    assert playground.complete()[0] == (1, 200)
+    assert playground.check_all_complete_verify() > 0
+
+
+def test_home_that_stays_away_is_an_error_in_the_end(playground: Playground, local: tuple[str, str]):
+    """After the user's own limit the next save raises; the local tier stands."""
+    child = playground.start(*local, "--step-s", "0.01", "--patience", "0.2s", total=100_000)
+    playground.wait_for(playground.complete, "a checkpoint in home")
+    away = playground.folder / "away"
+    playground.home.rename(away)
+    assert child.wait() == 1, child.said()
+    assert "is not in home" in child.said()
+    away.rename(playground.home)
+    playground.wait_for_keepers()
+    assert playground.check_all_complete_verify(playground.local) > 0
+
+
+def test_ranks_drain_together(playground: Playground, local: tuple[str, str]):
+    """Two ranks: each brings its own files home, rank 0 the manifest, and a killed world comes back."""
+    children = playground.start_ranks(2, free_port(), *local, "--step-s", "0.01", *HOLD)
+    playground.wait_for_steps(7, children[0])
+    for child in children:
+        child.kill()
+    for child in children:
+        child.wait()
+    second = playground.start_ranks(2, free_port(), *local)
+    assert [child.wait() for child in second] == [0, 0], second[0].said()
+    assert "from memory" in second[0].said()
+    assert playground.complete()[0][1] == TOTAL
+    assert playground.check_all_complete_verify() > 0
+
+
+def check_random_kills(
+    playground: Playground, uninterrupted: str, local: tuple[str, str], seed: int, num_kills: int
+) -> None:
+    """Kill at random moments of drains; sometimes the host's disk is lost too."""
+    draw = random.Random(seed)
+    for _ in range(num_kills):
+        child = playground.start("--step-s", "0.01", "--every", "1", *local, "--home-every", "2", *HOLD)
+        playground.wait_for_steps(playground.num_steps() + draw.randint(0, 4), child)
+        playground.pause(draw.random() * 0.03)
+        is_host_lost = draw.random() < 0.3
+        if is_host_lost or draw.random() < 0.5:
+            playground.kill_keepers()
+        child.kill()
+        child.wait()
+        if is_host_lost:
+            playground.kill_keepers()
+            playground.wait_for_keepers()
+            shutil.rmtree(playground.local, ignore_errors=True)
+        playground.check_all_complete_verify()
+    playground.finish(*local)
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify() > 0
+    assert playground.check_all_complete_verify(playground.local) > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_kills(playground: Playground, uninterrupted: str, local: tuple[str, str], seed: int):
+    """A few of the kills that the long suite makes by the hundred."""
+    check_random_kills(playground, uninterrupted, local, seed, num_kills=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_a_hundred_random_kills(
+    playground: Playground, uninterrupted: str, local: tuple[str, str], seed: int
+):
+    """A hundred kills, five to a home."""
+    check_random_kills(playground, uninterrupted, local, seed, num_kills=5)

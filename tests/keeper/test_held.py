@@ -1,0 +1,155 @@
+"""The memory tier: arenas of keepers whose trainer died, offered over a socket and read without a copy."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.format import names
+from holdfast.keeper.held import HeldStore, Image, offer
+from holdfast.keeper.presence import Presence, Trace, living, process_start, wait_for_orphans
+from holdfast.restore.fill import fill
+from holdfast.restore.find import read_manifest
+from holdfast.state.load import Target
+from holdfast.store.memory import MemoryStore
+from holdfast.store.nearest import Nearest
+from making import make_checkpoint, make_home
+
+HOME = "/somewhere/run"
+WAIT_S = 60.0
+
+
+class Holder:
+    """A keeper's end: an arena, and the thread that offers it."""
+
+    def __init__(self, content: bytes, images: tuple[Image, ...], *, hold_s: float = WAIT_S) -> None:
+        self.fd = os.memfd_create("arena")
+        os.write(self.fd, content)
+        self.map = mmap.mmap(self.fd, len(content))
+        dead_trainer = Trace(1, 0, os.getpid(), (process_start(os.getpid()) or 0) + 1, busy=True)
+        self.presence = Presence.claim(HOME, dead_trainer)
+        self.thread = threading.Thread(target=self._offer, args=(images, hold_s), daemon=True)
+        self.thread.start()
+
+    def _offer(self, images: tuple[Image, ...], hold_s: float) -> None:
+        offer(self.presence, {self.fd: images}, hold_s=hold_s)
+        self.presence.leave()
+
+    def wait_until_offered(self) -> None:
+        while not any(trace.held for _, trace in living(HOME)):
+            self.thread.join(0.001)
+            assert self.thread.is_alive()
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[..., Holder]]:
+    holders: list[Holder] = []
+
+    def make(content: bytes, images: tuple[Image, ...], *, hold_s: float = WAIT_S) -> Holder:
+        holders.append(Holder(content, images, hold_s=hold_s))
+        if hold_s == WAIT_S:
+            holders[-1].wait_until_offered()
+        return holders[-1]
+
+    yield make
+    HeldStore(HOME).end()
+    for holder in holders:
+        holder.thread.join(WAIT_S)
+        assert not holder.thread.is_alive()
+
+
+def test_images_are_objects(hold: Callable[..., Holder]) -> None:
+    hold(b"abcdefgh", (Image("a/b", 2, 4), Image("c", 6, 2)))
+    store = HeldStore(HOME)
+    assert store
+    assert sorted((entry.name, entry.num_bytes) for entry in store.list()) == [("a/b", 4), ("c", 2)]
+    assert store.get("a/b") == b"cdef"
+    assert store.size("c") == 2
+    assert store.size("d") is None
+    target = memoryview(bytearray(2))
+    store.read_into("a/b", 1, target)
+    assert target == b"de"
+    assert store.view("a/b", 3, 1) == b"f"
+
+
+def test_what_is_not_there_is_an_error(hold: Callable[..., Holder]) -> None:
+    hold(b"abcdefgh", (Image("a", 0, 4),))
+    store = HeldStore(HOME)
+    with pytest.raises(NotFound):
+        store.view("b", 0, 1)
+    with pytest.raises(Corrupt, match="ends at 4"):
+        store.view("a", 3, 2)
+    for write in (lambda: store.put("a", b""), lambda: store.delete("a"), store.sweep):
+        with pytest.raises(Unsupported):
+            write()
+
+
+def test_a_view_outlives_its_keeper(hold: Callable[..., Holder]) -> None:
+    holder = hold(b"abcdefgh", (Image("a", 0, 8),))
+    store = HeldStore(HOME)
+    view = store.view("a", 0, 8)
+    store.end()
+    holder.thread.join(WAIT_S)
+    assert not holder.thread.is_alive()
+    assert view == b"abcdefgh"
+    assert not HeldStore(HOME)
+    assert not list(living(HOME))
+
+
+def test_nothing_is_held_for_longer_than_was_said(hold: Callable[..., Holder]) -> None:
+    holder = hold(b"abcdefgh", (Image("a", 0, 8),), hold_s=0.01)
+    holder.thread.join(WAIT_S)
+    assert not holder.thread.is_alive()
+
+
+def test_nobody_waits_for_a_keeper_that_only_holds(hold: Callable[..., Holder]) -> None:
+    hold(b"abcdefgh", (Image("a", 0, 8),))
+    assert wait_for_orphans(HOME, timeout_s=0.0, say=print)
+
+
+def test_several_keepers_are_one_store(hold: Callable[..., Holder]) -> None:
+    hold(b"abcd", (Image("a", 0, 4),))
+    hold(b"efgh", (Image("b", 0, 4),))
+    store = HeldStore(HOME)
+    while not store.size("b"):  # the second may not have come so far
+        store = HeldStore(HOME)
+    assert (store.get("a"), store.get("b")) == (b"abcd", b"efgh")
+
+
+def test_runtime_folders_with_long_names_do(
+    hold: Callable[..., Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket's address takes 107 bytes; folders of batch systems are longer."""
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / ("x" * 120)))
+    hold(b"abcd", (Image("a", 0, 4),))
+    assert HeldStore(HOME).get("a") == b"abcd"
+
+
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_restoring_takes_what_is_good_in_memory_and_the_rest_from_elsewhere(
+    hold: Callable[..., Holder], *, is_overwritten: bool
+) -> None:
+    """Chunks that the next save has begun to overwrite do not match their hashes: home's do."""
+    home = MemoryStore("home")
+    make_home(home)
+    saved = torch.arange(5_000_000, dtype=torch.float32)
+    make_checkpoint(home, 7, 1, [{"w": saved}])
+    name = names.data(7, 1, 0)
+    content = home.get(name)
+    holder = hold(content, (Image(name, 0, len(content)),))
+    if is_overwritten:
+        holder.map[5000:6000] = bytes(1000)
+    target = torch.zeros(5_000_000)
+    manifest = read_manifest(home, 7, 1, None)
+    stats = fill(Nearest([HeldStore(HOME), home]), manifest, {"w": Target(target)}, 0)
+    assert torch.equal(target, saved)
+    assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})
+    assert len(stats.mended) == is_overwritten
+    assert sum(stats.sources.values()) == stats.num_bytes

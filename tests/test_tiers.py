@@ -1,0 +1,132 @@
+"""Tiers as a rank sees them: which saves go home, what is claimed where, what was read from which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.format import names
+from holdfast.store import open_store
+from holdfast.tiers import Tiers
+from making import make_checkpoint, make_home
+
+
+def make_tiers(folder: Path, **options: Any) -> Tiers:
+    """Tiers of two folders."""
+    usual: dict[str, Any] = {
+        "local": folder / "local",
+        "keep_local": 2,
+        "home_every": None,
+        "bandwidth": None,
+        "patience": "1h",
+        "hold": None,
+    }
+    given = usual | options
+    return Tiers(folder / "home", given.pop("local"), **given)
+
+
+def sent(tiers: Tiers, steps: range) -> list[int]:
+    return [step for step in steps if tiers.goes_home(step, must=False, alone=False)]
+
+
+def test_without_a_policy_every_save_goes_home(tmp_path: Path) -> None:
+    assert sent(make_tiers(tmp_path), range(1, 4)) == [1, 2, 3]
+
+
+def test_steps_are_counted_alike_on_every_rank(tmp_path: Path) -> None:
+    assert sent(make_tiers(tmp_path, home_every=10), range(2, 31, 2)) == [10, 20, 30]
+
+
+def test_what_must_go_home_goes(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path, home_every=10)
+    assert tiers.goes_home(3, must=True, alone=False)
+    assert not tiers.goes_home(4, must=False, alone=False)
+
+
+def test_a_clock_is_rank_0s_unless_there_is_but_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("holdfast.tiers.time.monotonic", lambda: now_s)
+    tiers = make_tiers(tmp_path, home_every="10s")
+    now_s = 11.0
+    assert tiers.is_due_by_clock(5)
+    assert not tiers.goes_home(5, must=False, alone=False), "nobody has said so to all ranks"
+    tiers.hear(is_due=True, said_step=5)
+    assert tiers.goes_home(6, must=False, alone=False)
+    tiers.hear(is_due=True, said_step=6)
+    assert not tiers.goes_home(7, must=False, alone=False), "that was said before the last one went"
+    now_s = 22.0
+    assert tiers.goes_home(8, must=False, alone=True)
+
+
+def test_a_policy_for_home_needs_a_nearer_place(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="home_every= needs local="):
+        make_tiers(tmp_path, local=None, home_every=10)
+
+
+@pytest.mark.parametrize(
+    "option", [{"keep_local": 0}, {"bandwidth": "fast"}, {"patience": "-1s"}, {"hold": "x"}]
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        make_tiers(tmp_path, **option)
+
+
+def test_memory_of_this_process_is_no_tier(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="memory of this process"):
+        make_tiers(tmp_path, local="memory://here")
+
+
+def test_a_claim_stands_in_both_places(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    run, attempt = tiers.claim(fresh=True, world_size=1)
+    near, home = (open_store(tmp_path / name) for name in ("local", "home"))
+    assert attempt == 1
+    assert near.get(names.attempt(1)) == home.get(names.attempt(1))
+    assert tiers.claim(fresh=False, world_size=1) == (run, 2)
+
+
+def test_a_local_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    make_home(open_store(tmp_path / "local"), run_id="another")
+    tiers = make_tiers(tmp_path)
+    with pytest.raises(InvalidInput, match="another run"):
+        tiers.claim(fresh=True, world_size=1)
+
+
+@pytest.mark.parametrize("place", ["local", "home"])
+def test_beginning_afresh_over_checkpoints_is_refused_wherever_they_are(tmp_path: Path, place: str) -> None:
+    store = open_store(tmp_path / place)
+    make_home(store)
+    make_checkpoint(store, 7, 1, [{"w": torch.ones(3)}])
+    with pytest.raises(InvalidInput, match="the newest of step 7"):
+        make_tiers(tmp_path).claim(fresh=True, world_size=1)
+
+
+def test_where_bytes_came_from_is_told(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    local, home = str(tmp_path / "local"), str(tmp_path / "home")
+    assert tiers.say_sources({}) == home
+    assert tiers.say_sources({"memory": 5}) == "memory"
+    assert tiers.say_sources({local: 1_500_000, home: 10}) == f"{local} (1.5 MB) and {home} (10 B)"
+    assert [tiers.name_of({place: 1}) for place in ("memory", local, home)] == ["memory", "local", "home"]
+
+
+def test_a_wait_that_is_too_short_names_what_is_not_home(tmp_path: Path) -> None:
+    """The save is complete nearby, home is slow: the error says which step, and it goes on coming."""
+    state = {"w": torch.zeros(1_000_000)}
+    with holdfast.Checkpointer(
+        tmp_path / "home", state, local=tmp_path / "local", home_every=100, home_bandwidth="4MB", quiet=True
+    ) as ckpt:
+        save = ckpt.save(1)
+        save.wait_durable()
+        with pytest.raises(holdfast.RetryLater, match=r"Step 1 is complete in .*local, and not yet in"):
+            ckpt.wait(timeout_s=0.0)
+        ckpt.wait()
+        save.wait_home()
+    assert holdfast.open(tmp_path / "home").step == 1

@@ -24,7 +24,7 @@ from holdfast.killpoint import kill_point
 from holdfast.store import Store
 
 BLOCK_BYTES = 8 << 20  # of every file in memory at once; a multiple of every chunk size
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
 
 Id = tuple[int, int]  # (attempt, step), the order of checkpoints
 
@@ -91,7 +91,6 @@ class Drain:
 
     def _run(self) -> None:
         failing_since_s: float | None = None
-        pause_s = _FIRST_PAUSE_S
         while (one := self._take_newest()) is not None:
             try:
                 drained = self._copy(one)
@@ -108,12 +107,13 @@ class Drain:
                 self._done(Drained(*one, error=error, is_over=not retry))
                 if isinstance(error, Conflict):  # fenced: the newer attempt drains
                     return
-                if retry:
+                if retry and failing_since_s is not None:
+                    # A share of the outage so far: not of the tries, since each new save is one more.
+                    pause_s = _PAUSE_SHARE * (now_s - failing_since_s)
                     with self._changed:
-                        self._changed.wait(pause_s)
-                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                        self._changed.wait(min(max(pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S))
             else:
-                failing_since_s, pause_s = None, _FIRST_PAUSE_S
+                failing_since_s = None
                 with self._changed:
                     self._working_on = None
                 if drained is not None:

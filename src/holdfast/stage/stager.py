@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,8 @@ from holdfast.killpoint import kill_point
 from holdfast.stage.arena import Arena
 from holdfast.stage.plan import Plan
 
+_MANY = 1000  # tensors that one thread copies before another one pays
+_MAX_THREADS = 4
 _GROUP_BYTES = (
     64 << 20
 )  # copied in one call without the interpreter; small enough to see a failing thread early
@@ -131,8 +135,7 @@ class Stager:
         if plan.is_cuda:
             self._start_cuda(staging, eager, later, live, views)
         else:
-            with torch.no_grad():
-                _copy([views[i] for i in eager], [live[i] for i in eager])
+            _copy_in_threads([views[i] for i in eager], [live[i] for i in eager])
         kill_point("trainer.staging")
         versions = _versions([live[i] for i in later])
         work = _Background(staging, plan, later, live, views, versions, then)
@@ -216,6 +219,26 @@ def _copy(views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: 
     if views:
         # One call, without the interpreter lock.
         torch._foreach_copy_(views, live, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _copy_in_threads(views: list[torch.Tensor], live: list[torch.Tensor]) -> None:
+    """The same, for a caller that waits: what thousands of small tensors cost is not their bytes."""
+    share = max(_MANY, -(-len(views) // min(_MAX_THREADS, os.cpu_count() or 1)))
+    parts = [(views[i : i + share], live[i : i + share]) for i in range(0, len(views), share)]
+
+    def copy(part: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+        with torch.no_grad():  # each thread has its own
+            _copy(*part)
+
+    if len(parts) < 2:
+        for part in parts:
+            copy(part)
+        return
+    with ThreadPoolExecutor(len(parts) - 1, "holdfast-copy") as others:
+        pending = [others.submit(copy, part) for part in parts[1:]]
+        copy(parts[0])
+        for one in pending:
+            one.result()
 
 
 def _groups(live: list[torch.Tensor], indices: tuple[int, ...]) -> Iterable[list[int]]:

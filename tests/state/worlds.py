@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     StateDictType,
     fully_shard,
 )
@@ -140,6 +141,23 @@ def _fsdp1_mesh() -> Any:
     return FullyShardedDataParallel(Net(), use_orig_params=True, device_mesh=mesh, device_id=cpu)
 
 
+def _fsdp1_hybrid() -> Any:
+    """Sharded in pairs, alike in both."""
+    mesh = _mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))
+    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
+    return FullyShardedDataParallel(Net(), device_mesh=mesh, **options)
+
+
+def _fsdp1_hybrid_groups() -> Any:
+    """The same, told by process groups: FSDP1 then gives ShardedTensors of a pair's group."""
+    mesh = _mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))
+    groups = mesh.get_group("shard"), mesh.get_group("replicate")
+    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
+    return FullyShardedDataParallel(Net(), process_group=groups, **options)
+
+
 def _pipeline() -> Any:
     return Half(dist.get_rank() // (dist.get_world_size() // 2))
 
@@ -161,6 +179,8 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
     "fsdp-tp": _fsdp_tp,
     "fsdp1": _fsdp1,
     "fsdp1-mesh": _fsdp1_mesh,
+    "fsdp1-hybrid": _fsdp1_hybrid,
+    "fsdp1-hybrid-groups": _fsdp1_hybrid_groups,
     "pipeline": _pipeline,
     "pipeline-fsdp": _pipeline_fsdp,
     "fsdp-meta": _fsdp_meta,
@@ -221,9 +241,15 @@ class Setup:
         for label, values in pieces.items():
             name, key = label.split("/")
             shape = found[name].shape
-            full = values[0] if key == "step" else torch.cat(values).reshape(shape)
+            once = values[: len(values) // self._num_replicas()]
+            full = values[0] if key == "step" else torch.cat(once).reshape(shape)
             found[f"optimizer.state.{name}.{key}"] = full
         return found
+
+
+    def _num_replicas(self) -> int:
+        is_hybrid = self.model.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+        return 2 if is_hybrid else 1
 
 
 def _is_vector(name: str) -> bool:

@@ -17,7 +17,7 @@ from holdfast.state.entry import Entry
 from holdfast.state.load import Phase, Plan
 from holdfast.state.modules import EXTRA, canonical
 from holdfast.state.saved import SavedOptimizer
-from holdfast.state.sharding import is_dtensor, is_sharded_tensor
+from holdfast.state.sharding import is_dtensor, is_sharded_tensor, note_copies
 from holdfast.state.slots import is_slot_name
 from holdfast.state.spread import Spread
 from holdfast.state.table import Role
@@ -28,10 +28,15 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 def is_flat(module: torch.nn.Module) -> bool:
     """True if a module has FSDP1 in it."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    fsdp = _fsdp()
     return fsdp is not None and any(
         isinstance(child, fsdp.FullyShardedDataParallel) for child in module.modules()
     )
+
+
+def _fsdp() -> Any:
+    """FSDP1's package, if somebody has imported it."""
+    return sys.modules.get("torch.distributed.fsdp")
 
 
 @contextlib.contextmanager
@@ -57,6 +62,8 @@ class FlatModuleEntry(Entry):
         parameter and cuts it anew.
     """
 
+    _has_noted = False
+
     def capture(self, sink: Sink) -> Any:
         """See `Entry.capture`."""
         extra: dict[str, Any] = {}
@@ -67,9 +74,25 @@ class FlatModuleEntry(Entry):
                 extra[fqn] = encode(strip(value, name, sink.emitter(role.spread)), name)
         return {EXTRA: extra} if extra else {}
 
+    def _note_copies(self) -> None:
+        """Learn which ranks hold the same shards, where FSDP1 shards within groups and copies across them."""
+        if self._has_noted:
+            return
+        self._has_noted = True
+        seen: set[str] = set()
+        for child in _fsdp().FullyShardedDataParallel.fsdp_modules(self.value):
+            across = getattr(child, "_inter_node_pg", None)
+            if across is not None and child.process_group.group_name not in seen:
+                seen.add(child.process_group.group_name)
+                copies: list[Any] = [None] * across.size()
+                own = torch.distributed.get_process_group_ranks(child.process_group)
+                torch.distributed.all_gather_object(copies, own, group=across)
+                note_copies(child.process_group, copies)
+
     def rows(self) -> list[tuple[str, str, Any, Role]]:
         """Name, name within the module, value and role of all that the module's state dict holds."""
         module: torch.nn.Module = self.value
+        self._note_copies()
         with _sharded(module):
             state = module.state_dict()
         buffers = {_bare(name) for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -83,6 +106,7 @@ class FlatModuleEntry(Entry):
     def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
         """See `Entry.plan`."""
         module: torch.nn.Module = self.value
+        self._note_copies()
         with _sharded(module):
             state = module.state_dict()
         trees: dict[str, Any] = {}

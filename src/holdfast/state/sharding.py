@@ -128,6 +128,20 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
     return _listed_layout(tensor) if is_sharded_tensor(tensor) else None
 
 
+_copies_of: dict[str, tuple[tuple[int, ...], ...]] = {}
+"""By the name of a process group: all groups whose ranks hold the same as its own do, itself among them."""
+
+
+def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
+    """Tell what a ShardedTensor of `group` does not: that other groups hold the same shards.
+
+    Args:
+        group: a process group.
+        copies: the global ranks of each group that holds the same, in the order of their shards.
+    """
+    _copies_of[group.group_name] = tuple(sorted(tuple(ranks) for ranks in copies))
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, sharing its memory; a plain tensor itself.
 
@@ -276,19 +290,20 @@ def _listed_layout(tensor: Any) -> Layout:
     held: dict[int, Box] = {}
     for shard in tensor.metadata().shards_metadata:
         held[shard.placement.rank()] = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+    copies = _copies_of.get(tensor._process_group.group_name, (tuple(group),))
     if len(group) == 1 and shape == next(iter(held.values()), Box.whole(shape)).lengths:
-        return held_by(tuple(group))
+        return Layout((), copies)
     for ranks in (tuple(group), tuple(range(len(group)))):  # as they are known globally, or in their group
         for dim in range(len(shape)):
             rule = Cut(((dim, len(ranks)),), ranks)
             if {rank: box for rank, box in rule.boxes(shape) if box.num_items} == {
                 rank: box for rank, box in held.items() if box.num_items
             }:
-                return _chunked(dim, tuple(group))
+                return _chunked(dim, copies)
     ranks = tuple(sorted(held))
     return Layout((), (ranks,), tuple(held[rank] for rank in ranks))
 
 
 @functools.lru_cache(maxsize=64)
-def _chunked(dim: int, ranks: tuple[int, ...]) -> Layout:
-    return Layout(((dim, len(ranks)),), (ranks,))
+def _chunked(dim: int, copies: tuple[tuple[int, ...], ...]) -> Layout:
+    return Layout(((dim, len(copies[0])),), copies)

@@ -218,6 +218,8 @@ class Work:
 
     def wind_up(self) -> None:
         """What is left once the nearest tier has all: drain, and offer what is in memory to a successor."""
+        with contextlib.suppress(HoldfastError):  # the log is for people, and nobody is left to be told
+            self.store.flush()
         drain = self.drain
         if self.desk.said_goodbye:
             if drain is not None:

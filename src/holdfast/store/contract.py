@@ -29,11 +29,15 @@ class Properties:
     """What a store can do; callers ask this, never which class it is.
 
     `survives_host` - bytes outlive the machine. `read_align_bytes` - reads whose offset, length and buffer
-    address are multiples of this take the fastest path; 1 means no difference.
+    address are multiples of this take the fastest path; 1 means no difference. `parallel_reads` - how many
+    calls of `read_into` at once bring the store to its speed. `read_bytes` - length from which on a longer
+    read brings no more speed.
     """
 
     survives_host: bool
     read_align_bytes: int = 1
+    parallel_reads: int = 4
+    read_bytes: int = 8 << 20
 
 
 class Store(ABC):
@@ -141,7 +145,7 @@ class Store(ABC):
         """Add `data` at the end of a small log object, made if absent; one writer per name.
 
         Not atomic: after a crash the tail may be missing or torn, so readers ignore a torn last line.
-        Not durable at return.
+        Not durable at return, and others may see it only after `flush`.
 
         Raises:
             RetryLater: the store failed.
@@ -165,6 +169,36 @@ class Store(ABC):
     @abstractmethod
     def sweep(self, prefix: str = "") -> None:
         """Remove what unfinished puts of dead processes left under `prefix`; live objects stay."""
+
+    def check(self) -> None:
+        """Find out whether this place can be written to and keeps what `if_absent` promises.
+
+        Places whose promises come with their kind have nothing to find out: this default does nothing.
+
+        Raises:
+            Unsupported: it replaces objects that `put(if_absent=True)` must leave alone.
+            NotFound: the bucket does not exist.
+            RetryLater: it cannot be reached, or not be written to.
+        """
+        return
+
+    def flush(self) -> None:
+        """Have everything that was appended visible to others.
+
+        A place that appends at once has nothing to do.
+
+        Raises:
+            RetryLater: the store failed; what was appended is kept for the next flush.
+        """
+        return
+
+    def close(self) -> None:
+        """Flush, and give connections up; the store can be used again afterwards.
+
+        Raises:
+            RetryLater: as `flush`.
+        """
+        self.flush()
 
 
 def wrong_length(name: str, expected: int, found: int) -> InvalidInput:

@@ -8,13 +8,15 @@ import threading
 from pathlib import Path
 from urllib.parse import unquote
 
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.errors import InvalidInput
+from holdfast.store.address import SCHEMES, hide_secrets
 from holdfast.store.contract import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
+from holdfast.store.objects import ObjectStore
 
-_ALLOWED = "a path, file:///PATH or memory://NAME"
-_OBJECT_STORES = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss", "r2", "oss")
+_ALLOWED = "a path, file:///PATH, memory://NAME, s3://, gs:// or az://BUCKET/PREFIX"
+_SPEAK_S3 = ("r2", "oss", "cos", "obs", "minio", "b2", "wasabi", "ceph")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _SQUASHED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 
@@ -27,11 +29,12 @@ def open_store(place: str | os.PathLike[str]) -> Store:
 
     Args:
         place: a path (`~` is expanded in a string), `file:///PATH` (percent-encoded), or `memory://NAME`,
-            which is the same store for the same name everywhere in this process.
+            which is the same store for the same name everywhere in this process; or a prefix of a bucket, as
+            `holdfast.store.address.parse_address` tells. Keys of object stores come from the environment.
 
     Raises:
         InvalidInput: empty, an unknown kind of URL, a URL squashed by `pathlib`, or a path that is a file.
-        Unsupported: an object store, which this version cannot reach.
+        Unsupported: an object store, and its client library is not installed.
         RetryLater: the file system does not answer.
     """
     text = os.fspath(place)
@@ -56,12 +59,15 @@ def _open_url(scheme: str, rest: str, url: str) -> Store:
             raise InvalidInput(f"{url!r} needs a name, such as memory://test.")
         with _shared_lock:
             return _shared.setdefault(rest, MemoryStore(rest))
-    if scheme in _OBJECT_STORES:
-        raise Unsupported(
-            f"{url!r} is in an object store, and object stores are not in this version of Holdfast. "
-            f"Give {_ALLOWED}; a mounted bucket is a path, if its mount keeps what fsync and rename promise."
+    if scheme in SCHEMES:
+        return ObjectStore(url)
+    shown = hide_secrets(url)
+    if scheme in _SPEAK_S3:
+        raise InvalidInput(
+            f"{shown!r} is of a kind ({scheme}://) that Holdfast does not know, but such stores speak S3's "
+            "protocol: give s3://BUCKET/PREFIX?endpoint_url=https://HOST."
         )
-    raise InvalidInput(f"{url!r} is of a kind ({scheme}://) that Holdfast does not know; give {_ALLOWED}.")
+    raise InvalidInput(f"{shown!r} is of a kind ({scheme}://) that Holdfast does not know; give {_ALLOWED}.")
 
 
 def _open_file_url(rest: str, url: str) -> LocalStore:

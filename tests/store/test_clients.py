@@ -1,0 +1,111 @@
+"""How a client is set up from URL and environment, and what is asked of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.store import clients, open_store
+from holdfast.store.address import parse_address
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings of clouds but the test's own."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+
+
+def settings(url: str) -> Any:
+    client = clients.Clients(parse_address(url)).get()
+    return {**client.config, **(client.client_options or {})}
+
+
+def test_a_missing_library_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(Unsupported, match=r"pip install 'holdfast\[remote\]'"):
+        open_store("s3://bucket/run")
+
+
+def test_the_library_is_not_imported_before_it_is_needed() -> None:
+    script = "import sys, holdfast, holdfast.store; print('obstore' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_over_https_bodies_are_unsigned_and_have_a_checksum() -> None:
+    found = settings("s3://bucket/run")
+    assert str(found["unsigned_payload"]).lower() == "true"
+    assert str(found["checksum_algorithm"]).lower() == "crc64nvme"
+    assert str(found["allow_http"]).lower() == "false"
+
+
+def test_over_http_bodies_are_signed() -> None:
+    found = settings("s3://bucket/run?endpoint_url=http://127.0.0.1:1")
+    assert str(found["unsigned_payload"]).lower() == "false"
+    assert str(found["checksum_algorithm"]).lower() == "sha256"
+    assert str(found["allow_http"]).lower() == "true"
+
+
+def test_the_checksum_can_be_left_out() -> None:
+    assert "checksum_algorithm" not in settings("s3://bucket/run?checksum=none")
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+def test_the_endpoint_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9000/")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-3")
+    found = settings("s3://bucket/run")
+    assert found["endpoint"] == "http://127.0.0.1:9000"
+    assert found["region"] == "eu-west-3"
+    assert str(found["allow_http"]).lower() == "true"
+
+
+def test_the_url_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    monkeypatch.setenv("AWS_REGION", "eu-west-3")
+    found = settings("s3://bucket/run?endpoint_url=https://host&region=us-west-2")
+    assert (found["endpoint"], found["region"]) == ("https://host", "us-west-2")
+
+
+def test_azure_takes_its_account_from_variables_url_or_connection_string(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(InvalidInput, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        settings("az://box/run")
+    assert settings("az://box/run?account=acc1")["account_name"] == "acc1"
+    assert settings("abfss://box@acc2.dfs.core.windows.net/run")["account_name"] == "acc2"
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING", "AccountName=acc3;AccountKey=a2V5;EndpointSuffix=x.y"
+    )
+    found = settings("az://box/run")
+    assert found["account_name"] == "acc3"
+    assert found["endpoint"] == "https://acc3.blob.x.y"
+
+
+def test_google_takes_an_endpoint_too() -> None:
+    found = settings("gs://bucket/run?anonymous=yes&endpoint_url=http://127.0.0.1:1")
+    assert found["base_url"] == "http://127.0.0.1:1"
+
+
+def test_a_setting_that_the_library_refuses_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "HIDE no base64!")
+    with pytest.raises(InvalidInput, match="az://box/run") as caught:
+        settings("az://box/run?account=acc1")
+    assert "HIDE" not in str(caught.value)
+
+
+def test_one_client_serves_all_calls_until_it_is_dropped() -> None:
+    made = clients.Clients(parse_address("s3://bucket/run"))
+    assert made.get() is made.get()
+    assert made.get() is not made.get(patient=True)
+    before = made.get()
+    made.drop()
+    assert made.get() is not before

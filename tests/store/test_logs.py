@@ -1,0 +1,121 @@
+"""Logs that are kept in memory: nothing is lost, and failures are told and made up for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from holdfast.errors import RetryLater
+from holdfast.store import logs
+from holdfast.store.logs import Logs
+
+
+class Place:
+    """Objects in memory; tells when one is written, and can fail."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.written = threading.Event()
+        self.tried = threading.Event()
+        self.is_down = False
+
+    def load(self, name: str, limit_s: float | None) -> bytes | None:
+        self.tried.set()
+        if self.is_down:
+            raise RetryLater("down")
+        return self.objects.get(name)
+
+    def save(self, name: str, text: bytes, limit_s: float | None) -> None:
+        self.tried.set()
+        if self.is_down:
+            raise RetryLater("down")
+        self.objects[name] = text
+        self.written.set()
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def test_lines_are_written_in_the_background(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PAUSE_S", 0.01)
+    log = Logs(place.load, place.save)
+    log.append("a", b"one\n")
+    assert place.written.wait(60)
+    assert place.objects["a"] == b"one\n"
+
+
+def test_lines_follow_those_of_an_earlier_process(place: Place) -> None:
+    place.objects["a"] = b"before\n"
+    log = Logs(place.load, place.save)
+    log.append("a", b"one\n")
+    log.append("a", b"two\n")
+    log.flush()
+    assert place.objects["a"] == b"before\none\ntwo\n"
+
+
+def test_flush_writes_only_what_has_changed(place: Place) -> None:
+    log = Logs(place.load, place.save)
+    for name in ("a/1", "a/2", "b"):
+        log.append(name, b"x")
+    log.flush("a/")
+    assert sorted(place.objects) == ["a/1", "a/2"]
+    place.objects.clear()
+    log.flush()
+    assert sorted(place.objects) == ["b"]
+
+
+def test_a_failed_write_is_told_at_the_next_line_and_made_up_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "PAUSE_S", 0.01)
+    place.is_down = True
+    log = Logs(place.load, place.save)
+    log.append("a", b"1\n")
+    told, lines = "", 1
+    while not told:  # each line comes after one more try has failed
+        place.tried.clear()
+        assert place.tried.wait(60)
+        lines += 1
+        try:
+            log.append("a", b"%d\n" % lines)
+        except RetryLater as error:
+            told = str(error)
+    assert "down" in told
+    with pytest.raises(RetryLater):
+        log.flush()
+    place.is_down = False
+    log.flush()
+    assert place.objects["a"] == b"".join(b"%d\n" % number for number in range(1, lines + 1))
+
+
+def test_a_log_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_BYTES", 10)
+    log = Logs(place.load, place.save)
+    log.append("a", b"x" * 10)
+    with pytest.raises(RetryLater, match="nothing was added"):
+        log.append("a", b"y")
+    log.flush()
+    assert place.objects["a"] == b"x" * 10
+
+
+def test_many_threads_lose_no_line(place: Place) -> None:
+    log = Logs(place.load, place.save)
+
+    def work(number: int) -> None:
+        for turn in range(50):
+            log.append("a", b"%d-%d\n" % (number, turn))
+            if turn % 10 == 0:
+                log.flush()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.flush()
+    assert sorted(place.objects["a"].split()) == sorted(
+        b"%d-%d" % (number, turn) for number in range(4) for turn in range(50)
+    )

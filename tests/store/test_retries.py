@@ -1,0 +1,301 @@
+"""What goes wrong between an object store and its client, and how each call ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import Conflict, Corrupt, RetryLater
+from holdfast.format import names
+from holdfast.restore.parts import Parts
+from holdfast.restore.read import Job, Want, read
+from holdfast.store import Store, open_store
+from holdfast.testing.faultproxy import FaultProxy
+from making import make_checkpoint
+
+PART_BYTES = 5 << 20
+BROKEN = ("503", "500", "429", "reset-before", "reset-request", "reset-after")
+Home = Callable[..., str]
+
+
+@pytest.fixture
+def store(home: Home, proxy: FaultProxy) -> Store:
+    """A store behind the proxy, that gives up after a minute."""
+    return open_store(home(port=proxy.port, timeout="60", part_bytes=str(PART_BYTES)))
+
+
+@pytest.fixture
+def behind(home: Home) -> Store:
+    """The same place, seen without the proxy."""
+    return open_store(home())
+
+
+def faults(proxy: FaultProxy) -> int:
+    return sum(one.fault is not None for one in proxy.exchanges())
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_put_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
+    proxy.order(fault, method="PUT", times=2, after_bytes=1000)
+    store.put("a", b"x" * 100_000)
+    assert behind.get("a") == b"x" * 100_000
+    assert faults(proxy) == 2
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_create_survives_and_knows_its_own(
+    store: Store, behind: Store, proxy: FaultProxy, fault: str
+) -> None:
+    """Also where the answer was lost, and the next try is told that the name is taken: by us."""
+    proxy.order(fault, method="PUT", times=2, after_bytes=1000)
+    store.put("a", b"x" * 10_000, if_absent=True)
+    assert behind.get("a") == b"x" * 10_000
+    assert faults(proxy) == (1 if fault == "reset-after" else 2)
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_create_of_a_taken_name_is_a_conflict_whatever_breaks(
+    store: Store, behind: Store, proxy: FaultProxy, fault: str
+) -> None:
+    behind.put("a", b"somebody else's")
+    proxy.order(fault, method="PUT", times=1, after_bytes=5)
+    with pytest.raises(Conflict):
+        store.put("a", b"one of our own", if_absent=True)
+    assert behind.get("a") == b"somebody else's"
+    assert faults(proxy) == 1
+
+
+def test_a_lost_answer_is_cleared_up_although_reading_back_fails_too(
+    store: Store, behind: Store, proxy: FaultProxy
+) -> None:
+    proxy.order("reset-after", method="PUT")
+    proxy.order("503", method="GET")
+    store.put("manifest.json", b"id 1", if_absent=True)
+    assert behind.get("manifest.json") == b"id 1"
+    assert faults(proxy) == 2
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_part_of_an_upload_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
+    data = os.urandom(2 * PART_BYTES + 5)
+    proxy.order(fault, method="PUT", target="partNumber", times=2, after_bytes=1000)
+    store.put("a", data)
+    assert behind.get("a") == data
+    assert faults(proxy) == 2
+
+
+@pytest.mark.parametrize("fault", ["503", "reset-before", "reset-after"])
+@pytest.mark.parametrize("target", ["uploads", "uploadId"])
+def test_begin_and_end_of_an_upload_survive(
+    store: Store, behind: Store, proxy: FaultProxy, fault: str, target: str
+) -> None:
+    data = os.urandom(PART_BYTES + 5)
+    proxy.order(fault, method="POST", target=target)
+    store.put("a", data)
+    assert behind.get("a") == data
+    assert faults(proxy) == 1
+
+
+@pytest.mark.parametrize("fault", ["503", "429", "reset-before", "reset-after", "truncate"])
+def test_a_read_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
+    data = os.urandom(3 << 20)
+    behind.put("a", data)
+    proxy.order(fault, method="GET", times=2, after_bytes=1 << 20)
+    assert store.get("a") == data
+    proxy.order(fault, method="GET", times=2, after_bytes=1 << 20)
+    room = memoryview(bytearray(len(data) - 10))
+    store.read_into("a", 10, room)
+    assert room == data[10:]
+    assert faults(proxy) == 4
+
+
+@pytest.mark.parametrize("fault", ["503", "reset-before", "reset-after"])
+def test_looking_listing_and_deleting_survive(
+    store: Store, behind: Store, proxy: FaultProxy, fault: str
+) -> None:
+    behind.put("a", b"x")
+    for method in ("HEAD", "GET", "DELETE"):
+        proxy.order(fault, method=method)
+    assert store.size("a") == 1
+    assert [entry.name for entry in store.list()] == ["a"]
+    store.delete("a")
+    assert behind.size("a") is None
+    assert faults(proxy) == 3
+
+
+@pytest.mark.parametrize("fault", ["503", "reset-before"])
+def test_a_server_side_copy_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
+    behind.put("a", b"x" * 1000)
+    proxy.order(fault, method="PUT")
+    store.link("a", "b")
+    assert behind.get("b") == b"x" * 1000
+    assert faults(proxy) == 1
+
+
+def test_a_stall_is_cut_off_and_tried_again(home: Home, behind: Store, proxy: FaultProxy) -> None:
+    store = open_store(home(port=proxy.port, timeout="60", request_timeout="500ms"))
+    proxy.order("stall", method="PUT", seconds=600)
+    proxy.order("stall", method="GET", seconds=600)
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
+    assert faults(proxy) == 2
+
+
+@pytest.mark.parametrize("num_bytes", [10, 2 * PART_BYTES])
+def test_a_dead_store_is_given_up_and_everything_stays(
+    home: Home, behind: Store, proxy: FaultProxy, num_bytes: int
+) -> None:
+    store = open_store(home(port=proxy.port, timeout="300ms", part_bytes=str(PART_BYTES)))
+    behind.put("a", b"old")
+    proxy.order("503", times=None)
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("a", bytes(num_bytes)),
+        lambda: store.put_parts("a", iter([bytes(num_bytes)]), num_bytes),
+        lambda: store.put("b", b"x", if_absent=True),
+        lambda: store.get("a"),
+        lambda: store.read_into("a", 0, memoryview(bytearray(1))),
+        lambda: list(store.list()),
+        lambda: store.size("a"),
+        lambda: store.delete("a"),
+    ]
+    for call in calls:
+        with pytest.raises(RetryLater, match="503") as caught:
+            call()
+        assert "s3://test/" in str(caught.value)
+        assert caught.value.__cause__ is None
+    assert behind.get("a") == b"old"
+    assert behind.size("b") is None
+
+
+def test_the_message_names_object_limit_and_cause_and_no_keys(
+    home: Home, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, f"HIDE-{name}")
+    store = open_store(home(port=proxy.port, timeout="500ms"))
+    for fault, code in (("503", ""), ("403", "InvalidAccessKeyId")):
+        proxy.clear()
+        proxy.order(fault, times=None, code=code)
+        with pytest.raises(RetryLater, match="a/b") as caught:
+            store.put("a/b", b"x")
+        assert "HIDE" not in str(caught.value)
+        assert fault in str(caught.value)
+    proxy.clear()
+    proxy.order("503", times=None)
+    with pytest.raises(RetryLater, match=r"limit 500.0 ms"):
+        store.put("a/b", b"x")
+
+
+def test_a_store_that_comes_back_within_the_limit_is_no_failure(home: Home, s3, behind: Store) -> None:  # type: ignore[no-untyped-def]
+    """A call that meets a closed port waits for it to open."""
+    first = FaultProxy("127.0.0.1", s3.port)
+    store = open_store(home(port=first.port, timeout="60"))
+    first.close()
+    with ThreadPoolExecutor(1) as pool:
+        put = pool.submit(store.put, "a", b"x")
+        with FaultProxy("127.0.0.1", s3.port, listen_on=first.port):
+            put.result(60)
+    assert behind.get("a") == b"x"
+
+
+def test_keys_that_expire_and_come_back_are_read_anew(
+    home: Home, behind: Store, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are refused, calls fail and say so; once the file has others, the same store works."""
+    keys = tmp_path / "credentials"
+    behind.put("before", b"x")
+
+    def write(key: str) -> None:
+        keys.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = HIDE\n")
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    write("OLDKEY")
+    store = open_store(home(port=proxy.port, timeout="5"))
+    store.put("a", b"1")
+    proxy.order("403", header="Credential=OLDKEY", times=None, code="ExpiredToken")
+    with pytest.raises(RetryLater, match=r"ExpiredToken.*credentials.*renew") as caught:
+        store.put("a", b"2")
+    assert "HIDE" not in str(caught.value)
+    write("NEWKEY")
+    store.put("a", b"3")
+    assert behind.get("a") == b"3"
+
+
+def test_a_full_quota_is_no_matter_of_keys(store: Store, proxy: FaultProxy) -> None:
+    proxy.order("403", method="PUT", code="QuotaExceeded", times=None)
+    with pytest.raises(RetryLater, match="QuotaExceeded") as caught:
+        store.put("a", b"x")
+    assert "credentials" not in str(caught.value)
+    assert len(proxy.exchanges("PUT")) == 1  # trying again would not help
+
+
+def test_a_body_that_was_spoilt_on_the_way_up_is_sent_again(
+    store: Store, behind: Store, proxy: FaultProxy
+) -> None:
+    proxy.order("corrupt-request", method="PUT", after_bytes=500)
+    store.put("a", b"x" * 1000)
+    assert behind.get("a") == b"x" * 1000
+    assert faults(proxy) == 1
+
+
+class Taker:
+    """A sink that keeps what it is given."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = bytearray(num_bytes)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self.data[offset : offset + len(view)] = view
+
+
+def test_a_byte_that_was_flipped_on_the_way_down_is_caught_by_its_hash(
+    store: Store, behind: Store, proxy: FaultProxy
+) -> None:
+    """The client hands it on silently; the reader compares every chunk."""
+    made = make_checkpoint(behind, 1, 1, [{"t": torch.arange(100_000, dtype=torch.uint8)}])
+    part, name = Parts(behind, made).part(0), names.data(1, 1, 0)
+    image = behind.get(name)
+    taker = Taker(len(image))
+    proxy.order("corrupt", method="GET", target="safetensors", after_bytes=5000)
+    with pytest.raises(Corrupt, match="damaged in chunk"):
+        read(store, [Job(part, [Want(0, len(image), taker)])])
+    assert faults(proxy) == 1
+    read(store, [Job(part, [Want(0, len(image), taker)])])
+    assert bytes(taker.data) == image
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 2 * PART_BYTES])
+def test_a_put_holds_its_buffer_until_the_store_has_answered(
+    store: Store, behind: Store, proxy: FaultProxy, num_bytes: int
+) -> None:
+    """An arena is recycled when put returns, so it must not return before the last byte is acknowledged."""
+    data = bytearray(os.urandom(num_bytes))
+    expected = bytes(data)
+    gate = proxy.hold(
+        method="POST" if num_bytes > PART_BYTES else "PUT",
+        target="uploadId" if num_bytes > PART_BYTES else "",
+    )
+    with ThreadPoolExecutor(1) as pool:
+        put = pool.submit(store.put, "a", data)
+        assert gate.reached.wait(60)
+        assert not put.done()
+        gate.opened.set()
+        put.result(60)
+    data[:] = bytes(num_bytes)
+    assert behind.get("a") == expected
+
+
+def test_a_buffer_can_be_resized_after_put(store: Store) -> None:
+    """Nothing holds on to it: an arena can be unmapped."""
+    for num_bytes in (1000, PART_BYTES + 1):
+        data = bytearray(num_bytes)
+        store.put("a", data)
+        store.put("b", data, if_absent=True)
+        store.delete("b")
+        data.clear()

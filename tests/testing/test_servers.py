@@ -1,0 +1,64 @@
+"""Servers for tests are there when they say so, and gone with whoever started them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Unsupported
+from holdfast.store import open_store
+from holdfast.testing.servers import azurite, ministack
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_server_is_ready_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ministack() as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        store = open_store(server.home("run"))
+        store.put("a", b"x")
+        assert open_store(server.home("run")).get("a") == b"x"
+        assert is_alive(server.pid)
+    assert not is_alive(server.pid)
+
+
+SCRIPT = """
+import os, signal
+from holdfast.testing.servers import ministack
+with ministack() as server:
+    print(server.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_does_not_outlive_a_killed_test() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    pid = int(done.stdout)
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        import select
+
+        ended, _, _ = select.select([fd], [], [], 60)
+        assert ended
+    finally:
+        os.close(fd)
+
+
+def test_a_missing_azurite_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_TEST_AZURITE", str(tmp_path))
+    with pytest.raises(Unsupported, match="install_azurite"), azurite():
+        pass

@@ -69,7 +69,7 @@ class Checkpointer:
         max_failures: saves that may fail in a row; one more and `save` raises. Each is a SaveWarning.
         commit_timeout: how long a keeper waits for the other ranks' parts.
         ranks_timeout: how long a rank waits for the others in `restore` and `should_save`.
-        num_read_threads: parallel reads in `restore`.
+        num_read_threads: parallel reads in `restore`; by default what suits the kind of home.
         share_reads: in `restore`, read what several ranks need once, and pass it on from rank to rank: for a
             home that is slower than the network between the ranks.
         rank_from: in `restore`, chooses the saved rank whose per-rank state (random numbers, data loaders) a
@@ -104,7 +104,7 @@ class Checkpointer:
         max_failures: int = 3,
         commit_timeout: str | float | datetime.timedelta = "10m",
         ranks_timeout: str | float | datetime.timedelta = "1h",
-        num_read_threads: int = 4,
+        num_read_threads: int | None = None,
         share_reads: bool = False,
         rank_from: Callable[[int, int, int], int] | None = None,
         quiet: bool = False,
@@ -613,7 +613,7 @@ class Checkpointer:
                 world_size=self._ranks.world_size,
                 group=self._ranks,
                 step=step,
-                num_threads=self._num_read_threads,
+                num_threads=self._num_read_threads or store.properties.parallel_reads,
                 share_reads=self._share_reads,
                 rank_from=self._rank_from,
             )

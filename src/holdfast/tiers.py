@@ -141,6 +141,7 @@ class Tiers:
 
         Raises:
             InvalidInput: `fresh`, but there are checkpoints; or the local folder holds another run.
+            Unsupported: home replaces what it is told to leave alone.
             RetryLater: a store failed.
         """
         found = (
@@ -152,6 +153,7 @@ class Tiers:
                 "called: saving now would begin a new line beside them, and retention would delete them in "
                 "time. Nothing was saved. Call restore() first, or begin afresh in another home."
             )
+        self.home_store.check()
         run = claim_run(self.home_store)
         if self._local_store is not None:
             check_run(self._local_store, run)

@@ -144,16 +144,15 @@ class Tiers:
             Unsupported: home replaces what it is told to leave alone.
             RetryLater: a store failed.
         """
-        found = (
-            [one for tier in self.durable_stores() for one in candidates(list_home(tier))] if fresh else []
-        )
+        self.home_store.check()
+        tiers = self.durable_stores() if fresh else []
+        found = [one for tier in tiers for one in candidates(list_home(tier))]
         if found:
             raise InvalidInput(
                 f"{self.home} holds checkpoints, the newest of step {max(found)[1]}, and restore() was not "
                 "called: saving now would begin a new line beside them, and retention would delete them in "
                 "time. Nothing was saved. Call restore() first, or begin afresh in another home."
             )
-        self.home_store.check()
         run = claim_run(self.home_store)
         if self._local_store is not None:
             check_run(self._local_store, run)

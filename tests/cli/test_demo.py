@@ -16,6 +16,8 @@ from holdfast.cli.demo.figures import figures
 from holdfast.cli.demo.proof import claims
 from holdfast.cli.demo.story import Blow, Ending, Outcome, Start
 from holdfast.errors import InvalidInput
+from holdfast.store import open_store
+from holdfast.testing.servers import ministack
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -182,7 +184,7 @@ def test_figures_are_refused_where_nothing_was_saved(outcome: Outcome) -> None:
 
 def test_a_flipped_byte_is_another_byte(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
-    damage = flip_byte(tmp_path, "file", step=1, attempt=1)
+    damage = flip_byte(open_store(tmp_path), "file", step=1, attempt=1)
     assert (tmp_path / "file").read_bytes() == b"a" + bytes([ord("b") ^ 0xFF]) + b"c"
     assert (damage.offset, damage.before, damage.after) == (1, ord("b"), ord("b") ^ 0xFF)
 
@@ -217,3 +219,22 @@ def test_demo_proves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert home.parent.parent == tmp_path
     assert (home / "done.json").exists()
     assert len(list((home / "attempts").iterdir())) == 4
+
+
+@pytest.mark.slow
+def test_demo_proves_everything_with_nothing_left_but_a_bucket(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with a home in an S3 server: each failure takes the machine's own folder with it."""
+    with ministack() as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        home = server.home("demos")
+        status = demo.run(arguments("--steps", "60", "--size", "25MB", "--home", home, "--json"))
+        said = capsys.readouterr()
+        document = json.loads(said.out)
+        assert document["proven"], document["claims"]
+        assert status == 0
+        assert [one["status"] for one in document["figures"]["returns"]] == [-9, -9, 75]
+        assert said.err.count("the machine's own folder is gone") == 3
+        assert list(open_store(home).list()) == [], "it tidies up"

@@ -16,14 +16,16 @@ from holdfast.cli.demo.proof import Claim, claims
 from holdfast.cli.demo.story import Story
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
-from holdfast.errors import InvalidInput
+from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.quantity import read_bytes, say_bytes, say_seconds
+from holdfast.store import open_store
 
 MIN_STEPS, MIN_BYTES = 48, 25_000_000
 
 _EXAMPLES = """
 holdfast demo
 holdfast demo --home /mnt/disk --keep
+holdfast demo --home s3://bucket/demos
 holdfast demo --json | jq .proven
 """
 
@@ -34,8 +36,9 @@ def add_parser(commands: Commands) -> None:
     parser = command(commands, "demo", run, job=job, examples=_EXAMPLES)
     parser.add_argument(
         "--home",
-        metavar="DIR",
-        help="where to make the demo's own folder (default: where temporary files go)",
+        metavar="PLACE",
+        help="folder or URL of a bucket in which to make the demo's own place (default: where temporary files "
+        "go); with a URL each failure also takes all that was on this machine",
     )
     parser.add_argument("--keep", action="store_true", help="leave that folder there")
     parser.add_argument(
@@ -60,25 +63,30 @@ def run(args: argparse.Namespace) -> int:
 
     num_bytes = _check(args)
     began = time.monotonic()
-    folder = _make_folder(args.home)
+    is_far = args.home is not None and "://" in args.home
+    folder = _make_folder(None if is_far else args.home)
+    home = _below(args.home, folder.name) if is_far else None
     try:
         with Screen(sys.stderr if args.json else sys.stdout, steps=args.steps, home=str(folder)) as screen:
-            screen.say(f"everything happens in {folder}")
-            outcome = Story(folder, steps=args.steps, num_bytes=num_bytes, screen=screen).tell()
+            screen.say(f"everything happens in {home or folder}")
+            story = Story(folder, steps=args.steps, num_bytes=num_bytes, screen=screen, home=home)
+            outcome = story.tell()
         judged, numbers = claims(outcome), figures(outcome)
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
+            _empty(home)
+    place = home or str(folder)
     proven = all(claim.holds for claim in judged)
     took_s = time.monotonic() - began
     if args.json:
         print_json(
-            _document(judged, numbers, proven=proven, seconds=took_s, folder=folder if args.keep else None)
+            _document(judged, numbers, proven=proven, seconds=took_s, place=place if args.keep else None)
         )
         return 0 if proven else 1
     screen.show(judged, numbers)
     verdict = "everything was proven" if proven else "NOT everything was proven"
-    print(f"\n{verdict}, in {say_seconds(took_s)}" + (f"; kept in {folder}" if args.keep else ""))
+    print(f"\n{verdict}, in {say_seconds(took_s)}" + (f"; kept in {place}" if args.keep else ""))
     return 0 if proven else 1
 
 
@@ -116,13 +124,31 @@ def _make_folder(parent: str | None) -> Path:
         ) from error
 
 
+def _below(url: str, name: str) -> str:
+    """The URL of a place of its own below another one, with the same options."""
+    place, question, options = url.partition("?")
+    return f"{place.rstrip('/')}/{name}{question}{options}"
+
+
+def _empty(home: str | None) -> None:
+    """Delete all that the demo has left in its place; what cannot be deleted stays, and is named."""
+    if home is None:
+        return
+    try:
+        store = open_store(home)
+        for entry in list(store.list()):
+            store.delete(entry.name)
+    except HoldfastError as error:
+        sys.stderr.write(f"holdfast: not all of {home} could be deleted: {error}\n")
+
+
 def _document(
-    judged: list[Claim], numbers: Figures, *, proven: bool, seconds: float, folder: Path | None
+    judged: list[Claim], numbers: Figures, *, proven: bool, seconds: float, place: str | None
 ) -> dict[str, Any]:
     return {
         "proven": proven,
         "seconds": round(seconds, 1),
-        "kept_in": None if folder is None else str(folder),
+        "kept_in": place,
         "claims": [asdict(claim) for claim in judged],
         "figures": {**asdict(numbers), "write_share": numbers.write_share},
     }

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.store import Store
+
 _BLOCK_BYTES = 16 << 20
 
 
@@ -63,15 +65,11 @@ class Damage:
     after: int  # as read back
 
 
-def flip_byte(root: Path, name: str, *, step: int, attempt: int) -> Damage:
-    """Flip all bits of the byte in the middle of a file."""
-    path = root / name
-    offset = path.stat().st_size // 2
-    with path.open("r+b") as file:
-        file.seek(offset)
-        before = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([before ^ 0xFF]))
-    with path.open("rb") as file:
-        file.seek(offset)
-        return Damage(step, attempt, name, offset, before, file.read(1)[0])
+def flip_byte(store: Store, name: str, *, step: int, attempt: int) -> Damage:
+    """Flip all bits of the byte in the middle of an object."""
+    content = bytearray(store.get(name))
+    offset = len(content) // 2
+    before = content[offset]
+    content[offset] ^= 0xFF
+    store.put(name, content)
+    return Damage(step, attempt, name, offset, before, store.get(name)[offset])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -95,14 +96,20 @@ class Story:
     """Two runs of one training: a reference that is left alone, and a survivor that is not.
 
     Args:
-        folder: an empty folder for everything.
+        folder: an empty folder for everything, or with `home` for what is on this machine.
+        home: URL of an empty place that outlives the machine. The survivor then has its local tier in `folder`,
+            and each failure takes that with it.
         steps: length of the training.
         num_bytes: size of a checkpoint, about.
         screen: where it is told.
     """
 
-    def __init__(self, folder: Path, *, steps: int, num_bytes: int, screen: Screen) -> None:
-        self.home = folder / "survivor"
+    def __init__(
+        self, folder: Path, *, steps: int, num_bytes: int, screen: Screen, home: str | None = None
+    ) -> None:
+        self.near = folder / "survivor"  # where saves are complete first
+        self.home = home or str(self.near)
+        self.is_far = home is not None
         self.steps, self.every, self.num_bytes = steps, steps // NUM_SAVES, num_bytes
         self.folder, self.screen = folder, screen
         self.children: list[Child] = []
@@ -148,7 +155,8 @@ class Story:
     def _start(self, who: str, *, hold: str = "1m") -> Child:
         options = ["--steps", str(self.steps), "--every", str(self.every), "--bytes", str(self.num_bytes)]
         if who == "survivor":
-            options += ["--home", str(self.home), "--hold", hold]
+            options += ["--home", self.home, "--hold", "0" if self.is_far else hold]
+            options += ["--local", str(self.near)] if self.is_far else []
         child = Child(
             who,
             options,
@@ -188,23 +196,27 @@ class Story:
         self.screen.say(f"survivor ended with {status} after step {child.step}")
         self.wait_for_keepers()
         self.raw_writes.append(write_raw(self.folder, self._data_bytes()))
+        if self.is_far:
+            shutil.rmtree(self.near)
+            self.screen.say("the machine's own folder is gone; what is left is in home")
 
     def _unfinished(self, from_step: int) -> int | None:
         """The newest step, if its save has begun to write and has no manifest yet."""
-        newest = max((path.name for path in self.home.glob("step-*")), default="")
-        files = list(_files(self.home / newest)) if newest >= names.step_dir(from_step) else []
+        newest = max((path.name for path in self.near.glob("step-*")), default="")
+        files = list(_files(self.near / newest)) if newest >= names.step_dir(from_step) else []
         writing = any(path.suffix == ".safetensors" or path.name.startswith(".") for path in files)
         if not writing or any(path.name.startswith("manifest-") for path in files):
             return None
         return int(newest.removeprefix("step-"))
 
     def _data_bytes(self) -> int:
-        sizes = [path.stat().st_size for path in self.home.glob("step-*/*.safetensors")]
+        sizes = [path.stat().st_size for path in self.near.glob("step-*/*.safetensors")]
         return max(sizes, default=self.num_bytes)
 
     def _damage_newest(self) -> Damage:
-        attempt, step = candidates(list_home(open_store(self.home)))[0]
-        damage = flip_byte(self.home, names.data(step, attempt, 0), step=step, attempt=attempt)
+        store = open_store(self.home)
+        attempt, step = candidates(list_home(store))[0]
+        damage = flip_byte(store, names.data(step, attempt, 0), step=step, attempt=attempt)
         self.screen.say(
             f"damaged on purpose: byte {damage.offset:,} of {damage.name}, in the newest checkpoint"
         )
@@ -217,7 +229,7 @@ class Story:
             RetryLater: one is still there after a minute.
         """
         deadline = time.monotonic() + _KEEPERS_LIMIT_S
-        while any(not trace.is_done for _, trace in living(str(self.home))):
+        while any(self.is_far or not trace.is_done for _, trace in living(self.home)):
             if time.monotonic() > deadline:
                 raise RetryLater(f"A keeper of {self.home} has not ended after {_KEEPERS_LIMIT_S:.0f} s.")
             time.sleep(0.01)

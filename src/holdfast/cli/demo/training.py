@@ -104,7 +104,9 @@ def protected(args: argparse.Namespace, state: dict[str, object]) -> Iterator[It
     if args.home is None:
         yield range(args.steps)
     else:
-        with holdfast.Checkpointer(args.home, state, every=args.every, hold=args.hold) as ckpt:
+        with holdfast.Checkpointer(
+            args.home, state, every=args.every, local=args.local, hold=args.hold
+        ) as ckpt:
             yield ckpt.steps(args.steps)
 
 
@@ -112,6 +114,7 @@ def main() -> None:
     """Train, telling every step to the descriptor `--progress` as a line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home")
+    parser.add_argument("--local", help="folder of the nearer tier")
     parser.add_argument("--hold", default="0", help="how long its keeper offers its memory afterwards")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)

@@ -37,8 +37,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--home",
         metavar="PLACE",
-        help="folder or URL of a bucket in which to make the demo's own place (default: where temporary files "
-        "go); with a URL each failure also takes all that was on this machine",
+        help="folder, or URL in a bucket, in which to make the demo's own place (default: where temporary "
+        "files go); with a URL each failure also takes all that was on this machine",
     )
     parser.add_argument("--keep", action="store_true", help="leave that folder there")
     parser.add_argument(

@@ -97,8 +97,8 @@ class Story:
 
     Args:
         folder: an empty folder for everything, or with `home` for what is on this machine.
-        home: URL of an empty place that outlives the machine. The survivor then has its local tier in `folder`,
-            and each failure takes that with it.
+        home: URL of an empty place that outlives the machine. The survivor then has its local tier in
+            `folder`, and each failure takes that with it.
         steps: length of the training.
         num_bytes: size of a checkpoint, about.
         screen: where it is told.

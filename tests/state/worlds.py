@@ -246,7 +246,6 @@ class Setup:
             found[f"optimizer.state.{name}.{key}"] = full
         return found
 
-
     def _num_replicas(self) -> int:
         is_hybrid = self.model.sharding_strategy is ShardingStrategy.HYBRID_SHARD
         return 2 if is_hybrid else 1

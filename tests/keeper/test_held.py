@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import threading
@@ -14,7 +15,7 @@ import torch
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.keeper.held import HeldStore, Image, offer
-from holdfast.keeper.presence import Presence, Trace, living, process_start, wait_for_orphans
+from holdfast.keeper.presence import Presence, Trace, home_dir, living, process_start, wait_for_orphans
 from holdfast.restore.fill import fill
 from holdfast.restore.find import read_manifest
 from holdfast.state.load import Target
@@ -107,6 +108,16 @@ def test_nothing_is_held_for_longer_than_was_said(hold: Callable[..., Holder]) -
     holder = hold(b"abcdefgh", (Image("a", 0, 8),), hold_s=0.01)
     holder.thread.join(WAIT_S)
     assert not holder.thread.is_alive()
+
+
+def test_a_trace_that_is_just_being_made_is_none_yet() -> None:
+    """Ranks start their keepers at the same time: one sees the other's trace locked, and still empty."""
+    path = home_dir(HOME) / "a0001-r00000-new.trace"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert list(living(HOME)) == []
+        assert not HeldStore(HOME)
+    assert path.exists(), "it is its maker's"
 
 
 def test_nobody_waits_for_a_keeper_that_only_holds(hold: Callable[..., Holder]) -> None:

@@ -139,9 +139,11 @@ def living(home: str) -> Iterator[tuple[Path, Trace]]:
         except FileNotFoundError:
             continue
         try:
+            if not os.fstat(fd).st_size:
+                continue  # it is just being made, and locked perhaps, but not yet written
             if _is_locked(fd):
                 yield path, _read(fd)
-            elif os.fstat(fd).st_size:  # an empty one is just being made
+            else:
                 path.unlink(missing_ok=True)
         finally:
             os.close(fd)

@@ -32,7 +32,7 @@ def s3() -> Iterator[Server]:
 def home(s3: Server) -> Callable[..., str]:
     """Makes the URL of a place that no other test uses; always the same one in one test."""
     number = next(numbers)
-    return lambda **options: s3.home(f"t{number}", **options)
+    return lambda **options: s3.home(f"t{number}", **{"timeout": "20", **options})
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ def answer(status: int, code: str = "") -> Exception:
         (answer(409, "ConditionalRequestConflict"), Kind.TAKEN),
         (answer(416, "InvalidRange"), Kind.PAST_END),
         (answer(416), Kind.PAST_END),
+        (obstore.exceptions.GenericError("Wanted range\n\nDebug source: InvalidRangeRequest"), Kind.PAST_END),
+        (obstore.exceptions.GenericError("Received non-partial response"), Kind.LASTING),
         (answer(500, "InternalError"), Kind.PASSING),
         (answer(503, "SlowDown"), Kind.PASSING),
         (answer(429), Kind.PASSING),

@@ -94,7 +94,7 @@ class Clients:
 def _make_client(address: Address, *, patient: bool) -> Any:
     stores = importlib.import_module("obstore.store")
     endpoint = address.option("endpoint_url") or _first_set(_ENDPOINTS[address.protocol])
-    settings = {"skip_signature": True} if address.is_on("anonymous") else {}
+    settings: dict[str, Any] = {"skip_signature": True} if address.is_on("anonymous") else {}
     make, own = {
         S3: (stores.S3Store, _s3_settings),
         GCS: (stores.GCSStore, _gcs_settings),

@@ -40,6 +40,12 @@ _MAX_CHARS = 400
 
 # Where a machine's own keys come from; asked when nothing else gave any, so its silence is no passing fault.
 _HOSTS_OF_KEYS = ("://169.254.", "://metadata", "://login.microsoftonline.")
+# The client looks at ranges too, and some servers answer one of an empty object with nonsense.
+_PAST_END = ("InvalidRangeRequest", "ParseContentRange")
+_ON_THE_WAY = re.compile(
+    r"HTTP error|sending request|response body|timed? ?out|connect|reset|broken pipe|closed|\bdns\b",
+    re.IGNORECASE,
+)
 _BY_CODE = {
     "NoSuchBucket": Kind.NO_BUCKET,
     "ContainerNotFound": Kind.NO_BUCKET,
@@ -100,11 +106,20 @@ def _kind_of(error: Exception, text: str, status: int | None) -> Kind:
         return Kind.NAME
     if status in (405, 501):
         return Kind.NOT_OFFERED
-    if status is None or status >= 500 or status in (408, 429):
+    if status is None:
+        return _kind_without_status(text)
+    if status >= 500 or status in (408, 429):
         return Kind.PASSING
     if status in (401, 403):
         return Kind.CREDENTIALS
     return Kind.PAST_END if status == 416 else Kind.LASTING
+
+
+def _kind_without_status(text: str) -> Kind:
+    """No answer, or one that the client could not make sense of."""
+    if any(word in text for word in _PAST_END):
+        return Kind.PAST_END
+    return Kind.PASSING if _ON_THE_WAY.search(text) else Kind.LASTING
 
 
 def _in_one_line(said: str, status: str | None, code: str | None) -> str:

@@ -59,12 +59,14 @@ class Checkpointer:
         home_every: which saves are brought home, with `local`: as `every`, or None for all. The newest
             always is at the end, and by `wait`.
         home_bandwidth: bytes per second that each rank may send home, or as "200MB"; None for no limit.
-        home_patience: how long home may fail before `save` raises. Training goes on meanwhile.
+        home_patience: how long home may fail before `save` raises, with `local` or where home is a bucket.
+            Training goes on meanwhile.
         hold: how long the last save stays in memory for the next start on this host when this process dies;
             by default what HOLDFAST_HOLD says, else "2m".
         memory: cap of this rank's staging memory in all, in bytes or as "8GiB".
         when_full: what `save` does when no staging memory is free because earlier saves are still being
-            written: "wait" or "skip".
+            written: "wait" or "skip". By default it waits for a disk, and skips where saves go straight to a
+            bucket, which may not answer for minutes.
         signals: take SIGTERM, SIGUSR1 and SIGINT as preemption notices (in the main thread only).
         max_failures: saves that may fail in a row; one more and `save` raises. Each is a SaveWarning.
         commit_timeout: how long a keeper waits for the other ranks' parts.
@@ -99,7 +101,7 @@ class Checkpointer:
         home_patience: str | float | datetime.timedelta = "1h",
         hold: str | float | datetime.timedelta | None = None,
         memory: int | str = "8GiB",
-        when_full: str = "wait",
+        when_full: str | None = None,
         signals: bool = True,
         max_failures: int = 3,
         commit_timeout: str | float | datetime.timedelta = "10m",
@@ -109,7 +111,7 @@ class Checkpointer:
         rank_from: Callable[[int, int, int], int] | None = None,
         quiet: bool = False,
     ) -> None:
-        if when_full not in ("wait", "skip"):
+        if when_full not in ("wait", "skip", None):
             raise InvalidInput(f"when_full must be 'wait' or 'skip', got {when_full!r}.")
         self._tiers = Tiers(
             home,
@@ -126,7 +128,7 @@ class Checkpointer:
         """Why the run has to stop, agreed by all ranks; None while it need not."""
         self._every = single_policies(every)
         self._keep = keep if isinstance(keep, Keep) else Keep(keep, keep_every)
-        self._skip_when_full = when_full == "skip"
+        self._skip_when_full = (self._tiers.is_far and when_full is None) or when_full == "skip"
         self._max_failures = max_failures
         self._commit_timeout_s = read_seconds(commit_timeout, "commit_timeout")
         self._num_read_threads = num_read_threads
@@ -151,6 +153,7 @@ class Checkpointer:
         self._saves: deque[Save] = deque()  # not yet settled
         self._last: Save | None = None
         self._failures = 0
+        self._failing_since_s: float | None = None
         self.num_skipped = 0
         """Saves that were skipped because no staging memory was free."""
         self.waited_for_memory_s = 0.0
@@ -260,8 +263,8 @@ class Checkpointer:
             Conflict: a newer attempt has taken over the home.
             RetryLater: more than `max_failures` saves have failed in a row.
 
-        Ranks: every rank calls it for the same step. Not collective, unless `when_full="skip"` or nothing was
-            restored or saved before.
+        Ranks: every rank calls it for the same step. Not collective, unless it may skip (`when_full`) or
+            nothing was restored or saved before.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
         return self._save(step, must=False)
@@ -429,7 +432,7 @@ class Checkpointer:
         """Let go of the saves that have become durable, and learn what they cost."""
         for save in [save for save in self._saves if save.durable]:
             self._saves.remove(save)
-            self._failures = 0
+            self._failures, self._failing_since_s = 0, None
             self._newest_durable = save.step
             self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
 
@@ -448,9 +451,17 @@ class Checkpointer:
             self._saves.remove(save)
             self._stager.distrust_frozen()
             self._failures += 1
-            if self._failures > self._max_failures and save.failed is not None:
+            if self._failing_since_s is None:
+                self._failing_since_s = time.monotonic()
+            if save.failed is not None and self._is_too_much(save.failed, self._failing_since_s):
                 raise save.failed
             warnings.warn(str(save.failed), SaveWarning, stacklevel=3)
+
+    def _is_too_much(self, error: HoldfastError, failing_since_s: float) -> bool:
+        """True if training shall not go on without saves any longer."""
+        if self._tiers.is_far and isinstance(error, RetryLater):  # it may come back, however often we try
+            return time.monotonic() - failing_since_s > self._tiers.terms["patience_s"]
+        return self._failures > self._max_failures
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until everything saved so far is durable, and the newest save is in home.

@@ -92,6 +92,11 @@ class Tiers:
         self._sent = Pace(0, now_s, saved_step=0, saved_s=now_s)  # when a save last went home
         self._is_due = False  # rank 0's clock has said so, to all ranks
 
+    @property
+    def is_far(self) -> bool:
+        """True if saves go straight to a place beyond this machine, which may not answer for a while."""
+        return self.durable_stores()[0].properties.survives_host
+
     def durable_stores(self) -> list[Store]:
         """All tiers but memory, nearest first."""
         return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]

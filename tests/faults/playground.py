@@ -108,11 +108,11 @@ class Playground:
 
     # -- what must hold -------------------------------------------------------------------------------------
 
-    def complete(self, place: Path | None = None) -> list[tuple[int, int]]:
+    def complete(self, place: Path | str | None = None) -> list[tuple[int, int]]:
         """(attempt, step) of every checkpoint that counts as complete in home or `place`, newest first."""
         return list(candidates(list_home(open_store(str(place or self.home)))))
 
-    def check_all_complete_verify(self, place: Path | None = None) -> int:
+    def check_all_complete_verify(self, place: Path | str | None = None) -> int:
         """Every checkpoint that home or `place` calls complete verifies; how many there are.
 
         A keeper that outlives its trainer may still be retaining: what it has deleted meanwhile is not called
@@ -126,7 +126,7 @@ class Playground:
             assert not (problems and is_called_complete), f"step {step} of attempt {attempt}: {problems}"
         return num_good
 
-    def _problems(self, step: int, attempt: int, place: Path) -> list[str]:
+    def _problems(self, step: int, attempt: int, place: Path | str) -> list[str]:
         try:
             return [str(one) for one in holdfast.open(place, step=step, attempt=attempt).verify().problems]
         except holdfast.NotFound as error:

@@ -35,6 +35,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
     parser.add_argument("--commit-timeout", default="20s")
     parser.add_argument("--local", type=Path)
+    parser.add_argument("--bucket", help="URL of the home; HOME then only says where the logs go")
+    parser.add_argument("--memory", default="64MiB")
     parser.add_argument("--home-every", type=int)
     parser.add_argument("--hold", default="0")
     parser.add_argument("--patience", default="1h")
@@ -101,7 +103,7 @@ def main() -> None:
     np.random.seed(rank)
     torch.manual_seed(rank)
     with holdfast.Checkpointer(
-        args.home,
+        args.bucket or args.home,
         state,
         every=every,
         keep=args.keep,
@@ -109,7 +111,7 @@ def main() -> None:
         home_every=args.home_every,
         home_patience=args.patience,
         hold=args.hold,
-        memory="64MiB",
+        memory=args.memory,
         commit_timeout=args.commit_timeout,
     ) as ckpt:
         for step in ckpt.steps(args.total):

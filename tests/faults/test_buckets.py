@@ -1,0 +1,179 @@
+"""Runs whose home is a bucket: kills while it is written, outages, lost objects; on a real S3 server."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from faults.playground import TOTAL, Playground
+from holdfast.format import names
+from holdfast.store import Store, open_store
+from holdfast.testing.faultproxy import FaultProxy
+from holdfast.testing.servers import Server, ministack
+
+WAYS = ("diskless", "tiered")
+
+
+@dataclass
+class Bucket:
+    """A bucket behind a proxy, and what a trainer is told to use it."""
+
+    url: str
+    proxy: FaultProxy
+    env: dict[str, str]
+    place: Playground
+
+    def options(self, way: str = "diskless") -> list[str]:
+        """The options of a run that goes straight to the bucket, or through a local folder."""
+        return ["--bucket", self.url, *(["--local", str(self.place.local)] if way == "tiered" else [])]
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.url)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with ministack() as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(
+    playground: Playground, server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Bucket]:
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    with FaultProxy("127.0.0.1", server.port) as proxy:
+        prefix = "".join(c if c.isalnum() else "-" for c in request.node.name)
+        url = server.home(prefix, port=proxy.port, timeout="2s", request_timeout="5s")
+        yield Bucket(url, proxy, dict(server.env), playground)
+        playground.wait_for_keepers()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_host_that_is_lost_leaves_the_bucket(
+    playground: Playground, bucket: Bucket, uninterrupted: str, way: str
+):
+    """Trainer and keeper killed, the local folder gone: another host finishes, from what the bucket has."""
+    child = playground.start("--step-s", "0.02", *bucket.options(way), total=TOTAL, **bucket.env)
+    playground.wait_for(lambda: playground.complete(bucket.url) or not child.ended.empty(), "a checkpoint")
+    playground.kill_keepers()
+    child.kill()
+    child.wait()
+    playground.kill_keepers()
+    playground.wait_for_keepers()
+    shutil.rmtree(playground.local, ignore_errors=True)
+    assert playground.check_all_complete_verify(bucket.url) > 0
+    second = playground.finish(*bucket.options(way), **bucket.env)
+    assert "restored step" in second.said() or playground.num_steps() >= TOTAL
+    assert playground.final() == uninterrupted
+    assert playground.complete(bucket.url)[0][1] == TOTAL
+    assert playground.check_all_complete_verify(bucket.url) > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_while_the_bucket_does_not_answer(playground: Playground, bucket: Bucket, way: str):
+    """503 to everything, for longer than a request is tried: steps are made, saves skipped or kept nearby."""
+    options = ("--step-s", "0.01", "--memory", "1MB", *bucket.options(way))
+    child = playground.start(*options, total=600, **bucket.env)
+    playground.wait_for(lambda: playground.complete(bucket.url), "a checkpoint in the bucket")
+    bucket.proxy.order("503", times=None)
+    seen = playground.num_steps()
+    playground.wait_for(lambda: playground.num_steps() > seen + 250, "steps without a bucket")
+    bucket.proxy.clear()
+    assert child.wait() == 0, child.said()
+    assert playground.complete(bucket.url)[0] == (1, 600)
+    assert playground.check_all_complete_verify(bucket.url) > 0
+    assert "SaveWarning" in child.said()
+
+
+def test_a_bucket_that_stays_away_is_an_error_in_the_end(playground: Playground, bucket: Bucket):
+    """After the user's own limit the next save raises."""
+    options = ("--step-s", "0.01", "--patience", "0.5s", *bucket.options())
+    child = playground.start(*options, total=100_000, **bucket.env)
+    playground.wait_for(lambda: playground.complete(bucket.url), "a checkpoint in the bucket")
+    bucket.proxy.order("503", times=None)
+    assert child.wait() == 1, child.said()
+    bucket.proxy.clear()
+    assert "RetryLater" in child.said()
+    assert playground.check_all_complete_verify(bucket.url) > 0
+
+
+@pytest.mark.parametrize("kind", ["manifest", "part", "data"])
+def test_a_bucket_that_loses_an_object_of_the_newest_falls_back(
+    playground: Playground, bucket: Bucket, uninterrupted: str, kind: str
+):
+    """The older checkpoint is found, and the run still ends right."""
+    child = playground.start("--step-s", "0.01", *bucket.options(), **bucket.env)
+    playground.wait_for(lambda: len(playground.complete(bucket.url)) > 1, "two checkpoints")
+    child.kill()
+    child.wait()
+    playground.wait_for_keepers()
+    attempt, step = playground.complete(bucket.url)[0]
+    lost = {
+        "manifest": names.manifest(step, attempt),
+        "part": names.part(step, attempt, 0),
+        "data": names.data(step, attempt, 0),
+    }[kind]
+    bucket.store.delete(lost)
+    second = playground.finish(*bucket.options(), **bucket.env)
+    assert "restored step" in second.said()
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify(bucket.url) > 0
+
+
+def test_lost_answers_and_broken_connections_are_no_failures(
+    playground: Playground, bucket: Bucket, uninterrupted: str
+):
+    """Every few requests fail in some way, commits among them; nothing is lost and nothing is said."""
+    for nth, fault in enumerate(("reset-after", "503", "reset-before", "truncate", "500"), start=3):
+        for again in range(6):
+            bucket.proxy.order(fault, nth=nth * 5 + again * 37)
+    playground.finish(*bucket.options(), **bucket.env)
+    assert playground.final() == uninterrupted
+    assert playground.complete(bucket.url)[0] == (1, TOTAL)
+    assert playground.check_all_complete_verify(bucket.url) > 0
+
+
+def check_random_kills(
+    playground: Playground, bucket: Bucket, uninterrupted: str, seed: int, num_kills: int
+) -> None:
+    """Kill trainer, keeper or both at random moments of uploads; sometimes the host is lost too."""
+    draw = random.Random(seed)
+    way = draw.choice(WAYS)
+    for _ in range(num_kills):
+        child = playground.start("--step-s", "0.01", "--every", "1", *bucket.options(way), **bucket.env)
+        playground.wait_for_steps(playground.num_steps() + draw.randint(0, 4), child)
+        playground.pause(draw.random() * 0.05)
+        is_host_lost = draw.random() < 0.4
+        if is_host_lost or draw.random() < 0.5:
+            playground.kill_keepers()
+        child.kill()
+        assert child.wait() in (0, -signal.SIGKILL), child.said()
+        if is_host_lost:
+            playground.kill_keepers()
+            playground.wait_for_keepers()
+            shutil.rmtree(playground.local, ignore_errors=True)
+        playground.check_all_complete_verify(bucket.url)
+    playground.finish(*bucket.options(way), **bucket.env)
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify(bucket.url) > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_kills(playground: Playground, bucket: Bucket, uninterrupted: str, seed: int):
+    """A few of the kills that the long suite makes by the hundred."""
+    check_random_kills(playground, bucket, uninterrupted, seed, num_kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_a_hundred_random_kills(playground: Playground, bucket: Bucket, uninterrupted: str, seed: int):
+    """A hundred kills, five to a bucket."""
+    check_random_kills(playground, bucket, uninterrupted, seed, num_kills=5)

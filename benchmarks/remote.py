@@ -181,7 +181,10 @@ def measure(server: str, num_bytes: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Ratios of Holdfast's speed to the bare client's, by server; medians of all rounds."""
+    """Ratios of Holdfast's speed to the bare client's, by server; medians of all rounds.
+
+    The same of processor time of the client's process: on a machine that others use too, it moves less.
+    """
     found: dict[str, dict[str, float]] = {}
     for server in dict.fromkeys(run["server"] for run in runs):
         own = [run for run in runs if run["server"] == server]
@@ -192,6 +195,8 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         found[server] = {
             "put_ratio": median("put_bare", "seconds") / median("put", "seconds"),
             "read_ratio": median("read_bare", "seconds") / median("read", "seconds"),
+            "put_cpu_ratio": median("put_bare", "cpu_seconds") / median("put", "cpu_seconds"),
+            "read_cpu_ratio": median("read_bare", "cpu_seconds") / median("read", "cpu_seconds"),
             "put_extra_bytes": max(run["extra_bytes"] for run in own if run["operation"] == "put"),
             "put_bare_extra_bytes": max(run["extra_bytes"] for run in own if run["operation"] == "put_bare"),
         }
@@ -241,7 +246,10 @@ def _show(num_bytes: int, runs: list[dict[str, Any]], summary: dict[str, dict[st
                 if run["server"] == server and run["operation"] == name
             ]
             cells.append(f"{statistics.median(speeds):.0f} [{min(speeds):.0f}..{max(speeds):.0f}] MB/s")
-        ratios = (f"{values['put_ratio']:.2f}", f"{values['read_ratio']:.2f}")
+        ratios = [
+            f"{values[f'{what}_ratio']:.2f}, cpu {values[f'{what}_cpu_ratio']:.2f}"
+            for what in ("put", "read")
+        ]
         table.add_row(server, *cells, *ratios, say_bytes(values["put_extra_bytes"]))
     Console(width=200, markup=False).print(table)
 

@@ -18,6 +18,7 @@ numbers = itertools.count()
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Server]:
     """An S3 server; its keys are in the environment."""
+    pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
     with ministack() as server, pytest.MonkeyPatch.context() as patch:
         for name in AWS_VARIABLES:
             patch.delenv(name)

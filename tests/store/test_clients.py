@@ -24,6 +24,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(url: str) -> Any:
+    pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
     client = clients.Clients(parse_address(url)).get()
     return {**client.config, **(client.client_options or {})}
 
@@ -103,6 +104,7 @@ def test_a_setting_that_the_library_refuses_is_bad_input(monkeypatch: pytest.Mon
 
 
 def test_one_client_serves_all_calls_until_it_is_dropped() -> None:
+    pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
     made = clients.Clients(parse_address("s3://bucket/run"))
     assert made.get() is made.get()
     assert made.get() is not made.get(patient=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from holdfast.errors import Unsupported
 from holdfast.store import open_store
-from holdfast.testing.servers import azurite, ministack
+from holdfast.testing.servers import azurite, install_azurite, ministack
 
 
 def is_alive(pid: int) -> bool:
@@ -23,6 +24,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_server_is_ready_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
     with ministack() as server:
         for name, value in server.env.items():
             monkeypatch.setenv(name, value)
@@ -50,8 +52,6 @@ def test_a_server_does_not_outlive_a_killed_test() -> None:
     except ProcessLookupError:
         return
     try:
-        import select
-
         ended, _, _ = select.select([fd], [], [], 60)
         assert ended
     finally:
@@ -62,3 +62,10 @@ def test_a_missing_azurite_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOLDFAST_TEST_AZURITE", str(tmp_path))
     with pytest.raises(Unsupported, match="install_azurite"), azurite():
         pass
+
+
+def test_a_folder_for_azurite_that_cannot_be_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOLDFAST_TEST_AZURITE", str(tmp_path / "file" / "below"))
+    with pytest.raises(Unsupported, match="cannot be put into"):
+        install_azurite()

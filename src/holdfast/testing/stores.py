@@ -121,6 +121,7 @@ class StoreSuite:
             lambda: store.put_parts(name, [b"x"], 1),
             lambda: store.get(name),
             lambda: store.read_into(name, 0, memoryview(bytearray(1))),
+            lambda: store.lend(name, 0, 1),
             lambda: store.append(name, b"x"),
             lambda: store.size(name),
             lambda: store.delete(name),
@@ -166,6 +167,28 @@ class StoreSuite:
                 store.read_into("a", start, room)
                 assert room == data[start:stop], (start, stop, shift)
 
+    def test_lent_bytes_are_those_of_the_range(self, store: Store) -> None:
+        """`lend` gives what `read_into` would have, read-only and without waiting for a buffer."""
+        data = _pattern(3 * BLOCK_BYTES + 5)
+        store.put("a", data)
+        for start, stop in ((0, len(data)), (1, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES), (5, 6)):
+            lent = store.lend("a", start, stop - start)
+            assert lent == data[start:stop]
+            assert lent.readonly
+        with pytest.raises(NotFound):
+            store.lend("missing", 0, 1)
+
+    def test_flush_and_close_lose_nothing(self, store: Store) -> None:
+        """After `close` the store can be used again; `check` and `flush` change nothing that was put."""
+        store.check()
+        store.append("log", b"one\n")
+        store.flush()
+        store.put("a", b"x")
+        store.close()
+        store.append("log", b"two\n")
+        assert store.get("log") == b"one\ntwo\n"
+        assert sorted(entry.name for entry in store.list()) == ["a", "log"]
+
     @pytest.mark.parametrize("num_bytes", [0, 10, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])
     def test_a_read_past_the_end_is_corrupt(self, store: Store, num_bytes: int) -> None:
         """`read_into` that cannot fill its buffer raises Corrupt and names the object."""
@@ -180,6 +203,8 @@ class StoreSuite:
         for offset, length in wanted:
             with pytest.raises(Corrupt, match="the-object"):
                 store.read_into("the-object", offset, _aligned(length))
+            with pytest.raises(Corrupt, match="the-object"):
+                store.lend("the-object", offset, length)
 
     @pytest.mark.parametrize("num_bytes", [3, 2 << 20])
     def test_put_replaces_an_object_by_a_shorter_and_a_longer_one(self, store: Store, num_bytes: int) -> None:

@@ -77,16 +77,16 @@ def test_images_are_objects(hold: Callable[..., Holder]) -> None:
     target = memoryview(bytearray(2))
     store.read_into("a/b", 1, target)
     assert target == b"de"
-    assert store.view("a/b", 3, 1) == b"f"
+    assert store.lend("a/b", 3, 1) == b"f"
 
 
 def test_what_is_not_there_is_an_error(hold: Callable[..., Holder]) -> None:
     hold(b"abcdefgh", (Image("a", 0, 4),))
     store = HeldStore(HOME)
     with pytest.raises(NotFound):
-        store.view("b", 0, 1)
+        store.lend("b", 0, 1)
     with pytest.raises(Corrupt, match="ends at 4"):
-        store.view("a", 3, 2)
+        store.lend("a", 3, 2)
     for write in (lambda: store.put("a", b""), lambda: store.delete("a"), store.sweep):
         with pytest.raises(Unsupported):
             write()
@@ -95,7 +95,7 @@ def test_what_is_not_there_is_an_error(hold: Callable[..., Holder]) -> None:
 def test_a_view_outlives_its_keeper(hold: Callable[..., Holder]) -> None:
     holder = hold(b"abcdefgh", (Image("a", 0, 8),))
     store = HeldStore(HOME)
-    view = store.view("a", 0, 8)
+    view = store.lend("a", 0, 8)
     store.end()
     holder.thread.join(WAIT_S)
     assert not holder.thread.is_alive()

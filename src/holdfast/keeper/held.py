@@ -81,7 +81,7 @@ class HeldStore(Store):
 
     def __init__(self, home: str) -> None:
         self.url = "memory"
-        self.properties = Properties(survives_host=False)
+        self.properties = Properties(survives_host=False, lends_memory=True)
         self._home = home
         self._images: dict[str, memoryview] = {}
         for end in _doors(home):
@@ -110,8 +110,8 @@ class HeldStore(Store):
             with end, contextlib.suppress(OSError):
                 protocol.send(end, {"op": "end"})
 
-    def view(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """See `Store.view`."""
+    def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """See `Store.lend`: the keeper's own memory, which stays as long as the view."""
         image = self._images.get(name)
         if image is None:
             raise NotFound(f"No keeper on this host holds {name}.", key=name)
@@ -123,11 +123,11 @@ class HeldStore(Store):
     def get(self, name: str) -> bytes:
         """See `Store.get`."""
         size = self.size(name)
-        return bytes(self.view(name, 0, size or 0))
+        return bytes(self.lend(name, 0, size or 0))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """See `Store.read_into`."""
-        source = self.view(name, offset, len(buffer))
+        source = self.lend(name, offset, len(buffer))
         if buffer:  # not a slice assignment: that would hold the interpreter lock
             first = ctypes.c_char.from_buffer
             ctypes.memmove(ctypes.addressof(first(buffer)), ctypes.addressof(first(source)), len(buffer))

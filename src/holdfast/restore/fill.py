@@ -61,11 +61,16 @@ class TensorSink:
         if self._address:
             # Not Tensor.copy_: it costs five times as much for a small piece, and its thread pool for a large
             # one competes with the reader's threads. ctypes gives the GIL up while memmove runs.
-            source = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            ctypes.memmove(self._address + at, source, num_bytes)
+            if view.readonly:  # lent by a store that is slower than any copy: this one holds the GIL
+                target = (ctypes.c_char * num_bytes).from_address(self._address + at)
+                memoryview(target).cast("B")[:] = view
+            elif num_bytes:
+                source = ctypes.addressof(ctypes.c_char.from_buffer(view))
+                ctypes.memmove(self._address + at, source, num_bytes)
             return
         flat = self._tensor.detach().view(-1).view(torch.uint8)
-        flat[at : at + num_bytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
+        writable = bytearray(view) if view.readonly else view  # torch takes no other
+        flat[at : at + num_bytes].copy_(torch.frombuffer(writable, dtype=torch.uint8))
 
 
 class RegionSink:

@@ -246,14 +246,15 @@ def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
     Args:
         store: where the copies are.
         one: what is read.
-        buffer: as long as that; filled unless the bytes lie in memory already.
+        buffer: as long as that; filled unless a copy lends memory of its own.
     """
     errors: list[HoldfastError] = []
     missing: list[HoldfastError] = []  # that a nearer tier lacks an object is as it should be
     for copy in store.copies():
         try:
-            view = copy.view(one.name, one.start, len(buffer))
-            if view is None:
+            if copy.properties.lends_memory:
+                view = copy.lend(one.name, one.start, len(buffer))
+            else:
                 copy.read_into(one.name, one.start, buffer)
                 view = buffer
         except NotFound as error:

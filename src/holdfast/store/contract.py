@@ -55,18 +55,6 @@ class Store(ABC):
         """
         return (self,)
 
-    def view(self, name: str, offset: int, num_bytes: int) -> memoryview | None:
-        """The bytes of an object themselves, where they lie in memory already; else None, and they are read.
-
-        The memory stays as long as the view.
-
-        Raises:
-            NotFound: no such object.
-            Corrupt: the object ends before.
-        """
-        del name, offset, num_bytes
-        return None
-
     @abstractmethod
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Make `data` durable under `name`, visible all at once or not at all.

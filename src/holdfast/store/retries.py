@@ -16,6 +16,7 @@ from holdfast.store.refusals import Kind, Refusal, classify
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _T = TypeVar("_T")
+_dice = random.Random()  # our own: the module's belongs to the training, which must not draw other numbers
 
 
 class TryAgain(Exception):
@@ -124,4 +125,4 @@ def not_found(address: Address, name: str) -> NotFound:
 def _pause_s(num_tries: int) -> float:
     """A random pause that doubles its mean with each try, so that many ranks do not come back together."""
     longest_s = min(_FIRST_PAUSE_S * 2.0 ** min(num_tries - 1, 30), _LONGEST_PAUSE_S)
-    return random.uniform(0.5, 1.0) * longest_s
+    return _dice.uniform(0.5, 1.0) * longest_s

@@ -195,6 +195,18 @@ class FaultyStore(Store):
         self.inner.delete(name)
         _do(after)
 
+    def check(self) -> None:
+        """See `Store.check`."""
+        self.inner.check()
+
+    def flush(self) -> None:
+        """See `Store.flush`."""
+        self.inner.flush()
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self.inner.close()
+
     def sweep(self, prefix: str = "") -> None:
         """See `Store.sweep`."""
         after = self._begin(Call("sweep", prefix))

@@ -1,0 +1,160 @@
+"""How often the run should have saved: what saving and failing cost at every interval."""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.report.interval import Best, lost_share
+from holdfast.report.look import INK, SPAN_AXIS, Cell, Figure, Spec, chart, figure, seconds, share
+from holdfast.report.story import Advice, Story
+
+_POINTS = 80
+_DASHES = ([1, 0], [8, 4], [2, 3], [8, 3, 2, 3], [14, 5])
+_COLOURS = ("var(--kept)", "var(--way)", "var(--restore)", "var(--blocked)", "var(--ink)")
+_HOW = (
+    "A save costs what save() took from the loop; what the optimizer waited and what steps were slowed "
+    "beside it is not in the history. Failures are taken to come at random, independent of each other."
+)
+
+
+def intervals(story: Story) -> Figure | None:
+    """The figure; None if nothing is known of what a save costs."""
+    advice = story.advice
+    if advice.cost_s is None:
+        return None
+    bests = [advice.own] if advice.own else list(advice.assumed)
+    spec = chart(_layers(advice, bests), height=260, legend_columns=1) if bests else None
+    return figure(
+        "intervals",
+        "How often it should have saved",
+        f"{_verdict(advice)}\n\n{_HOW}",
+        spec,
+        (
+            "mean time between failures",
+            "best interval (Young)",
+            "best interval (Daly)",
+            "in steps",
+            "lost at that",
+        ),
+        _rows(advice),
+    )
+
+
+def _verdict(advice: Advice) -> str:
+    least, most = advice.mtbf_bounds_s
+    was = f"It saved every {seconds(advice.interval_s)} on average. " if advice.interval_s else ""
+    if advice.own is None:
+        up = f" in {seconds(advice.up_s)} of training"
+        known = f" With 95 % certainty it is more than {seconds(least)}." if advice.up_s > 0 else ""
+        return (
+            f"{was}There was no failure{up}, so the mean time between failures, and with it the best "
+            f"interval, cannot be known.{known} Shown is what would be best if failures came that often."
+        )
+    best = f"Daly's best interval is {seconds(advice.own.daly_s)}, Young's {seconds(advice.own.young_s)}"
+    upper = "" if most is None else f" (with 90 % certainty between {seconds(least)} and {seconds(most)})"
+    verdict = (
+        f"{was}{best}, for a mean time between failures of {seconds(advice.mtbf_s)}{upper}, from "
+        f"{advice.num_failures} of them in {seconds(advice.up_s)} of training."
+    )
+    if advice.lost_share is not None and math.isfinite(advice.lost_share):
+        verdict += (
+            f" Expected to be lost to saving and failing: {share(advice.lost_share)} of the training at the "
+            f"interval it had, {share(advice.own.lost_share)} at the best one; restarts are in both."
+        )
+    if advice.durable_s is not None and advice.own.daly_s < advice.durable_s:
+        verdict += (
+            f" A save takes {seconds(advice.durable_s)} to be durable in the nearest tier, so less than that "
+            "is no use: save as soon as the last one is durable."
+        )
+    return verdict
+
+
+def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
+    names = [f"failures every {seconds(best.mtbf_s)}" for best in bests]
+    middle = [best.daly_s for best in bests] + ([advice.interval_s] if advice.interval_s else [])
+    low, high = max(1e-4, min(middle) / 12), max(middle) * 12
+    values: list[Spec] = []
+    for name, best in zip(names, bests, strict=True):
+        for i in range(_POINTS):
+            at = low * (high / low) ** (i / (_POINTS - 1))
+            lost = lost_share(at, advice.cost_s or 0.0, best.mtbf_s, advice.restart_s)
+            if 0 < lost < 100:  # beyond that it hardly comes forward
+                values.append({"at": at, "lost": lost, "which": name})
+    x = {
+        "field": "at",
+        "type": "quantitative",
+        "scale": {"type": "log", "domain": [low, high], "nice": False},
+        "axis": {
+            "title": "time between saves",
+            "labelExpr": SPAN_AXIS,
+            "tickCount": {"expr": "max(2, width / 90)"},
+        },
+    }
+    y = {
+        "field": "lost",
+        "type": "quantitative",
+        "scale": {"type": "log"},
+        "axis": {
+            "title": "lost, of the training",
+            "labelExpr": "format(datum.value * 100, '.2~r') + ' %'",
+            "tickCount": 5,
+        },
+    }
+    scale = {"domain": names, "range": list(_COLOURS[: len(names)])}
+    dashes = {"domain": names, "range": [list(dash) for dash in _DASHES[: len(names)]]}
+    legend = {"legend": None} if len(names) == 1 else {}
+    curve = {
+        "data": {"values": values},
+        "mark": {"type": "line", "strokeWidth": 2},
+        "encoding": {
+            "x": x,
+            "y": y,
+            "stroke": {"field": "which", "type": "nominal", "scale": scale, "sort": names, **legend},
+            "strokeDash": {"field": "which", "type": "nominal", "scale": dashes, "sort": names, **legend},
+        },
+    }
+    return [curve, *_marks(advice, bests, x, y)]
+
+
+def _marks(advice: Advice, bests: list[Best], x: Spec, y: Spec) -> list[Spec]:
+    """Where the curve is lowest, and where the run was."""
+    points = [
+        {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {seconds(best.daly_s)}"}
+        for best in bests
+    ]
+    layers: list[Spec] = [
+        {
+            "data": {"values": points},
+            "mark": {"type": "point", "filled": True, "fill": INK, "size": 70, "opacity": 1},
+            "encoding": {"x": x, "y": y, "tooltip": [{"field": "name"}]},
+        },
+        {
+            "data": {"values": points},
+            "mark": {"type": "text", "dy": 16, "fill": INK},
+            "encoding": {"x": x, "y": y, "text": {"field": "name"}},
+        },
+    ]
+    if advice.interval_s:
+        was = [{"at": advice.interval_s, "name": f"it was {seconds(advice.interval_s)}"}]
+        rule = {"type": "rule", "stroke": INK, "strokeDash": [3, 3]}
+        label = {"type": "text", "align": "left", "dx": 4, "dy": 6, "y": 0, "fill": INK}
+        layers += [
+            {"data": {"values": was}, "mark": rule, "encoding": {"x": x}},
+            {"data": {"values": was}, "mark": label, "encoding": {"x": x, "text": {"field": "name"}}},
+        ]
+    return layers
+
+
+def _rows(advice: Advice) -> list[tuple[Cell, ...]]:
+    bests = [("this run's", advice.own)] if advice.own else []
+    bests += [("if it were", one) for one in advice.assumed]
+    return [
+        (
+            f"{whose}: {seconds(one.mtbf_s)}",
+            seconds(one.young_s),
+            seconds(one.daly_s),
+            f"{max(1, round(one.daly_s / advice.step_s))}" if advice.step_s else None,
+            share(one.lost_share),
+        )
+        for whose, one in bests
+    ]

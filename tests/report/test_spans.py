@@ -23,6 +23,7 @@ def test_what_is_new_and_what_is_held_is_as_if_each_second_were_ticked_off(
         assert seconds_of(new) == len(seconds - ticked)
         ticked |= seconds
         assert held.seconds == len(ticked)
+        assert seconds_of(spans) == sum(any(b <= s < e for b, e in spans) for s in range(31))
     assert all(held.holds(second + 0.5) == (second in ticked) for second in range(31))
 
 

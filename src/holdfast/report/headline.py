@@ -40,7 +40,7 @@ def numbers(story: Story) -> list[Number]:
     lost_steps = sum(one.steps_lost for one in story.interruptions)
     num_failed = len(story.saves) - len(durable)
     newest = max(durable, key=lambda save: (save.attempt, save.step), default=None)
-    step = story.finished.step if story.finished else newest.step if newest else None
+    step = story.holding.newest_step if story.holding else newest.step if newest else None
     return [
         Number("Newest checkpoint", "none" if step is None else f"step {step}", _held(story)),
         Number(
@@ -73,6 +73,8 @@ def numbers(story: Story) -> list[Number]:
 def _held(story: Story) -> str:
     if story.holding is None:
         return ""
+    if not story.holding.num_checkpoints:
+        return "home holds no checkpoint"
     many = _count(story.holding.num_checkpoints, "checkpoint")
     return f"home holds {many}, {size(story.holding.num_bytes)}"
 

@@ -15,7 +15,7 @@ class Best:
     mtbf_s: float
     young_s: float
     daly_s: float
-    lost_share: float  # of the time without failures and saves, at Daly's interval
+    lost_share: float  # see `lost_share`, at Daly's interval
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
@@ -46,29 +46,28 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return young_s(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-def lost_share(interval_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Time that saving and failing cost, as a share of the training itself; inf if it never gets done.
+def lost_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """Time that saves and work done again cost, as a share of the training; inf if it never gets done.
+
+    Restarts come on top; they cost the same at every interval.
 
     Args:
         interval_s: time of training between two saves.
         cost_s: what one save takes from training.
         mtbf_s: mean time between failures, which come at random.
-        restart_s: from a failure until training goes again.
 
     Source: Daly 2006, the exact expectation for failures that do not depend on each other.
     """
-    if max(interval_s + cost_s, restart_s) / mtbf_s > _MAX_EXPONENT / 2:
-        return math.inf
-    per_interval = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + cost_s) / mtbf_s)
-    return per_interval / interval_s - 1
+    ratio = (interval_s + cost_s) / mtbf_s
+    return math.inf if ratio > _MAX_EXPONENT else max(0.0, mtbf_s * math.expm1(ratio) / interval_s - 1)
 
 
-def best(cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> Best | None:
+def best(cost_s: float, mtbf_s: float) -> Best | None:
     """The best interval; None if saves cost nothing or nothing is known, and then there is none."""
     if cost_s <= 0 or mtbf_s <= 0:
         return None
     daly = daly_s(cost_s, mtbf_s)
-    return Best(mtbf_s, young_s(cost_s, mtbf_s), daly, lost_share(daly, cost_s, mtbf_s, restart_s))
+    return Best(mtbf_s, young_s(cost_s, mtbf_s), daly, lost_share(daly, cost_s, mtbf_s))
 
 
 def mtbf_bounds_s(up_s: float, num_failures: int, *, confidence: float = 0.9) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,10 +25,9 @@ MAX_MARKS = 1500
 KEPT, REDO, DOWN, RESTORE = "var(--kept)", "url(#redo)", "url(#down)", "var(--restore)"
 BLOCKED, ON_THE_WAY, BAD, INK = "var(--blocked)", "var(--way)", "var(--bad)", "var(--ink)"
 _MUTED, _LINE = "var(--muted)", "var(--line)"
-SECONDS_AXIS = "datum.value < 1 ? format(datum.value * 1000, '~r') + ' ms' : format(datum.value, '~r') + ' s'"
 SPAN_AXIS = (
-    "datum.value < 1 ? format(datum.value * 1000, '~r') + ' ms'"
-    " : datum.value < 60 ? format(datum.value, '~r') + ' s'"
+    "datum.value == 0 ? '0' : datum.value < 1 ? format(datum.value * 1000, '.3~r') + ' ms'"
+    " : datum.value < 60 ? format(datum.value, '.3~r') + ' s'"
     " : datum.value < 3600 ? format(datum.value / 60, '.3~r') + ' min'"
     " : datum.value < 86400 ? format(datum.value / 3600, '.3~r') + ' h'"
     " : format(datum.value / 86400, '.3~r') + ' d'"
@@ -111,6 +111,38 @@ def time_axis(field: str, *, grid: bool = True) -> Spec:
         "scale": {"type": "utc", "nice": False},
         "axis": {"title": "time (UTC)", "grid": grid, "tickCount": {"expr": "max(2, width / 110)"}},
     }
+
+
+def span_ticks(longest_s: float) -> list[float]:
+    """Round durations from 0 to `longest_s` for an axis, in five steps or fewer; nobody counts 100 s."""
+    if longest_s <= 0:
+        return [0.0]
+    round_s = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+    step = next((one for one in round_s if 60 < longest_s <= 5 * one), None)
+    if step is None:
+        scale = 86400 if longest_s > 60 else 1  # decimal below a minute, and in days
+        step = scale * next(one for one in _decimals(-6, 7) if longest_s <= 5 * one * scale)
+    return [i * step for i in range(int(longest_s / step) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two positive ones for a logarithmic axis: 1, 2, 5, 10, or only powers of ten."""
+    exponents = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    fine = [one for one in _decimals(*exponents) if low <= one <= high]
+    coarse = [one for one in fine if math.isclose(math.log10(one), round(math.log10(one)))]
+    return coarse if len(coarse) > 2 else fine
+
+
+def span_log_ticks(low_s: float, high_s: float) -> list[float]:
+    """Round durations between two for a logarithmic axis."""
+    known = (*_decimals(-6, -1)[::3], 1, 10, 60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 70 * 86400)
+    found = [one for one in known if low_s <= one <= high_s]
+    return found if len(found) > 1 else log_ticks(low_s, high_s)
+
+
+def _decimals(first: int, last: int) -> list[float]:
+    """1, 2 and 5 times each power of ten from `first` up to `last`."""
+    return [float(f"{digit}e{exponent}") for exponent in range(first, last + 1) for digit in (1, 2, 5)]
 
 
 def told_apart(field: str, looks: dict[str, str], *, legend: bool = True) -> Spec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Span = tuple[float, float]
@@ -44,6 +46,10 @@ class Spans:
         return any(begin <= moment <= end for begin, end in self.stretches)
 
 
-def seconds_of(spans: list[Span]) -> float:
-    """How long stretches are together."""
-    return sum(end - begin for begin, end in spans)
+def seconds_of(spans: Iterable[Span]) -> float:
+    """How long stretches are together, where they overlap counted once."""
+    found, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        found += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return found

@@ -15,9 +15,9 @@ from holdfast.report.events import MEMORY, Event, events_of, read_lines
 from holdfast.report.interruptions import Interruption, Losses, find_losses, intervals_s, seconds_per_step
 from holdfast.report.interval import Best, best, lost_share, mtbf_bounds_s
 from holdfast.report.saves import Save, saves_of
-from holdfast.report.spans import Span, Spans, seconds_of
+from holdfast.report.spans import Span, seconds_of
 from holdfast.report.tiers import Level, levels_of
-from holdfast.restore.find import list_home
+from holdfast.restore.find import candidates, list_home
 from holdfast.store import Store
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
@@ -74,6 +74,7 @@ class Holding:
 
     num_bytes: int
     num_checkpoints: int
+    newest_step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,14 @@ def read_story(store: Store) -> Story:
         if claim is not None:
             claims[number] = claim
     whole = [saved for saved in home.saved.values() if saved.is_committed]
+    newest = candidates(home)
     return tell(
         events_of(lines),
         claims,
         finished=_read(store, run.Done, names.DONE),
-        holding=Holding(sum(saved.num_bytes for saved in whole), len(whole)),
+        holding=Holding(
+            sum(saved.num_bytes for saved in whole), len(whole), newest[0][1] if newest else None
+        ),
         num_torn=num_torn,
     )
 
@@ -200,22 +204,27 @@ def kept_spans(story: Story) -> list[Span]:
 def _times(began: float | None, last: float | None, losses: Losses, saves: Sequence[Save]) -> Times:
     total = 0.0 if began is None or last is None else last - began
     lost = losses.lost
-    blocked = Spans()
-    for save in saves:
-        end = save.back_unix_s
-        if end is not None and save.blocked_s and not lost.holds(end - save.blocked_s):
-            blocked.add(end - save.blocked_s, end)
-    blocked_s = blocked.seconds
-    redo_s, down_s, restore_s, idle_s = (
-        seconds_of(list(spans)) for spans in (losses.redone, losses.down, losses.restoring, losses.idle)
+    calls = [
+        (save.back_unix_s - save.blocked_s, save.back_unix_s)
+        for save in saves
+        if save.back_unix_s is not None and save.blocked_s
+    ]
+    blocked_s = seconds_of(call for call in calls if not lost.holds(call[0]))
+    redo_s, down_s, restore_s, idle_s = map(
+        seconds_of, (losses.redone, losses.down, losses.restoring, losses.idle)
     )
     kept_s = max(0.0, total - blocked_s - redo_s - down_s - restore_s - idle_s)
     return Times(total, kept_s, blocked_s, redo_s, down_s, restore_s, idle_s)
 
 
 def _overhead(lives: Iterable[Life], saves: Iterable[Save]) -> float | None:
-    up_s = sum(life.last_seen_unix_s - life.going_unix_s for life in lives)
+    up_s = _up_s(lives)
     return sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None
+
+
+def _up_s(lives: Iterable[Life]) -> float:
+    """Time in which attempts trained, as far as they told."""
+    return sum(life.last_seen_unix_s - life.going_unix_s for life in lives if life.has_trained)
 
 
 def _advise(lives: Sequence[Life], saves: Sequence[Save], interruptions: Sequence[Interruption]) -> Advice:
@@ -223,7 +232,7 @@ def _advise(lives: Sequence[Life], saves: Sequence[Save], interruptions: Sequenc
     gaps = intervals_s(lives, saves)
     failures = [one for one in interruptions if one.is_failure]
     num_failures = sum(1 + one.num_dead_starts for one in failures)
-    up_s = sum(life.last_seen_unix_s - life.going_unix_s for life in lives if life.has_trained)
+    up_s = _up_s(lives)
     cost_s = statistics.fmean(costs) if costs else None
     interval_s = statistics.fmean(gaps) if gaps else None
     restart_s = statistics.fmean(one.down_s + one.restore_s for one in failures) if failures else 0.0
@@ -232,7 +241,7 @@ def _advise(lives: Sequence[Life], saves: Sequence[Save], interruptions: Sequenc
     durable = [took_s for save in saves if (took_s := _durable_s(save)) is not None]
     share = None
     if mtbf_s is not None and cost_s is not None and interval_s:
-        share = lost_share(interval_s, cost_s, mtbf_s, restart_s)
+        share = lost_share(interval_s, cost_s, mtbf_s)
     return Advice(
         cost_s=cost_s,
         interval_s=interval_s,
@@ -243,10 +252,8 @@ def _advise(lives: Sequence[Life], saves: Sequence[Save], interruptions: Sequenc
         num_failures=num_failures,
         mtbf_s=mtbf_s,
         mtbf_bounds_s=(least, most if math.isfinite(most) else None),
-        own=None if mtbf_s is None or cost_s is None else best(cost_s, mtbf_s, restart_s),
-        assumed=tuple(
-            one for mtbf in ASSUMED_MTBF_S if cost_s is not None and (one := best(cost_s, mtbf, restart_s))
-        ),
+        own=None if mtbf_s is None or cost_s is None else best(cost_s, mtbf_s),
+        assumed=tuple(one for mtbf in ASSUMED_MTBF_S if cost_s is not None and (one := best(cost_s, mtbf))),
         lost_share=share,
     )
 

@@ -15,6 +15,7 @@ from holdfast.report.look import (
     figure,
     moment,
     seconds,
+    span_ticks,
     told_apart,
 )
 from holdfast.report.story import Story
@@ -70,14 +71,15 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
         )
     ]
     sums = [{"which": labels[one.after], "s": one.cost_s, "took": seconds(one.cost_s)} for one in drawn]
+    longest = max(one.cost_s for one in drawn)
     row = {
         "field": "which",
         "type": "nominal",
         "sort": list(labels.values()),
         "axis": {"title": "attempts", "labelFontSize": 13, "ticks": False},
     }
-    scale = {"domain": [0, max(one["s"] for one in sums) or 1], "range": [0, {"expr": "max(40, width - 90)"}]}
-    axis = {"title": None, "labelExpr": SPAN_AXIS, "tickCount": {"expr": "max(2, width / 160)"}}
+    scale = {"domain": [0, longest or 1], "range": [0, {"expr": "max(40, width - 90)"}]}
+    axis = {"title": None, "labelExpr": SPAN_AXIS, "values": span_ticks(longest)}
     lines = {"done again": "var(--redo)", "down": "var(--down)", "restoring": RESTORE}
     return [
         {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from holdfast.report.look import (
     BLOCKED,
     KEPT,
     ON_THE_WAY,
-    SECONDS_AXIS,
+    SPAN_AXIS,
     Cell,
     Figure,
     Spec,
@@ -16,6 +18,7 @@ from holdfast.report.look import (
     ms,
     seconds,
     size,
+    span_log_ticks,
     thinned,
     time_axis,
     told_apart,
@@ -31,7 +34,7 @@ _LOOKS = {
     "durable in home after": (KEPT, "circle"),
 }
 _TEXT = (
-    "Each save by itself, on a scale where every line is ten times the one below. Staged: from then on "
+    "Each save by itself, on a scale where equal steps are equal factors. Staged: from then on "
     "nothing that training does, and no death of it, can change or lose the save. Durable: committed in "
     "that tier, counted from the call of save()."
 )
@@ -80,17 +83,16 @@ def _measures(save: Save) -> dict[str, float]:
 
 
 def _layer(values: list[Spec], looks: dict[str, tuple[str, str]]) -> Spec:
-    axis = {
-        "title": None,
-        "labelExpr": SECONDS_AXIS,
-        "values": {"expr": "[1e-5,1e-4,1e-3,1e-2,0.1,1,10,100,1000,10000]"},
-    }
+    shortest, longest = min(one["s"] for one in values), max(one["s"] for one in values)
+    low, high = 10.0 ** math.floor(math.log10(shortest)), 10.0 ** math.ceil(math.log10(longest))
+    scale = {"type": "log", "domain": [low, high if high > low else low * 10]}
+    axis = {"title": None, "labelExpr": SPAN_AXIS, "values": span_log_ticks(low, high)}
     return {
         "data": {"values": values},
         "mark": {"type": "point", "filled": True, "size": 55, "opacity": 0.9},
         "encoding": {
             "x": time_axis("t"),
-            "y": {"field": "s", "type": "quantitative", "scale": {"type": "log"}, "axis": axis},
+            "y": {"field": "s", "type": "quantitative", "scale": scale, "axis": axis},
             "fill": told_apart("what", {what: look[0] for what, look in looks.items()}),
             "shape": told_apart("what", {what: look[1] for what, look in looks.items()}),
             "tooltip": [{"field": "step"}, {"field": "what"}, {"field": "took"}],

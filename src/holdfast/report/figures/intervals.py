@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 
 from holdfast.report.interval import Best, lost_share
-from holdfast.report.look import INK, SPAN_AXIS, Cell, Figure, Spec, chart, figure, seconds, share
+from holdfast.report.look import (
+    INK,
+    SPAN_AXIS,
+    Cell,
+    Figure,
+    Spec,
+    chart,
+    figure,
+    log_ticks,
+    seconds,
+    share,
+    span_log_ticks,
+)
 from holdfast.report.story import Advice, Story
 
 _POINTS = 80
@@ -23,12 +35,12 @@ def intervals(story: Story) -> Figure | None:
     if advice.cost_s is None:
         return None
     bests = [advice.own] if advice.own else list(advice.assumed)
-    spec = chart(_layers(advice, bests), height=260, legend_columns=1) if bests else None
+    layers = _layers(advice, bests) if bests else []
     return figure(
         "intervals",
         "How often it should have saved",
         f"{_verdict(advice)}\n\n{_HOW}",
-        spec,
+        chart(layers, height=260, legend_columns=1) if layers else None,
         (
             "mean time between failures",
             "best interval (Young)",
@@ -59,7 +71,7 @@ def _verdict(advice: Advice) -> str:
     if advice.lost_share is not None and math.isfinite(advice.lost_share):
         verdict += (
             f" Expected to be lost to saving and failing: {share(advice.lost_share)} of the training at the "
-            f"interval it had, {share(advice.own.lost_share)} at the best one; restarts are in both."
+            f"interval it had, {share(advice.own.lost_share)} at the best one; restarts come on top."
         )
     if advice.durable_s is not None and advice.own.daly_s < advice.durable_s:
         verdict += (
@@ -77,9 +89,11 @@ def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
     for name, best in zip(names, bests, strict=True):
         for i in range(_POINTS):
             at = low * (high / low) ** (i / (_POINTS - 1))
-            lost = lost_share(at, advice.cost_s or 0.0, best.mtbf_s, advice.restart_s)
+            lost = lost_share(at, advice.cost_s or 0.0, best.mtbf_s)
             if 0 < lost < 100:  # beyond that it hardly comes forward
                 values.append({"at": at, "lost": lost, "which": name})
+    if not values:
+        return []
     x = {
         "field": "at",
         "type": "quantitative",
@@ -87,17 +101,18 @@ def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
         "axis": {
             "title": "time between saves",
             "labelExpr": SPAN_AXIS,
-            "tickCount": {"expr": "max(2, width / 90)"},
+            "values": span_log_ticks(low, high),
         },
     }
+    least, most = min(one["lost"] for one in values) / 1.5, max(one["lost"] for one in values) * 1.2
     y = {
         "field": "lost",
         "type": "quantitative",
-        "scale": {"type": "log"},
+        "scale": {"type": "log", "domain": [least, most], "nice": False},
         "axis": {
             "title": "lost, of the training",
             "labelExpr": "format(datum.value * 100, '.2~r') + ' %'",
-            "tickCount": 5,
+            "values": log_ticks(least, most),
         },
     }
     scale = {"domain": names, "range": list(_COLOURS[: len(names)])}

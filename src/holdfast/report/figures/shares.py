@@ -14,6 +14,7 @@ from holdfast.report.look import (
     figure,
     seconds,
     share,
+    span_ticks,
     told_apart,
 )
 from holdfast.report.story import Story
@@ -70,7 +71,7 @@ def shares(story: Story) -> Figure | None:
             "field": "s",
             "type": "quantitative",
             "scale": {"domain": [0, longest * 1.01], "range": [0, {"expr": "max(40, width - 150)"}]},
-            "axis": {"title": None, "labelExpr": SPAN_AXIS, "tickCount": {"expr": "max(2, width / 160)"}},
+            "axis": {"title": None, "labelExpr": SPAN_AXIS, "values": span_ticks(longest)},
         },
     }
     spec = {**chart([bars, labels], height={"step": 30}), "data": {"values": values}, "encoding": shared}

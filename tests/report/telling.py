@@ -96,7 +96,7 @@ def simulate(fates: Sequence[Fate], *, every: int, step_s: float, blocked_s: flo
     """
     telling = Telling()
     useful_at: dict[tuple[int, int], float] = {}  # by attempt and step
-    at = total = useful = 0.0
+    at = total = useful = seen_useful = 0.0
     step, reached, damaged = 0, 0, 0
     lost: list[int] = []
     for number, fate in enumerate(fates, start=1):

@@ -65,6 +65,17 @@ def test_going_back_to_an_older_step_is_work_to_be_done_again(killed: Telling) -
     assert (one.redo_s, one.down_s, one.restore_s) == pytest.approx((20.0, 69.5, 4.0))
 
 
+def test_the_copy_that_was_restored_counts_not_a_newer_one_of_the_same_step(killed: Telling) -> None:
+    """Attempt 2 saved step 30 again; that copy is damaged, so attempt 3 falls back on attempt 1's."""
+    killed.events = [event for event in killed.events if event.attempt == 1]
+    killed.tell(2, 104.0, "restored", 10)
+    killed.save(2, 30, 130.0)
+    killed.claim(3, 140.0)
+    killed.tell(3, 142.0, "restored", 30, detail="passed over step 30 of attempt 2: rotten")
+    _, second = story_of(killed).interruptions
+    assert second.cost_s == pytest.approx(142.0 - 104.0)
+
+
 def test_the_second_failure_on_the_same_checkpoint_costs_only_what_is_new(killed: Telling) -> None:
     killed.events = [event for event in killed.events if event.step != 40]
     killed.claim(3, 200.0)

@@ -84,10 +84,10 @@ def _best(story: Story) -> tuple[str, str]:
     was = f"it saved every {seconds(advice.interval_s)}" if advice.interval_s else "it saved once at most"
     if advice.own is None or advice.useful_s is None:
         return "not known", f"no failure yet; {was}"
-    in_steps = f" ({max(1, round(advice.useful_s / advice.step_s))} steps)" if advice.step_s else ""
+    in_steps = f"{_count(max(1, round(advice.useful_s / advice.step_s)), 'step')}; " if advice.step_s else ""
     how = "by Daly" if advice.useful_s == advice.own.daly_s else "the time until a save is durable"
     failures = _count(advice.num_failures, "failure")
-    return f"{seconds(advice.useful_s)}{in_steps}", f"{how}, from {failures}; {was}"
+    return seconds(advice.useful_s), f"{in_steps}{how}, from {failures}; {was}"
 
 
 def _count(number: int, noun: str) -> str:

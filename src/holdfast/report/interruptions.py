@@ -162,14 +162,8 @@ def _kind(before: Life, after: Life, saves: Sequence[Save], finished: int | None
 
 
 def _passed_at(before: Life, after: Life, trained: Sequence[Life], saves: Sequence[Save]) -> float:
-    """When training last stood where `after` goes on from: all since then has to be done again.
-
-    It stood there when the checkpoint was saved, and again when an attempt in between restored it.
-    """
+    """When training first stood where `after` goes on from: all since is lost, now or already."""
     earlier = [life for life in trained if life.number < after.number]
-    if after.restored_step is None:
-        stood = [life.going_unix_s for life in earlier if life.restored_step is None]
-        return max(stood, default=before.last_seen_unix_s)
     damaged = {(int(attempt), int(step)) for step, attempt in _PASSED_OVER.findall(after.remark)}
     at_step = [
         save
@@ -179,12 +173,12 @@ def _passed_at(before: Life, after: Life, trained: Sequence[Life], saves: Sequen
         and (save.attempt, save.step) not in damaged
     ]
     whole = [save for save in at_step if save.durable] or at_step
-    origin = max(whole, key=lambda save: save.attempt, default=None)
-    moments = [life.going_unix_s for life in earlier if life.restored_step == after.restored_step]
-    if origin is not None:
-        moments = [at for at in moments if at >= origin.began_unix_s]
-        moments.append(origin.back_unix_s or origin.began_unix_s)
-    return max(moments, default=before.last_seen_unix_s)
+    if whole:
+        origin = max(whole, key=lambda save: save.attempt)
+        return origin.back_unix_s or origin.began_unix_s
+    # It went on from nothing, or its checkpoint was saved before the history began.
+    stood = [life.going_unix_s for life in earlier if life.restored_step == after.restored_step]
+    return min(stood, default=before.last_seen_unix_s)
 
 
 def _unseen(before: Life, after: Life, saves: Sequence[Save], step_s: float | None) -> int | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.quantity import say_bytes, say_seconds
+from holdfast.report.story import Story
 
 Spec = dict[str, Any]
 """A chart in Vega-Lite's own language, or a part of one."""
@@ -56,12 +57,12 @@ def figure(
     return Figure(id, title, text, spec, tuple(columns), shown, len(rows) - len(shown))
 
 
-def chart(layers: Sequence[Spec], *, height: int | Spec, legend_columns: int = 2) -> Spec:
+def chart(layers: Sequence[Spec], *, height: int, legend_columns: int = 2) -> Spec:
     """A chart of layers, as wide as its place on the page.
 
     Args:
         layers: drawn one over the other.
-        height: in pixels, or `{"step": pixels}` for each row.
+        height: in pixels.
         legend_columns: that fit beside each other on a telephone.
     """
     return {
@@ -87,6 +88,7 @@ def chart(layers: Sequence[Spec], *, height: int | Spec, legend_columns: int = 2
                 "titleFontWeight": "normal",
                 "labelOverlap": True,
                 "labelLimit": 120,
+                "labelPadding": 5,
             },
             "legend": {
                 "labelColor": INK,
@@ -103,13 +105,20 @@ def chart(layers: Sequence[Spec], *, height: int | Spec, legend_columns: int = 2
     }
 
 
-def time_axis(field: str, *, grid: bool = True) -> Spec:
-    """An axis of moments, in UTC, as the tables have them."""
+def time_axis(field: str, story: Story, *, grid: bool = True) -> Spec:
+    """An axis of moments, in UTC as the tables have them, the same for all charts of a story."""
+    began, end = story.began_unix_s or 0.0, story.end_unix_s or 0.0
+    formats = ((600, "%H:%M:%S"), (36 * 3600, "%H:%M"), (5 * 86400, "%-d %b %H:%M"), (math.inf, "%-d %b"))
     return {
         "field": field,
         "type": "temporal",
-        "scale": {"type": "utc", "nice": False},
-        "axis": {"title": "time (UTC)", "grid": grid, "tickCount": {"expr": "max(2, width / 110)"}},
+        "scale": {"type": "utc", "nice": False, "domain": [ms(began), ms(max(end, began + 1))]},
+        "axis": {
+            "title": "time (UTC)",
+            "grid": grid,
+            "format": next(text for longest_s, text in formats if end - began <= longest_s),
+            "tickCount": {"expr": "max(2, width / 110)"},
+        },
     }
 
 

@@ -69,7 +69,7 @@ def _library() -> str:
         import vl_convert  # not above: only the page needs it
     except ImportError as error:
         raise Unsupported(_NOT_THERE) from error
-    return vl_convert.javascript_bundle()
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def _script(text: str) -> str:

@@ -101,6 +101,14 @@ class Story:
         """All of them, in order."""
         return self.losses.interruptions
 
+    @property
+    def end_unix_s(self) -> float | None:
+        """The last moment that it tells of: keepers go on after the last sign of their trainers."""
+        told = [self.last_unix_s, *(level.unix_s for level in self.levels[-1:])]
+        told += [event.unix_s for event in (*self.trouble[-1:], *self.drains[-1:])]
+        told += [copy.durable_unix_s for save in self.saves[-100:] for copy in save.copies]
+        return max((moment for moment in told if moment is not None), default=None)
+
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON members; what is infinite or unknown is null."""
         document = asdict(self)

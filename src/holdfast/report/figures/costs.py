@@ -43,7 +43,7 @@ def costs(story: Story) -> Figure | None:
         "costs",
         "What each interruption cost",
         text,
-        chart(_layers(drawn), height={"step": 28}, legend_columns=3),
+        chart(_layers(drawn), height=28 * len(drawn) + 4, legend_columns=3),
         (
             "last sign (UTC)",
             "attempt",
@@ -89,7 +89,7 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
                 "x": {"field": "s", "type": "quantitative", "stack": "zero", "scale": scale, "axis": axis},
                 "y": row,
                 "fill": told_apart("part", _PARTS),
-                "stroke": told_apart("part", lines, legend=False),
+                "stroke": told_apart("part", lines),
                 "order": {"field": "order"},
                 "tooltip": [{"field": "part"}, {"field": "took"}],
             },

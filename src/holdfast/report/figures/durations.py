@@ -58,7 +58,7 @@ def durations(story: Story) -> Figure | None:
         "durations",
         "How long saves took",
         text,
-        chart([_layer(values, looks)], height=260, legend_columns=1) if values else None,
+        chart([_layer(story, values, looks)], height=260, legend_columns=1) if values else None,
         (
             "time (UTC)",
             "attempt",
@@ -82,7 +82,7 @@ def _measures(save: Save) -> dict[str, float]:
     return {what: took_s for what, took_s in found.items() if took_s is not None and what in _LOOKS}
 
 
-def _layer(values: list[Spec], looks: dict[str, tuple[str, str]]) -> Spec:
+def _layer(story: Story, values: list[Spec], looks: dict[str, tuple[str, str]]) -> Spec:
     shortest, longest = min(one["s"] for one in values), max(one["s"] for one in values)
     low, high = 10.0 ** math.floor(math.log10(shortest)), 10.0 ** math.ceil(math.log10(longest))
     scale = {"type": "log", "domain": [low, high if high > low else low * 10]}
@@ -91,7 +91,7 @@ def _layer(values: list[Spec], looks: dict[str, tuple[str, str]]) -> Spec:
         "data": {"values": values},
         "mark": {"type": "point", "filled": True, "size": 55, "opacity": 0.9},
         "encoding": {
-            "x": time_axis("t"),
+            "x": time_axis("t", story),
             "y": {"field": "s", "type": "quantitative", "scale": scale, "axis": axis},
             "fill": told_apart("what", {what: look[0] for what, look in looks.items()}),
             "shape": told_apart("what", {what: look[1] for what, look in looks.items()}),

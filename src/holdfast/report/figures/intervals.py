@@ -104,7 +104,7 @@ def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
             "values": span_log_ticks(low, high),
         },
     }
-    least, most = min(one["lost"] for one in values) / 1.5, max(one["lost"] for one in values) * 1.2
+    least, most = min(one["lost"] for one in values) / 2.5, max(one["lost"] for one in values) * 1.2
     y = {
         "field": "lost",
         "type": "quantitative",
@@ -152,7 +152,10 @@ def _marks(advice: Advice, bests: list[Best], x: Spec, y: Spec) -> list[Spec]:
     if advice.interval_s:
         was = [{"at": advice.interval_s, "name": f"it was {seconds(advice.interval_s)}"}]
         rule = {"type": "rule", "stroke": INK, "strokeDash": [3, 3]}
-        label = {"type": "text", "align": "left", "dx": 4, "dy": 6, "y": 0, "fill": INK}
+        low, high = x["scale"]["domain"]
+        is_right = advice.interval_s > math.sqrt(low * high)  # of the middle: there is room on the left
+        side = {"align": "right", "dx": -4} if is_right else {"align": "left", "dx": 4}
+        label = {"type": "text", **side, "dy": 6, "y": 0, "fill": INK}
         layers += [
             {"data": {"values": was}, "mark": rule, "encoding": {"x": x}},
             {"data": {"values": was}, "mark": label, "encoding": {"x": x, "text": {"field": "name"}}},

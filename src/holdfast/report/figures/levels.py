@@ -44,34 +44,33 @@ def levels(story: Story) -> Figure | None:
         for level in drawn
     ]
     last = {level.tier: level for level in drawn}
-    end = ms(max(story.last_unix_s, drawn[-1].unix_s))
+    end = ms(story.end_unix_s or drawn[-1].unix_s)
     values += [
         {"t": end, "bytes": level.num_bytes, "tier": tier, "what": "at the end"}
         for tier, level in last.items()
     ]
     text = _TEXT
     if story.holding is not None:
-        text += (
-            f" Now home holds {size(story.holding.num_bytes)} in {story.holding.num_checkpoints} checkpoints."
-        )
+        held = size(story.holding.num_bytes) if story.holding.num_checkpoints else "nothing"
+        text += f" Now home holds {held} (checkpoints: {story.holding.num_checkpoints})."
     return figure(
         "levels",
         "How much each tier held",
         text,
-        chart([_layer(values, tiers)], height=200, legend_columns=3),
+        chart([_layer(story, values, tiers)], height=200, legend_columns=3),
         ("time (UTC)", "tier", "checkpoints", "size"),
         [(moment(one.unix_s), one.tier, one.num_checkpoints, size(one.num_bytes)) for one in story.levels],
     )
 
 
-def _layer(values: list[Spec], tiers: list[str]) -> Spec:
+def _layer(story: Story, values: list[Spec], tiers: list[str]) -> Spec:
     looks = {tier: _COLOURS.get(tier, "var(--ink)") for tier in tiers}
     dashes = {"domain": tiers, "range": [_DASHES.get(tier, [4, 2]) for tier in tiers]}
     return {
         "data": {"values": values},
-        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2, "point": False},
+        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
         "encoding": {
-            "x": time_axis("t"),
+            "x": time_axis("t", story),
             "y": {"field": "bytes", "type": "quantitative", "axis": {"title": None, "labelExpr": BYTES_AXIS}},
             "stroke": told_apart("tier", looks),
             "strokeDash": {"field": "tier", "type": "nominal", "scale": dashes, "sort": tiers},

@@ -51,7 +51,7 @@ def progress(story: Story) -> Figure | None:
         "progress",
         "How far training was",
         _TEXT,
-        chart(_layers(line, points), height=240, legend_columns=1),
+        chart(_layers(story, line, points), height=240, legend_columns=1),
         (
             "attempt",
             "started (UTC)",
@@ -76,8 +76,10 @@ def progress(story: Story) -> Figure | None:
     )
 
 
-def _layers(line: list[Spec], points: list[Spec]) -> list[Spec]:
-    x, y = time_axis("t"), {"field": "step", "type": "quantitative", "axis": {"title": "step"}}
+def _layers(story: Story, line: list[Spec], points: list[Spec]) -> list[Spec]:
+    known = {_DURABLE: (KEPT, "circle"), _LOST: (BAD, "cross")}
+    looks = {what: look for what, look in known.items() if any(one["what"] == what for one in points)}
+    x, y = time_axis("t", story), {"field": "step", "type": "quantitative", "axis": {"title": "step"}}
     return [
         {
             "data": {"values": line},
@@ -90,8 +92,8 @@ def _layers(line: list[Spec], points: list[Spec]) -> list[Spec]:
             "encoding": {
                 "x": x,
                 "y": y,
-                "fill": told_apart("what", {_DURABLE: KEPT, _LOST: BAD}),
-                "shape": told_apart("what", {_DURABLE: "circle", _LOST: "cross"}),
+                "fill": told_apart("what", {what: look[0] for what, look in looks.items()}),
+                "shape": told_apart("what", {what: look[1] for what, look in looks.items()}),
                 "tooltip": [{"field": "detail", "title": "save"}],
             },
         },

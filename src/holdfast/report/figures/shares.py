@@ -20,8 +20,9 @@ from holdfast.report.look import (
 from holdfast.report.story import Story
 
 _TEXT = (
-    "All time from the first start to the last sign of life, each moment counted once. "
-    "Time between a run's end and its being made longer is left out."
+    "All time from the first start to the last sign of life, each moment counted once: kept is training "
+    "whose result stands, and save() is what saving took in that. Time between a run's end and its being "
+    "made longer is left out."
 )
 
 
@@ -32,9 +33,9 @@ def shares(story: Story) -> Figure | None:
     if whole_s <= 0:
         return None
     kinds = {
-        "training that counts": (times.kept_s, KEPT),
-        "save() in it": (times.blocked_s, BLOCKED),
-        "training done again": (times.redo_s, REDO),
+        "kept": (times.kept_s, KEPT),
+        "save()": (times.blocked_s, BLOCKED),
+        "done again": (times.redo_s, REDO),
         "down": (times.down_s, DOWN),
         "restoring": (times.restore_s, RESTORE),
     }
@@ -74,6 +75,6 @@ def shares(story: Story) -> Figure | None:
             "axis": {"title": None, "labelExpr": SPAN_AXIS, "values": span_ticks(longest)},
         },
     }
-    spec = {**chart([bars, labels], height={"step": 30}), "data": {"values": values}, "encoding": shared}
+    spec = {**chart([bars, labels], height=30 * len(values)), "data": {"values": values}, "encoding": shared}
     rows = [(one["kind"], seconds(one["s"]), share(one["s"] / whole_s)) for one in values]
     return figure("shares", "Where the time went", _TEXT, spec, ("what", "took", "share"), rows)

@@ -68,7 +68,7 @@ def timeline(story: Story) -> Figure | None:
         "timeline",
         "What happened when",
         text,
-        chart(_layers(story, lanes, bars, trouble), height={"step": 26}),
+        chart(_layers(story, lanes, bars, trouble), height=26 * len(lanes)),
         ("time (UTC)", "attempt", "what", "step", "took", "detail"),
         _rows(story),
     )
@@ -87,7 +87,7 @@ def _layers(story: Story, lanes: dict[str, str], bars: list[Spec], trouble: list
         {"from": ms(life.began_unix_s), "what": f"attempt {life.number}", "label": str(life.number)}
         for life in story.lives
     ]
-    x = time_axis("from", grid=False)
+    x = time_axis("from", story, grid=False)
     layers: list[Spec] = [
         {
             "data": {"values": starts},
@@ -98,7 +98,8 @@ def _layers(story: Story, lanes: dict[str, str], bars: list[Spec], trouble: list
             "data": {"values": bars},
             "mark": {"type": "bar", "height": {"band": 0.62}, "strokeWidth": 1},
             "encoding": {
-                "x": x,
+                # Given again beside an x2, the same domain is taken for another one.
+                "x": {**x, "scale": {"type": "utc", "nice": False}},
                 "x2": {"field": "to"},
                 "y": row,
                 "fill": told_apart("lane", lanes, legend=False),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTH, HEIGHT = 1180, 1010  # as far down as the reader should see
+WIDTH, HEIGHT = 1180, 706  # as far down as the timeline goes
 
 
 def main() -> None:

@@ -179,7 +179,10 @@ def moment(unix_s: float | None) -> str:
 
 def seconds(value: float | None) -> str:
     """A duration for people; `-` if it is not known."""
-    return "-" if value is None else say_seconds(value)
+    if value is None:
+        return "-"
+    said = say_seconds(value) if value else "0 s"
+    return said if " 0 " not in said else said[: said.index(" 0 ")]  # `1 h`, not `1 h 0 min`
 
 
 def size(value: float | None) -> str:

@@ -12,6 +12,7 @@ from holdfast.report.headline import Number, numbers, sentence
 from holdfast.report.look import Figure, moment
 from holdfast.report.story import Story
 
+_LONG = 60  # characters; more are broken into lines
 _NOT_THERE = (
     "The report page needs a library that draws charts: pip install 'holdfast[report]'. "
     "`holdfast report HOME --json` does without."
@@ -117,4 +118,4 @@ def _table(one: Figure) -> str:
 
 def _cell(value: str | int | None) -> str:
     text = "" if value is None else html.escape(str(value))
-    return f"<td>{text}</td>"
+    return f'<td class="long">{text}</td>' if len(text) > _LONG else f"<td>{text}</td>"

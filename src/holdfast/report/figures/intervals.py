@@ -132,35 +132,42 @@ def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
 
 
 def _marks(advice: Advice, bests: list[Best], x: Spec, y: Spec) -> list[Spec]:
-    """Where the curve is lowest, and where the run was."""
+    """Where the run was, and where each curve is lowest."""
     points = [
         {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {seconds(best.daly_s)}"}
         for best in bests
     ]
-    layers: list[Spec] = [
-        {
-            "data": {"values": points},
-            "mark": {"type": "point", "filled": True, "fill": INK, "size": 70, "opacity": 1},
-            "encoding": {"x": x, "y": y, "tooltip": [{"field": "name"}]},
-        },
-        {
-            "data": {"values": points},
-            "mark": {"type": "text", "dy": 16, "fill": INK},
-            "encoding": {"x": x, "y": y, "text": {"field": "name"}},
-        },
+    marks: list[Spec] = [
+        {"type": "point", "filled": True, "fill": INK, "size": 70, "opacity": 1},
+        # A curve must not cross a word.
+        {"type": "text", "dy": 16, "stroke": "var(--card)", "strokeWidth": 4},
+        {"type": "text", "dy": 16, "fill": INK},
     ]
-    if advice.interval_s:
-        was = [{"at": advice.interval_s, "name": f"it was {seconds(advice.interval_s)}"}]
-        rule = {"type": "rule", "stroke": INK, "strokeDash": [3, 3]}
-        low, high = x["scale"]["domain"]
-        is_right = advice.interval_s > math.sqrt(low * high)  # of the middle: there is room on the left
-        side = {"align": "right", "dx": -4} if is_right else {"align": "left", "dx": 4}
-        label = {"type": "text", **side, "dy": 6, "y": 0, "fill": INK}
-        layers += [
-            {"data": {"values": was}, "mark": rule, "encoding": {"x": x}},
-            {"data": {"values": was}, "mark": label, "encoding": {"x": x, "text": {"field": "name"}}},
-        ]
-    return layers
+    return [
+        *(_it_was(advice.interval_s, x) if advice.interval_s else ()),
+        *(
+            {
+                "data": {"values": points},
+                "mark": mark,
+                "encoding": {"x": x, "y": y, "text": {"field": "name"}, "tooltip": [{"field": "name"}]},
+            }
+            for mark in marks
+        ),
+    ]
+
+
+def _it_was(interval_s: float, x: Spec) -> list[Spec]:
+    """A line at the interval that the run had, and its name on the side where there is room."""
+    low, high = x["scale"]["domain"]
+    is_right = interval_s > math.sqrt(low * high)
+    side = {"align": "right", "dx": -4} if is_right else {"align": "left", "dx": 4}
+    data = {"values": [{"at": interval_s, "name": f"it was {seconds(interval_s)}"}]}
+    rule = {"type": "rule", "stroke": INK, "strokeDash": [3, 3]}
+    label = {"type": "text", **side, "dy": 6, "y": 0, "fill": INK}
+    return [
+        {"data": data, "mark": rule, "encoding": {"x": x}},
+        {"data": data, "mark": label, "encoding": {"x": x, "text": {"field": "name"}}},
+    ]
 
 
 def _rows(advice: Advice) -> list[tuple[Cell, ...]]:

@@ -137,22 +137,20 @@ def _marks(advice: Advice, bests: list[Best], x: Spec, y: Spec) -> list[Spec]:
         {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {seconds(best.daly_s)}"}
         for best in bests
     ]
-    marks: list[Spec] = [
-        {"type": "point", "filled": True, "fill": INK, "size": 70, "opacity": 1},
-        # A curve must not cross a word.
-        {"type": "text", "dy": 16, "stroke": "var(--card)", "strokeWidth": 4},
-        {"type": "text", "dy": 16, "fill": INK},
+    place = {"x": x, "y": y}
+    words = {**place, "text": {"field": "name"}}
+    marks: list[tuple[Spec, Spec]] = [
+        ({"type": "point", "filled": True, "fill": INK, "size": 70, "opacity": 1}, place),
+        (
+            {"type": "text", "dy": 16, "stroke": "var(--card)", "strokeWidth": 4},
+            words,
+        ),  # no curve crosses a word
+        ({"type": "text", "dy": 16, "fill": INK}, words),
     ]
+    was = _it_was(advice.interval_s, x) if advice.interval_s else []
     return [
-        *(_it_was(advice.interval_s, x) if advice.interval_s else ()),
-        *(
-            {
-                "data": {"values": points},
-                "mark": mark,
-                "encoding": {"x": x, "y": y, "text": {"field": "name"}, "tooltip": [{"field": "name"}]},
-            }
-            for mark in marks
-        ),
+        *was,
+        *({"data": {"values": points}, "mark": mark, "encoding": encoding} for mark, encoding in marks),
     ]
 
 

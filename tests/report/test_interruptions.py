@@ -37,6 +37,12 @@ def test_a_kill_by_hand(killed: Telling) -> None:
     assert one.steps_lost_most == 9  # it would have saved after 10 more
 
 
+def test_training_goes_again_when_the_last_rank_has_restored(killed: Telling) -> None:
+    killed.tell(2, 106.0, "restored", 30, seconds=6.0, rank=1)
+    (one,) = story_of(killed).interruptions
+    assert one.restore_s == pytest.approx(6.0)
+
+
 def test_times_by_hand(killed: Telling) -> None:
     story = story_of(killed)
     times = story.times

@@ -37,6 +37,17 @@ def test_a_kill_by_hand(killed: Telling) -> None:
     assert one.steps_lost_most == 9  # it would have saved after 10 more
 
 
+def test_a_first_save_that_makes_the_claim_lies_within_its_attempt() -> None:
+    told = Telling()
+    told.save(1, 1, 10.0, blocked_s=0.3)
+    told.claim(1, 10.2)
+    told.save(1, 2, 12.0, blocked_s=0.1)
+    story = story_of(told)
+    assert story.times.total_s == pytest.approx(2.1)
+    assert story.times.blocked_s == pytest.approx(0.4)
+    assert story.overhead_share == pytest.approx(0.4 / 2.1)
+
+
 def test_training_goes_again_when_the_last_rank_has_restored(killed: Telling) -> None:
     killed.tell(2, 106.0, "restored", 30, seconds=6.0, rank=1)
     (one,) = story_of(killed).interruptions

@@ -17,7 +17,7 @@ class Life:
     """One attempt. Its trainer's end is not told when it is killed: `last_seen` is the last it said."""
 
     number: int
-    began_unix_s: float  # its claim
+    began_unix_s: float  # its claim, or the save() that made it
     going_unix_s: float  # it had restored, or began from nothing: training goes from here
     last_seen_unix_s: float
     restored_step: int | None  # None: it began from nothing
@@ -59,8 +59,11 @@ def _life(number: int, told: list[Event], claim: run.Attempt | None) -> Life:
     ]
     restored = [event for event in trainers if event.kind == "restored"]
     ended = [event for event in trainers if event.kind == "ended"]
-    first = min((event.unix_s - event.seconds for event in trainers or told), default=0.0)
-    began = claim.started_unix_s if claim else first
+    # A first save() that no restore came before makes the claim itself.
+    starts = [event.unix_s - event.seconds for event in trainers or ([] if claim else told)]
+    if claim:
+        starts.append(claim.started_unix_s)
+    began = min(starts)
     going = max((event.unix_s for event in restored), default=began)
     last_seen = max((event.unix_s for event in trainers), default=going)
     return Life(

@@ -49,6 +49,7 @@ def test_table_has_speed_and_survives_missing_members(holdfast: Command, told: P
         "0",
         "committed",
         "100",
+        "home",
         "3.0",
         "GB",
         "2.0",
@@ -57,7 +58,7 @@ def test_table_has_speed_and_survives_missing_members(holdfast: Command, told: P
         "ok,",
         '"fine"',
     ]
-    assert lines[5].split()[2:] == ["2", "0", "ended", "-", "-", "-", "-"]
+    assert lines[5].split()[2:] == ["2", "0", "ended", "-", "home", "-", "-", "-"]
 
 
 def test_csv_can_be_read_back(holdfast: Command, told: Path) -> None:
@@ -65,6 +66,7 @@ def test_csv_can_be_read_back(holdfast: Command, told: Path) -> None:
     assert len(rows) == 5
     assert rows[2]["detail"] == 'ok, "fine"'
     assert (rows[2]["t"], rows[2]["bytes"], rows[4]["step"]) == ("103.0", "3000000000", "")
+    assert (rows[2]["tier"], rows[2]["bytes_per_s"], rows[4]["bytes_per_s"]) == ("home", "1500000000.0", "")
 
 
 def test_filters_narrow(holdfast: Command, told: Path) -> None:
@@ -91,3 +93,80 @@ def test_a_torn_line_is_left_out_and_counted(holdfast: Command, told: Path, torn
 def test_a_home_without_history_has_no_events(holdfast: Command, home: Path) -> None:
     said = holdfast("history", home)
     assert (said.status, said.out) == (0, "no events\n")
+
+
+# -- checkpoint by checkpoint ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiered(home: Path) -> Path:
+    """A home whose history tells of two saves: one on local disk and drained, one that failed."""
+    store = open_store(home)
+
+    def tell(t: float, event: str, step: int, **more: object) -> None:
+        line = {"t": t, "event": event, "step": step, "attempt": 2, "rank": 0, **more}
+        store.append(names.history(2, 0), json.dumps(line).encode() + b"\n")
+
+    tell(100.25, "saved", 50, bytes=4000, seconds=0.25, tier="")
+    tell(100.5, "staged", 50, bytes=4000, seconds=0.5, tier="")
+    tell(102.5, "persisted", 50, bytes=4000, seconds=2.0, tier="local")
+    tell(103.0, "committed", 50, bytes=4000, seconds=2.5, tier="local")
+    tell(120.0, "drained", 50, bytes=4000, seconds=8.0, tier="home")
+    tell(130.25, "saved", 60, bytes=4000, seconds=0.25, tier="")
+    tell(131.0, "failed", 60, detail="disk full", tier="local")
+    return home
+
+
+def test_each_checkpoint_in_each_tier_is_a_row(holdfast: Command, tiered: Path) -> None:
+    rows = holdfast("history", tiered, "--checkpoints", "--json").json
+    assert [(row["step"], row["tier"], row["outcome"]) for row in rows] == [
+        (50, "local", "durable"),
+        (50, "home", "durable"),
+        (60, None, "failed"),
+    ]
+    assert rows[0] == {
+        "step": 50,
+        "attempt": 2,
+        "tier": "local",
+        "t": 100.0,
+        "ranks": 1,
+        "bytes": 4000,
+        "blocked_s": 0.25,
+        "staged_s": 0.5,
+        "write_s": 2.0,
+        "bytes_per_s": 2000.0,
+        "durable_s": 3.0,
+        "outcome": "durable",
+        "detail": "",
+    }
+    assert (rows[1]["write_s"], rows[1]["bytes_per_s"], rows[1]["durable_s"]) == (8.0, 500.0, 20.0)
+    assert (rows[2]["detail"], rows[2]["durable_s"]) == ("disk full", None)
+
+
+def test_checkpoints_as_csv_have_the_same_columns(holdfast: Command, tiered: Path) -> None:
+    rows = list(csv.DictReader(holdfast("history", tiered, "--checkpoints", "--csv").out.splitlines()))
+    told = holdfast("history", tiered, "--checkpoints", "--json").json
+    assert [list(row) for row in rows] == [list(row) for row in told]
+    assert (rows[0]["blocked_s"], rows[2]["tier"], rows[2]["outcome"]) == ("0.25", "", "failed")
+
+
+def test_checkpoints_as_a_table(holdfast: Command, tiered: Path) -> None:
+    lines = holdfast("history", tiered, "--checkpoints").out.splitlines()
+    assert len(lines) == 4
+    assert " ".join(lines[1].split()[5:]) == "4.0 kB 250.0 ms 500.0 ms 2.0 s 0.00 3.0 s durable"
+    assert lines[3].endswith("failed: disk full")
+
+
+def test_filters_narrow_checkpoints_too(holdfast: Command, tiered: Path) -> None:
+    def steps(*words: object) -> list[int]:
+        return [row["step"] for row in holdfast("history", tiered, "--checkpoints", "--json", *words).json]
+
+    assert steps("--tier", "home") == [50]
+    assert steps("--step", 60) == [60]
+    assert steps("--tail", 1) == [60]
+    assert holdfast("history", tiered, "--checkpoints", "--tier", "memory").out == "no checkpoints\n"
+
+
+def test_events_can_be_narrowed_to_a_tier(holdfast: Command, tiered: Path) -> None:
+    events = holdfast("history", tiered, "--tier", "local", "--json").json
+    assert [event["event"] for event in events] == ["persisted", "committed", "failed"]

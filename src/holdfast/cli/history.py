@@ -1,29 +1,47 @@
-"""`holdfast history`: what happened in a run, event by event."""
+"""`holdfast history`: what happened in a run, event by event or checkpoint by checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
 from holdfast.cli.tables import plural, print_csv, print_json, print_table, say_moment
-from holdfast.errors import NotFound
 from holdfast.quantity import say_bytes, say_seconds
-from holdfast.store import Store
+from holdfast.report.events import TIERS, events_of, read_lines, tier_of
+from holdfast.report.saves import Copy, Save, saves_of
 
-COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail")
-"""Members of an event, in the order of the CSV."""
+COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier", "bytes_per_s")
+"""Members of an event, in the order of the CSV; new ones come last."""
+SAVE_COLUMNS = (
+    "step",
+    "attempt",
+    "tier",
+    "t",
+    "ranks",
+    "bytes",
+    "blocked_s",
+    "staged_s",
+    "write_s",
+    "bytes_per_s",
+    "durable_s",
+    "outcome",
+    "detail",
+)
+"""Members of a checkpoint in one tier, in the order of the CSV; new ones come last."""
 
 _EXAMPLES = """
 holdfast history runs/gpt
 holdfast history runs/gpt --event committed --event restored --tail 20
-holdfast history runs/gpt --csv > history.csv
+holdfast history runs/gpt --checkpoints --tier home
+holdfast history runs/gpt --checkpoints --csv > checkpoints.csv
 """
 
 Event = dict[str, Any]
+read_events = read_lines
 
 
 def add_parser(commands: Commands) -> None:
@@ -32,73 +50,70 @@ def add_parser(commands: Commands) -> None:
     parser = command(commands, "history", run, job=job, examples=_EXAMPLES)
     add_home(parser)
     parser.add_argument(
+        "--checkpoints",
+        action="store_true",
+        help="instead of events: a row for each checkpoint and tier, with durations, speed and size",
+    )
+    parser.add_argument(
         "--event", action="append", metavar="E", help="only this kind of event; may be repeated"
     )
     parser.add_argument("--step", type=step_number, metavar="N", help="only this step")
-    parser.add_argument("--tail", type=count, metavar="K", help="only the last K events")
+    parser.add_argument("--tier", choices=TIERS, help="only this tier")
+    parser.add_argument("--tail", type=count, metavar="K", help="only the last K rows")
     parser.add_argument("--csv", action="store_true", help="print CSV instead of a table")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show events in the order of their clocks."""
+    """Show events in the order of their clocks, or checkpoints in that of their saves."""
     store, _ = open_home(args.home)
     events, num_torn = read_events(store)
     if num_torn:
         print(f"holdfast: left out {plural(num_torn, 'line')} that a crash has torn", file=sys.stderr)
-    events = [event for event in events if args.step in (None, event.get("step"))]
-    events = [event for event in events if not args.event or event["event"] in args.event]
-    events = events[-args.tail :] if args.tail else events
-    if args.json:
-        print_json(events)
-    elif args.csv:
-        print_csv(COLUMNS, ([event.get(column) for column in COLUMNS] for event in events))
-    elif events:
-        columns = ("TIME", "ATTEMPT", "RANK", "EVENT", "STEP", "SIZE", "SECONDS", "GB/S", "DETAIL")
-        print_table(
-            columns, map(_cells, events), right=("ATTEMPT", "RANK", "STEP", "SIZE", "SECONDS", "GB/S")
-        )
-    else:
-        print("no events")
+    rows = _checkpoints(events) if args.checkpoints else [_with_speed(event) for event in events]
+    rows = [row for row in rows if args.step in (None, row.get("step"))]
+    rows = [row for row in rows if args.tier in (None, row.get("tier"))]
+    if args.event and not args.checkpoints:
+        rows = [row for row in rows if row["event"] in args.event]
+    _show(rows[-args.tail :] if args.tail else rows, args)
     return 0
 
 
-def read_events(store: Store) -> tuple[list[Event], int]:
-    """All events of a home by time, and how many lines were left out because they are not whole.
-
-    Raises:
-        RetryLater: the store failed.
-    """
-    events: list[Event] = []
-    num_torn = 0
-    for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
-        if not entry.name.endswith(".jsonl"):
-            continue
-        try:
-            text = store.get(entry.name)
-        except NotFound:
-            continue  # removed since it was listed
-        for line in text.splitlines():
-            event = _parse(line)
-            if event is None:
-                num_torn += 1
-            else:
-                events.append(event)
-    return sorted(events, key=lambda event: event["t"]), num_torn
+def _show(rows: list[Event], args: argparse.Namespace) -> None:
+    columns = SAVE_COLUMNS if args.checkpoints else COLUMNS
+    if args.json:
+        print_json(rows)
+    elif args.csv:
+        print_csv(columns, ([row.get(column) for column in columns] for row in rows))
+    elif not rows:
+        print("no checkpoints" if args.checkpoints else "no events")
+    elif args.checkpoints:
+        _print_checkpoints(rows)
+    else:
+        _print_events(rows)
 
 
-def _parse(line: bytes) -> Event | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(event, dict) and isinstance(event.get("event"), str)
-    return event if whole and isinstance(event.get("t"), (int, float)) else None
+# -- events ----------------------------------------------------------------------------------------------
+
+
+def _with_speed(event: Event) -> Event:
+    """The event, with what follows from its members."""
+    num_bytes, seconds = _number(event, "bytes"), _number(event, "seconds")
+    return {
+        **event,
+        "tier": tier_of(event),
+        "bytes_per_s": num_bytes / seconds if num_bytes and seconds else None,
+    }
 
 
 def _number(event: Event, name: str) -> float:
     value = event.get(name)
     return value if isinstance(value, (int, float)) else 0
+
+
+def _print_events(events: Iterable[Event]) -> None:
+    columns = ("TIME", "ATTEMPT", "RANK", "EVENT", "STEP", "TIER", "SIZE", "SECONDS", "GB/S", "DETAIL")
+    print_table(columns, map(_cells, events), right=("ATTEMPT", "RANK", "STEP", "SIZE", "SECONDS", "GB/S"))
 
 
 def _cells(event: Event) -> tuple[str, ...]:
@@ -107,10 +122,78 @@ def _cells(event: Event) -> tuple[str, ...]:
         say_moment(event["t"]),
         *(
             str(event[name]) if event.get(name) is not None else "-"
-            for name in ("attempt", "rank", "event", "step")
+            for name in ("attempt", "rank", "event", "step", "tier")
         ),
         say_bytes(num_bytes) if num_bytes else "-",
         say_seconds(seconds) if seconds else "-",
-        f"{num_bytes / seconds / 1e9:.2f}" if num_bytes and seconds else "-",
+        _say_speed(event["bytes_per_s"]),
         str(event.get("detail") or ""),
     )
+
+
+def _say_speed(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f}"
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------
+
+
+def _checkpoints(lines: list[Event]) -> list[Event]:
+    return [row for save in saves_of(events_of(lines)) for row in _rows_of(save)]
+
+
+def _rows_of(save: Save) -> list[Event]:
+    return [_row(save, copy) for copy in save.copies] or [_row(save, None)]
+
+
+def _row(save: Save, copy: Copy | None) -> Event:
+    is_durable = copy is not None and copy.durable_unix_s is not None
+    return {
+        "step": save.step,
+        "attempt": save.attempt,
+        "tier": copy.tier if copy else None,
+        "t": round(save.began_unix_s, 6),
+        "ranks": save.num_ranks,
+        "bytes": save.num_bytes,
+        "blocked_s": save.blocked_s,
+        "staged_s": save.staged_s,
+        "write_s": copy.write_s if copy else None,
+        "bytes_per_s": copy.bytes_per_s if copy else None,
+        "durable_s": None if copy is None or copy.durable_s is None else round(copy.durable_s, 6),
+        "outcome": "durable" if is_durable else "unfinished" if save.outcome == "durable" else save.outcome,
+        "detail": save.detail,
+    }
+
+
+def _print_checkpoints(rows: Iterable[Event]) -> None:
+    columns = (
+        "STEP",
+        "ATTEMPT",
+        "TIER",
+        "TIME",
+        "SIZE",
+        "BLOCKED",
+        "STAGED",
+        "WRITTEN IN",
+        "GB/S",
+        "DURABLE IN",
+        "OUTCOME",
+    )
+    cells = (
+        (
+            str(row["step"]),
+            str(row["attempt"]),
+            row["tier"] or "-",
+            say_moment(row["t"]),
+            say_bytes(row["bytes"]) if row["bytes"] else "-",
+            *(
+                "-" if row[name] is None else say_seconds(row[name])
+                for name in ("blocked_s", "staged_s", "write_s")
+            ),
+            _say_speed(row["bytes_per_s"]),
+            "-" if row["durable_s"] is None else say_seconds(row["durable_s"]),
+            f"{row['outcome']}: {row['detail']}" if row["detail"] else row["outcome"],
+        )
+        for row in rows
+    )
+    print_table(columns, cells, right=("STEP", "ATTEMPT", "SIZE", *columns[5:10]))

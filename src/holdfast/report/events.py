@@ -1,0 +1,108 @@
+"""Reads a run's history: every line of every attempt and rank, by time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import NotFound
+from holdfast.store import Store
+
+Line = dict[str, Any]
+"""One line of a history log, as it was written."""
+
+MEMORY, LOCAL, HOME = "memory", "local", "home"
+TIERS = (MEMORY, LOCAL, HOME)
+"""Where a checkpoint can be, nearest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened. What a line lacks has the value of nothing."""
+
+    unix_s: float
+    kind: str
+    step: int | None = None
+    attempt: int = 0
+    rank: int = 0
+    tier: str = HOME
+    num_bytes: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+
+    @classmethod
+    def of(cls, line: Line) -> Event:
+        """The event that a line tells; members of a wrong type count as missing."""
+        step = line.get("step")
+        return cls(
+            float(line["t"]),
+            line["event"],
+            step if _is_count(step) else None,
+            attempt=int(_amount(line, "attempt")),
+            rank=int(_amount(line, "rank")),
+            tier=tier_of(line),
+            num_bytes=int(_amount(line, "bytes")),
+            seconds=_amount(line, "seconds"),
+            detail=str(line.get("detail") or ""),
+        )
+
+
+def tier_of(line: Line) -> str:
+    """The tier that a line is about; lines from before there were tiers are about home."""
+    tier = line.get("tier")
+    return tier if isinstance(tier, str) and tier else HOME
+
+
+def events_of(lines: Iterable[Line]) -> list[Event]:
+    """The events that lines tell, by time."""
+    return sorted((Event.of(line) for line in lines), key=lambda event: event.unix_s)
+
+
+def read_lines(store: Store) -> tuple[list[Line], int]:
+    """All lines of a home by time, and how many were left out because they are not whole.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    lines: list[Line] = []
+    num_torn = 0
+    for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
+        if not entry.name.endswith(".jsonl"):
+            continue
+        try:
+            text = store.get(entry.name)
+        except NotFound:
+            continue  # removed since it was listed
+        for one in text.splitlines():
+            line = _parse(one)
+            if line is None:
+                num_torn += 1
+            else:
+                lines.append(line)
+    return sorted(lines, key=lambda line: line["t"]), num_torn
+
+
+def _parse(text: bytes) -> Line | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(line, dict) and isinstance(line.get("event"), str)
+    return line if whole and _is_number(line.get("t")) else None
+
+
+def _is_number(value: object) -> bool:
+    # Python's JSON reads NaN and Infinity, which have no place in an order.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _amount(line: Line, name: str) -> float:
+    value = line.get(name)
+    return max(0, value) if isinstance(value, (int, float)) and _is_number(value) else 0

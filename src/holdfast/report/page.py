@@ -1,0 +1,121 @@
+"""The report as one HTML page that needs nothing else: text, charts and what draws them, tables."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+
+from holdfast.errors import Unsupported
+from holdfast.report.figures import figures_of
+from holdfast.report.headline import Number, numbers, sentence
+from holdfast.report.look import Figure, moment
+from holdfast.report.story import Story
+
+_LONG = 60  # characters; more are broken into lines
+_NOT_THERE = (
+    "The report page needs a library that draws charts: pip install 'holdfast[report]'. "
+    "`holdfast report HOME --json` does without."
+)
+
+
+def page(story: Story, *, name: str, made_unix_s: float) -> str:
+    """The page, as HTML.
+
+    Args:
+        story: what it tells.
+        name: of the run, for its title.
+        made_unix_s: when it is made.
+
+    Raises:
+        Unsupported: the library that draws charts is not installed.
+    """
+    figures = figures_of(story)
+    specs = {one.id: one.spec for one in figures if one.spec is not None}
+    parts = {
+        "title": html.escape(f"{name}: report"),
+        "name": html.escape(name),
+        "sentence": html.escape(sentence(story)),
+        "made": html.escape(f"Made {moment(made_unix_s)} UTC from the run's history."),
+        "torn": _torn(story),
+        "numbers": "\n".join(map(_number, numbers(story))),
+        "figures": "\n".join(map(_section, figures)),
+        "style": _asset("page.css"),
+        "library": _script(_library()),
+        "draw": _asset("page.js"),
+        # A script element ends at the first "</script", whatever stands around it.
+        "specs": json.dumps(specs, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
+    }
+    text = _asset("page.html")
+    for part in parts:
+        assert text.count(f"<!--{part}-->") == 1, part
+    # One pass, so that what is put in is never searched.
+    pieces = text.split("<!--")
+    return pieces[0] + "".join(
+        parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("holdfast.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _library() -> str:
+    """Vega, Vega-Lite and vega-embed as one script.
+
+    Raises:
+        Unsupported: they are not installed.
+    """
+    try:
+        import vl_convert  # not above: only the page needs it
+    except ImportError as error:
+        raise Unsupported(_NOT_THERE) from error
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+
+
+def _script(text: str) -> str:
+    return text.replace("</script", "<\\/script").replace("<!--", "\\x3c!--")
+
+
+def _torn(story: Story) -> str:
+    if not story.num_torn:
+        return ""
+    what = "1 line" if story.num_torn == 1 else f"{story.num_torn} lines"
+    return f"<p>Left out: {what} of the history that a crash has torn.</p>"
+
+
+def _number(one: Number) -> str:
+    remark = f'<dd class="remark">{html.escape(one.remark)}</dd>' if one.remark else ""
+    return f"<div><dt>{html.escape(one.name)}</dt><dd>{html.escape(one.value)}</dd>{remark}</div>"
+
+
+def _section(one: Figure) -> str:
+    title = html.escape(one.title)
+    text = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in one.text.split("\n\n"))
+    drawing = ""
+    if one.spec is not None:
+        label = html.escape(f"{one.title}. The numbers are in the table below.", quote=True)
+        drawing = f'<div class="chart" id="chart-{one.id}" role="img" aria-label="{label}"></div>'
+    return (
+        f'<section id="{one.id}"><h2>{title}</h2>{drawing}{text}'
+        f"<details><summary>{title}: the numbers</summary>{_table(one)}</details></section>"
+    )
+
+
+def _table(one: Figure) -> str:
+    head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in one.columns)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in one.rows)
+    left_out = (
+        f"<p>The {one.num_rows_left_out} rows before these are left out; `holdfast history` has them.</p>"
+    )
+    label = html.escape(one.title, quote=True)
+    return (
+        (left_out if one.num_rows_left_out else "")
+        + f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+        + f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(value: str | int | None) -> str:
+    text = "" if value is None else html.escape(str(value))
+    return f'<td class="long">{text}</td>' if len(text) > _LONG else f"<td>{text}</td>"

@@ -1,0 +1,105 @@
+"""`holdfast report` tells the story of a run: in a few lines, as JSON, as a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command
+from holdfast.format import names
+from holdfast.store import open_store
+
+
+@pytest.fixture
+def interrupted(home: Path) -> Path:
+    """The home with a past: attempt 2, claimed a second after the first, went on from step 200."""
+    store = open_store(home)
+
+    def tell(attempt: int, t: float, event: str, step: int, **more: object) -> None:
+        line = {"t": 1_700_000_001.0 + t, "event": event, "step": step, "attempt": attempt, "rank": 0, **more}
+        store.append(names.history(attempt, 0), json.dumps(line).encode() + b"\n")
+
+    for step in (100, 200, 300):
+        tell(1, step / 1000 + 0.002, "saved", step, bytes=800, seconds=0.002)
+        tell(1, step / 1000 + 0.010, "persisted", step, bytes=800, seconds=0.008)
+        tell(1, step / 1000 + 0.011, "committed", step, bytes=800, seconds=0.009)
+    tell(2, 1.5, "restored", 200, bytes=800, seconds=0.4, detail="passed over step 300 of attempt 1: rotten")
+    tell(2, 1.602, "saved", 250, bytes=800, seconds=0.002)
+    return home
+
+
+def test_a_few_lines_for_a_terminal(holdfast: Command, interrupted: Path) -> None:
+    lines = holdfast("report", interrupted).out.splitlines()
+    assert lines[0] == "Not marked as finished. Last sign of life: 2023-11-14 22:13:22 UTC, attempt 2."
+    told = {line.partition(":")[0]: line.partition(":")[2].strip() for line in lines[1:-1]}
+    assert told["Lost to interruptions"] == "1.3 s (1 interruption; 100 steps known to be done again)"
+    assert told["Saves"].startswith("4 (3 durable, 1 not")
+
+
+def test_json_is_the_whole_story(holdfast: Command, interrupted: Path) -> None:
+    story = holdfast("report", interrupted, "--json").json
+    (one,) = story["interruptions"]
+    assert (one["before"], one["after"], one["restored_step"], one["steps_lost"]) == (1, 2, 200, 100)
+    assert one["redo_s"] == pytest.approx(0.1, abs=1e-5)
+    assert one["down_s"] == pytest.approx(0.698, abs=1e-5)
+    assert one["restore_s"] == pytest.approx(0.5, abs=1e-5)
+    assert story["times"]["lost_s"] == pytest.approx(1.298, abs=1e-5)
+    assert story["advice"]["num_failures"] == 1
+    assert story["holding"]["num_checkpoints"] == 5
+
+
+def test_the_page_is_one_file_that_holds_everything(
+    holdfast: Command, interrupted: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vl_convert")
+    place = tmp_path / "report.html"
+    said = holdfast("report", interrupted, "-o", place, "--title", "Run <one> & only")
+    text = place.read_text()
+    assert said.out.startswith(f"{place}: ")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "<h1>Run &lt;one&gt; &amp; only</h1>" in text
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
+    assert holdfast("report", interrupted, "-o", "-").out.startswith("<!DOCTYPE html>")
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(
+    holdfast: Command, interrupted: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vl_convert")
+    said = holdfast("report", interrupted, "-o", tmp_path / "nowhere" / "report.html")
+    assert said.status == 2
+    assert "cannot be written" in said.err
+    (tmp_path / "taken").mkdir()
+    assert holdfast("report", interrupted, "-o", tmp_path / "taken").status == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
+
+
+def test_without_the_library_it_says_what_to_install(
+    holdfast: Command, interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    said = holdfast("report", interrupted, "-o", tmp_path / "report.html")
+    assert said.status == 2
+    assert "pip install 'holdfast[report]'" in said.err
+    assert holdfast("report", interrupted).status == 0
+
+
+def test_a_run_without_history_is_told_as_far_as_it_is_known(holdfast: Command, home: Path) -> None:
+    assert "Newest checkpoint" in holdfast("report", home).out
+    assert holdfast("report", home, "--json").json["saves"] == []
+
+
+def test_a_page_needs_no_torch(interrupted: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    words = ["report", str(interrupted), "-o", str(tmp_path / "report.html")]
+    code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
+
+
+def test_no_run_is_2(holdfast: Command, tmp_path: Path) -> None:
+    assert holdfast("report", tmp_path / "nothing").status == 2

@@ -1,0 +1,129 @@
+"""A run that is made up, with what it should be told to have been: for tests of the story."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from holdfast.format import run
+from holdfast.report.events import Event
+
+START = 1_700_000_000.0
+
+
+@dataclass
+class Telling:
+    """Events and claims of a run, in seconds since its start."""
+
+    events: list[Event] = field(default_factory=list)
+    claims: dict[int, run.Attempt] = field(default_factory=dict)
+
+    def claim(self, number: int, at_s: float, *, pid: int | None = None, host: str = "kelp") -> None:
+        """An attempt's claim."""
+        pid = 100 + number if pid is None else pid
+        self.claims[number] = run.Attempt(number, "run", 1, host, pid, START + at_s)
+
+    def tell(
+        self,
+        attempt: int,
+        at_s: float,
+        kind: str,
+        step: int | None = None,
+        *,
+        seconds: float = 0.0,
+        rank: int = 0,
+        num_bytes: int = 0,
+        tier: str = "home",
+        detail: str = "",
+    ) -> None:
+        """One event."""
+        self.events.append(Event(START + at_s, kind, step, attempt, rank, tier, num_bytes, seconds, detail))
+
+    def save(
+        self,
+        attempt: int,
+        step: int,
+        at_s: float,
+        *,
+        blocked_s: float = 0.0,
+        durable_after_s: float | None = 1.0,
+        num_bytes: int = 1000,
+        tier: str = "home",
+    ) -> None:
+        """A save by one rank: `save()` called at `at_s`; not durable if `durable_after_s` is None."""
+        back = at_s + blocked_s
+        self.tell(attempt, back, "saved", step, seconds=blocked_s, num_bytes=num_bytes)
+        self.tell(attempt, back, "staged", step, seconds=blocked_s, num_bytes=num_bytes)
+        if durable_after_s is not None:
+            done = at_s + durable_after_s
+            self.tell(
+                attempt, done, "persisted", step, seconds=durable_after_s, num_bytes=num_bytes, tier=tier
+            )
+            self.tell(
+                attempt, done, "committed", step, seconds=durable_after_s, num_bytes=num_bytes, tier=tier
+            )
+
+    def by_time(self) -> list[Event]:
+        """All events by time."""
+        return sorted(self.events, key=lambda event: event.unix_s)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What happens to one attempt of a simulated run."""
+
+    num_steps: int  # it makes before it is killed
+    into_step_s: float  # how far into the next step it is then
+    outage_s: float  # until the next attempt claims its number
+    restore_s: float
+    num_damaged: int  # newest checkpoints that the next attempt has to pass over
+
+
+@dataclass
+class Simulated:
+    """A run with its truth."""
+
+    telling: Telling
+    total_s: float
+    useful_s: float  # training whose result stands, with the save() calls in it
+    steps_lost: list[int]  # true, by interruption
+
+
+def simulate(fates: Sequence[Fate], *, every: int, step_s: float, blocked_s: float) -> Simulated:
+    """Train, be killed and go on, keeping account of what stands by itself.
+
+    The account goes along the checkpoints: each knows how much useful time led to it.
+    """
+    telling = Telling()
+    useful_at: dict[tuple[int, int], float] = {}  # by attempt and step
+    at = total = useful = seen_useful = 0.0
+    step, reached, damaged = 0, 0, 0
+    lost: list[int] = []
+    for number, fate in enumerate(fates, start=1):
+        telling.claim(number, at)
+        order = sorted(useful_at, reverse=True)
+        passed, left = order[:damaged], order[damaged:]
+        if number > 1:
+            step, useful = (left[0][1], useful_at[left[0]]) if left else (0, 0.0)
+            lost.append(reached - step)
+        for one in passed if left else []:
+            del useful_at[one]
+        if not left:
+            useful_at.clear()
+        at += fate.restore_s if left else 0.0
+        if left:
+            detail = "; ".join(f"passed over step {old} of attempt {of}: rotten" for of, old in passed)
+            telling.tell(number, at, "restored", step, seconds=fate.restore_s, detail=detail)
+        # The last sign counts, not the end: nobody sees a kill.
+        total, seen_useful = at, useful
+        for _ in range(fate.num_steps):
+            at, useful, step = at + step_s, useful + step_s, step + 1
+            if step % every == 0:
+                telling.save(number, step, at, blocked_s=blocked_s)
+                at, useful = at + blocked_s, useful + blocked_s
+                useful_at[number, step] = useful
+                total, seen_useful = at, useful
+        reached = step
+        damaged = fate.num_damaged
+        at += fate.into_step_s * step_s + fate.outage_s
+    return Simulated(telling, total, seen_useful, lost)

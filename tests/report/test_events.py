@@ -1,0 +1,65 @@
+"""Lines of a history become events, whatever is in them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.report.events import Event, events_of, read_lines
+from holdfast.store import open_store
+from holdfast.store.memory import MemoryStore
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = ("step", "attempt", "rank", "tier", "bytes", "seconds", "detail")
+
+
+def test_a_line_becomes_an_event() -> None:
+    line = {"t": 2.5, "event": "drained", "step": 7, "attempt": 3, "rank": 1, "tier": "home"}
+    told = Event(2.5, "drained", 7, 3, 1, "home", 10, 0.5, "so")
+    assert events_of([{**line, "bytes": 10, "seconds": 0.5, "detail": "so"}]) == [told]
+
+
+def test_a_line_without_a_tier_is_about_home() -> None:
+    lines: list[dict[str, Any]] = [{"t": 1, "event": "saved"}, {"t": 2, "event": "saved", "tier": ""}]
+    assert [event.tier for event in events_of(lines)] == ["home", "home"]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), json_values), st.floats(-1e12, 1e12))
+def test_whatever_a_line_holds_the_event_is_one_that_can_be_counted_with(
+    members: dict[str, Any], t: float
+) -> None:
+    (event,) = events_of([{**members, "t": t, "event": "saved"}])
+    assert event.num_bytes >= 0
+    assert 0 <= event.seconds < float("inf")
+    assert event.step is None or event.step >= 0
+    assert isinstance(event.tier, str)
+
+
+def test_lines_of_all_files_by_time_without_those_that_are_no_events(tmp_path: Any) -> None:
+    store = open_store(tmp_path)
+    store.append("history/a0001-rank-00000.jsonl", b'{"t":3,"event":"b"}\n{"t":1,"event":"a"}\n')
+    store.append(
+        "history/a0001-rank-00001.jsonl", b'{"t":2,"event":"c"}\n{"t":NaN,"event":"d"}\n[[[\n{"t":true'
+    )
+    store.append("history/notes.txt", b'{"t":2,"event":"e"}\n')
+    lines, num_torn = read_lines(store)
+    assert [line["event"] for line in lines] == ["a", "c", "b"]
+    assert num_torn == 3
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_make_reading_fail(text: bytes) -> None:
+    store = MemoryStore("memory://history")
+    store.put(
+        "history/a0001-rank-00000.jsonl", json.dumps({"t": 1, "event": "saved"}).encode() + b"\n" + text
+    )
+    lines, _ = read_lines(store)
+    assert lines
+    assert events_of(lines)

@@ -1,0 +1,58 @@
+"""The story of a run that was really trained, killed and resumed, against what the test saw itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.nursery import Nursery
+from faults.playground import Playground
+from holdfast.report import read_story
+from holdfast.store import open_store
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Iterator[Playground]:
+    nursery = Nursery()
+    yield Playground(tmp_path, nursery)
+    nursery.close()
+
+
+def test_the_story_of_a_killed_run_is_what_was_seen(playground: Playground) -> None:
+    child = playground.start("--every", "4", "--step-s", "0.02")
+    playground.wait_for_steps(14, child)
+    child.kill()
+    child.wait()
+    killed_at = time.time()
+    done_then = playground.num_steps()
+    playground.wait_for_keepers()
+    restarted_at = time.time()
+    playground.finish("--every", "4", "--step-s", "0.02")
+    finished_at = time.time()
+    playground.wait_for_keepers()
+
+    story = read_story(open_store(str(playground.home)))
+    (one,) = story.interruptions
+    truly_lost = done_then - one.restored_step
+    assert (one.kind, one.before, one.after) == ("stopped", 1, 2)
+    assert one.restored_step % 4 == 0
+    assert one.steps_lost <= truly_lost
+    assert one.steps_lost_most is not None
+    assert truly_lost <= one.steps_lost_most
+    assert one.last_seen_unix_s <= killed_at
+    assert restarted_at <= one.back_unix_s <= finished_at
+    assert one.cost_s >= restarted_at - killed_at
+    assert story.finished is not None
+    assert story.finished.step == 24
+    assert [save.step for save in story.saves if save.attempt == 2 and save.durable][-1] == 24
+    times = story.times
+    assert times.kept_s + times.blocked_s + times.lost_s == pytest.approx(times.total_s)
+    assert times.total_s <= finished_at - story.lives[0].began_unix_s
+    assert story.overhead_share is not None
+    assert story.overhead_share > 0
+    assert story.advice.num_failures == 1
+    assert story.holding is not None
+    assert story.holding.num_checkpoints == 3

@@ -1,0 +1,36 @@
+"""Overlapping stretches of time are counted once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.report.spans import Spans, seconds_of
+
+whole_spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
+
+
+@given(whole_spans)
+def test_what_is_new_and_what_is_held_is_as_if_each_second_were_ticked_off(
+    spans: list[tuple[int, int]],
+) -> None:
+    ticked: set[int] = set()
+    held = Spans()
+    for begin, end in spans:
+        seconds = set(range(begin, end))
+        new = held.add(begin, end)
+        assert {s for left, right in new for s in range(int(left), int(right))} == seconds - ticked
+        assert seconds_of(new) == len(seconds - ticked)
+        ticked |= seconds
+        assert held.seconds == len(ticked)
+        assert seconds_of(spans) == sum(any(b <= s < e for b, e in spans) for s in range(31))
+    assert all(held.holds(second + 0.5) == (second in ticked) for second in range(31))
+
+
+@given(whole_spans)
+def test_stretches_stay_in_order_and_do_not_touch(spans: list[tuple[int, int]]) -> None:
+    held = Spans()
+    for span in spans:
+        held.add(*span)
+    edges = [edge for stretch in held.stretches for edge in stretch]
+    assert edges == sorted(set(edges))

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ class Bucket:
 
     url: str
     proxy: FaultProxy
-    env: dict[str, str]
+    env: dict[str, Any]  # of the keys
     place: Playground
 
     def options(self, way: str = "diskless") -> list[str]:

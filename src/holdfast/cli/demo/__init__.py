@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     is_far = args.home is not None and "://" in args.home
     folder = _make_folder(None if is_far else args.home)
-    home = _below(args.home, folder.name) if is_far else None
+    home = _below(str(args.home), folder.name) if is_far else None
     try:
         with Screen(sys.stderr if args.json else sys.stdout, steps=args.steps, home=str(folder)) as screen:
             screen.say(f"everything happens in {home or folder}")

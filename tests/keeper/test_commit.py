@@ -248,7 +248,7 @@ def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> N
     assert [one for one in told if one[1] == "retained"] == [(1, "retained", 1), (1, "retained", 2)]
     assert told[-1] == (2, "restored", 3)
     for line in lines:
-        assert set(line) == {"t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail"}
+        assert set(line) == {"t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier"}
         assert line["event"] in EVENTS
         assert line["bytes"] > 0 or line["event"] == "retained"
 

@@ -161,6 +161,7 @@ class Checkpointer:
         self._step_ended_s: float | None = None
         self._pulse_step = 0
         self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
+        self._has_told_end = False
         self._closed = False
         if signals:
             self._notices.watch()
@@ -191,6 +192,7 @@ class Checkpointer:
         if (self._last is None or self._last.step != step) and step != self._base_step():
             self._save(step, must=True)
         self.wait()
+        self._note_end("finished")
         self._mark_done(step)
 
     def should_save(self, step: int) -> bool:
@@ -241,6 +243,7 @@ class Checkpointer:
             self._save(step, must=True)
         self.wait()
         reason = self.preempted or "notice"
+        self._note_end(f"preempted ({reason})")
         self._say(f"preempted ({reason}); step {step} is durable")
         self.close()
         _preempted = self._ranks.world_size > 1
@@ -657,12 +660,20 @@ class Checkpointer:
             f"restored step {found.step} from {self._tiers.say_sources(found.sources)} ({rate}, verified)"
         )
 
+    def _note_end(self, how: str) -> None:
+        """Have the history tell how this attempt ends; the first word counts."""
+        if self._keeper is not None and not self._has_told_end:
+            self._has_told_end = True
+            self._keeper.note("ended", step=self._pace.step, detail=how)
+
     def _end_attempt(self) -> None:
         with contextlib.suppress(HoldfastError):
             self.wait()  # a failed save does not matter any more: we are going back
         self._stager.wait()
         if self._keeper is not None:
+            self._note_end("went back")
             self._keeper.close(goodbye=True)
+        self._has_told_end = False
         self._keeper, self._last, self._ancestors, self._newest_durable = None, None, (), None
         self._saves.clear()
 
@@ -689,6 +700,7 @@ class Checkpointer:
         try:
             self._stager.wait()
             self.wait(timeout_s)
+            self._note_end("closed")
             self._ranks.part()
         except BaseException:
             self._let_go(timeout_s, goodbye=False)
@@ -712,6 +724,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif not self._closed and os.getpid() == self._pid:
+            self._note_end(kind.__name__)
             # The keeper finishes what was staged; the error must not wait for it.
             self._let_go(timeout_s=0.0, goodbye=False)
 

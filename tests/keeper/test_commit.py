@@ -246,11 +246,11 @@ def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> N
         for event in ("staged", "persisted", "committed"):
             assert told.count((1, event, step)) == 1, (event, step)
     assert [one for one in told if one[1] == "retained"] == [(1, "retained", 1), (1, "retained", 2)]
-    assert told[-1] == (2, "restored", 3)
+    assert told[-2:] == [(2, "restored", 3), (2, "ended", 3)]
     for line in lines:
         assert set(line) == {"t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier"}
         assert line["event"] in EVENTS
-        assert line["bytes"] > 0 or line["event"] == "retained"
+        assert line["bytes"] > 0 or line["event"] in ("retained", "ended")
 
 
 def test_a_history_that_cannot_be_written_is_told_and_stops_nothing() -> None:

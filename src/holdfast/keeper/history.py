@@ -24,6 +24,7 @@ EVENTS = (
     "dropped",
     "failed",
     "fenced",
+    "ended",  # of an attempt that could tell; the detail begins with how
     "retain-failed",
 )
 """Every kind of event there is."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Iterable
 from typing import Any
+
+from columns import NONE, seconds
+from results import Spread
 
 SAVED_ON, LOADED_ON = 2, (1, 2, 3, 4)
 HEADINGS = ("call blocks", "durable", *(f"load {SAVED_ON} to {n}" for n in LOADED_ON))
@@ -21,12 +24,11 @@ def rows(runs: list[Run]) -> list[list[str]]:
 def _row(runs: list[Run]) -> list[str]:
     own = [run for run in runs if "values" in run]
     saves = [run for run in own if run["phase"] == "save"]
-    cells = [_spread([longest(run, key) for run in saves], "s") for key in ("blocked_s", "durable_s")]
+    cells = [_seconds([longest(run, key) for run in saves]) for key in ("blocked_s", "durable_s")]
     for ranks in LOADED_ON:
         loads = [run for run in own if run["phase"] == "load" and run["ranks"] == ranks]
-        seconds = _spread([longest(run, "load_s") for run in loads], "s")
-        cells.append(f"{seconds}, {_spread([ratio(run) for run in loads], 'x')}")
-    return [runs[0]["title"], *cells]
+        cells.append(f"{_seconds([longest(run, 'load_s') for run in loads])}, {_times(map(ratio, loads))}")
+    return [runs[0].get("title", runs[0]["peer"]), *cells]
 
 
 def longest(run: Run, key: str) -> float:
@@ -40,7 +42,11 @@ def ratio(run: Run) -> float:
     return sum(rank["read_bytes"] for rank in run["values"]) / needed
 
 
-def _spread(values: list[float], unit: str) -> str:
-    if not values:
-        return "-"
-    return f"{statistics.median(values):.2f} [{min(values):.2f}..{max(values):.2f}] {unit}"
+def _seconds(values: list[float]) -> str:
+    spread = Spread.of(values)
+    return NONE if spread is None else seconds(spread)
+
+
+def _times(values: Iterable[float]) -> str:
+    spread = Spread.of(values)
+    return NONE if spread is None else f"{spread.median:.2f} [{spread.least:.2f}..{spread.most:.2f}] x"

@@ -97,7 +97,7 @@ def test_killed_keepers_stop_no_training(
 @pytest.mark.slow
 def test_a_trainer_and_all_keepers_killed_together(playground: Playground, uninterrupted: str) -> None:
     children = playground.start_ranks(2, free_port(), *SLOWLY)
-    playground.wait_for_steps(9)
+    playground.wait_for(playground.complete, "a checkpoint")
     children[0].kill()
     assert playground.kill_keepers()
     end(children)

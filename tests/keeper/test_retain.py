@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 import holdfast
 from holdfast.errors import NotFound, RetryLater
 from holdfast.format import names
+from holdfast.keeper import Terms, protocol
+from holdfast.keeper.presence import Presence, Trace, process_start
+from holdfast.keeper.process import Desk, Job, Work
 from holdfast.keeper.retain import Retention
 from holdfast.policy import Keep
 from holdfast.restore.find import candidates, list_home
+from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home
@@ -148,3 +155,23 @@ def test_files_of_frozen_tensors_go_with_their_checkpoint() -> None:
     assert [one.step for one in Retention(store, Keep(1)).apply((1, 20), (), ())] == [10]
     assert not list(store.list(names.step_dir(10)))
     assert check_all_verify(store) == 1
+
+
+def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path) -> None:
+    """Under load a save may wait longer for another rank's part than the one after it."""
+    store = LocalStore(tmp_path)
+    make_home(store)
+    for step in (18, 20, 22, 24):
+        make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
+    ours, end = protocol.pair()
+    terms = Terms(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
+    presence = Presence.claim(store.url, Trace(1, 0, os.getpid(), process_start(os.getpid()) or 0, busy=True))
+    work = Work(Desk(end, os.getpid()), terms, presence)
+    for step in (24, 22):
+        work._after_commit(Job(step, ancestors=()))
+        work._retain_if_due()
+        work.retaining.join()
+    presence.leave()
+    ours.close()
+    end.close()
+    assert candidates(list_home(store)) == [(1, 24), (1, 22), (1, 20)]

@@ -190,7 +190,7 @@ class Work:
             self.home_retention = Retention(self.home, keep)
             self.drain = Drain(self.store, self.home, terms, self.history, self._after_drain)
             self.is_home_failing = False
-        self.newest: tuple[int, int] | None = None  # that this keeper saw committed
+        self.newest: Job | None = None  # that this keeper saw committed; not always the last
         self.wanted_home: set[tuple[int, int]] = set()  # to be drained as soon as they are committed
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
@@ -227,7 +227,7 @@ class Work:
             return
         self.presence.set_done()
         if drain is not None and self.newest is not None:
-            drain.submit(*self.newest)  # there may be no next attempt
+            drain.submit(self.terms.attempt, self.newest.step)  # there may be no next attempt
         draining = threading.Thread(target=drain.close if drain else lambda: None, name="holdfast-wind-up")
         draining.start()
         held = {arena.fd: arena.images for arena in self.desk.arenas.values() if arena.images}
@@ -401,12 +401,17 @@ class Work:
     def _after_commit(self, job: Job) -> None:
         seconds = time.monotonic() - job.received_s
         self._tell("committed", job, num_bytes=job.num_bytes, seconds=seconds)
-        one = self.newest = self.terms.attempt, job.step
+        one = self.terms.attempt, job.step
+        is_newest = self.newest is None or job.step > self.newest.step
+        if is_newest and job.ancestors is not None:  # else it has been retained away already
+            self.newest = job
         if self.drain is not None and (job.to_home or one in self.wanted_home):
             self.wanted_home.discard(one)
             self.drain.submit(*one)
-        if self.terms.rank == 0 and self.retention.keep.last is not None and job.ancestors is not None:
-            self.retain_due.append(job)
+        if self.terms.rank == 0 and self.retention.keep.last is not None and self.newest is not None:
+            # As of the newest: an older save may have waited longer for another rank's part, and seen from
+            # there newer ones do not count.
+            self.retain_due.append(self.newest)
 
     def _retain_if_due(self) -> None:
         """Delete old checkpoints in a thread: a file system may take seconds to free gigabytes."""

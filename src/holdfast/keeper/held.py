@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.errors import Corrupt, NotFound
 from holdfast.keeper import protocol
 from holdfast.keeper.presence import Presence, living
-from holdfast.store.contract import Buffer, Entry, Properties, Store
+from holdfast.store.contract import Entry, Properties
+from holdfast.store.readonly import ReadOnly
 
 _ANSWER_S = 5.0  # a keeper that is asked answers at once, or it is about to end
 
@@ -70,7 +70,7 @@ def _answer_all(door: socket.socket, arenas: Mapping[int, Iterable[Image]], dead
                 protocol.send(end, {"images": None})
 
 
-class HeldStore(Store):
+class HeldStore(ReadOnly):
     """What keepers of dead trainers on this host hold of a home, as objects that can only be read.
 
     Their bytes may be those of a later save in part: only a reader that knows their hashes can use them.
@@ -141,30 +141,10 @@ class HeldStore(Store):
         image = self._images.get(name)
         return None if image is None else len(image)
 
-    def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Refused."""
-        _refuse(name)
-
-    def link(self, source: str, name: str) -> None:
-        """Refused."""
-        _refuse(name)
-
-    def append(self, name: str, data: bytes) -> None:
-        """Refused."""
-        _refuse(name)
-
-    def delete(self, name: str) -> None:
-        """Refused."""
-        _refuse(name)
-
-    def sweep(self, prefix: str = "") -> None:
-        """Refused."""
-        _refuse(prefix)
-
-
-def _refuse(name: str) -> NoReturn:
-    message = f"{name!r} cannot be changed: the memory of a dead trainer's keeper is only read."
-    raise Unsupported(message, key=name)
+    @property
+    def why(self) -> str:
+        """See `ReadOnly.why`."""
+        return "the memory of a dead trainer's keeper is only read."
 
 
 def _doors(home: str) -> Iterator[socket.socket]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
-from holdfast.store.contract import Buffer, Entry, Store
+from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
+from holdfast.store.contract import Entry, Store
+from holdfast.store.readonly import ReadOnly
 
 _T = TypeVar("_T")
 _ELSEWHERE = (NotFound, Corrupt, RetryLater)
 """What one tier says that another may not."""
 
 
-class Nearest(Store):
+class Nearest(ReadOnly):
     """Reads from the nearest of several stores; writing is refused, since it would have to say where.
 
     Args:
@@ -51,29 +52,10 @@ class Nearest(Store):
         sizes = (tier.size(name) for tier in self._tiers)
         return next((size for size in sizes if size is not None), None)
 
-    def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Refused."""
-        self._refuse(name)
-
-    def link(self, source: str, name: str) -> None:
-        """Refused."""
-        self._refuse(name)
-
-    def append(self, name: str, data: bytes) -> None:
-        """Refused."""
-        self._refuse(name)
-
-    def delete(self, name: str) -> None:
-        """Refused."""
-        self._refuse(name)
-
-    def sweep(self, prefix: str = "") -> None:
-        """Refused."""
-        self._refuse(prefix)
-
-    def _refuse(self, name: str) -> NoReturn:
-        message = f"{self.url} is seen through several tiers here, and {name!r} would be written to which?"
-        raise Unsupported(message, key=name)
+    @property
+    def why(self) -> str:
+        """See `ReadOnly.why`."""
+        return "it is seen through several tiers here, and this would not say in which."
 
 
 def first_good(store: Store, take: Callable[[Store], _T]) -> _T:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.errors import Conflict, Corrupt, HoldfastError, Internal, NotFound, RetryLater
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
@@ -93,8 +93,8 @@ class Drain:
         failing_since_s: float | None = None
         while (one := self._take_newest()) is not None:
             try:
-                drained = self._copy(one)
-            except (RetryLater, NotFound, Corrupt, Conflict, Unsupported) as error:
+                drained = self._copy_or_tell(one)
+            except HoldfastError as error:
                 now_s = time.monotonic()
                 failing_since_s = now_s if failing_since_s is None else failing_since_s
                 retry = isinstance(error, RetryLater) and now_s - failing_since_s < self._terms.patience_s
@@ -119,6 +119,16 @@ class Drain:
                 if drained is not None:
                     self._done(drained)
                     self._copy_history()
+
+    def _copy_or_tell(self, one: Id) -> Drained | None:
+        """`_copy`, whose bugs become errors: a thread that ended in silence would be waited for for ever."""
+        try:
+            return self._copy(one)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            message = f"The drain of step {one[1]} failed by a bug of Holdfast's: {error!r}."
+            raise Internal(message, step=one[1]) from error
 
     def _take_newest(self) -> Id | None:
         """The newest that is due; older ones are forgotten. None when all is over."""

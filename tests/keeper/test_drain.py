@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import Conflict, Corrupt, RetryLater
+from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, RetryLater
 from holdfast.format import names
 from holdfast.keeper.drain import BLOCK_BYTES, Drain, Drained, paced, verified_blocks
 from holdfast.keeper.history import History
@@ -135,6 +135,20 @@ def test_a_damaged_copy_is_not_spread() -> None:
     assert "damaged in chunk" in str(told.error)
     assert bench.in_home() == []
     assert bench.home.size(name) is None
+
+
+@pytest.mark.parametrize("error", [InvalidInput("no such name"), ZeroDivisionError("a bug")])
+def test_no_failure_ends_the_drain_in_silence(error: Exception) -> None:
+    """Whoever waits for a checkpoint in home hears why it does not come, and the next one is drained."""
+    bench = Bench((10, 20))
+    bench.home.fail("put", error, matching="step-")
+    bench.drain.submit(1, 10)
+    told = bench.next_told()
+    assert told.is_over
+    assert isinstance(told.error, InvalidInput if isinstance(error, InvalidInput) else Internal)
+    bench.drain.submit(1, 20)
+    assert bench.next_told().error is None
+    assert bench.in_home() == [(1, 20)]
 
 
 def test_a_fenced_attempt_brings_nothing_home() -> None:

@@ -457,7 +457,10 @@ class Keeper:
         error = getattr(errors, message["kind"], RetryLater)(
             f"Step {step} is not in home: {detail}", step=step
         )
-        self.home_lost = error
+        if isinstance(error, RetryLater):  # home has failed for too long; else it is about this step alone
+            self.home_lost = error
+        else:
+            self.problems.append(str(error))
         if step in self._towards_home:
             self._towards_home.pop(step).mark_home_failed(error)
 

@@ -71,7 +71,7 @@ class Checkpointer:
         max_failures: saves that may fail in a row; one more and `save` raises. Each is a SaveWarning.
         commit_timeout: how long a keeper waits for the other ranks' parts.
         ranks_timeout: how long a rank waits for the others in `restore` and `should_save`.
-        num_read_threads: parallel reads in `restore`; by default what suits the kind of home.
+        num_read_threads: parallel reads in `restore`; by default what suits the place that is read.
         share_reads: in `restore`, read what several ranks need once, and pass it on from rank to rank: for a
             home that is slower than the network between the ranks.
         rank_from: in `restore`, chooses the saved rank whose per-rank state (random numbers, data loaders) a
@@ -627,7 +627,7 @@ class Checkpointer:
                 world_size=self._ranks.world_size,
                 group=self._ranks,
                 step=step,
-                num_threads=self._num_read_threads or store.properties.parallel_reads,
+                num_threads=self._num_read_threads,
                 share_reads=self._share_reads,
                 rank_from=self._rank_from,
             )

@@ -8,6 +8,7 @@ import mmap
 import os
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from holdfast.keeper.presence import Presence, living
 from holdfast.store.contract import Entry, Properties
 from holdfast.store.readonly import ReadOnly
 
+_READ_BYTES = 1 << 20  # what has been hashed is copied while it is still in the processor's cache
 _ANSWER_S = 5.0  # a keeper that is asked answers at once, or it is about to end
 
 
@@ -81,7 +83,12 @@ class HeldStore(ReadOnly):
 
     def __init__(self, home: str) -> None:
         self.url = "memory"
-        self.properties = Properties(survives_host=False, lends_memory=True)
+        self.properties = Properties(
+            survives_host=False,
+            parallel_reads=len(os.sched_getaffinity(0)),  # nothing is waited for
+            read_bytes=_READ_BYTES,
+            lends_memory=True,
+        )
         self._home = home
         self._images: dict[str, memoryview] = {}
         for end in _doors(home):
@@ -105,7 +112,8 @@ class HeldStore(ReadOnly):
 
     def end(self) -> None:
         """Tell the keepers that they need not hold anything any more. Views that were taken stay."""
-        self._images.clear()
+        images, self._images = self._images, {}
+        threading.Thread(target=images.clear, name="holdfast-unmap").start()  # 40 ms for 1.5 GB here
         for end in _doors(self._home):
             with end, contextlib.suppress(OSError):
                 protocol.send(end, {"op": "end"})

@@ -17,7 +17,7 @@ from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
 
 READ_BYTES = 8 << 20
-"""Adjacent chunks are read together up to this many bytes; also each thread's buffer, at least one chunk."""
+"""Adjacent chunks are read together up to this many bytes, at least one chunk, where a store says no other."""
 
 
 class Sink(Protocol):
@@ -88,7 +88,7 @@ def read(
     store: Store,
     jobs: Iterable[Job],
     *,
-    num_threads: int = 4,
+    num_threads: int | None = 4,
     on_bytes: Callable[[int], None] | None = None,
     on_error: Callable[[HoldfastError], None] | None = None,
 ) -> ReadStats:
@@ -99,7 +99,7 @@ def read(
     Args:
         store: where the data files are.
         jobs: what is wanted; at most one job a data file.
-        num_threads: threads that read, hash and copy.
+        num_threads: threads that read, hash and copy; None for what suits the places that are nearest.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
         on_error: called with each damaged chunk or failed read instead of stopping at the first; never by two
             threads at once. What is wanted from there is not delivered.
@@ -111,21 +111,39 @@ def read(
 
     Blocks: until all is read, or until the first error has stopped all threads.
     """
-    if num_threads < 1:
+    if num_threads is not None and num_threads < 1:
         raise InvalidInput(f"num_threads is {num_threads}; at least 1 thread must read.")
     began = time.perf_counter()
-    reads = [one for job in jobs for one in plan_reads(job)]
+    reads: list[Read] = []
+    suited = 1
+    for job in jobs:
+        nearest = _nearest(store, job).properties
+        reads += plan_reads(job, nearest.read_bytes)
+        suited = max(suited, nearest.parallel_reads)
+    num_threads = num_threads or suited
     crew = _Crew(store, deque(reads), on_bytes, on_error)
     crew.work(min(num_threads, len(reads)))
     num_bytes, seconds = sum(one.stop - one.start for one in reads), time.perf_counter() - began
     return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.mended))
 
 
-def plan_reads(job: Job) -> list[Read]:
-    """The reads of a job: needed chunks, adjacent ones together, each with what is wanted from it."""
+def _nearest(store: Store, job: Job) -> Store:
+    """The copy that a job's file will be read from, unless that is damaged."""
+    *nearer, last = store.copies()
+    name = job.part.file_name(frozen=job.frozen)
+    return next((copy for copy in nearer if copy.size(name) is not None), last)
+
+
+def plan_reads(job: Job, read_bytes: int = READ_BYTES) -> list[Read]:
+    """The reads of a job: needed chunks, adjacent ones together, each with what is wanted from it.
+
+    Args:
+        job: what is wanted.
+        read_bytes: the most that one read has, unless a chunk is longer.
+    """
     file = job.file
     chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
-    limit = max(READ_BYTES // chunk_bytes, 1)
+    limit = max(read_bytes // chunk_bytes, 1)
     name = job.part.file_name(frozen=job.frozen)
     wanted = sorted((want for want in job.wanted if want.num_bytes), key=lambda want: want.start)
     reads: list[Read] = []

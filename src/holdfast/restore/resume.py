@@ -125,7 +125,7 @@ def restore_newest(
     world_size: int,
     group: Group,
     step: int | None = None,
-    num_threads: int = 4,
+    num_threads: int | None = None,
     on_bytes: Callable[[int], None] | None = None,
     share_reads: bool = False,
     rank_from: RankFrom | None = None,
@@ -143,7 +143,7 @@ def restore_newest(
         world_size: number of ranks that restore; need not be the number that saved.
         group: the ranks that restore.
         step: restore this step and no other; the attempts that saved it are tried newest first.
-        num_threads: threads that read, hash and copy.
+        num_threads: threads that read, hash and copy; None for what suits the places that are nearest.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
         share_reads: have each chunk read by one of the ranks that need it, which passes it on to the others.
         rank_from: chooses the saved rank whose per-rank state a rank takes; default `rank % saved`.
@@ -282,7 +282,7 @@ class _Restore:
         rank: int,
         world_size: int,
         group: Group,
-        num_threads: int,
+        num_threads: int | None,
         on_bytes: Callable[[int], None] | None,
         run_id: str | None,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,23 @@ def rows(results: Results, state: str) -> list[list[str]]:
         else:
             found.append([title, *(column.cell(results, state, contestant) for column in COLUMNS)])
     return found
+
+
+def rows_in_short(results: Results, state: str) -> list[list[str]]:
+    """Medians of what most readers ask, one row for each contestant that has them, and the raw limits."""
+    found = [["limits: memory copy, raw write, raw read", *_short_limits(results, state)]]
+    for contestant in results.contestants(state):
+        if not results.trouble(state, contestant):
+            title = results.of(state, contestant)[0].get("title", contestant)
+            found.append([title, *(column.cell(results, state, contestant) for column in SHORT)])
+    return found
+
+
+def _short_limits(results: Results, state: str) -> list[str]:
+    keys = ("memcpy_s", "write_s", "read_s")
+    spreads = [results.spread(state, "limits", key) for key in keys]
+    copy, write, read = [NONE if one is None else _median(one) for one in spreads]
+    return [copy, NONE, write, read, NONE]
 
 
 def limits(results: Results, state: str) -> str:
@@ -71,12 +89,13 @@ def seconds(spread: Spread) -> str:
     return f"{mid:.{digits}f} [{low:.{digits}f}..{high:.{digits}f}] {unit}"
 
 
-def facts(machine: dict[str, Any], rounds: int) -> str:
-    """The machine and the day in one line."""
+def facts(machine: dict[str, Any], rounds: int | None) -> str:
+    """The machine and the day in one line; without `rounds` for a table of medians alone."""
+    what = "medians" if rounds is None else f"median [least..greatest] of {rounds} rounds"
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"{machine['filesystem']}, Linux {machine['kernel']}, torch {machine['packages']['torch']}, "
-        f"{machine['date'][:10]}; median [least..greatest] of {rounds} rounds"
+        f"{machine['date'][:10]}; {what}"
     )
 
 
@@ -126,6 +145,20 @@ def _memory(results: Results, state: str, contestant: str) -> str:
     return f"{text}, {helper.median / 1e6:.0f} MB of it helpers'" if helper.median > 1e6 else text
 
 
+def _median(spread: Spread) -> str:
+    return seconds(spread).partition(" ")[0] + " " + seconds(spread).rpartition(" ")[2]
+
+
+def _short(cell: Cell) -> Cell:
+    """The same without the range: what stands before a bracket, and the unit after it."""
+
+    def short(results: Results, state: str, contestant: str) -> str:
+        text = re.sub(r" \[[^\]]*\]", "", cell(results, state, contestant))
+        return text.partition(" (")[0]
+
+    return short
+
+
 def _bytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
@@ -140,4 +173,11 @@ COLUMNS = (
     Column("load, cache dropped", _load("load_cold_s")),
     Column("load, cached", _load("load_warm_s")),
     Column("extra memory", _memory),
+)
+SHORT = (
+    Column("the call blocks", _short(_time("blocked_s"))),
+    Column("training lost", lambda *asked: _lost(*asked).partition(" (")[0]),  # its range says how sure it is
+    Column("durable after", _short(_durable)),
+    Column("load, nothing cached", _short(_load("load_cold_s"))),
+    Column("extra memory", _short(_memory)),
 )

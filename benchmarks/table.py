@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ TITLES = {
     "gpt2-355m": "GPT-2 355M with AdamW, fp32",
     "small-8000": "8000 tensors of 8 KiB",
 }
+REAL = ("gpt2-124m", "gpt2-355m")
 
 
 def main() -> int:
@@ -28,24 +30,32 @@ def main() -> int:
     parser.add_argument("markdown", type=Path)
     options = parser.parse_args()
     text = options.markdown.read_text()
-    for kind, render in RENDERERS.items():
-        path = newest(RESULTS, kind)
-        if path is None:
+    asked = [name for name in RENDERERS if f"<!-- {name} -->" in text.splitlines()]
+    if not asked:
+        markers = ", ".join(f"<!-- {name} -->" for name in RENDERERS)
+        sys.stderr.write(f"{options.markdown} has none of the lines {markers}; nothing was changed.\n")
+        return 1
+    for name in asked:
+        kind = name.partition(" ")[0]
+        documents = newest(RESULTS, kind)
+        if not documents:
             sys.stderr.write(f"No {kind} results in {RESULTS}; run the benchmark first.\n")
             return 1
-        text = insert(text, render(json.loads(path.read_text())), kind, what=str(options.markdown))
+        text = insert(text, RENDERERS[name](documents), name, what=str(options.markdown))
     options.markdown.write_text(text)
     return 0
 
 
-def newest(folder: Path, kind: str) -> Path | None:
-    """The results file of a kind with the latest date in it; quick runs do not count."""
-    dated = []
-    for path in folder.glob(f"{kind}_*.json"):
-        document = json.loads(path.read_text())
-        if not document.get("quick"):
-            dated.append((document["machine"]["date"], path))
-    return max(dated)[1] if dated else None
+def newest(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Results of a kind from the machine that was measured last, newest first; quick runs do not count."""
+    documents = [json.loads(path.read_text()) for path in folder.glob(f"{kind}*_*.json")]
+    full = [document for document in documents if not document.get("quick")]
+    full.sort(key=lambda document: document["machine"]["date"], reverse=True)
+    return [document for document in full if _hardware(document) == _hardware(full[0])]
+
+
+def _hardware(document: dict[str, Any]) -> list[Any]:
+    return [document["machine"][key] for key in ("cpu", "cores", "memory_bytes", "disk")]
 
 
 def insert(text: str, table: str, kind: str, *, what: str) -> str:
@@ -63,17 +73,20 @@ def insert(text: str, table: str, kind: str, *, what: str) -> str:
     return "\n".join([*head, table, *tail]) + "\n"
 
 
-def render_resharding(document: dict[str, Any]) -> str:
-    """The Markdown of a resharding result: one table, ranks in its columns."""
+def render_resharding(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of the newest resharding result: one table, ranks in its columns."""
+    document = documents[0]
     facts = f"_{columns.facts(document['machine'], document['rounds'])}_"
     return f"{facts}\n\n" + _table(["", *HEADINGS], resharded_rows(document["runs"]))
 
 
-def render_saving(document: dict[str, Any]) -> str:
-    """The Markdown of a results file: a table for each state, the limits, and the goals."""
-    results = Results(tuple(document["runs"]))
-    parts = [f"_{columns.facts(document['machine'], document['rounds'])}_"]
+def render_saving(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of saving results: for each state a table of its newest, the limits, and all goals."""
+    results, measured = _combined(documents)
+    parts = []
     for state in results.states():
+        document = measured[state]
+        parts.append(f"_{columns.facts(document['machine'], document['rounds'])}_")
         headings = [f"**{TITLES.get(state, state)}**", *(column.heading for column in columns.COLUMNS)]
         parts.append(_table(headings, columns.rows(results, state)))
         parts.append(f"Limits: {columns.limits(results, state)}.")
@@ -82,12 +95,74 @@ def render_saving(document: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def render_in_short(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of what most readers ask: medians for the real states, one table."""
+    results, measured = _combined(documents)
+    lines = []
+    for state in (state for state in results.states() if state in REAL):
+        lines.append([f"**{TITLES[state]}**", *[""] * len(columns.SHORT)])
+        lines += columns.rows_in_short(results, state)
+    facts = columns.facts(measured[results.states()[0]]["machine"], rounds=None)
+    return f"_{facts}_\n\n" + _table(["", *(column.heading for column in columns.SHORT)], lines)
+
+
+def render_numbers(labels: Mapping[str, str]) -> Callable[[list[dict[str, Any]]], str]:
+    """A renderer of results that are a few medians: those named, with what they are and their goal."""
+
+    def render(documents: list[dict[str, Any]]) -> str:
+        document = documents[0]
+        medians = document.get("medians") or document["summary"]["null"]
+        rows = [[label, f"{medians[key]:.3g}"] for key, label in labels.items()]
+        return f"_{columns.facts(document['machine'], rounds=None)}_\n\n" + _table(["", "found"], rows)
+
+    return render
+
+
+def _combined(documents: list[dict[str, Any]]) -> tuple[Results, dict[str, dict[str, Any]]]:
+    """The newest runs of every state, and the document that each is from."""
+    runs: dict[str, list[Any]] = {}
+    measured: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        for state in {run["state"] for run in document["runs"]} - runs.keys():
+            runs[state] = [run for run in document["runs"] if run["state"] == state]
+            measured[state] = document
+    return Results(tuple(run for state in sorted(runs) for run in runs[state])), measured
+
+
 def _table(headings: list[str], rows: list[list[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-RENDERERS = {"saving": render_saving, "resharding": render_resharding}
+RENDERERS = {
+    "saving": render_saving,
+    "saving in short": render_in_short,
+    "resharding": render_resharding,
+    "tiers": render_numbers(
+        {
+            "memory_s": "seconds to restore from the keeper's memory after kill -9 of the trainer",
+            "cold_s": "seconds to restore from the local disk, nothing cached",
+            "memory_of_memcpy": "share of the speed of a copy in memory (goal: at least 0.5)",
+            "cold_of_memory": "times faster than from the disk (goal: at least 3)",
+        }
+    ),
+    "remote": render_numbers(
+        {
+            "put_ratio": "upload, share of the bare client's speed (goal: at least 0.9)",
+            "read_ratio": "verified reads, share of the bare client's speed (goal: at least 0.9)",
+            "read_cpu_ratio": "the same in processor time of the client's process",
+            "put_extra_bytes": "bytes over the arena during an upload of 2 GiB (goal: at most 64 MB)",
+        }
+    ),
+    "draining": render_numbers(
+        {
+            "quiet_s": "seconds of 20 training steps",
+            "drain_s": "with a drain of 1.5 GB in them",
+            "bare_s": "with the bare client sending the same file",
+            "beyond_bare": "the drain's slow-down beyond the bare client's (goal: at most 0.03)",
+        }
+    ),
+}
 
 
 if __name__ == "__main__":

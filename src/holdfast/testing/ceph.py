@@ -62,8 +62,8 @@ keyring = {folder}/osd/keyring
 osd data = {folder}/osd
 osd objectstore = memstore
 memstore device bytes = 8589934592
-osd max object name len = 256
-osd max object namespace len = 64
+osd max object name len = 2048
+osd max object namespace len = 256
 [client.rgw]
 rgw frontends = beast endpoint=127.0.0.1:{port}
 rgw data = {folder}/rgw

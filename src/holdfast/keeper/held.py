@@ -20,7 +20,6 @@ from holdfast.keeper.presence import Presence, living
 from holdfast.store.contract import Entry, Properties
 from holdfast.store.readonly import ReadOnly
 
-_READ_BYTES = 1 << 20  # what has been hashed is copied while it is still in the processor's cache
 _ANSWER_S = 5.0  # a keeper that is asked answers at once, or it is about to end
 
 
@@ -86,7 +85,6 @@ class HeldStore(ReadOnly):
         self.properties = Properties(
             survives_host=False,
             parallel_reads=len(os.sched_getaffinity(0)),  # nothing is waited for
-            read_bytes=_READ_BYTES,
             lends_memory=True,
         )
         self._home = home

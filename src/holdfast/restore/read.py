@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,10 @@ from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
 
 READ_BYTES = 8 << 20
-"""Adjacent chunks are read together up to this many bytes, at least one chunk, where a store says no other."""
+"""Adjacent chunks are read together up to this many bytes, at least one chunk; a store may say otherwise."""
+
+STRETCH_BYTES = 1 << 20
+"""Hashed and then handed on at once, at least one chunk: it is copied out of the processor's cache."""
 
 
 class Sink(Protocol):
@@ -82,6 +85,17 @@ class Read:
     start: int
     stop: int
     wanted: list[Want] = field(default_factory=list)
+
+    def stretches(self) -> list[Read]:
+        """The same, cut where chunks end into reads that are short enough for the processor's cache."""
+        chunk_bytes = self.file.chunk_bytes
+        step = max(STRETCH_BYTES // chunk_bytes, 1) * chunk_bytes
+        if self.stop - self.start <= step:
+            return [self]
+        starts = range(self.start, self.stop, step)
+        cut = [Read(self.name, self.part, self.file, at, min(at + step, self.stop)) for at in starts]
+        distribute(self.wanted, cut)
+        return cut
 
 
 def read(
@@ -229,19 +243,22 @@ class _Crew:
                 return
             self._do(one, view[: one.stop - one.start])
 
-    def _do(self, one: Read, view: memoryview) -> None:
-        fetched = fetch(self._store, one, view)
+    def _do(self, one: Read, buffer: memoryview) -> None:
+        for stretch, fetched in fetch_each(self._store, one.stretches(), buffer):
+            self._hand_on(stretch, fetched)
+        if self._on_bytes is not None:
+            with self._lock:
+                self._on_bytes(len(buffer))
+
+    def _hand_on(self, one: Read, fetched: Fetched) -> None:
         if fetched.view is None:
             for error in fetched.errors:
                 self._report(error)
-        else:
-            deliver(one, fetched.view)
+            return
+        deliver(one, fetched.view)
         with self._lock:
-            if fetched.view is not None:
-                self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(view)
-                self.mended += map(str, fetched.errors)
-            if self._on_bytes is not None:
-                self._on_bytes(len(view))
+            self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(fetched.view)
+            self.mended += map(str, fetched.errors)
 
     def _report(self, error: HoldfastError) -> None:
         if self._on_error is None:
@@ -259,33 +276,54 @@ class Fetched(NamedTuple):
 
 
 def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
-    """Verified bytes of one read, from the nearest copy that is good.
+    """Verified bytes of one read as a whole; see `fetch_each`."""
+    ((_, fetched),) = fetch_each(store, [one], buffer)
+    return fetched
+
+
+def fetch_each(store: Store, reads: list[Read], buffer: memoryview) -> Iterator[tuple[Read, Fetched]]:
+    """Each of some reads with its verified bytes, from the nearest copy that is good; in any order.
+
+    What one copy is asked for is asked for at once. An error of a copy stands with one of the reads only.
 
     Args:
         store: where the copies are.
-        one: what is read.
-        buffer: as long as that; filled unless a copy lends memory of its own.
+        reads: adjacent reads of one file, in order.
+        buffer: as long as all of them; filled unless a copy lends memory of its own.
     """
-    errors: list[HoldfastError] = []
+    left, origin = reads, reads[0].start
+    failures: list[HoldfastError] = []  # of copies as a whole
     missing: list[HoldfastError] = []  # that a nearer tier lacks an object is as it should be
+    damage: dict[int, list[HoldfastError]] = {}  # by where a read starts
     for copy in store.copies():
+        first, last = left[0].start, left[-1].stop
         try:
             if copy.properties.lends_memory:
-                view = copy.lend(one.name, one.start, len(buffer))
+                view = copy.lend(left[0].name, first, last - first)
             else:
-                copy.read_into(one.name, one.start, buffer)
-                view = buffer
+                view = buffer[first - origin : last - origin]
+                copy.read_into(left[0].name, first, view)
         except NotFound as error:
             missing.append(error)
             continue
         except HoldfastError as error:
-            errors.append(error)
+            failures.append(error)
             continue
-        damage = find_damage(one, view)
-        if not damage:
-            return Fetched(view, copy.url, errors)
-        errors += damage
-    return Fetched(None, "", errors or missing[-1:])
+        damaged = []
+        for one in left:
+            bytes_of = view[one.start - first : one.stop - first]
+            if found := find_damage(one, bytes_of):
+                damage.setdefault(one.start, []).extend(found)
+                damaged.append(one)
+                continue
+            yield one, Fetched(bytes_of, copy.url, [*failures, *damage.get(one.start, [])])
+            failures = []
+        left = damaged
+        if not left:
+            return
+    for one in left:
+        yield one, Fetched(None, "", [*failures, *damage.get(one.start, [])] or missing[-1:])
+        failures, missing = [], []
 
 
 def find_damage(one: Read, view: memoryview) -> list[HoldfastError]:

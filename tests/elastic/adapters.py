@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from elastic.layouts import mesh_of, whole
 from elastic.trips import checkpointer
+from layouts import mesh_of, whole
 
 SOON_S = 120
 

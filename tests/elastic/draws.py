@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from elastic.layouts import mesh_of, same, whole
 from elastic.trips import checkpointer
+from layouts import mesh_of, same, whole
 
 MESHES = ((4,), (2, 2), (4, 1), (1, 4))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from elastic.layouts import mesh_of, whole
 from elastic.trips import checkpointer
 from holdfast.store.local import LocalStore
+from layouts import mesh_of, whole
 
 WIDTH = 1024
 _read: dict[str, int] = {"data": 0, "other": 0, "kill_at": 0}

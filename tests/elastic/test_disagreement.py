@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from elastic.conftest import Worlds
-from elastic.layouts import mesh_of
 from elastic.trips import checkpointer
+from layouts import mesh_of
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.conftest import Worlds
-from elastic.layouts import BY_SIZE
+from elastic.runs import BY_SIZE
 from elastic.trips import go_on, restore_each
 
 pytestmark = pytest.mark.ranks

@@ -116,7 +116,7 @@ def _write_digest(path: Path, model: Any, optimizer: Any) -> None:
 
     import torch.distributed as dist
 
-    from elastic.layouts import whole
+    from layouts import whole
 
     text = hashlib.sha256()
     model.state_dict()  # lets FSDP put its shards back

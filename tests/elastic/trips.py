@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import holdfast
-from elastic.layouts import Run, same
+from elastic.runs import Run
+from layouts import same
 
 
 def go_on(rank: int, home: Path, step: int, layout: str) -> None:

@@ -18,7 +18,7 @@ def test_all_layouts_load_into_all_layouts_on_four_ranks_two_and_one(tmp_path: P
     """
     (tmp_path / "1").mkdir()
     save_all(0, tmp_path / "1", ("alone",))
-    run(4, trip, tmp_path, FOUR, ("fsdp-meta",))
+    run(4, trip, tmp_path, FOUR, ("on-meta",))
     run(2, trip, tmp_path, TWO)
     assert len(list(tmp_path.rglob("*.pt"))) == 1 + len(FOUR) + len(TWO)
     load_all(0, tmp_path, ("alone",))

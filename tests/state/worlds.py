@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import multiprocessing
 import os
@@ -16,178 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    StateDictType,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.multiprocessing.spawn import start_processes
-from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.format.manifest import Tensor
 from holdfast.state import Captured, Load, State, assign, dtype_name
 from holdfast.state.load import region
+from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
 
-ROWS = 7
-
-
-class Net(nn.Module):
-    """Layers that no number of ranks divides evenly; the head is tied to the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(ROWS, 6)
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-        self.norm = nn.LayerNorm(6)
-        self.tail = nn.Linear(6, 3)  # fewer rows than ranks
-        self.head = nn.Linear(6, ROWS, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.down(torch.relu(self.up(self.embed(x)))))
-        return self.head(hidden).sum() + self.tail(hidden).square().sum()
-
-
-class Half(nn.Module):
-    """The layers of one pipeline stage, under the names that they have in the whole."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__()
-        whole = Net()
-        self.stage = stage
-        for name in (("embed", "up", "head"), ("down", "norm", "tail"))[stage]:
-            setattr(self, name, getattr(whole, name))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own: Any = self
-        if self.stage == 0:
-            return own.up(own.embed(x)).square().sum() + own.head(own.embed(x)).sum()
-        return own.tail(own.norm(own.down(torch.ones(5, 8)))).square().sum()
-
-
-@functools.cache  # each mesh makes process groups, which takes long
-def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def _tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
-    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def _ddp() -> Any:
-    return DistributedDataParallel(Net())
-
-
-def _fsdp(**options: Any) -> Any:
-    model: Any = Net()
-    mesh = _mesh(dist.get_world_size())
-    fully_shard(model.up, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def _fsdp_unresharded() -> Any:
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return _fsdp(reshard_after_forward=False, mp_policy=half)
-
-
-def _fsdp_offload() -> Any:
-    return _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def _fsdp_meta() -> Any:
-    with torch.device("meta"):
-        return _fsdp()
-
-
-def _hsdp() -> Any:
-    return fully_shard(Net(), mesh=_mesh(2, dist.get_world_size() // 2, names=("replicate", "shard")))
-
-
-def _partly() -> Any:
-    """FSDP on one layer; the others are plain tensors, alike on all ranks."""
-    model: Any = Net()
-    fully_shard(model.up, mesh=_mesh(dist.get_world_size()))
-    return model
-
-
-def _tp() -> Any:
-    """Tensor parallel in pairs: each pair holds DTensors on a mesh of its own, and other tensors whole."""
-    mesh = _mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
-    return _tensor_parallel(Net(), mesh["tensor"])
-
-
-def _fsdp_tp() -> Any:
-    mesh = _mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
-    model: Any = _tensor_parallel(Net(), mesh["tensor"])
-    fully_shard(model.up, mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"])
-
-
-def _fsdp1() -> Any:
-    return FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def _fsdp1_mesh() -> Any:
-    """With a mesh, FSDP1 gives DTensors instead of ShardedTensors."""
-    mesh = _mesh(dist.get_world_size())
-    cpu = torch.device("cpu")
-    return FullyShardedDataParallel(Net(), use_orig_params=True, device_mesh=mesh, device_id=cpu)
-
-
-def _fsdp1_hybrid() -> Any:
-    """Sharded in pairs, alike in both."""
-    mesh = _mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))
-    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
-    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
-    return FullyShardedDataParallel(Net(), device_mesh=mesh, **options)
-
-
-def _fsdp1_hybrid_groups() -> Any:
-    """The same, told by process groups: FSDP1 then gives ShardedTensors of a pair's group."""
-    mesh = _mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))
-    groups = mesh.get_group("shard"), mesh.get_group("replicate")
-    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
-    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
-    return FullyShardedDataParallel(Net(), process_group=groups, **options)
-
-
-def _pipeline() -> Any:
-    return Half(dist.get_rank() // (dist.get_world_size() // 2))
-
-
-def _pipeline_fsdp() -> Any:
-    mesh = _mesh(2, dist.get_world_size() // 2, names=("stage", "shard"))
-    return fully_shard(Half(mesh.get_local_rank("stage")), mesh=mesh["shard"])
-
-
-LAYOUTS: dict[str, Callable[[], Any]] = {
-    "alone": Net,
-    "ddp": _ddp,
-    "fsdp": _fsdp,
-    "fsdp-unresharded": _fsdp_unresharded,
-    "fsdp-offload": _fsdp_offload,
-    "hsdp": _hsdp,
-    "partly": _partly,
-    "tp": _tp,
-    "fsdp-tp": _fsdp_tp,
-    "fsdp1": _fsdp1,
-    "fsdp1-mesh": _fsdp1_mesh,
-    "fsdp1-hybrid": _fsdp1_hybrid,
-    "fsdp1-hybrid-groups": _fsdp1_hybrid_groups,
-    "pipeline": _pipeline,
-    "pipeline-fsdp": _pipeline_fsdp,
-    "fsdp-meta": _fsdp_meta,
-}
-"""Layouts on 4 ranks; "alone" is for one, "fsdp-meta" is there to be loaded into."""
-FOUR = tuple(name for name in LAYOUTS if name not in ("alone", "fsdp-meta"))
-TWO = ("ddp", "fsdp", "fsdp-unresharded", "partly", "tp", "fsdp1", "pipeline")
+FOUR = (
+    *("ddp", "fsdp", "unresharded", "offload", "hsdp", "partly", "tp-pairs", "fsdp-tp"),
+    *("fsdp1", "fsdp1-mesh", "fsdp1-hybrid", "fsdp1-hybrid-groups", "pipeline", "pipeline-fsdp"),
+)
+TWO = ("ddp", "fsdp", "unresharded", "partly", "tp-pairs", "fsdp1", "pipeline")
+"""Layouts on 4 ranks and on 2 that are saved and loaded."""
 
 
 class Setup:
@@ -203,13 +44,13 @@ class Setup:
         self.optimizer = torch.optim.AdamW(groups[::-1] if is_reversed else groups, lr=0.01, foreach=False)
         self.objects: dict[str, Any] = {"model": model, "optimizer": self.optimizer, "epoch": 3}
         self.state = State(self.objects)
-        self.state.agree(_gather)
+        self.state.agree(gather)
 
     def train(self) -> None:
         """Two steps with the same input everywhere."""
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
-            self.model(torch.randint(0, ROWS, (5,), generator=generator)).backward()
+            self.model(torch.randint(0, WORDS, (5,), generator=generator)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -221,9 +62,9 @@ class Setup:
         self.model.state_dict()  # lets FSDP put its shards back
         for name, parameter in self.model.named_parameters():
             name = f"model.{name.removeprefix('module.')}"
-            found[name] = _full(parameter)
+            found[name] = whole(parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer.state.{name}.{key}"] = _full(value)
+                found[f"optimizer.state.{name}.{key}"] = whole(value)
         return found
 
     def _full_flat(self) -> dict[str, torch.Tensor]:
@@ -232,7 +73,7 @@ class Setup:
             found = {f"model.{name}": t.clone() for name, t in self.model.state_dict().items()}
         # Not by FSDP1's full optimizer state: on the CPU that gives one tensor's bytes for all of its kind.
         pieces: dict[str, list[torch.Tensor]] = {}
-        for states in _gather({n: self.optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}):
+        for states in gather({n: self.optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}):
             for name, slots in states.items():
                 for key, value in slots.items():
                     pieces.setdefault(f"model.{name.replace('_fsdp_wrapped_module.', '')}/{key}", []).append(
@@ -253,18 +94,6 @@ class Setup:
 
 def _is_vector(name: str) -> bool:
     return "norm" in name or name.endswith("bias")
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 class Checkpoint:
@@ -366,7 +195,7 @@ def save_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
         setup.train()
         captured = setup.state.capture()
         assert setup.state.capture().structure is captured.structure, name
-        checkpoint = Checkpoint(_gather(told(captured, rank)))
+        checkpoint = Checkpoint(gather(told(captured, rank)))
         full = setup.full()
         for key, tensor in full.items():
             found = checkpoint.tensors[checkpoint.tied.get(key, key)]
@@ -374,7 +203,7 @@ def save_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
         _check_facts(captured, full)
         if rank == 0:
             torch.save(vars(checkpoint), folder / f"{name}.pt")
-    _gather(None)  # rank 0 has written
+    gather(None)  # rank 0 has written
 
 
 def _check_facts(captured: Captured, full: dict[str, torch.Tensor]) -> None:
@@ -395,7 +224,7 @@ def load_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
                 continue  # a third of all pairs tells enough
             torch.manual_seed(100 + i)
             setup = Setup(LAYOUTS[name](), is_reversed=i % 2 == 1)
-            if i % 2 == 0 and name != "fsdp-meta":
+            if i % 2 == 0 and name != "on-meta":
                 setup.train()
             load = checkpoint.load(setup.state, rank, only=["model", "optimizer", "epoch"])
             assert not load.missing, (key, name)
@@ -404,7 +233,7 @@ def load_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
             decays = {g["weight_decay"]: g["lr"] for g in setup.optimizer.param_groups if g["params"]}
             assert decays == {0.1: 0.01, 0.01: 0.5}
             _check_loaded(setup, checkpoint, (key, name))
-            if i == j or name == "fsdp-meta":
+            if i == j or name == "on-meta":
                 setup.train()  # what was loaded can be trained
 
 
@@ -436,13 +265,13 @@ def _check_uneven_strided_rows(rank: int) -> None:
     torch.manual_seed(3)
     model: Any = nn.ModuleDict({"up": nn.Linear(6, 11), "down": nn.Linear(11, 6)})
     expected = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
-    mesh = _mesh(2, 2, names=("data", "tensor"))
-    _tensor_parallel(model, mesh["tensor"])
+    mesh = mesh_of(2, 2, names=("data", "tensor"))
+    tensor_parallel(model, mesh["tensor"])
     for layer in model.values():
         fully_shard(layer, mesh=mesh["data"])
     state = State({"model": model})
-    state.agree(_gather)
-    checkpoint = Checkpoint(_gather(told(state.capture(), rank)))
+    state.agree(gather)
+    checkpoint = Checkpoint(gather(told(state.capture(), rank)))
     for name, tensor in expected.items():
         assert torch.equal(checkpoint.tensors[name], tensor), name
 
@@ -465,7 +294,7 @@ def _check_flat_parameters(rank: int) -> None:
 
     model, optimizer, state = made()
     step(model, optimizer)
-    checkpoint = Checkpoint(_gather(told(state.capture(), rank)))
+    checkpoint = Checkpoint(gather(told(state.capture(), rank)))
     model2, optimizer2, state2 = made()
     load = checkpoint.load(state2, rank, only=["model", "optimizer"])
     assert not load.missing

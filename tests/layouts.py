@@ -1,4 +1,4 @@
-"""One small model in every layout on 1 to 4 ranks, with its optimizer and what else a state holds."""
+"""One small model in every layout on 1 to 4 ranks, and how to see all of a tensor there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-
-import holdfast
 
 WORDS = 7
 
@@ -32,8 +36,6 @@ class Net(nn.Module):
         self.tail = nn.Linear(6, 3)  # fewer rows than ranks
         self.head = nn.Linear(6, WORDS, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.full((5,), 2.0))
-        self.register_buffer("count", torch.tensor(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n,) int64 -> a loss."""
@@ -50,10 +52,6 @@ class Half(nn.Module):
         self.stage = stage
         for name in (("embed", "up", "head"), ("down", "norm", "tail"))[stage]:
             setattr(self, name, getattr(whole, name))
-        if stage == 0:
-            self.register_buffer("scale", whole.get_buffer("scale"))
-        else:
-            self.register_buffer("count", whole.get_buffer("count"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n,) int64 -> a loss of this stage alone."""
@@ -92,10 +90,14 @@ def _offload() -> Any:
     return _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def _meta() -> Any:
+def _on_meta() -> Any:
+    """There to be loaded into."""
     with torch.device("meta"):
-        model = _fsdp()
-    return model.to_empty(device="cpu")
+        return _fsdp()
+
+
+def _meta() -> Any:
+    return _on_meta().to_empty(device="cpu")
 
 
 def _hsdp() -> Any:
@@ -109,12 +111,13 @@ def _partly() -> Any:
     return model
 
 
-def _parallel(model: Any, mesh: DeviceMesh) -> Any:
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    """Columns of one layer and rows of the next."""
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def _tp() -> Any:
-    return _parallel(Net(), _all())
+    return tensor_parallel(Net(), _all())
 
 
 def _pairs() -> DeviceMesh:
@@ -123,15 +126,43 @@ def _pairs() -> DeviceMesh:
 
 def _tp_pairs() -> Any:
     """Tensor parallel in pairs: each pair has a mesh of its own."""
-    return _parallel(Net(), _pairs()["tensor"])
+    return tensor_parallel(Net(), _pairs()["tensor"])
 
 
 def _fsdp_tp() -> Any:
     """Strided shards: cut by columns within pairs, then by rows across them."""
     mesh = _pairs()
-    model: Any = _parallel(Net(), mesh["tensor"])
+    model: Any = tensor_parallel(Net(), mesh["tensor"])
     fully_shard(model.up, mesh=mesh["data"])
     return fully_shard(model, mesh=mesh["data"])
+
+
+def _fsdp1() -> Any:
+    return FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _fsdp1_mesh() -> Any:
+    """With a mesh, FSDP1 gives DTensors instead of ShardedTensors."""
+    mesh = mesh_of(dist.get_world_size())
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(Net(), use_orig_params=True, device_mesh=mesh, device_id=cpu)
+
+
+def _fsdp1_hybrid() -> Any:
+    """Sharded in pairs, alike in both."""
+    mesh = mesh_of(2, dist.get_world_size() // 2, names=("replicate", "shard"))
+    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
+    return FullyShardedDataParallel(Net(), device_mesh=mesh, **options)
+
+
+def _fsdp1_hybrid_groups() -> Any:
+    """The same, told by process groups: FSDP1 then gives ShardedTensors of a pair's group."""
+    mesh = mesh_of(2, dist.get_world_size() // 2, names=("replicate", "shard"))
+    groups = mesh.get_group("shard"), mesh.get_group("replicate")
+    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
+    return FullyShardedDataParallel(Net(), process_group=groups, **options)
 
 
 def _pipeline() -> Any:
@@ -150,73 +181,19 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
     "unresharded": _unresharded,
     "offload": _offload,
     "meta": _meta,
+    "on-meta": _on_meta,
     "hsdp": _hsdp,
     "partly": _partly,
     "tp": _tp,
     "tp-pairs": _tp_pairs,
     "fsdp-tp": _fsdp_tp,
+    "fsdp1": _fsdp1,
+    "fsdp1-mesh": _fsdp1_mesh,
+    "fsdp1-hybrid": _fsdp1_hybrid,
+    "fsdp1-hybrid-groups": _fsdp1_hybrid_groups,
     "pipeline": _pipeline,
     "pipeline-fsdp": _pipeline_fsdp,
 }
-BY_SIZE: dict[int, tuple[str, ...]] = {
-    1: ("alone",),
-    2: ("ddp", "fsdp", "offload", "meta", "partly", "tp", "pipeline"),
-    3: ("ddp", "fsdp", "unresharded", "partly"),
-    4: tuple(name for name in LAYOUTS if name != "alone"),
-}
-"""The layouts of each number of ranks."""
-
-
-class Run:
-    """A training run in a layout: its objects, and how to train them."""
-
-    def __init__(self, layout: str, *, seed: int, is_reversed: bool = False) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        torch.manual_seed(seed)
-        self.model: Any = LAYOUTS[layout]()
-        bare: Any = self.model.module if layout == "ddp" else self.model
-        weights = [p for p in bare.parameters() if p.dim() > 1]
-        others = [p for p in bare.parameters() if p.dim() <= 1]
-        groups: list[Any] = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.5}]
-        # Not foreach: it does not take plain tensors and DTensors, or DTensors of several meshes, together.
-        self.optimizer = torch.optim.AdamW(groups[::-1] if is_reversed else groups, lr=0.01, foreach=False)
-        self.table = torch.randn(5, 3).bfloat16()
-        self.own = torch.randn(2) + rank
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "table": holdfast.replicated(self.table),
-            "own": holdfast.per_rank(self.own),
-            "epoch": seed,
-        }
-
-    def train(self) -> None:
-        """Two steps with the same input everywhere."""
-        for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            self.model(torch.randint(0, WORDS, (5,), generator=generator)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def full(self) -> dict[str, Any]:
-        """Every tensor whole, gathered by DTensor's own collectives and from all ranks, by its own name.
-
-        Ranks: collective; all ranks get the same.
-        """
-        here: dict[str, torch.Tensor] = {"table": self.table.clone()}
-        self.model.state_dict()  # lets FSDP put its shards back
-        for name, parameter in self.model.named_parameters():
-            name = name.removeprefix("module.")
-            here[name] = whole(parameter)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                here[f"{name}.{key}"] = whole(value)
-        here |= {name.removeprefix("module."): one.clone() for name, one in self.model.named_buffers()}
-        every: dict[str, torch.Tensor] = {}
-        for tensors in gather(here):
-            for name, tensor in tensors.items():
-                assert same(every.setdefault(name, tensor), tensor), f"the ranks differ in {name}"
-        facts = {"epoch": self.state["epoch"], "own": gather(self.own.clone())}
-        return {"tensors": every, **facts}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch
 import holdfast
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import names
+from holdfast.report.events import events_of, read_lines
+from holdfast.report.saves import saves_of
 from holdfast.store import open_store
 from holdfast.tiers import Tiers
 from making import make_checkpoint, make_home
@@ -130,3 +132,35 @@ def test_a_wait_that_is_too_short_names_what_is_not_home(tmp_path: Path) -> None
         ckpt.wait()
         save.wait_home()
     assert holdfast.open(tmp_path / "home").step == 1
+
+
+def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tmp_path: Path) -> None:
+    """A save is deprived of its manifest: the next start writes it, and says for which attempt."""
+    home = tmp_path / "home"
+    with holdfast.Checkpointer(home, {"w": torch.ones(9)}, local=tmp_path / "local", quiet=True) as ckpt:
+        ckpt.save(7)
+    for place in (home, tmp_path / "local"):
+        open_store(place).delete(names.manifest(7, 1))
+    with holdfast.Checkpointer(home, {"w": torch.zeros(9)}, local=tmp_path / "local", quiet=True) as ckpt:
+        assert ckpt.restore() == 7
+    lines, _ = read_lines(open_store(tmp_path / "local"))
+    told = {(line["event"], line["tier"]): line["detail"] for line in lines if line["attempt"] == 2}
+    for tier in ("local", "home"):
+        assert told["committed", tier] == "attempt 1, which fell before it could write the manifest"
+    assert told["restored", "local"] == "attempt 1"
+    assert told["drained", "home"] == "attempt 1"
+    (save,) = saves_of(events_of(lines))
+    assert (save.attempt, save.outcome) == (1, "durable")
+
+
+def test_a_save_that_waited_for_memory_says_so(tmp_path: Path) -> None:
+    """There is room for one, and it goes slowly home."""
+    state = {"w": torch.ones(500_000)}
+    with holdfast.Checkpointer(tmp_path, state, memory="3MB", home_bandwidth="20MB", quiet=True) as ckpt:
+        ckpt.save(1)
+        ckpt.save(2)
+    lines, _ = read_lines(open_store(tmp_path))
+    saved = {line["step"]: line["detail"] for line in lines if line["event"] == "saved"}
+    assert saved[1] == ""
+    assert saved[2].startswith("waited 0.")
+    assert saved[2].endswith(" s for memory")

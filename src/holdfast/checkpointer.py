@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from types import TracebackType
 from typing import Any
 
+from holdfast.consensus import Consensus
 from holdfast.ending import leave
 from holdfast.errors import (
     PREEMPTED_STATUS,
@@ -22,7 +23,6 @@ from holdfast.errors import (
     Preempted,
     RetryLater,
     SaveWarning,
-    Unsupported,
 )
 from holdfast.format import names
 from holdfast.format import part as parts
@@ -40,6 +40,8 @@ from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of
 from holdfast.tiers import Tiers
 
+_TOLD_WAIT_S = 0.001  # a wait for memory that is shorter is none
+
 
 class Checkpointer:
     """Saves a training run without stopping it, and brings it back.
@@ -53,12 +55,13 @@ class Checkpointer:
             or a policy.
         keep: how many of the newest checkpoints stay, a `Keep` policy, or None for all.
         keep_every: checkpoints whose step is a multiple of this stay too.
-        local: folder on this host's fast disk, for a `home` that is slow or far. Saves are complete there
-            first, and brought home in the background.
+        local: folder on this host's fast disk, for a `home` that is slow or far. Saves are durable there
+            first, and brought home in the background. Each host has its own.
         keep_local: how many of the newest checkpoints stay there.
         home_every: which saves are brought home, with `local`: as `every`, or None for all. The newest
             always is at the end, and by `wait`.
         home_bandwidth: bytes per second that each rank may send home, or as "200MB"; None for no limit.
+            Without `local` a save is durable only when it is there, and holds its staging memory until then.
         home_patience: how long home may fail before `save` raises, with `local` or where home is a bucket.
             Training goes on meanwhile.
         hold: how long the last save stays in memory for the next start on this host when this process dies;
@@ -150,6 +153,7 @@ class Checkpointer:
         self._ancestors: Ancestors = ()
         self._newest_durable: int | None = None
         self._attempt = 0
+        self._consensus = Consensus()  # on the newest save that every rank has
         self._saves: deque[Save] = deque()  # not yet settled
         self._last: Save | None = None
         self._failures = 0
@@ -223,8 +227,11 @@ class Checkpointer:
         is_first = self._ranks.rank == 0
         timed = is_first and any(policy.due(pace) for policy in self._every if policy.timed)
         timed_home = is_first and self._tiers.is_due_by_clock(step)
-        flags = self._notices.reason is not None, timed, timed_home
-        noticed, timed, timed_home = self._ranks.pulse(step, flags)
+        newest_here, lacks_proposed = self._consensus.say()
+        flags = self._notices.reason is not None, timed, timed_home, lacks_proposed
+        heard, lowest = self._ranks.pulse(step, flags, newest_here)
+        noticed, timed, timed_home, is_lacked = heard
+        self._hear_of_saves(lowest, is_lacked=is_lacked)
         said_step, self._pulse_step = (step if self._ranks.world_size == 1 else self._pulse_step), step
         timed = timed and self._pace.saved_step < said_step  # else it has been saved since it was said
         self._tiers.hear(is_due=timed_home, said_step=said_step)
@@ -235,6 +242,12 @@ class Checkpointer:
         self._step_ended_s = time.monotonic()
         already = self._last is not None and self._last.step == step
         return (due_here or timed or noticed) and not already
+
+    def _hear_of_saves(self, lowest: int, *, is_lacked: bool) -> None:
+        """Let the keeper know when all ranks have a save in local folders of which none has all."""
+        step = self._consensus.hear(lowest, is_lacked=is_lacked)
+        if step is not None and self._keeper is not None and self._keeper.terms.is_scattered:
+            self._keeper.tell_complete(self._attempt, step)
 
     def _stop(self, step: int) -> None:
         """End a preempted run: everything durable, then SystemExit."""
@@ -274,7 +287,7 @@ class Checkpointer:
 
     def _save(self, step: int, *, must: bool) -> Save:
         """Save; with `must` a save that there is no room for waits, whatever `when_full` says."""
-        began = time.perf_counter()
+        began, waited_before_s = time.perf_counter(), self.waited_for_memory_s
         self._check_process()
         self._surface()
         if self._last is not None and step <= self._last.step:
@@ -309,7 +322,9 @@ class Checkpointer:
         self._saves.append(save)
         self._last = save
         save.blocked_s = time.perf_counter() - began
-        keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s)
+        waited_s = self.waited_for_memory_s - waited_before_s
+        detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _TOLD_WAIT_S else ""
+        keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
         now_s = self._step_ended_s = time.monotonic()
         self._pace = Pace(step, now_s, saved_step=step, saved_s=now_s)
         return save
@@ -437,6 +452,7 @@ class Checkpointer:
             self._saves.remove(save)
             self._failures, self._failing_since_s = 0, None
             self._newest_durable = save.step
+            self._consensus.add(save.step)
             self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
 
     def _surface(self) -> None:
@@ -531,21 +547,21 @@ class Checkpointer:
         self._objects.agree(self._ranks.gather)
         self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
         all_here = self._ranks.all_here()
-        if self._tiers.local is not None and not all_here:
-            message = (
-                "local= with ranks on several hosts is not in this version: no rank would see all parts of a "
-                "checkpoint there. Leave local= out; saves then go straight home."
-            )
-            raise Unsupported(message)
+        local_ranks = self._ranks.beside(self._tiers.local or "")
         world_size = self._ranks.world_size
-        claim = self._on_rank_0(lambda: self._tiers.claim(fresh=fresh, world_size=world_size))
+        claim = self._on_ranks({0}, lambda: self._tiers.claim(fresh=fresh, world_size=world_size))
         self._run, self._attempt = claim
+        if self._tiers.local is not None:
+            firsts = {ranks[0] for ranks in self._ranks.gather(local_ranks)}
+            to_join = firsts if len(firsts) > 1 else ()  # alone, rank 0 has done it with its claim
+            self._on_ranks(to_join, lambda: self._tiers.join(*claim, fresh=fresh))
         terms = Terms(
             run=claim[0],
             attempt=claim[1],
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             all_ranks_here=all_here,
+            local_ranks=local_ranks,
             keep_last=self._keep.last,
             keep_every=self._keep.every,
             commit_timeout_s=self._commit_timeout_s,
@@ -555,21 +571,22 @@ class Checkpointer:
         self._keeper = Keeper(terms, released=self._release)
         return self._keeper
 
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """The result of `work` on rank 0, on every rank; its error too.
+    def _on_ranks(self, ranks: Collection[int], work: Callable[[], Any]) -> Any:
+        """The result of `work` on the lowest of some ranks, on every rank; the error of any, too.
 
         Ranks: collective.
         """
         result: tuple[Any, HoldfastError | None] = (None, None)
-        if self._ranks.rank == 0:
+        if self._ranks.rank in ranks:
             try:
                 result = (work(), None)
             except HoldfastError as error:
                 result = (None, error)
-        value, error = self._ranks.share(result)
-        if error is not None:
-            raise error
-        return value
+        results = self._ranks.gather(result)
+        for _, error in results:
+            if error is not None:
+                raise error
+        return results[min(ranks)][0] if ranks else None
 
     # -- restoring -------------------------------------------------------------------------------------------
 
@@ -630,11 +647,15 @@ class Checkpointer:
                 num_threads=self._num_read_threads,
                 share_reads=self._share_reads,
                 rank_from=self._rank_from,
+                own_local=self._tiers.local_store if keeper.terms.is_scattered else None,
+                say=self._say,
             )
         if found is None:
             return None
         if self._tiers.local is not None:
             keeper.drain_other(found.attempt, found.step)  # its own attempt may not have come to that
+        if keeper.terms.is_scattered:
+            keeper.tell_complete(found.attempt, found.step)
         self._ancestors = (*found.ancestors, (found.attempt, found.step))
         self._plan = None
         self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
@@ -645,12 +666,15 @@ class Checkpointer:
         passed = [
             f"passed over step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.passed
         ]
+        for step, attempt, url in found.finished if self._ranks.rank == 0 else ():
+            detail = f"attempt {attempt}, which fell before it could write the manifest"
+            keeper.note("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
         keeper.note(
             "restored",
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
-            detail="; ".join((*passed, *found.mended)),
+            detail="; ".join((f"attempt {found.attempt}", *passed, *found.mended)),
             tier=self._tiers.name_of(found.sources),
         )
         for line in (*passed, *found.mended):
@@ -675,6 +699,7 @@ class Checkpointer:
             self._keeper.close(goodbye=True)
         self._has_told_end = False
         self._keeper, self._last, self._ancestors, self._newest_durable = None, None, (), None
+        self._consensus = Consensus()
         self._saves.clear()
 
     def _mark_done(self, step: int) -> None:

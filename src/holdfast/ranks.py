@@ -119,14 +119,27 @@ class Ranks:
 
         Ranks: collective.
         """
-        host = (socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else "")
-        return len(set(self.gather(host))) == 1
+        return len(set(self.gather(_this_host()))) == 1
 
-    def pulse(self, step: int, flags: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Say `flags` to all ranks, and hear what was said at the call before: each flag true on any rank.
+    def beside(self, folder: str) -> tuple[int, ...]:
+        """Ranks that see the same bytes in `folder` as this one, itself among them: those of this host.
+
+        Ranks that name different folders see different bytes, on whatever hosts they are. On several hosts a
+        folder of the same name counts as several.
+
+        Ranks: collective.
+        """
+        here = (*_this_host(), folder)
+        return tuple(rank for rank, place in enumerate(self.gather(here)) if place == here)
+
+    def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
+        """Say `flags` and `number` to all ranks, and hear what was said at the call before.
 
         The exchange runs beside the training step between two calls, so it costs next to nothing; the
-        price is that the answer is one call old. Alone, the answer is `flags` itself.
+        price is that the answer is one call old. Alone, the answer is what is said.
+
+        Returns:
+            Each flag: whether it was true on any rank; and the lowest number. At first no flag, and -1.
 
         Raises:
             InvalidInput: the ranks are at different steps.
@@ -135,23 +148,23 @@ class Ranks:
         Ranks: collective; every rank calls it at the same steps.
         """
         if self._group is None:
-            return flags
+            return flags, number
         heard = self._finish_pulse(len(flags))
-        said = torch.tensor([step, -step, *flags], dtype=torch.int64)
+        said = torch.tensor([step, -step, -number, *flags], dtype=torch.int64)
         work = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pulse = (said, work)
         return heard
 
-    def _finish_pulse(self, num_flags: int) -> tuple[bool, ...]:
+    def _finish_pulse(self, num_flags: int) -> tuple[tuple[bool, ...], int]:
         if self._pulse is None:
-            return (False,) * num_flags
+            return (False,) * num_flags, -1
         (said, work), self._pulse = self._pulse, None
         try:
             work.wait()
         except RuntimeError as error:
             raise self._silent(error) from error
-        highest, lowest, *flags = said.tolist()
+        highest, lowest, least, *flags = said.tolist()
         if highest != -lowest:
             raise InvalidInput(
                 f"The ranks are at different steps: the first at {-lowest}, the last at {highest}. Every "
@@ -159,7 +172,7 @@ class Ranks:
                 "call should_save() after each step, with the same number.",
                 rank=self.rank,
             )
-        return tuple(bool(flag) for flag in flags)
+        return tuple(bool(flag) for flag in flags), -least
 
     def _silent(self, error: RuntimeError) -> RetryLater:
         return RetryLater(
@@ -190,3 +203,7 @@ class Ranks:
         key = f"holdfast/{self._number}/{where}"
         self._store.set(f"{key}/{self.rank}", "")
         self._store.wait([f"{key}/{rank}" for rank in ranks], _PART_TIMEOUT)
+
+
+def _this_host() -> tuple[str, str]:
+    return socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else ""

@@ -16,6 +16,7 @@ from holdfast.keeper import HeldStore
 from holdfast.policy import Every, Keep, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes
 from holdfast.restore.find import candidates, list_home
+from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
 from holdfast.store.nearest import Nearest
 
@@ -93,6 +94,11 @@ class Tiers:
         self._is_due = False  # rank 0's clock has said so, to all ranks
 
     @property
+    def local_store(self) -> Store | None:
+        """The local folder, if there is one."""
+        return self._local_store
+
+    @property
     def is_far(self) -> bool:
         """True if saves go straight to a place beyond this machine, which may not answer for a while."""
         return self.durable_stores()[0].properties.survives_host
@@ -166,6 +172,22 @@ class Tiers:
             copy_claim(self.home_store, self._local_store, attempt)
         return run, attempt
 
+    def join(self, run: str, attempt: int, *, fresh: bool) -> None:
+        """Make the local folder of another host than rank 0's one of the run and of the attempt.
+
+        Raises:
+            InvalidInput: the folder holds another run; or `fresh`, but it holds files of checkpoints.
+            RetryLater: a store failed.
+        """
+        assert self._local_store is not None
+        if fresh and list_home(self._local_store).saved:
+            raise InvalidInput(
+                f"{self.local} holds files of checkpoints, and restore() was not called. Nothing was saved. "
+                "Call restore() first, or begin afresh in another home and another folder."
+            )
+        check_run(self._local_store, run)
+        copy_claim(self.home_store, self._local_store, attempt)
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
         """All tiers as one store; afterwards no keeper of a dead trainer need hold anything any more."""
@@ -177,7 +199,7 @@ class Tiers:
     def name_of(self, sources: Mapping[str, int]) -> str:
         """The tier that most bytes came from, given bytes by URL: "memory", "local" or "home"."""
         url = max(sources, key=lambda one: sources[one], default=self.home)
-        return {"memory": "memory", self.local: "local"}.get(url, "home")
+        return {"memory": "memory", self.local: "local", OTHER_RANKS: "local"}.get(url, "home")
 
     def say_sources(self, sources: Mapping[str, int]) -> str:
         """In words where bytes came from: one place, or each with its share."""

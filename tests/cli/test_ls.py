@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from cli.conftest import Command, flip, save
@@ -122,3 +123,34 @@ def test_an_attempt_that_began_afresh_supersedes_everything(holdfast: Command, h
     found = states(holdfast("ls", home, "--all", "--json").json)
     assert found.pop((50, 3)) == "complete"
     assert set(found.values()) == {"superseded", "incomplete"}
+
+
+def test_with_a_local_folder_each_line_tells_where_it_is(
+    holdfast: Command, home: Path, tmp_path: Path
+) -> None:
+    """One that is in both places, one that is only near, and one of which this host has one rank's files."""
+    local = tmp_path / "local"
+    shutil.copytree(home, local)
+    for step in (100, 250):
+        shutil.rmtree(local / f"step-{step:08d}")
+    shutil.rmtree(home / "step-00000300")
+    (local / names.manifest(200, 1)).unlink()
+    (local / names.part(200, 1, 0)).unlink()
+    rows = holdfast("ls", home, "--local", local, "--json").json["checkpoints"]
+    assert {(row["step"], row["attempt"]): row["tiers"] for row in rows} == {
+        (300, 2): ["local"],
+        (250, 2): ["home"],
+        (200, 1): ["local (ranks 1)", "home"],
+        (100, 1): ["home"],
+    }
+    assert {row["state"] for row in rows} == {"complete"}
+    lines = holdfast("ls", home, "--local", local).out.splitlines()
+    assert lines[0].split()[-1] == "TIERS"
+    assert lines[3].endswith("local (ranks 1), home")
+
+
+def test_a_folder_of_another_run_is_no_local_folder(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    make_home(open_store(tmp_path / "other"), run_id="run-two")
+    said = holdfast("ls", home, "--local", tmp_path / "other")
+    assert said.status == 2
+    assert "another run" in said.err

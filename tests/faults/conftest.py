@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from faults.nursery import Nursery
-from faults.playground import Playground
+from faults.playground import Playground, free_port
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +23,15 @@ def playground(tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
     found = Playground(tmp_path, nursery)
     yield found
     found.check_no_process_is_left()
+
+
+@pytest.fixture(scope="session")
+def uninterrupted_ranks(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the final state of two ranks that nothing happened to."""
+    place = Playground(tmp_path_factory.mktemp("uninterrupted"), nursery)
+    children = place.start_ranks(2, free_port())
+    assert [child.wait() for child in children] == [0, 0], children[0].said()
+    return place.final()
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ class Playground:
         self.num_started += 1
         output = self.folder / f"output-{self.num_started}.txt"
         arguments = [str(self.home), str(total), *options]
-        return self.nursery.start(arguments, output, HOLDFAST_RUNTIME_DIR=str(self.runtime), **env)
+        return self.nursery.start(arguments, output, **{"HOLDFAST_RUNTIME_DIR": str(self.runtime)} | env)
 
     def start_ranks(
         self, world_size: int, port: int, *options: str, total: int = TOTAL, **env: str
@@ -54,17 +54,7 @@ class Playground:
 
     def keepers(self) -> list[psutil.Process]:
         """The living keepers of this home."""
-        mine = f"HOLDFAST_RUNTIME_DIR={self.runtime}".encode()
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                if b"holdfast.keeper" not in (place / "cmdline").read_bytes().split(b"\0"):
-                    continue  # a zombie has no command line
-                if mine in (place / "environ").read_bytes().split(b"\0"):
-                    found.append(psutil.Process(int(place.name)))
-            except (OSError, psutil.NoSuchProcess):
-                continue  # it ended while we looked
-        return found
+        return keepers_of(self.runtime)
 
     def kill_keepers(self) -> int:
         """SIGKILL every keeper; how many there were."""
@@ -142,6 +132,21 @@ class Playground:
         assert said in child.said(), child.said()
         assert self.final() == expected
         assert self.check_all_complete_verify() > 0
+
+
+def keepers_of(runtime: Path) -> list[psutil.Process]:
+    """The living keepers that leave their traces in a runtime folder."""
+    mine = f"HOLDFAST_RUNTIME_DIR={runtime}".encode()
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"holdfast.keeper" not in (place / "cmdline").read_bytes().split(b"\0"):
+                continue  # a zombie has no command line
+            if mine in (place / "environ").read_bytes().split(b"\0"):
+                found.append(psutil.Process(int(place.name)))
+        except (OSError, psutil.NoSuchProcess):
+            continue  # it ended while we looked
+    return found
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.nursery import Child, Nursery
+from faults.nursery import Child
 from faults.playground import Playground, free_port
 
 pytestmark = pytest.mark.ranks
@@ -30,14 +30,6 @@ def end(children: list[Child]) -> None:
         child.kill()
     for child in children:
         child.wait()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted_ranks(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of the final state of two ranks that nothing happened to."""
-    place = Playground(tmp_path_factory.mktemp("uninterrupted"), nursery)
-    finish_ranks(place)
-    return place.final()
 
 
 def test_each_rank_writes_its_share_and_no_tensor_is_written_twice(playground: Playground):

@@ -33,8 +33,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
+    parser.add_argument("--hang-at", type=int, help="make so many steps, and then none any more")
     parser.add_argument("--commit-timeout", default="20s")
-    parser.add_argument("--local", type=Path)
+    parser.add_argument("--local", help="{rank} in it stands for this rank's number")
+    parser.add_argument("--keep-local", type=int, default=2)
     parser.add_argument("--bucket", help="URL of the home; HOME then only says where the logs go")
     parser.add_argument("--memory", default="64MiB")
     parser.add_argument("--home-every", type=int)
@@ -107,7 +109,8 @@ def main() -> None:
         state,
         every=every,
         keep=args.keep,
-        local=args.local,
+        local=args.local and args.local.format(rank=rank),
+        keep_local=args.keep_local,
         home_every=args.home_every,
         home_patience=args.patience,
         hold=args.hold,
@@ -115,6 +118,8 @@ def main() -> None:
         commit_timeout=args.commit_timeout,
     ) as ckpt:
         for step in ckpt.steps(args.total):
+            if step == args.hang_at:
+                signal.pause()
             noise = random.random() + float(np.random.rand())
             inputs = torch.randn(16, args.width) + noise
             loss = net(inputs).square().mean()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import queue
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
-from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, RetryLater
+from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
 from holdfast.format import names
-from holdfast.keeper.drain import BLOCK_BYTES, Drain, Drained, paced, verified_blocks
+from holdfast.keeper.drain import BLOCK_BYTES, Drain, Drained, verified_blocks
 from holdfast.keeper.history import History
 from holdfast.keeper.terms import Terms
 from holdfast.restore.find import candidates, list_home, read_manifest, read_part
@@ -193,16 +192,134 @@ def test_blocks_are_checked_and_in_order(tmp_path: Path) -> None:
     assert manifest.parts[0].data_bytes == sum(map(len, blocks))
 
 
-def test_a_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of its own: 4 blocks of 100 bytes at 50 bytes a second take 8 seconds."""
-    now_s = [0.0]
-    lock = threading.Lock()
+class Apart:
+    """A home, and two hosts whose folders have the files of one rank each, both with a drain."""
 
-    def sleep(seconds: float) -> None:
-        with lock:
-            now_s[0] += seconds
+    def __init__(self, steps: tuple[int, ...], *, commit_timeout_s: float = WAIT_S) -> None:
+        self.home = FaultyStore(MemoryStore("home"))
+        make_home(self.home)
+        self.near = [FaultyStore(MemoryStore(f"near-{rank}")) for rank in (0, 1)]
+        self.whole = MemoryStore("whole")
+        for step in steps:
+            shared = {"w": torch.full((4000,), float(step))}
+            make_checkpoint(self.whole, step, 1, [shared, {"b": torch.ones(9)}], commit=False)
+        for rank, near in enumerate(self.near):
+            make_home(near)
+            for step in steps:
+                for name in (names.data(step, 1, rank), names.part(step, 1, rank)):
+                    near.put(name, self.whole.get(name))
+        self.told: list[queue.Queue[Drained]] = [queue.Queue(), queue.Queue()]
+        self.commit_timeout_s = commit_timeout_s
 
-    monkeypatch.setattr("holdfast.keeper.drain.time.monotonic", lambda: now_s[0])
-    monkeypatch.setattr("holdfast.keeper.drain.time.sleep", sleep)
-    assert len(list(paced([memoryview(bytes(100))] * 4, 50.0))) == 4
-    assert now_s[0] == pytest.approx(8.0)
+    def drain(self, rank: int, attempt: int = 1) -> Drain:
+        terms = Terms(
+            "home", "run-one", attempt, rank, 2, True, 3, None, self.commit_timeout_s, 5.0,
+            local="near", local_ranks=(rank,),
+        )  # fmt: skip
+        return Drain(self.near[rank], self.home, terms, History(self.near[rank], terms), self.told[rank].put)
+
+    def in_home(self) -> list[tuple[int, int]]:
+        return candidates(list_home(self.home))
+
+
+def test_two_hosts_bring_their_shares_home_and_rank_0_commits() -> None:
+    """Neither folder has all; home's manifest is made of the parts that came."""
+    apart = Apart((10,))
+    for rank in (1, 0):
+        apart.drain(rank).submit(1, 10)
+    for told in apart.told:
+        assert told.get(timeout=WAIT_S).error is None
+    assert apart.in_home() == [(1, 10)]
+    assert holdfast.open(apart.home).verify().is_good
+    for name in (entry.name for entry in apart.whole.list("step-")):
+        assert apart.home.get(name) == apart.whole.get(name)
+
+
+def test_a_rank_stays_with_what_others_bring_until_one_of_them_has_begun_a_newer_one() -> None:
+    """If each ran after the newest in its own time, a slow home might never get all files of any."""
+    apart = Apart((10, 20))
+    first, second = apart.drain(0), apart.drain(1)
+    gate = apart.home.hold("list", nth=3)  # after the look for newer attempts, and that for what is there
+    first.submit(1, 10)
+    assert gate.reached.wait(WAIT_S)
+    first.submit(1, 20)
+    gate.opened.set()
+    second.submit(1, 10)
+    assert apart.told[0].get(timeout=WAIT_S).step == 10
+    second.submit(1, 20)
+    assert apart.told[0].get(timeout=WAIT_S).step == 20
+    assert apart.in_home() == [(1, 20), (1, 10)]
+
+
+def test_a_rank_follows_one_that_has_begun_a_newer_one() -> None:
+    """The other host has no 10 to bring."""
+    apart = Apart((10, 20))
+    first = apart.drain(0)
+    first.submit(1, 10)
+    first.submit(1, 20)
+    apart.drain(1).submit(1, 20)
+    assert apart.told[1].get(timeout=WAIT_S).step == 20
+    assert apart.in_home() == [(1, 20)]
+
+
+def test_a_share_that_never_comes_is_given_up_and_the_next_one_is_drained() -> None:
+    """The other host has failed to save it: home has not failed, and training may go on."""
+    apart = Apart((10, 20), commit_timeout_s=0.05)
+    drain = apart.drain(0)
+    drain.submit(1, 10)
+    told = apart.told[0].get(timeout=WAIT_S)
+    assert told.is_over
+    assert isinstance(told.error, NotFound)
+    assert "rank-00001-a0001.json did not come" in str(told.error)
+    for name in (names.data(20, 1, 1), names.part(20, 1, 1)):
+        apart.home.put(name, apart.whole.get(name))
+    drain.submit(1, 20)
+    assert apart.told[0].get(timeout=WAIT_S).error is None
+    assert apart.in_home() == [(1, 20)]
+
+
+def test_a_part_without_its_whole_data_file_commits_nothing() -> None:
+    apart = Apart((10,), commit_timeout_s=0.05)
+    apart.home.put(names.part(10, 1, 1), apart.whole.get(names.part(10, 1, 1)))
+    apart.home.put(names.data(10, 1, 1), b"half of it")
+    apart.drain(0).submit(1, 10)
+    assert isinstance(apart.told[0].get(timeout=WAIT_S).error, NotFound)
+    assert apart.in_home() == []
+
+
+def test_parts_that_do_not_fit_are_refused_and_both_hosts_hear_why() -> None:
+    apart = Apart((10,))
+    other = MemoryStore()
+    make_checkpoint(other, 10, 1, [{"x": torch.ones(3)}, {"y": torch.ones(3)}], commit=False)
+    for name in (names.data(10, 1, 1), names.part(10, 1, 1)):
+        apart.near[1].put(name, other.get(name))
+    for rank in (0, 1):
+        apart.drain(rank).submit(1, 10)
+    for told in apart.told:
+        one = told.get(timeout=WAIT_S)
+        assert isinstance(one.error, InvalidInput)
+        assert "was not committed" in str(one.error)
+    assert apart.in_home() == []
+
+
+def test_the_next_attempt_brings_both_shares_home() -> None:
+    apart = Apart((10,))
+    make_home(apart.home, attempts=(1, 2))
+    for rank in (0, 1):
+        apart.drain(rank, attempt=2).submit(1, 10)
+    for told in apart.told:
+        assert told.get(timeout=WAIT_S).error is None
+    assert apart.in_home() == [(1, 10)]
+
+
+def test_every_saved_rank_is_looked_after_by_one_rank_of_the_host() -> None:
+    """Four ranks have saved into a folder that now has ranks 1 and 3 of another world."""
+    terms = [
+        Terms("home", "r", 2, rank, 4, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1, 3))
+        for rank in (1, 3)
+    ]
+    for saved in range(8):
+        assert [one.is_mine(saved) for one in terms].count(True) == 1
+    assert terms[0].is_mine(1)
+    assert terms[1].is_mine(3)
+    assert Terms.parse(terms[0].text()) == terms[0]

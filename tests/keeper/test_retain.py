@@ -14,7 +14,7 @@ from holdfast.format import names
 from holdfast.keeper import Terms, protocol
 from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.process import Desk, Job, Work
-from holdfast.keeper.retain import Retention
+from holdfast.keeper.retain import Id, Retention, ShareRetention
 from holdfast.policy import Keep
 from holdfast.restore.find import candidates, list_home
 from holdfast.store.local import LocalStore
@@ -176,3 +176,82 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
     ours.close()
     end.close()
     assert candidates(list_home(store)) == [(1, 24), (1, 22), (1, 20)]
+
+
+def share(*saved: tuple[int, int, Ancestors], rank: int = 1) -> FaultyStore:
+    """A folder with one rank's files of checkpoints of two ranks."""
+    whole, store = MemoryStore(), FaultyStore(MemoryStore())
+    make_home(store)
+    for attempt, step, line in saved:
+        make_checkpoint(
+            whole, step, attempt, [{"w": torch.ones(4)}, {"b": torch.ones(2)}], ancestors=line, commit=False
+        )
+        for name in (names.data(step, attempt, rank), names.part(step, attempt, rank)):
+            store.put(name, whole.get(name))
+    return store
+
+
+def retain_share(store: FaultyStore, keep: int, complete: Id, needed: set[Id] | None = None) -> list[Id]:
+    """Apply a policy; what is left of the rank's own."""
+    terms = Terms("home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,))
+    list(ShareRetention(store, Keep(keep), terms).apply(complete, needed or set()))
+    found = (names.parse(entry.name) for entry in store.list("step-"))
+    return sorted((f.attempt, f.step) for f in found if f and f.kind == "data")
+
+
+def test_what_may_become_complete_stays_however_much_there_is_of_it() -> None:
+    """The other host is behind: 10 is the newest that both are known to have."""
+    store = share(*[(1, step, ()) for step in (5, 10, 20, 30, 40)])
+    assert retain_share(store, 1, (1, 10)) == [(1, 10), (1, 20), (1, 30), (1, 40)]
+    assert retain_share(store, 2, (1, 30)) == [(1, 20), (1, 30), (1, 40)]
+
+
+def test_what_is_needed_stays_whatever_its_age() -> None:
+    store = share(*[(1, step, ()) for step in (5, 10, 20)])
+    assert retain_share(store, 1, (1, 20), {(1, 5)}) == [(1, 5), (1, 20)]
+
+
+def test_a_line_that_was_left_goes_first() -> None:
+    """Attempt 2 went on from 10: the 20 of attempt 1 does not count among those that stay."""
+    store = share((1, 10, ()), (1, 20, ()), (2, 30, FROM_10))
+    assert retain_share(store, 2, (2, 30)) == [(1, 10), (2, 30)]
+
+
+def test_half_done_saves_before_the_complete_one_go() -> None:
+    store = share((1, 10, ()), (1, 20, ()), (1, 30, ()))
+    store.delete(names.part(10, 1, 1))
+    store.delete(names.part(30, 1, 1))
+    assert retain_share(store, 3, (1, 20)) == [(1, 20), (1, 30)]
+
+
+def both_ranks() -> FaultyStore:
+    """A folder with the files of both ranks of two checkpoints."""
+    store = share((1, 10, ()), (1, 20, ()))
+    other = share((1, 10, ()), (1, 20, ()), rank=0)
+    for entry in list(other.list("step-")):
+        store.put(entry.name, other.get(entry.name))
+    return store
+
+
+def test_files_of_other_ranks_of_the_host_are_theirs() -> None:
+    store = both_ranks()
+    terms = Terms("home", "run-one", 1, 0, 3, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0, 1))
+    assert [one.step for one in ShareRetention(store, Keep(1), terms).apply((1, 20), ())] == [10]
+    left = [f.rank for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
+    assert left == [1, 1]
+
+
+def test_what_an_older_world_left_is_looked_after_by_those_who_are_here() -> None:
+    """Two ranks of this host saved; in the new world it has rank 1 alone."""
+    assert retain_share(both_ranks(), 1, (1, 20)) == [(1, 20), (1, 20)]
+
+
+def test_the_part_goes_before_the_file_that_it_describes() -> None:
+    """A store that fails in the middle leaves no part that describes nothing."""
+    store = share((1, 10, ()), (1, 20, ()))
+    store.fail("delete", RetryLater("gone"), nth=2)
+    with pytest.raises(RetryLater):
+        retain_share(store, 1, (1, 20))
+    left = [f.kind for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
+    assert left == ["data"]
+    assert retain_share(store, 1, (1, 20)) == [(1, 20)]

@@ -55,6 +55,14 @@ def test_a_drain_that_names_an_attempt_is_believed() -> None:
     assert [len(save.copies) for save in saves_of(told.by_time())] == [2, 1]
 
 
+def test_a_commit_that_the_next_attempt_made_is_of_the_save_that_fell_before_it() -> None:
+    told = Telling()
+    told.save(1, 5, 10.0, durable_after_s=None)
+    told.tell(2, 40.0, "committed", 5, detail="attempt 1, which fell before it could write the manifest")
+    save = only(told.by_time())
+    assert (save.attempt, save.outcome) == (1, "durable")
+
+
 def test_a_save_that_failed_says_why() -> None:
     told = Telling()
     told.save(1, 5, 10.0, durable_after_s=None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format.manifest import Manifest
 from holdfast.policy import Line, line_of
@@ -21,6 +22,7 @@ from holdfast.restore.find import (
     read_run_document,
 )
 from holdfast.store import Store, open_store
+from holdfast.store.nearest import Nearest
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
 DAMAGED, UNSUPPORTED = "damaged", "unsupported"
@@ -40,10 +42,14 @@ class Row:
     created_unix_s: float | None
     base_step: int | None
     reason: str | None  # what is wrong, where the state does not say it
+    tiers: tuple[str, ...] = ()  # where it is, nearest first, if more than one place was looked at
 
     def as_json(self) -> dict[str, Any]:
-        """Its members for JSON."""
-        return asdict(self)
+        """Its members for JSON; `tiers` only where they were asked for."""
+        members = asdict(self)
+        if not self.tiers:
+            del members["tiers"]
+        return members
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,31 @@ def read_run_id(store: Store) -> str | None:
     return run.id if run else None
 
 
-def take_inventory(store: Store, home: Home) -> Inventory:
+def open_tiers(place: str, local: str) -> tuple[Store, Home, dict[str, Home]]:
+    """A home and a host's local folder as one store, with its listing and those of both.
+
+    Raises:
+        NotFound: there is no home, or nothing of a run in the folder.
+        InvalidInput: the folder holds another run.
+        RetryLater: a store failed.
+    """
+    home, in_home = open_home(place)
+    near, in_near = open_home(local)
+    runs = read_run(home), read_run(near)
+    if None not in runs and len({run.id for run in runs if run}) > 1:
+        message = f"{local} holds another run than {place}: it is not a local folder of it."
+        raise InvalidInput(message)
+    store = Nearest([near, home])
+    return store, list_home(store), {"local": in_near, "home": in_home}
+
+
+def take_inventory(store: Store, home: Home, tiers: Mapping[str, Home] | None = None) -> Inventory:
     """Read all manifests of a home and tell the state of everything in it.
+
+    Args:
+        store: the home, or several tiers of it as one.
+        home: its listing.
+        tiers: the listing of each tier, to tell for every checkpoint where it is.
 
     Raises:
         RetryLater: the store failed.
@@ -107,7 +136,7 @@ def take_inventory(store: Store, home: Home) -> Inventory:
             continue
         try:
             manifests[key] = read_manifest(store, *key, run_id)
-            check_files([home], manifests[key])
+            check_files(list(tiers.values()) if tiers else [home], manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
             wrong[key] = error
     found = {(one.attempt, one.step): one.ancestors for one in manifests.values()}
@@ -120,7 +149,32 @@ def take_inventory(store: Store, home: Home) -> Inventory:
         _row(home.saved[key], manifests.get(key), wrong.get(key), key in superseded, key == newest)
         for key in order
     )
-    return Inventory(home, run_id, tuple(rows))
+    placed = (replace(row, tiers=_tiers_of(row, tiers or {})) for row in rows)
+    return Inventory(home, run_id, tuple(placed))
+
+
+def _tiers_of(row: Row, tiers: Mapping[str, Home]) -> tuple[str, ...]:
+    """The tiers that have something of a checkpoint, with the ranks whose files are there if not all are."""
+    found: list[str] = []
+    for tier, listing in tiers.items():
+        saved = listing.saved.get((row.step, row.attempt))
+        if saved is None:
+            continue
+        ranks = sorted(saved.parts.keys() & saved.data.keys())
+        is_whole = saved.is_committed and len(ranks) == row.ranks
+        found.append(tier if is_whole else f"{tier} (ranks {_say_ranks(ranks)})")
+    return tuple(found)
+
+
+def _say_ranks(ranks: Sequence[int]) -> str:
+    """Numbers in a few words: `0-3, 6`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
 def _row(

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from holdfast.cli.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, open_home, take_inventory
+from holdfast.cli.inventory import (
+    INCOMPLETE,
+    SUPERSEDED,
+    Inventory,
+    Row,
+    open_home,
+    open_tiers,
+    take_inventory,
+)
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import plural, print_json, print_table, say_age
 from holdfast.quantity import say_bytes
@@ -13,6 +21,7 @@ from holdfast.quantity import say_bytes
 _EXAMPLES = """
 holdfast ls runs/gpt
 holdfast ls runs/gpt --all
+holdfast ls s3://bucket/run --local /nvme/run
 holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
 """
 
@@ -24,13 +33,20 @@ def add_parser(commands: Commands) -> None:
     )
     add_home(parser)
     parser.add_argument("--all", action="store_true", help="show superseded and incomplete ones too")
+    parser.add_argument(
+        "--local", metavar="DIR", help="this host's local folder: show what is there too, and where each is"
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """List a home; reads manifests and sizes, no data."""
-    store, home = open_home(args.home)
-    inventory = take_inventory(store, home)
+    if args.local is None:
+        store, home = open_home(args.home)
+        inventory = take_inventory(store, home)
+    else:
+        store, home, tiers = open_tiers(args.home, args.local)
+        inventory = take_inventory(store, home, tiers)
     rows = [row for row in inventory.rows if args.all or row.state not in (SUPERSEDED, INCOMPLETE)]
     if args.json:
         shown = [row.as_json() for row in rows]
@@ -38,14 +54,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if rows:
         columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE")
-        print_table(columns, map(_cells, rows), right=columns[:4])
+        where = () if args.local is None else ("TIERS",)
+        print_table((*columns, *where), (_cells(row, where) for row in rows), right=columns[:4])
     else:
         print("no checkpoints")
     _print_notes(inventory, rows)
     return 0
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, where: tuple[str, ...]) -> tuple[str, ...]:
     return (
         str(row.step),
         str(row.attempt),
@@ -53,6 +70,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         say_bytes(row.num_bytes),
         say_age(row.created_unix_s),
         f"{row.state}, newest" if row.is_newest else row.state,
+        *(", ".join(row.tiers) for _ in where),
     )
 
 

@@ -80,6 +80,9 @@ class Save:
     def wait_durable(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint is committed: every rank's bytes and the manifest are durable.
 
+        Where ranks have local folders of their own, on several hosts, this waits for this rank's files in
+        its folder; `wait_home` waits for the commit.
+
         Raises:
             HoldfastError: the save failed.
             RetryLater: not within `timeout_s`; it may still become durable.
@@ -181,6 +184,7 @@ class Keeper:
         self._pending: dict[int, _Pending] = {}
         self._towards_home: dict[int, Save] = {}  # committed nearby, wanted in home
         self._held: set[int] = set()  # arenas that the keeper still reads
+        self._complete: tuple[int, int] | None = None  # what was told last
         self._closing = False
         self._given_up: HoldfastError | None = None
         self._deaths = 0
@@ -250,6 +254,12 @@ class Keeper:
     def drain_other(self, attempt: int, step: int) -> None:
         """Have a checkpoint of the near tier brought home that another attempt has made."""
         self._send({"op": "drain", "attempt": attempt, "step": step})
+
+    def tell_complete(self, attempt: int, step: int) -> None:
+        """Have the keeper know that a checkpoint is complete whose files are in folders of several hosts."""
+        with self._lock:
+            self._complete = attempt, step
+            self._send({"op": "known", "attempt": attempt, "step": step})
 
     def note(
         self,
@@ -385,6 +395,8 @@ class Keeper:
                 self._send_save(pending, arenas)
         for step in self._towards_home:
             self.drain_other(self.terms.attempt, step)
+        if self._complete is not None:
+            self.tell_complete(*self._complete)
         count = len(self._pending)
         self.problems.append(
             f"{told} Another one (pid {self.pid}) has taken over its {count} unfinished saves."
@@ -410,7 +422,7 @@ class Keeper:
                 self.problems.append(f"The run's history could not be written: {message['history_trouble']}")
             if event == "persisted" and step in self._pending:
                 self._pending[step].persisted = True
-            elif event == "committed":
+            elif event in ("committed", "kept"):
                 self._deaths = 0
                 self._finish(step, None)
             elif event == "drained":

@@ -59,11 +59,36 @@ def commit(store: Store, terms: Terms, step: int) -> manifests.Manifest:
     """
     name = names.manifest(step, terms.attempt)
     check_not_fenced(store, terms.attempt)
-    part_names = [names.part(step, terms.attempt, rank) for rank in range(terms.world_size)]
-    documents = ((part_name, store.get(part_name)) for part_name in part_names)
-    manifest = manifests.merge_documents(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
+    manifest = merge_parts(store, terms, terms.attempt, step, terms.world_size)
     publish(store, terms, step, name, manifests.document(manifest))
     return manifest
+
+
+def merge_parts(store: Store, terms: Terms, attempt: int, step: int, world_size: int) -> manifests.Manifest:
+    """The manifest of a checkpoint whose parts are all there. Only rank 0's keeper calls this.
+
+    That the parts do not fit together is told to the keepers of the other ranks too, who wait for it.
+
+    Args:
+        store: where the parts are.
+        terms: of the keeper.
+        attempt: that saved it.
+        step: of the checkpoint.
+        world_size: ranks that saved it.
+
+    Raises:
+        InvalidInput: the parts do not fit together.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+    """
+    part_names = [names.part(step, attempt, rank) for rank in range(world_size)]
+    documents = ((part_name, store.get(part_name)) for part_name in part_names)
+    try:
+        return manifests.merge_documents(documents, id=uuid.uuid4().hex, created_unix_s=time.time())
+    except InvalidInput as error:
+        if attempt == terms.attempt and world_size > 1:
+            refuse(store, terms, step, error)
+        raise
 
 
 def publish(store: Store, terms: Terms, step: int, name: str, document: bytes) -> None:

@@ -6,24 +6,23 @@ import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, Internal, NotFound, RetryLater
-from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.hashes import digest
-from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors, DataFile, Part
-from holdfast.keeper.commit import check_not_fenced, publish
+from holdfast.keeper.cargo import Cargo, Share, Sizes, Whole
+from holdfast.keeper.commit import check_not_fenced, check_not_refused, publish
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.history import History
+from holdfast.keeper.rate import BLOCK_BYTES, paced
 from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.store import Store
 
-BLOCK_BYTES = 8 << 20  # of every file in memory at once; a multiple of every chunk size
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
 
 Id = tuple[int, int]  # (attempt, step), the order of checkpoints
@@ -139,8 +138,19 @@ class Drain:
             return self._working_on
 
     def _is_overtaken(self, one: Id) -> bool:
+        """Whether this rank should leave a checkpoint whose other files are still missing.
+
+        Not for a newer one that is merely due: if every rank ran after the newest in its own time, and home
+        were slower than saves come, they might never bring the same one. So they stay until somebody has
+        begun a newer one, and follow.
+        """
         with self._changed:
-            return max(self._due, default=one) > one
+            newer = {other for other in self._due if other > one}
+        if not newer:
+            return False
+        found = (names.parse(entry.name) for entry in self._home.list("step-"))
+        begun = {(f.attempt, f.step) for f in found if f and f.rank >= 0}
+        return not newer.isdisjoint(begun)
 
     # -- one checkpoint --------------------------------------------------------------------------------------
 
@@ -149,28 +159,38 @@ class Drain:
         attempt, step = one
         began = time.monotonic()
         name = names.manifest(step, attempt)
-        document = self._near.get(name)
-        manifest = manifests.parse(document, name)
+        cargo = self._cargo(attempt, step)
         check_not_fenced(self._home, self._terms.attempt)
         there = self._sizes(step)
-        num_bytes = 0
-        for rank in range(self._terms.rank, manifest.world_size, self._terms.world_size):
-            num_bytes += self._copy_rank(manifest, rank, there)
+        num_bytes = sum(self._copy_rank(attempt, step, rank, there) for rank in cargo.ranks)
+        news_s, before = time.monotonic(), there
         while name not in (there := self._sizes(step)):
-            if self._terms.rank == 0 and not _lacking(manifest, there):
+            document = cargo.manifest(there) if self._terms.rank == 0 else None
+            if document is not None:
                 kill_point("keeper.drained")
                 publish(self._home, self._terms, step, name, document)
                 break
             if self._is_overtaken(one):
                 return None
-            self._wait_for_others(manifest, there, began)
-        return Drained(attempt, step, num_bytes, time.monotonic() - began, manifest.ancestors)
+            if self._terms.is_scattered:  # the others' files may never come, or be brought by a newer attempt
+                check_not_fenced(self._home, self._terms.attempt)
+            if attempt == self._terms.attempt and names.refusal(step, attempt) in there:
+                check_not_refused(self._home, self._terms, step)
+            if there != before:
+                news_s, before = time.monotonic(), there
+            self._wait_for_others(cargo, step, there, time.monotonic() - news_s)
+        ancestors = cargo.ancestors() if self._terms.rank == 0 else ()
+        return Drained(attempt, step, num_bytes, time.monotonic() - began, ancestors)
 
-    def _sizes(self, step: int) -> dict[str, int]:
+    def _cargo(self, attempt: int, step: int) -> Cargo:
+        if self._terms.is_scattered:
+            return Share(self._near, self._home, self._terms, attempt, step)
+        return Whole(self._near, self._terms, attempt, step)
+
+    def _sizes(self, step: int) -> Sizes:
         return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}
 
-    def _copy_rank(self, manifest: Manifest, rank: int, there: dict[str, int]) -> int:
-        step, attempt = manifest.step, manifest.attempt
+    def _copy_rank(self, attempt: int, step: int, rank: int, there: Sizes) -> int:
         name = names.part(step, attempt, rank)
         text = self._near.get(name)
         part = parts.parse(text, name)
@@ -182,7 +202,7 @@ class Drain:
             self._home.put(name, text)
         return num_bytes
 
-    def _copy_frozen(self, part: Part, file: DataFile, there: dict[str, int]) -> int:
+    def _copy_frozen(self, part: Part, file: DataFile, there: Sizes) -> int:
         name = names.frozen(part.step, part.attempt, part.rank)
         if there.get(name) == file.num_bytes:
             return 0
@@ -192,7 +212,7 @@ class Drain:
         self._frozen.note(name, file)
         return num_bytes
 
-    def _copy_file(self, name: str, file: DataFile, there: dict[str, int]) -> int:
+    def _copy_file(self, name: str, file: DataFile, there: Sizes) -> int:
         """Send a file, unless it is there; a name is never used for other bytes."""
         if there.get(name) == file.num_bytes:
             return 0
@@ -203,13 +223,21 @@ class Drain:
         kill_point("keeper.drained-file")
         return file.num_bytes
 
-    def _wait_for_others(self, manifest: Manifest, there: dict[str, int], began: float) -> None:
-        waited_s = time.monotonic() - began
+    def _wait_for_others(self, cargo: Cargo, step: int, there: Sizes, waited_s: float) -> None:
+        """Wait a little.
+
+        Args:
+            cargo: of the checkpoint.
+            step: of the checkpoint.
+            there: what is in home of it.
+            waited_s: how long nothing has come.
+        """
         if waited_s > self._terms.commit_timeout_s:
-            lacking = _lacking(manifest, there) or ["rank 0's manifest"]
+            lacking = cargo.lacking(there) or ["rank 0's manifest"]
             shown = ", ".join(lacking[:3])
-            message = f"Step {manifest.step} is not in home: {shown} did not come in {waited_s:.0f} s."
-            raise RetryLater(message, step=manifest.step)
+            message = f"Step {step} is not in home: {shown} did not come in {waited_s:.0f} s."
+            # A scattered one may never come: another host may have failed to save it, or be gone.
+            raise (NotFound if self._terms.is_scattered else RetryLater)(message, step=step)
         with self._changed:
             self._changed.wait(min(max(0.1 * waited_s, 0.02), 2.0))
 
@@ -218,18 +246,6 @@ class Drain:
         name = names.history(self._terms.attempt, self._terms.rank)
         with contextlib.suppress(NotFound, RetryLater):
             self._home.put(name, self._near.get(name))
-
-
-def _lacking(manifest: Manifest, there: dict[str, int]) -> list[str]:
-    """Files of a checkpoint that are not there with their right size."""
-    step, attempt = manifest.step, manifest.attempt
-    wanted: dict[str, int] = {}
-    for file in manifest.parts:
-        wanted[names.part(step, attempt, file.rank)] = file.part_bytes
-        wanted[names.data(step, attempt, file.rank)] = file.data_bytes
-        if file.frozen_bytes is not None:
-            wanted[names.frozen(step, attempt, file.rank)] = file.frozen_bytes
-    return [name for name, num_bytes in wanted.items() if there.get(name) != num_bytes]
 
 
 def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryview]:
@@ -254,12 +270,3 @@ def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryv
                 )
                 raise Corrupt(message, key=name)
         yield block
-
-
-def paced(blocks: Iterable[memoryview], bytes_per_s: float) -> Iterator[memoryview]:
-    """The same blocks, each handed on when all before it would have passed at this rate."""
-    began, passed = time.monotonic(), 0
-    for block in blocks:
-        yield block
-        passed += len(block)
-        time.sleep(max(0.0, began + passed / bytes_per_s - time.monotonic()))

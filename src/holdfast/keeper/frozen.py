@@ -9,6 +9,7 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
+from holdfast.keeper import rate
 from holdfast.keeper.terms import Terms
 from holdfast.store import Store
 
@@ -46,7 +47,7 @@ class FrozenFile:
         self._before = file
         name = names.frozen(step, self._terms.attempt, self._terms.rank)
         if not self.link(name, file):
-            self._store.put(name, image)
+            rate.put(self._store, name, image, self._terms.straight_bandwidth)
             self.note(name, file)
         return file
 

@@ -16,8 +16,8 @@ EVENTS = (
     "saved",  # save() returned; seconds are what it took from the training loop
     "staged",
     "persisted",
-    "committed",
-    "drained",  # complete in home too
+    "committed",  # complete in its tier; the detail may name another attempt, whose it is
+    "drained",  # complete in home too; as above
     "drain-failed",
     "retained",
     "skipped",

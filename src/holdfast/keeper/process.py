@@ -10,13 +10,13 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
+from holdfast.errors import Conflict, HoldfastError, RetryLater
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
-from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.keeper import protocol
 from holdfast.keeper.commit import (
@@ -26,7 +26,6 @@ from holdfast.keeper.commit import (
     is_committed,
     missing_ranks,
     newest_committed,
-    refuse,
 )
 from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.frozen import FrozenFile
@@ -35,14 +34,15 @@ from holdfast.keeper.history import History
 from holdfast.keeper.persist import persist
 from holdfast.keeper.presence import Presence, living, process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
-from holdfast.keeper.retain import Retention
+from holdfast.keeper.retain import Deleted, Id, Retention, ShareRetention
 from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0  # shortest and longest pause between looks for other ranks' parts
 _LOOK_SHARE = 0.2  # else a pause is this share of the time waited so far
+_TOLD_BY_ALL = "every rank has told that its files are there"
 
 
 @dataclass(slots=True)
@@ -92,7 +92,8 @@ class Desk:
         self.end = end
         self.jobs: deque[Job] = deque()
         self.notes: deque[Message] = deque()
-        self.drains: deque[tuple[int, int]] = deque()  # (attempt, step) that the trainer wants in home
+        self.drains: deque[Id] = deque()  # that the trainer wants in home
+        self.known: deque[Id] = deque()  # that are complete although this host's folder does not show it
         self.arenas: dict[int, Mapped] = {}
         self.arena_in_use = 0  # being persisted
         self.said_goodbye = False
@@ -139,6 +140,9 @@ class Desk:
         if message["op"] == "drain":
             self.drains.append((message["attempt"], message["step"]))
             return
+        if message["op"] == "known":
+            self.known.append((message["attempt"], message["step"]))
+            return
         if message["op"] == "goodbye":
             self.said_goodbye = True
             return
@@ -184,6 +188,11 @@ class Work:
         self.frozen = FrozenFile(self.store, terms)
         keep = Keep(terms.keep_last, terms.keep_every)
         self.retention = Retention(self.store, keep if terms.local is None else Keep(terms.keep_local))
+        self.share: ShareRetention | None = None
+        if terms.is_scattered:
+            self.share = ShareRetention(self.store, Keep(terms.keep_local), terms)
+        self.newest_known: Id | None = None  # the newest checkpoint known to be complete, where that is told
+        self.newest_in_home: Id | None = None  # of those that this keeper has drained
         self.drain: Drain | None = None
         if terms.local is not None:
             self.home = open_store(terms.home)
@@ -191,7 +200,7 @@ class Work:
             self.drain = Drain(self.store, self.home, terms, self.history, self._after_drain)
             self.is_home_failing = False
         self.newest: Job | None = None  # that this keeper saw committed; not always the last
-        self.wanted_home: set[tuple[int, int]] = set()  # to be drained as soon as they are committed
+        self.wanted_home: set[Id] = set()  # to be drained as soon as they are committed
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
         self.retaining = threading.Thread()  # never started: nothing is being deleted
@@ -205,6 +214,7 @@ class Work:
             )  # asked before the last notes
             self._write_notes()
             self._take_drains()
+            self._take_known()
             if is_over:
                 break
             if job is not None:
@@ -240,15 +250,35 @@ class Work:
             one = self.desk.drains.popleft()
             if self.drain is None:
                 continue
-            if self.store.size(names.manifest(one[1], one[0])) is None:
-                self.wanted_home.add(one)
-            else:
+            if self._is_near(*one):
                 self.drain.submit(*one)
+            else:
+                self.wanted_home.add(one)
+
+    def _is_near(self, attempt: int, step: int) -> bool:
+        """Whether a checkpoint is complete in the near tier, as far as that can be; else it may become so."""
+        if not self.terms.is_scattered:
+            return self.store.size(names.manifest(step, attempt)) is not None
+        is_own = attempt == self.terms.attempt
+        return not is_own or self.store.size(names.part(step, attempt, self.terms.rank)) is not None
+
+    def _take_known(self) -> None:
+        """Learn which checkpoint is complete by what ranks have told each other, or home shows."""
+        while self.desk.known:
+            one = self.desk.known.popleft()
+            if self.newest_known is not None and one <= self.newest_known:
+                continue
+            self.newest_known = one
+            if self.share is None:
+                continue
+            if self.terms.rank == 0 and one[0] == self.terms.attempt and one != self.newest_in_home:
+                self.history.record("committed", step=one[1], tier=self.tier, detail=_TOLD_BY_ALL)
+            self.retain_due.append(Job(one[1]))
 
     def _next_job(self) -> Job | None:
         desk = self.desk
         with desk.changed:
-            is_idle = not (desk.jobs or desk.notes or desk.drains)
+            is_idle = not (desk.jobs or desk.notes or desk.drains or desk.known)
             if is_idle and (self.waiting or not desk.trainer_gone):
                 desk.changed.wait(self._pause_s())
             if not desk.jobs:
@@ -326,7 +356,8 @@ class Work:
         if job.frozen_bytes:  # first: it may be refused, and then nothing need be written
             image = arena[job.frozen_at : job.frozen_at + job.frozen_bytes]
             frozen = self.frozen.persist(job.step, image, must_match=job.is_frozen_unchanged)
-        file = persist(self.store, names.data(job.step, terms.attempt, terms.rank), arena[: job.num_bytes])
+        name, image = names.data(job.step, terms.attempt, terms.rank), arena[: job.num_bytes]
+        file = persist(self.store, name, image, bytes_per_s=terms.straight_bandwidth)
         kill_point("keeper.data")
         draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
         self.store.put(names.part(job.step, terms.attempt, terms.rank), parts.finish(draft, file, frozen))
@@ -351,6 +382,9 @@ class Work:
                 job.next_look_s = now_s + min(max(pause_s, _FIRST_LOOK_S), _LAST_LOOK_S)
 
     def _try_commit(self, job: Job) -> bool:
+        if self.terms.is_scattered:
+            job.ancestors = ()
+            return True  # nobody sees all parts here: home gets the manifest when it has them
         if is_committed(self.store, self.terms, job.step):
             name = names.manifest(job.step, self.terms.attempt)
             job.ancestors = manifests.parse(self.store.get(name), name).ancestors
@@ -361,19 +395,11 @@ class Work:
         # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
         # while another deletes it.
         if self.terms.rank == 0 and not missing:
-            job.ancestors = self._commit(job.step).ancestors
+            job.ancestors = commit(self.store, self.terms, job.step).ancestors
             return True
         check_not_refused(self.store, self.terms, job.step)
         self._give_up_if_hopeless(job, missing)
         return False
-
-    def _commit(self, step: int) -> Manifest:
-        try:
-            return commit(self.store, self.terms, step)
-        except InvalidInput as error:
-            if self.terms.world_size > 1:
-                refuse(self.store, self.terms, step, error)  # else the other ranks wait for us in vain
-            raise
 
     def _give_up_if_hopeless(self, job: Job, missing: list[int]) -> None:
         waited_s = time.monotonic() - job.received_s
@@ -400,7 +426,10 @@ class Work:
 
     def _after_commit(self, job: Job) -> None:
         seconds = time.monotonic() - job.received_s
-        self._tell("committed", job, num_bytes=job.num_bytes, seconds=seconds)
+        if self.terms.is_scattered:
+            self.desk.tell({"event": "kept", "step": job.step})
+        else:
+            self._tell("committed", job, num_bytes=job.num_bytes, seconds=seconds)
         one = self.terms.attempt, job.step
         is_newest = self.newest is None or job.step > self.newest.step
         if is_newest and job.ancestors is not None:  # else it has been retained away already
@@ -408,7 +437,8 @@ class Work:
         if self.drain is not None and (job.to_home or one in self.wanted_home):
             self.wanted_home.discard(one)
             self.drain.submit(*one)
-        if self.terms.rank == 0 and self.retention.keep.last is not None and self.newest is not None:
+        retains = self.terms.rank == 0 and self.share is None and self.retention.keep.last is not None
+        if retains and self.newest is not None:
             # As of the newest: an older save may have waited longer for another rank's part, and seen from
             # there newer ones do not count.
             self.retain_due.append(self.newest)
@@ -428,24 +458,23 @@ class Work:
         if self.drain is not None:
             in_work |= self.drain.needed() | self.wanted_home
         try:
-            self._delete_old(self.retention, (attempt, job.step), job.ancestors or (), in_work, self.tier)
+            if self.share is None:
+                old = self.retention.apply((attempt, job.step), job.ancestors or (), in_work)
+            else:
+                assert self.newest_known is not None
+                in_home = {self.newest_in_home} if self.newest_in_home else set()
+                old = self.share.apply(self.newest_known, in_work | in_home)
+            self._delete_old(self.store, old, self.tier)
         except HoldfastError as error:
             self._tell("retain-failed", job, detail=str(error))
         with self.desk.changed:
             self.desk.changed.notify_all()  # what has become due meanwhile can begin
 
-    def _delete_old(
-        self,
-        retention: Retention,
-        newest: tuple[int, int],
-        ancestors: Ancestors,
-        in_work: set[tuple[int, int]],
-        tier: str,
-    ) -> None:
-        for deleted in retention.apply(newest, ancestors, in_work):
+    def _delete_old(self, store: Store, old: Iterable[Deleted], tier: str) -> None:
+        for deleted in old:
             detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
             self.history.record("retained", step=deleted.step, detail=detail, tier=tier)
-        retention.store.sweep("step-")
+        store.sweep("step-")
 
     # -- drain -----------------------------------------------------------------------------------------------
 
@@ -460,8 +489,10 @@ class Work:
         error = drained.error
         if error is None:
             self.is_home_failing = False
+            whose = "" if drained.attempt == self.terms.attempt else f"attempt {drained.attempt}"
             numbers = {"num_bytes": drained.num_bytes, "seconds": drained.seconds}
-            self._tell("drained", job, tier="home", **numbers)
+            self._note_in_home((drained.attempt, drained.step))  # first: who is told may end us
+            self._tell("drained", job, tier="home", detail=whose, **numbers)
             if self.terms.rank == 0 and self.terms.keep_last is not None:
                 self._retain_home(drained)
         elif isinstance(error, Conflict):
@@ -471,10 +502,17 @@ class Work:
             kind = type(error).__name__ if drained.is_over else ""
             self._tell("drain-failed", job, tier="home", detail=str(error), kind=kind)
 
+    def _note_in_home(self, one: Id) -> None:
+        with self.desk.changed:
+            self.newest_in_home = max(one, self.newest_in_home or one)
+            self.desk.known.append(one)
+            self.desk.changed.notify_all()
+
     def _retain_home(self, drained: Drained) -> None:
         newest = drained.attempt, drained.step
         try:
-            self._delete_old(self.home_retention, newest, drained.ancestors, set(), "home")
+            old = self.home_retention.apply(newest, drained.ancestors, set())
+            self._delete_old(self.home, old, "home")
         except HoldfastError as error:
             self._tell("retain-failed", Job(drained.step), detail=str(error), tier="home")
 

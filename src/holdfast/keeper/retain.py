@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import Corrupt, Unsupported
+from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import manifest as manifests
 from holdfast.format import names
+from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
+from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep, line_of
 from holdfast.store import Store
@@ -44,7 +47,7 @@ class Retention:
         Raises:
             RetryLater: the store failed; what was not deleted yet is found again next time.
         """
-        files = self._files()
+        files = files_of(self.store)
         complete = {
             found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names
         }
@@ -57,14 +60,6 @@ class Retention:
         for found in sorted(doomed | half_done):
             self._delete(found, files[found])
             yield Deleted(*found, was_complete=found in complete)
-
-    def _files(self) -> dict[Id, list[str]]:
-        files: dict[Id, list[str]] = {}
-        for entry in self.store.list("step-"):
-            facts = names.parse(entry.name)
-            if facts and facts.kind in ("manifest", "part", "data", "frozen", "refusal"):
-                files.setdefault((facts.attempt, facts.step), []).append(entry.name)
-        return files
 
     def _is_readable(self, found: Id) -> bool:
         """A manifest that cannot be read is neither counted nor deleted: a person should see it."""
@@ -86,3 +81,75 @@ class Retention:
             if name != manifest:
                 self.store.delete(name)
         self._readable.discard(found)
+
+
+class ShareRetention:
+    """Applies one policy to this rank's share of a local folder that gets the files of some ranks only.
+
+    No manifest tells there what is complete. What is known: the newest checkpoint of which all ranks have
+    said that they have their files, or that has come home. It stays, and so does all that is newer, since it
+    may become complete, or be so already.
+    """
+
+    def __init__(self, store: Store, keep: Keep, terms: Terms) -> None:
+        self.store = store
+        self.keep = keep
+        self._terms = terms
+
+    def apply(self, complete: Id, needed: Collection[Id]) -> Iterator[Deleted]:
+        """Delete what need not stay, now that `complete` is known to be so.
+
+        Args:
+            complete: the newest checkpoint that is known to be complete, wherever its files are.
+            needed: what stays whatever its age: it is on its way home, or the newest there.
+
+        Raises:
+            RetryLater: the store failed; what was not deleted yet is found again next time.
+        """
+        files = files_of(self.store, self._is_mine)
+        saved = {one for one, its_names in files.items() if any(name.endswith(".json") for name in its_names)}
+        older = [one for one in saved if one <= complete]
+        line = line_of(older, complete, self._ancestors(files.get(complete, [])))
+        kept = self.keep.kept(line.current) | {complete} | set(needed)
+        doomed = set(line.current) | {one for one in line.superseded if one[1] <= complete[1]}
+        half_done = {one for one in files if one not in saved and one < complete}
+        for one in sorted((doomed | half_done) - kept):
+            for name in sorted(files[one], key=_document_first):
+                self.store.delete(name)
+                kill_point("keeper.retain")
+            yield Deleted(*one, was_complete=one in saved)
+
+    def _is_mine(self, facts: names.Parsed) -> bool:
+        rank = 0 if facts.kind in ("manifest", "refusal") else facts.rank  # left by one host on its own
+        return self._terms.is_mine(rank)
+
+    def _ancestors(self, its_names: list[str]) -> Ancestors:
+        """What a part of the checkpoint says of them; () where this folder has none to read."""
+        for name in its_names:
+            facts = names.parse(name)
+            if facts and facts.kind == "part":
+                with contextlib.suppress(Corrupt, NotFound, Unsupported):
+                    return parts.parse(self.store.get(name), name).ancestors
+        return ()
+
+
+def files_of(store: Store, chosen: Callable[[names.Parsed], bool] = lambda _: True) -> dict[Id, list[str]]:
+    """Names of all files of checkpoints, complete or not, by checkpoint.
+
+    Args:
+        store: where.
+        chosen: tells of the facts of a name whether it counts.
+    """
+    files: dict[Id, list[str]] = {}
+    for entry in store.list("step-"):
+        facts = names.parse(entry.name)
+        if facts and facts.kind in ("manifest", "part", "data", "frozen", "refusal") and chosen(facts):
+            files.setdefault((facts.attempt, facts.step), []).append(entry.name)
+    return files
+
+
+def _document_first(name: str) -> tuple[bool, bool]:
+    """First the manifest, then the part: a document must never stand without what it describes."""
+    facts = names.parse(name)
+    kind = facts.kind if facts else ""
+    return kind != "manifest", kind != "part"

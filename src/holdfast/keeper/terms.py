@@ -26,8 +26,9 @@ class Terms:
     commit_timeout_s: float  # how long to wait for other ranks' parts while the trainer lives
     linger_s: float  # the same once the trainer is gone
     local: str | None = None  # folder of the near tier; None: saves are persisted straight to home
+    local_ranks: tuple[int, ...] = ()  # ranks whose local folder is this one; empty: all
     keep_local: int = 2  # how many of the newest checkpoints stay there
-    bandwidth: float | None = None  # bytes per second that this rank may send to home
+    bandwidth: float | None = None  # bytes per second that this rank may send home
     patience_s: float = 3600.0  # how long home may fail before that is an error
     hold_s: float = 0.0  # how long what is in memory is offered to the next attempt after the trainer's death
     num_retries: int = 2  # tries after the first, when the store fails
@@ -38,6 +39,24 @@ class Terms:
         """Where saves are committed first."""
         return self.home if self.local is None else self.local
 
+    @property
+    def straight_bandwidth(self) -> float | None:
+        """Bytes per second at which saves may be persisted, where that is in home already."""
+        return self.bandwidth if self.local is None else None
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if no local folder gets the files of all ranks."""
+        return self.local is not None and 0 < len(self.local_ranks) < self.world_size
+
+    def is_mine(self, saved_rank: int) -> bool:
+        """True if this rank's keeper looks after the files of a rank that saved, perhaps in another world."""
+        if not self.is_scattered:
+            return saved_rank % self.world_size == self.rank
+        if saved_rank in self.local_ranks:
+            return saved_rank == self.rank
+        return self.local_ranks[saved_rank % len(self.local_ranks)] == self.rank
+
     def text(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self))
@@ -45,4 +64,5 @@ class Terms:
     @classmethod
     def parse(cls, text: str) -> Terms:
         """The terms in a line of JSON."""
-        return cls(**json.loads(text))
+        terms = json.loads(text)
+        return cls(**{**terms, "local_ranks": tuple(terms["local_ranks"])})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.format import run
 from holdfast.report.events import Event
@@ -52,6 +53,11 @@ def lives_of(events: Iterable[Event], claims: Mapping[int, run.Attempt]) -> list
     ]
 
 
+def _without_source(event: Event) -> Event:
+    """The event of a restore, without the attempt that it was from, which its detail names first."""
+    return replace(event, detail=re.sub(r"^attempt \d+(; )?", "", event.detail))
+
+
 def _life(number: int, told: list[Event], claim: run.Attempt | None) -> Life:
     # Savers without a keeper tell no more than that they wrote; an import tells only of a commit.
     trainers = [event for event in told if event.kind in _TRAINERS] or [
@@ -80,5 +86,5 @@ def _life(number: int, told: list[Event], claim: run.Attempt | None) -> Life:
         pid=claim.pid if claim else None,
         num_ranks=claim.world_size if claim else len({event.rank for event in trainers}) or None,
         end=(ended[0].detail or "ended") if ended else None,
-        remark=next((event.detail for event in restored if event.detail), ""),
+        remark=next((event.detail for event in map(_without_source, restored) if event.detail), ""),
     )

@@ -58,13 +58,15 @@ class Save:
 def saves_of(events: Iterable[Event]) -> list[Save]:
     """Every save that events tell of, by attempt and step."""
     grouped: dict[tuple[int, int], list[Event]] = {}
-    drains: list[Event] = []
+    by_others: list[Event] = []  # perhaps by a later attempt than the one that saved
     for event in events:
-        if event.step is not None and event.kind in (*_OWN, *_ENDED):
+        if event.step is None:
+            continue
+        if event.kind == "drained" or (event.kind == "committed" and _OF_ATTEMPT.match(event.detail)):
+            by_others.append(event)
+        elif event.kind in (*_OWN, *_ENDED):
             grouped.setdefault((event.attempt, event.step), []).append(event)
-        elif event.step is not None and event.kind == "drained":
-            drains.append(event)
-    for event in drains:
+    for event in by_others:
         owner = owner_of(event, grouped)
         if owner is not None:
             grouped[owner].append(event)
@@ -72,10 +74,10 @@ def saves_of(events: Iterable[Event]) -> list[Save]:
 
 
 def owner_of(event: Event, known: Collection[tuple[int, int]]) -> tuple[int, int] | None:
-    """The checkpoint that a drain, a deletion or a restore is about; None if none is known.
+    """The checkpoint that a commit, a drain, a deletion or a restore is about; None if none is known.
 
-    An attempt also drains and deletes what attempts before it have saved. The detail may say whose it was;
-    else it is taken for the newest of that step.
+    An attempt also commits, drains and deletes what attempts before it have saved. The detail may say whose
+    it was; else it is taken for the newest of that step.
 
     Args:
         event: what happened.

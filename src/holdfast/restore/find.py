@@ -328,7 +328,7 @@ def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
     if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
         return False
     try:
-        parts = (_read_draft(store, saved, rank) for rank in sorted(saved.parts))
+        parts = (read_draft(store, saved, rank) for rank in sorted(saved.parts))
         merged = manifest_format.merge(parts, id=uuid.uuid4().hex, created_unix_s=time.time())
     except (Corrupt, NotFound, Unsupported, InvalidInput):
         return False
@@ -341,7 +341,15 @@ def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
     return True
 
 
-def _read_draft(store: Store, saved: Saved, rank: int) -> tuple[Part, bytes]:
+def read_draft(store: Store, saved: Saved, rank: int) -> tuple[Part, bytes]:
+    """A rank's part of a save that need not be committed, checked against the files that are beside it.
+
+    Raises:
+        NotFound: no such part.
+        Corrupt: damaged, or not of the files beside it.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
     name = names.part(saved.step, saved.attempt, rank)
     text = store.get(name)
     part = part_format.parse(text, name)

@@ -74,6 +74,17 @@ class ReadStats:
     sources: Mapping[str, int] = field(default_factory=dict)  # bytes by the URL of the copy they came from
     mended: tuple[str, ...] = ()  # what was wrong with nearer copies, where a farther one was good
 
+    def plus(self, other: ReadStats) -> ReadStats:
+        """Both together, one after the other."""
+        urls = self.sources.keys() | other.sources.keys()
+        return ReadStats(
+            self.num_bytes + other.num_bytes,
+            self.num_reads + other.num_reads,
+            self.seconds + other.seconds,
+            {url: self.sources.get(url, 0) + other.sources.get(url, 0) for url in urls},
+            self.mended + other.mended,
+        )
+
 
 @dataclass(slots=True)
 class Read:

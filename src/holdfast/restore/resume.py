@@ -34,9 +34,11 @@ from holdfast.restore.find import (
 )
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import Job, ReadStats, read
-from holdfast.restore.share import Exchange, read_shared
+from holdfast.restore.scattered import Holding, Scattered, assemble, find_holdings, put_together, read_texts
+from holdfast.restore.share import Exchange, Lending, read_shared
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
+from holdfast.store.nearest import Nearest
 
 _PASSABLE = (Corrupt, NotFound, Unsupported, RetryLater)
 """What speaks against a checkpoint; any other error speaks against the caller or us, and is raised."""
@@ -89,6 +91,7 @@ class Restored:
     passed: tuple[Passed, ...]
     sources: Mapping[str, int]  # bytes by the URL of the tier they came from
     mended: tuple[str, ...]  # what was wrong with nearer copies of what a farther tier had
+    finished: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, where) that lacked only their manifest
 
 
 @dataclass(slots=True)
@@ -129,6 +132,8 @@ def restore_newest(
     on_bytes: Callable[[int], None] | None = None,
     share_reads: bool = False,
     rank_from: RankFrom | None = None,
+    own_local: Store | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Restored | None:
     """Fill live objects from the newest checkpoint that every rank can read and verify.
 
@@ -147,6 +152,9 @@ def restore_newest(
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
         share_reads: have each chunk read by one of the ranks that need it, which passes it on to the others.
         rank_from: chooses the saved rank whose per-rank state a rank takes; default `rank % saved`.
+        own_local: this rank's local folder, if other ranks have others: then what lies in all of them and in
+            home counts together, and ranks pass on what others lack.
+        say: told in a line of each save that is newer than what is restored, and not all there.
 
     Returns:
         What was restored; None if the home holds no checkpoint, so that training starts afresh.
@@ -163,7 +171,9 @@ def restore_newest(
     Blocks: until all ranks are restored.
     """
     began = time.perf_counter()
-    survey = _survey(store, rank, group, step)
+    survey = _survey(store, rank, group, alone=own_local is None)
+    scattered, lacking = _spread(own_local, rank, group, survey) if own_local is not None else ({}, {})
+    every, passed = _choose(store.url, survey, scattered, step)
     one = _Restore(
         store,
         state_load,
@@ -175,11 +185,11 @@ def restore_newest(
         survey["run"],
         share_reads=share_reads and world_size > 1,
         rank_from=rank_from,
+        scattered=scattered,
     )
-    passed = [Passed(*row) for row in survey["passed"]]
     kinds = [RetryLater.kind] * len(passed)
     lines: dict[int, dict[int, int]] = {}  # attempt -> the last step of each attempt that it continues
-    for attempt, number in survey["candidates"]:
+    for attempt, number in every:
         behind = [
             newer for newer, line in lines.items() if newer > attempt and number > line.get(attempt, -1)
         ]
@@ -196,6 +206,7 @@ def restore_newest(
             if tried.ancestors is not None:
                 lines[attempt] = dict(tried.ancestors)
             continue
+        _tell_lacking(lacking, (attempt, number), say)
         return Restored(
             step=number,
             attempt=attempt,
@@ -206,18 +217,31 @@ def restore_newest(
             passed=tuple(passed),
             sources=tried.stats.sources,
             mended=tried.stats.mended,
+            finished=tuple((s, a, url) for s, a, url in survey["finished"]),
         )
-    if not survey["candidates"] and step is None and not passed:
+    _tell_lacking(lacking, (0, 0), say)
+    if not every and step is None and not passed:
         return None
     raise _none_good(store.url, passed, kinds, one.touched, step)
 
 
-def _survey(store: Store, rank: int, group: Group, step: int | None) -> dict[str, Any]:
-    """Rank 0's look at the home, on every rank."""
+def _survey(store: Store, rank: int, group: Group, *, alone: bool) -> dict[str, Any]:
+    """Rank 0's look at the home, on every rank.
+
+    Args:
+        store: all tiers of this rank.
+        rank: this rank.
+        group: the ranks.
+        alone: all ranks see the same tiers; else rank 0 looks into home only.
+    """
     result, found = _Result(), {}
     if rank == 0:
         with _stage(result):
-            found = _look(store, step)
+            found = _look(store if alone else store.copies()[-1])
+            if not alone:
+                besides = {(a, s) for a, s in found["candidates"]}
+                in_home = find_holdings(store.copies()[-1], found["run"], besides=besides)
+                found["holdings"] = [one.wire() for one in in_home]
     shared = group.share([result.wire(), found])
     if shared[0][0]:
         if result.error is not None:
@@ -227,35 +251,85 @@ def _survey(store: Store, rank: int, group: Group, step: int | None) -> dict[str
     return shared[1]
 
 
-def _look(store: Store, step: int | None) -> dict[str, Any]:
+def _look(store: Store) -> dict[str, Any]:
     run = read_run(store)
     run_id = run.id if run else None
     found: set[tuple[int, int]] = set()
     passed: list[list[Any]] = []
+    finished: list[list[Any]] = []
     for copy in store.copies():
         home = list_home(copy)
-        finished = _finish_commits(copy, home, run_id, passed)
-        found.update(candidates(list_home(copy) if finished else home))
-    every = sorted(found, reverse=True)
-    if step is not None:
-        passed = [row for row in passed if row[0] == step]
-        if not passed and not any(found == step for _, found in every):
-            shown = ", ".join(f"{s} (attempt {a})" for a, s in every[:20]) or "none"
-            message = f"{store.url} holds no complete step {step}. Complete steps, newest first: {shown}."
-            raise NotFound(message, step=step)
-        every = [pair for pair in every if pair[1] == step]
-    return {"run": run_id, "candidates": every, "passed": passed}
+        here = _finish_commits(copy, home, run_id, passed)
+        finished += here
+        found.update(candidates(list_home(copy) if here else home))
+    return {"run": run_id, "candidates": sorted(found, reverse=True), "passed": passed, "finished": finished}
 
 
-def _finish_commits(store: Store, home: Home, run_id: str | None, passed: list[list[Any]]) -> int:
-    """Commit what lacks only its manifest; how many there were. What could not be is added to `passed`."""
-    finished = 0
+def _finish_commits(store: Store, home: Home, run_id: str | None, passed: list[list[Any]]) -> list[list[Any]]:
+    """Commit what lacks only its manifest; which there were. What could not be is added to `passed`."""
+    finished: list[list[Any]] = []
     for (saved_step, attempt), saved in sorted(home.saved.items()):
         try:
-            finished += finish_commit(store, saved, run_id)
+            if finish_commit(store, saved, run_id):
+                finished.append([saved_step, attempt, store.url])
         except RetryLater as error:
             passed.append([saved_step, attempt, f"its manifest is missing and could not be written: {error}"])
     return finished
+
+
+def _spread(
+    own_local: Store, rank: int, group: Group, survey: dict[str, Any]
+) -> tuple[dict[tuple[int, int], Scattered], dict[tuple[int, int], list[int]]]:
+    """What all folders and home hold together: the complete checkpoints, and what others lack.
+
+    Raises:
+        HoldfastError: a rank could not look into its folder.
+    """
+    result, mine = _Result(), []
+    besides = {(attempt, step) for attempt, step in survey["candidates"]}
+    with _stage(result):
+        mine = [one.wire() for one in find_holdings(own_local, survey["run"], besides=besides)]
+    rows = group.gather([result.wire(), mine])
+    for other, ((kind, text, _), _) in enumerate(rows):
+        if kind and other == rank and result.error is not None:
+            raise result.error
+        if kind:
+            raise _KINDS.get(kind, HoldfastError)(
+                f"Rank {other} could not look into its local folder: {text}", rank=other
+            )
+    local = [[Holding(**one) for one in theirs] for _, theirs in rows]
+    found, lacking = put_together(local, [Holding(**one) for one in survey["holdings"]])
+    return {(one.attempt, one.step): one for one in found}, lacking
+
+
+def _choose(
+    url: str, survey: dict[str, Any], scattered: Mapping[tuple[int, int], Scattered], step: int | None
+) -> tuple[list[tuple[int, int]], list[Passed]]:
+    """The candidates, newest first, and what is passed over already; the same on every rank.
+
+    Raises:
+        NotFound: there is nothing of `step`.
+    """
+    every = sorted({(a, s) for a, s in survey["candidates"]} | scattered.keys(), reverse=True)
+    passed = [Passed(*row) for row in survey["passed"]]
+    passed = [one for one in passed if (one.attempt, one.step) not in scattered]
+    if step is None:
+        return every, passed
+    passed = [one for one in passed if one.step == step]
+    if not passed and not any(found == step for _, found in every):
+        shown = ", ".join(f"{s} (attempt {a})" for a, s in every[:20]) or "none"
+        message = f"{url} holds no complete step {step}. Complete steps, newest first: {shown}."
+        raise NotFound(message, step=step)
+    return [pair for pair in every if pair[1] == step], passed
+
+
+def _tell_lacking(
+    lacking: Mapping[tuple[int, int], list[int]], restored: tuple[int, int], say: Callable[[str], None]
+) -> None:
+    for (attempt, step), ranks in sorted(lacking.items(), reverse=True):
+        if (attempt, step) > restored:
+            files = f"the files of ranks {_some(ranks)}"
+            say(f"step {step} of attempt {attempt} is not complete: nobody has {files}")
 
 
 _NO_READ = ReadStats(0, 0, 0.0)
@@ -288,6 +362,7 @@ class _Restore:
         *,
         share_reads: bool,
         rank_from: RankFrom | None,
+        scattered: Mapping[tuple[int, int], Scattered],
     ) -> None:
         self.touched: set[str] = set()  # names of targets that may hold bytes of a checkpoint passed over
         self._store = store
@@ -300,6 +375,7 @@ class _Restore:
         self._run_id = run_id
         self._share_reads = share_reads
         self._rank_from = rank_from
+        self._scattered = scattered
 
     def attempt(self, step: int, attempt: int) -> _Tried:
         """Restore one candidate, or learn on all ranks why not.
@@ -307,22 +383,29 @@ class _Restore:
         The cheap checks are agreed on before any rank changes anything live.
         """
         result, lines = _Result(), []
+        spread = self._scattered.get((attempt, step))
+        told = None if spread is None else self._exchange_parts(spread)
         with _stage(result):
-            manifest = read_manifest(self._store, step, attempt, self._run_id)
+            store, listings = self._store, []
+            if spread is not None and told is not None:
+                listings = [spread.listing]
+                store = Nearest([assemble(spread, _texts_of(told)), *store.copies()])
+            manifest = read_manifest(store, step, attempt, self._run_id)
             lines.append(manifest.ancestors)
-            check_files([list_home(copy, step=step) for copy in self._store.copies()], manifest)
-            parts = Parts(self._store, manifest)
+            listings += [list_home(copy, step=step) for copy in store.copies()]
+            check_files(listings, manifest)
+            parts = Parts(store, manifest)
             source = self._source(manifest)
             values = [parts.part(rank).values for rank in parts.structures(source)]
         against, ancestors = self._agree(result, lines)
         if against:
             return _Tried(*_reason(against), ancestors=ancestors)
         loading, jobs = self._plan(result, manifest, values, parts)
-        if self._share_reads:
+        if self._share_reads or spread is not None:
             against, _ = self._agree(result, lines)  # a rank without a plan would be waited for
             if against:
                 return _Tried(*_reason(against), ancestors=ancestors)
-        stats = self._read(result, loading, jobs)
+        stats = self._read(result, loading, jobs, spread, parts)
         against, _ = self._agree(result, lines)
         if against:
             return _Tried(*_reason(against), ancestors=ancestors)
@@ -330,6 +413,16 @@ class _Restore:
             loading.finish()
         self._agree(result, lines)
         return _Tried([], ancestors=ancestors, saved_world_size=manifest.world_size, stats=stats)
+
+    def _exchange_parts(self, spread: Scattered) -> list[tuple[_Result, dict[int, str]]]:
+        """What each rank tells of the parts that it alone is to tell."""
+        result, told = _Result(), {}
+        with _stage(result):
+            told = read_texts(self._store, spread.sent_by(self._rank))
+        # As rows: the keys of what travels may become strings.
+        rows = self._group.gather([result.wire(), list(told.items())])
+        others = [(_Result(*wire), dict(theirs)) for wire, theirs in rows]
+        return [(result, told) if rank == self._rank else row for rank, row in enumerate(others)]
 
     def _source(self, manifest: Manifest) -> int:
         """The saved rank whose per-rank state this rank takes.
@@ -364,17 +457,31 @@ class _Restore:
                 jobs = plan_fill(manifest, loading.targets, self._source(manifest), parts)
         return loading, jobs
 
-    def _read(self, result: _Result, loading: Loading, jobs: list[Job]) -> ReadStats:
+    def _read(
+        self, result: _Result, loading: Loading, jobs: list[Job], spread: Scattered | None, parts: Parts
+    ) -> ReadStats:
         """Fill the targets, if `result` is a success so far; answers what this rank has read."""
         stats = _NO_READ
         if not result.kind:
             with _stage(result):
                 self.touched.update(loading.targets)
-                if self._share_reads:
+                if spread is not None:
+                    stats = self._read_spread(jobs, spread, parts)
+                elif self._share_reads:
                     stats = read_shared(self._store, jobs, self._group, on_bytes=self._on_bytes)
                 else:
                     stats = read(self._store, jobs, num_threads=self._num_threads, on_bytes=self._on_bytes)
         return stats
+
+    def _read_spread(self, jobs: list[Job], spread: Scattered, parts: Parts) -> ReadStats:
+        """Read what this rank's own tiers have, and take the rest from ranks whose tiers have it."""
+        near = [job for job in jobs if self._rank in spread.holders[job.part.rank]]
+        far = [job for job in jobs if self._rank not in spread.holders[job.part.rank]]
+        # First what others may need from us: whoever fails below must not be waited for.
+        lending = Lending(spread.holders, parts.part)
+        lent = read_shared(self._store, far, self._group, on_bytes=self._on_bytes, lending=lending)
+        own = read(self._store, near, num_threads=self._num_threads, on_bytes=self._on_bytes)
+        return lent.plus(own)
 
     def _check_left_over(self, loading: Loading, manifest: Manifest) -> None:
         left = sorted(self.touched - loading.targets.keys())
@@ -404,6 +511,21 @@ class _Restore:
             rank, kind, text = fatal[0]
             raise _KINDS.get(kind, HoldfastError)(f"Restoring failed on rank {rank}: {text}", rank=rank)
         return against, (found[0] if found else None)
+
+
+def _texts_of(told: list[tuple[_Result, dict[int, str]]]) -> dict[int, str]:
+    """The parts that all ranks together have told, by the rank that saved.
+
+    Raises:
+        HoldfastError: a rank could not tell its own.
+    """
+    for rank, (result, _) in enumerate(told):
+        if result.error is not None:
+            raise result.error
+        if result.kind:
+            message = f"rank {rank} could not tell the parts that it has: {result.message}"
+            raise _KINDS.get(result.kind, HoldfastError)(message, rank=rank)
+    return {rank: text for _, texts in told for rank, text in texts.items()}
 
 
 class _Nothing:

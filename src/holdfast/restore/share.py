@@ -6,15 +6,19 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
+from holdfast.format.part import Part
 from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, fetch
 from holdfast.store.contract import Store
+
+OTHER_RANKS = "other ranks"
+"""Stands among the sources of a read for bytes that came from folders of other hosts."""
 
 _MAX_AHEAD = 4  # blocks that are read, or on their way to other ranks, before a rank waits
 
@@ -59,13 +63,24 @@ class Block:
     reader: int
 
 
-def assign_blocks(needs: Sequence[Iterable[Need]]) -> list[Block]:
-    """The blocks of all files, each with its reader: of the ranks that need it, the one with least to do.
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """Ranks that can read what others need and have no copy of: each file lies with some of them only."""
+
+    lenders: Mapping[int, Sequence[int]]  # by the saved rank whose files they are, the ranks that have them
+    part_of: Callable[[int], Part]  # the part of a saved rank, also to ranks that need nothing of it
+
+
+def assign_blocks(
+    needs: Sequence[Iterable[Need]], lenders: Mapping[int, Sequence[int]] | None = None
+) -> list[Block]:
+    """The blocks of all files, each with its reader: of the ranks that can be, the one with least to do.
 
     Pure, so that every rank computes the same.
 
     Args:
         needs: by rank, the chunks it needs.
+        lenders: by the saved rank whose file it is, the ranks that can read it; default all that need it.
     """
     by_file: dict[Key, list[tuple[int, int, int]]] = {}
     chunk_bytes_of: dict[Key, int] = {}
@@ -78,7 +93,8 @@ def assign_blocks(needs: Sequence[Iterable[Need]]) -> list[Block]:
     for key in sorted(by_file):
         chunk_bytes = chunk_bytes_of[key]
         for first, last, ranks in _segments(by_file[key], max(READ_BYTES // chunk_bytes, 1)):
-            reader = min(ranks, key=lambda rank: (loads[rank], rank))
+            able = ranks if lenders is None else lenders[key[0]]
+            reader = min(able, key=lambda rank: (loads[rank], rank))
             loads[reader] += last - first
             blocks.append(Block(key, first * chunk_bytes, last * chunk_bytes, ranks, reader))
     return blocks
@@ -111,8 +127,11 @@ def read_shared(
     exchange: Exchange,
     *,
     on_bytes: Callable[[int], None] | None = None,
+    lending: Lending | None = None,
 ) -> ReadStats:
     """Like `read`, but each chunk is read by one of the ranks that need it, which passes it on to the others.
+
+    With `lending` it is read by one of the ranks that have it, whether or not that one needs it.
 
     Memory: a few blocks of 8 MiB.
 
@@ -121,6 +140,7 @@ def read_shared(
         jobs: what this rank wants; at most one job a data file.
         exchange: the ranks.
         on_bytes: called with the bytes of each block when this rank has it.
+        lending: who has what; default: every rank can read every file.
 
     Raises:
         Corrupt: a chunk does not match its hash, here or on the rank that read it for this one.
@@ -133,7 +153,11 @@ def read_shared(
     began = time.perf_counter()
     wanted = {(job.part.rank, job.frozen): job for job in jobs}
     needs = exchange.gather([need for job in wanted.values() for need in _needs(job)])
-    mine = [block for block in assign_blocks(needs) if exchange.rank in block.ranks]
+    blocks = assign_blocks(needs, lending.lenders if lending else None)
+    mine = [block for block in blocks if exchange.rank in (*block.ranks, block.reader)]
+    if lending is not None:
+        lent = {block.key for block in mine} - wanted.keys()
+        wanted |= {key: Job(lending.part_of(key[0]), [], frozen=key[1]) for key in lent}
     reads = _reads(mine, wanted)
     own = [one for block, one in zip(mine, reads, strict=True) if block.reader == exchange.rank]
     ahead = _Ahead(store, own)
@@ -144,7 +168,13 @@ def read_shared(
     if errors:
         raise errors[0]
     seconds = time.perf_counter() - began
-    return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, ahead.sources, tuple(ahead.mended))
+    received = sum(
+        one.stop - one.start
+        for block, one in zip(mine, reads, strict=True)
+        if lending and block.reader != exchange.rank
+    )
+    sources = ahead.sources | ({OTHER_RANKS: received} if received else {})
+    return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, sources, tuple(ahead.mended))
 
 
 def _needs(job: Job) -> list[Need]:

@@ -1,0 +1,275 @@
+"""Two ranks whose local folders differ, as on two hosts: hosts die, lose their disks, lag, and home fails."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from faults.nursery import Child
+from faults.playground import TOTAL, Playground, free_port, keepers_of
+from holdfast.format import names
+from holdfast.restore.find import list_home
+from holdfast.store import open_store
+
+pytestmark = pytest.mark.ranks
+HOSTS = (0, 1)
+
+
+class Hosts:
+    """Two machines in name: each has a rank, a local folder and keepers of its own; they share the home."""
+
+    def __init__(self, playground: Playground) -> None:
+        self.playground = playground
+        self.children: list[Child] = []
+
+    def local(self, host: int) -> Path:
+        return self.playground.folder / f"local-{host}"
+
+    def keepers(self, host: int) -> list[psutil.Process]:
+        return keepers_of(self._runtime(host))
+
+    def _runtime(self, host: int) -> Path:
+        return self.playground.folder / f"runtime-{host}"
+
+    def start(self, *options: str, total: int = TOTAL) -> list[Child]:
+        """Start a rank on each host."""
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        local = str(self.playground.folder / "local-{rank}")
+        self.children = [
+            self.playground.start(
+                *("--local", local, *options),
+                total=total,
+                **world,
+                RANK=str(host),
+                HOLDFAST_RUNTIME_DIR=str(self._runtime(host)),
+            )
+            for host in HOSTS
+        ]
+        return self.children
+
+    def finish(self, *options: str) -> str:
+        """Run to the end; what rank 0 has said."""
+        children = self.start(*options)
+        assert [child.wait() for child in children] == [0, 0], "\n".join(one.said() for one in children)
+        return children[0].said()
+
+    def kill(self, *, with_keepers: tuple[int, ...] = ()) -> None:
+        """SIGKILL both trainers, and the keepers of some hosts."""
+        for host in with_keepers:
+            self.kill_keepers(host)
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.wait()
+        for host in with_keepers:
+            self.kill_keepers(host)
+            self.playground.wait_for(lambda host=host: not self.keepers(host), "the keepers to end")
+
+    def kill_keepers(self, host: int) -> None:
+        for keeper in self.keepers(host):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                keeper.kill()
+
+    def wait_for_keepers(self) -> None:
+        self.playground.wait_for(lambda: not any(map(self.keepers, HOSTS)), "the keepers to end")
+
+    def lose_disk(self, host: int) -> None:
+        shutil.rmtree(self.local(host), ignore_errors=True)
+
+    def steps(self, host: int) -> list[int]:
+        """Steps of which the host's own rank has its files in the host's folder, newest first."""
+        saved = list_home(open_store(self.local(host))).saved.values()
+        return sorted({one.step for one in saved if host in one.parts}, reverse=True)
+
+    def manifests(self, host: int) -> list[Path]:
+        return list(self.local(host).glob("step-*/manifest-*"))
+
+
+@pytest.fixture
+def hosts(playground: Playground) -> Iterator[Hosts]:
+    found = Hosts(playground)
+    yield found
+    found.wait_for_keepers()
+
+
+def restored(said: str) -> int:
+    """The step that was restored."""
+    found = re.search(r"restored step (\d+) from", said)
+    assert found, said
+    return int(found[1])
+
+
+def train_and_kill(
+    hosts: Hosts, is_enough: Callable[[], object], *options: str, **kill: tuple[int, ...]
+) -> None:
+    """Train some steps, wait until enough has happened, then kill both trainers."""
+    hosts.start("--hang-at", "9", *options)
+    hosts.playground.wait_for(is_enough, "enough")
+    hosts.kill(**kill)
+
+
+def test_each_host_has_its_own_files_and_home_has_all(hosts: Hosts, uninterrupted_ranks: str):
+    """No manifest stands where files are missing, and each folder keeps only as many steps as it is to."""
+    hosts.finish()
+    assert hosts.playground.final() == uninterrupted_ranks
+    assert hosts.playground.complete()[0] == (1, TOTAL)
+    assert hosts.playground.check_all_complete_verify() >= 1, "it may have been behind"
+    for host in HOSTS:
+        assert hosts.steps(host) == [TOTAL, TOTAL - 2]
+        assert not hosts.manifests(host)
+        assert not list(hosts.local(host).glob(f"step-*/rank-{1 - host:05d}-*"))
+
+
+def test_what_is_in_no_home_is_put_together_from_both_disks(hosts: Hosts, uninterrupted_ranks: str):
+    """Each rank passes on what the other lacks, and the restored step then goes home."""
+    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
+    train_and_kill(hosts, both, "--home-every", "1000000", with_keepers=HOSTS)
+    assert not hosts.playground.complete()
+    common = max(set(hosts.steps(0)) & set(hosts.steps(1)))
+    said = hosts.finish("--home-every", "1000000", "--keep", "9")
+    assert restored(said) == common
+    assert "other ranks (" in said
+    assert hosts.playground.final() == uninterrupted_ranks
+    assert (2, TOTAL) in hosts.playground.complete()
+    assert hosts.playground.check_all_complete_verify() > 0
+
+
+def test_dead_trainers_leave_their_memory_to_both_hosts(hosts: Hosts, uninterrupted_ranks: str):
+    """Each host takes from its own keepers' memory, and passes on from there."""
+    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
+    train_and_kill(hosts, both, "--home-every", "1000000", "--hold", "60s")
+    said = hosts.finish()
+    assert "memory (" in said
+    assert hosts.playground.final() == uninterrupted_ranks
+
+
+def test_a_lost_host_leaves_what_home_has_and_the_survivor_reads_its_own_disk(
+    hosts: Hosts, uninterrupted_ranks: str
+):
+    """Files of the survivor's rank come from its disk, those of the lost one from home."""
+    train_and_kill(
+        hosts, hosts.playground.complete, "--home-every", "2", "--keep-local", "50", with_keepers=HOSTS
+    )
+    in_home = hosts.playground.complete()[0][1]
+    hosts.lose_disk(1)
+    said = hosts.finish("--home-every", "2")
+    assert restored(said) >= in_home
+    assert re.search(rf"from (?=.*{hosts.local(0)} \()(?=.*{hosts.playground.home} \()", said), said
+    assert hosts.playground.final() == uninterrupted_ranks
+
+
+def test_a_lost_host_before_anything_came_home_is_told_and_begins_anew(
+    hosts: Hosts, uninterrupted_ranks: str
+):
+    """Nobody has the lost rank's files: no checkpoint is made of the rest, and somebody hears of it."""
+    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 1  # noqa: E731 - a condition
+    train_and_kill(hosts, both, "--home-every", "1000000", with_keepers=HOSTS)
+    hosts.lose_disk(1)
+    said = hosts.finish()
+    assert "of attempt 1 is not complete: nobody has the files of ranks 1" in said
+    assert "restored step" not in said
+    assert hosts.playground.final() == uninterrupted_ranks
+
+
+def test_a_host_that_is_behind_keeps_the_other_from_deleting_what_both_have(
+    hosts: Hosts, uninterrupted_ranks: str
+):
+    """One keeper hangs while the other saves on and on: what they have in common stays, and is restored."""
+    hosts.start("--step-s", "0.03", "--home-every", "1000000", total=100_000)
+    wait = hosts.playground.wait_for
+    wait(lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2, "saves of both")
+    for keeper in hosts.keepers(1):
+        keeper.suspend()
+        wait(lambda keeper=keeper: keeper.status() == psutil.STATUS_STOPPED, "the keeper to hang")
+    stuck = hosts.steps(1)[0]
+    wait(lambda: hosts.steps(0)[0] >= stuck + 20, "saves of the first host")
+    hosts.kill(with_keepers=HOSTS)
+    assert stuck in hosts.steps(0), "it is the newest that both have"
+    assert restored(hosts.finish("--home-every", "1000000")) == stuck
+    assert hosts.playground.final() == uninterrupted_ranks
+
+
+def test_training_goes_on_while_home_is_away(hosts: Hosts):
+    """Local saves go on on both hosts, old ones are deleted there, and the drain catches up."""
+    children = hosts.start("--step-s", "0.01", total=150)
+    playground = hosts.playground
+    playground.wait_for(playground.complete, "a checkpoint in home")
+    away = playground.folder / "away"
+    playground.home.rename(away)
+    seen = hosts.steps(1)[0]
+    playground.wait_for(lambda: min(hosts.steps(host)[0] for host in HOSTS) > seen + 20, "local saves")
+    # The oldest may be the one that came home last.
+    playground.wait_for(lambda: min(hosts.steps(host)[-2] for host in HOSTS) > seen, "old ones to go")
+    away.rename(playground.home)
+    assert [child.wait() for child in children] == [0, 0], children[0].said()
+    assert "Home is not reached" in children[0].said()
+    assert playground.complete()[0] == (1, 150)
+    assert playground.check_all_complete_verify() > 0
+
+
+def test_damage_on_the_only_disk_that_has_a_file_falls_back_to_an_older_step(
+    hosts: Hosts, uninterrupted_ranks: str
+):
+    """It is named on the way."""
+    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
+    train_and_kill(hosts, both, "--home-every", "1000000", "--keep-local", "9", with_keepers=HOSTS)
+    common = sorted(set(hosts.steps(0)) & set(hosts.steps(1)))
+    (path,) = hosts.local(1).glob(f"{names.step_dir(common[-1])}/*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    said = hosts.finish()
+    assert f"passed over step {common[-1]} of attempt 1" in said
+    assert restored(said) == common[-2]
+    assert hosts.playground.final() == uninterrupted_ranks
+
+
+def test_one_rank_takes_over_what_two_hosts_have_brought_home(hosts: Hosts):
+    """The files of its own host are read from there; what it cannot use there is deleted in time."""
+    train_and_kill(hosts, hosts.playground.complete, with_keepers=HOSTS)
+    child = hosts.playground.finish("--local", str(hosts.local(0)))
+    assert "restored step" in child.said()
+    assert hosts.playground.complete()[0] == (2, TOTAL)
+    assert hosts.playground.check_all_complete_verify(hosts.local(0)) == 2
+
+
+def check_random_kills(hosts: Hosts, expected: str, seed: int, num_kills: int) -> None:
+    """Kill at random moments; what home called complete, or both disks had, is never lost."""
+    draw = random.Random(seed)
+    options = "--every", "1", "--home-every", "2", "--hold", "60s"
+    least = 0
+    for _ in range(num_kills):
+        hosts.start("--step-s", "0.01", *options)
+        playground = hosts.playground
+        playground.wait_for_steps(playground.num_steps() + draw.randint(0, 4), hosts.children[0])
+        playground.pause(draw.random() * 0.03)
+        dead = tuple(host for host in HOSTS if draw.random() < 0.5)
+        for host in dead:
+            hosts.kill_keepers(host)
+        least = max(least, max((step for _, step in playground.complete()), default=0))
+        hosts.kill(with_keepers=dead)
+        if dead and draw.random() < 0.5:
+            hosts.lose_disk(draw.choice(dead))
+        playground.check_all_complete_verify()
+    said = hosts.finish(*options)
+    if least:
+        assert restored(said) >= least
+    assert hosts.playground.final() == expected
+    assert hosts.playground.check_all_complete_verify() > 0
+
+
+def test_random_kills_of_hosts(hosts: Hosts, uninterrupted_ranks: str):
+    check_random_kills(hosts, uninterrupted_ranks, seed=1, num_kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_many_random_kills_of_hosts(hosts: Hosts, uninterrupted_ranks: str, seed: int):
+    check_random_kills(hosts, uninterrupted_ranks, seed, num_kills=5)

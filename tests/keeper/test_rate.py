@@ -1,0 +1,64 @@
+"""A limit of bytes per second: kept by drains, and by saves that go straight home."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.keeper import rate
+from holdfast.keeper.persist import persist
+from holdfast.store.memory import MemoryStore
+from holdfast.testing import FaultyStore
+from making import data_file
+
+
+class Clock:
+    """A clock of its own, on which only sleep takes time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr("holdfast.keeper.rate.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("holdfast.keeper.rate.time.sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 blocks of 100 bytes at 50 bytes a second take 8 seconds."""
+    clock = Clock(monkeypatch)
+    assert len(list(rate.paced([memoryview(bytes(100))] * 4, 50.0))) == 4
+    assert clock.now_s == pytest.approx(8.0)
+
+
+def test_a_save_that_goes_straight_home_keeps_to_it_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(rate, "BLOCK_BYTES", 1000)
+    store = FaultyStore(MemoryStore())
+    image = bytes(range(250)) * 10
+    assert persist(store, "file", memoryview(image), bytes_per_s=500.0) == data_file(image)
+    assert store.get("file") == image
+    assert clock.now_s == pytest.approx(5.0)
+    assert [call.name for call in store.calls("put")] == ["file"]
+
+
+def test_without_a_limit_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    store = MemoryStore()
+    persist(store, "file", memoryview(bytes(5000)))
+    assert store.size("file") == 5000
+    assert clock.now_s == 0.0
+
+
+def test_a_checkpointer_without_a_local_folder_keeps_to_it(tmp_path: Path) -> None:
+    """4 MB at 8 MB a second take half a second at least, and what is saved is whole."""
+    state = {"w": torch.zeros(1_000_000)}
+    began = time.monotonic()
+    with holdfast.Checkpointer(tmp_path / "home", state, home_bandwidth="8MB", quiet=True) as ckpt:
+        ckpt.save(1).wait_durable()
+        assert time.monotonic() - began >= 0.5
+    assert holdfast.open(tmp_path / "home").verify().is_good

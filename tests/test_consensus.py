@@ -1,0 +1,80 @@
+"""Ranks learn which save all of them have, however late and holey their own saves are."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.consensus import Consensus
+
+
+class World:
+    """Ranks that exchange words as `Ranks.pulse` has them do: each hears what was said at the call before."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [Consensus() for _ in range(num_ranks)]
+        self._said: list[tuple[int, bool]] = []
+
+    def exchange(self) -> int | None:
+        """One exchange; what all ranks learn by it."""
+        said = [rank.say() for rank in self.ranks]
+        lowest, is_lacked = -1, False
+        if self._said:
+            lowest = min(newest for newest, _ in self._said)
+            is_lacked = any(lacks for _, lacks in self._said)
+        self._said = said
+        learnt = {rank.hear(lowest, is_lacked=is_lacked) for rank in self.ranks}
+        assert len(learnt) == 1, "every rank learns the same"
+        return learnt.pop()
+
+
+def test_what_all_have_is_learnt_after_four_exchanges() -> None:
+    world = World(3)
+    for rank in world.ranks:
+        rank.add(10)
+    assert [world.exchange() for _ in range(6)] == [None, None, None, 10, None, None]
+    assert {rank.newest for rank in world.ranks} == {10}
+
+
+def test_what_one_lacks_is_never_learnt() -> None:
+    """The lowest of the newest is 20, which the first rank failed to save; 10 was never proposed."""
+    world = World(2)
+    for step in (10, 30):
+        world.ranks[0].add(step)
+    for step in (10, 20):
+        world.ranks[1].add(step)
+    assert [world.exchange() for _ in range(8)] == [None] * 8
+    for rank in world.ranks:
+        rank.add(40)
+    assert 40 in [world.exchange() for _ in range(6)]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=4), min_size=1, max_size=40)
+)
+def test_only_what_every_rank_has_is_ever_learnt(events: list[list[tuple[int, int]]]) -> None:
+    """Ranks save the same steps in order, each in its own time, and some of them never."""
+    world = World(3)
+    at, has = [0, 0, 0], [set[int](), set[int](), set[int]()]
+    known: list[int] = []
+    for between in events:
+        for rank, stride in between:
+            at[rank] += stride  # the steps it strides over have failed here
+            has[rank].add(at[rank])
+            world.ranks[rank].add(at[rank])
+        learnt = world.exchange()
+        if learnt is not None:
+            assert all(learnt in own for own in has)
+            known.append(learnt)
+    assert known == sorted(set(known))
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=3))
+def test_when_all_have_caught_up_the_newest_is_learnt(late: list[int]) -> None:
+    world = World(3)
+    for moment in range(12):
+        for rank, wait in zip(world.ranks, late, strict=True):
+            if moment == wait:
+                rank.add(7)
+        world.exchange()
+    assert {rank.newest for rank in world.ranks} == {7}

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistError, distributed_c10d
@@ -51,7 +52,8 @@ class Board:
         self.rank, self.world_size = world()
         # Held as long as this one: on the rank that serves it, it ends with the last who holds it.
         self._default = distributed_c10d._get_default_store() if self.world_size > 1 else None
-        self.store: Store = dist.HashStore() if self._default is None else _connection(self._default)
+        own: Any = dist  # torch exports HashStore, but does not say so
+        self.store: Store = own.HashStore() if self._default is None else _connection(self._default)
         self.name = f"holdfast/nebula/{digest(home.encode())[:12]}/{number}"
 
     def join(self, tag: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from holdfast.adapters.nebula.interface import get_checkpoint, get_latest_checkp
 from holdfast.adapters.nebula.markers import Marker
 from holdfast.adapters.nebula.settings import place_of
 from holdfast.adapters.nebula.tags import EXPLICIT
-from holdfast.errors import NotFound, Unsupported
+from holdfast.errors import InvalidInput, NotFound, Unsupported
 
 _ASKED_FOR = "torch_nebula"
 _ENGINES = "deepspeed.runtime.checkpoint_engine"
+_BLOCK = "nebula"
+_RENAMED = {"nebula_load_path": "load_path"}
 _NEWEST = (None, "latest", "latest_universal")
 
 
@@ -36,9 +40,10 @@ _CheckpointEngine: Any = _engine_class()
 def use_for_deepspeed() -> None:
     """Have DeepSpeed use Holdfast where its configuration says `"nebula": {"enabled": true, ...}`.
 
-    To be called before `deepspeed.initialize`. DeepSpeed's own engine imports a package `torch_nebula`; that
-    name is bound to Nebula's interface as Holdfast has it, and DeepSpeed's engine is replaced by the one
-    below.
+    To be called before `deepspeed.initialize`. Versions of DeepSpeed that know the block import a package
+    `torch_nebula` and have an engine for it: that name is bound to Nebula's interface as Holdfast has it,
+    and the engine is replaced by the one below. Later versions refuse the block: they are made to take it
+    again.
 
     Raises:
         Unsupported: there is no DeepSpeed.
@@ -47,8 +52,57 @@ def use_for_deepspeed() -> None:
         message = "DeepSpeed is not installed here; pip install deepspeed."
         raise Unsupported(message)
     sys.modules.setdefault(_ASKED_FOR, importlib.import_module("holdfast.adapters.nebula"))
-    engines: Any = importlib.import_module(f"{_ENGINES}.nebula_checkpoint_engine")
-    engines.NebulaCheckpointEngine = HoldfastCheckpointEngine
+    place = f"{_ENGINES}.nebula_checkpoint_engine"
+    if importlib.util.find_spec(place) is not None:
+        engines: Any = importlib.import_module(place)
+        engines.NebulaCheckpointEngine = HoldfastCheckpointEngine
+    else:
+        _bring_back()
+
+
+def _bring_back() -> None:
+    """Have a DeepSpeed that has dropped the block take it again."""
+    config: Any = importlib.import_module("deepspeed.runtime.config")
+    engine: Any = importlib.import_module("deepspeed.runtime.engine")
+    getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}).pop(_BLOCK, None)
+    make = engine.create_checkpoint_engine
+    if getattr(make, "__module__", "") == __name__:
+        return
+
+    def create_checkpoint_engine(config_params: Any, *args: Any, **kwargs: Any) -> Any:
+        block = (getattr(config_params, "_param_dict", None) or {}).get(_BLOCK) or {}
+        if block.get("enabled"):
+            return HoldfastCheckpointEngine(Block.read(block))
+        return make(config_params, *args, **kwargs)
+
+    engine.create_checkpoint_engine = create_checkpoint_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The `"nebula"` block, with its defaults."""
+
+    persistent_storage_path: str | None = None
+    persistent_time_interval: float = 100
+    num_of_version_in_retention: int = 2
+    enable_nebula_load: bool = True
+    load_path: str | None = None
+
+    @classmethod
+    def read(cls, block: Mapping[str, Any]) -> Block:
+        """The block in a configuration.
+
+        Raises:
+            InvalidInput: it has a member that the block does not have.
+        """
+        given = {_RENAMED.get(name, name): value for name, value in block.items() if name != "enabled"}
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(given.keys() - known):
+            message = (
+                f"The nebula block of DeepSpeed's configuration has no {unknown}; it has {sorted(known)}."
+            )
+            raise InvalidInput(message, key=unknown[0])
+        return cls(**given)
 
 
 class HoldfastCheckpointEngine(_CheckpointEngine):
@@ -57,7 +111,7 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
     At DeepSpeed's own paths there are small files that say where the state is: DeepSpeed looks for them.
 
     Args:
-        config_params: the `"nebula"` block, as DeepSpeed has parsed it.
+        config_params: the block: a `Block`, or what DeepSpeed has made of it.
     """
 
     def __init__(self, config_params: Any = None) -> None:

@@ -359,9 +359,9 @@ class Session:
         """The board of the process group as it is now; of the one there was, when that has ended."""
         known = self._board
         if known is None or (is_grouped() and (known.rank, known.world_size) != world()):
-            self._board = Board(self.home, _boards[self.home])
-            self._tell_loaded(self._board)
-        return self._board
+            known = self._board = Board(self.home, _boards[self.home])
+            self._tell_loaded(known)
+        return known
 
     # -- looking ---------------------------------------------------------------------------------------------
 

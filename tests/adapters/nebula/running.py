@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT_S = 120
+LIMIT_S = 300
 
 
 def run(script: str, *args: object, status: int = 0, env: dict[str, str] | None = None) -> str:

@@ -21,6 +21,11 @@ pytestmark = [
 ]
 
 
+def said(ranks: list[list[str]], word: str) -> list[str]:
+    """The line of each rank that begins with a word; DeepSpeed prints others."""
+    return [next(line for line in lines if line.startswith(word)) for lines in ranks]
+
+
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
 def test_a_killed_run_goes_on_bit_for_bit(
     home: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
@@ -30,8 +35,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     whole = run_ranks(2, home + "-whole", tmp_path / "whole", 4, 0, script="zero")
     run_ranks(2, home, tmp_path / "ds", 4, 2, script="zero", dies=True)
     resumed = run_ranks(2, home, tmp_path / "ds", 4, 0, script="zero")
-    assert [lines[0] for lines in resumed] == ["start 2"] * 2
-    assert [lines[1] for lines in resumed] == [lines[1] for lines in whole]
+    assert said(resumed, "start") == ["start 2"] * 2
+    assert said(resumed, "weights") == said(whole, "weights")
     checkpoint = holdfast.open(home)
     assert checkpoint.world_size == 2
     assert checkpoint.verify().is_good

@@ -43,5 +43,5 @@ for step in range(start + 1, last + 1):
     if step == dies:
         torch.distributed.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-print("weights", float(sum(p.double().sum() for p in engine.module.parameters())).hex(), flush=True)
+print("weights", float(sum(p.detach().double().sum() for p in engine.module.parameters())).hex(), flush=True)
 engine.save_16bit_model(folder)

@@ -34,7 +34,7 @@ from holdfast.killpoint import kill_point
 from holdfast.notice import Notices
 from holdfast.policy import Every, Keep, Meter, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
-from holdfast.ranks import Ranks
+from holdfast.ranks import RankGroup, Ranks
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of
@@ -80,6 +80,8 @@ class Checkpointer:
         rank_from: in `restore`, chooses the saved rank whose per-rank state (random numbers, data loaders) a
             rank takes, from its number, the number of ranks and the number that saved. By default a rank
             takes that of the same number, or on fewer saved ranks `rank % saved`.
+        group: the ranks that save together, if they are not all of torch.distributed's process group; see
+            `holdfast.ranks`.
         quiet: print no lines about what was restored.
 
     Raises:
@@ -112,6 +114,7 @@ class Checkpointer:
         num_read_threads: int | None = None,
         share_reads: bool = False,
         rank_from: Callable[[int, int, int], int] | None = None,
+        group: RankGroup | None = None,
         quiet: bool = False,
     ) -> None:
         if when_full not in ("wait", "skip", None):
@@ -140,8 +143,9 @@ class Checkpointer:
         self._quiet = quiet
         self._pid = os.getpid()
         self._arenas = Arenas(read_bytes(memory, "memory"))
-        self._objects = State(state)
-        self._ranks = Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
+        world = None if group is None else (group.rank, group.world_size)
+        self._objects = State(state, world=world)
+        self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager()
         self._meter = Meter()
         self._notices = Notices()
@@ -264,7 +268,7 @@ class Checkpointer:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> Save:
+    def save(self, step: int, *, to_home: bool = False) -> Save:
         """Save the state as it is now, as the checkpoint of `step`.
 
         Returns when everything is copied that may change before the next optimizer step. Parameters and
@@ -272,6 +276,7 @@ class Checkpointer:
 
         Args:
             step: optimizer steps completed; more than at the save before.
+            to_home: bring it home whether or not `home_every` is due; alike on every rank.
 
         Raises:
             InvalidInput: a value that cannot be saved, named with its key path; or the step is not new; or
@@ -283,9 +288,24 @@ class Checkpointer:
             nothing was restored or saved before.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
-        return self._save(step, must=False)
+        return self._save(step, must=False, to_home=to_home)
 
-    def _save(self, step: int, *, must: bool) -> Save:
+    def forget(self) -> None:
+        """Let go of the memory of the objects saved last, which else stays taken until the next save.
+
+        For states that are made for one save and taken out of the mapping after it.
+        """
+        self._objects.forget()
+
+    def send_home(self, step: int) -> None:
+        """Have an older save of this attempt brought home from `local`, in the background.
+
+        Ranks: every rank calls it; not collective.
+        """
+        if self._keeper is not None and self._tiers.local is not None:
+            self._keeper.drain_other(self._attempt, step)
+
+    def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
         """Save; with `must` a save that there is no room for waits, whatever `when_full` says."""
         began, waited_before_s = time.perf_counter(), self.waited_for_memory_s
         self._check_process()
@@ -301,7 +321,7 @@ class Checkpointer:
                 )
         keeper = self._begin(fresh=True)
         save = Save(step)
-        to_home = self._tiers.goes_home(step, must=must, alone=self._ranks.world_size == 1)
+        to_home = self._tiers.goes_home(step, must=must or to_home, alone=self._ranks.world_size == 1)
         captured = self._objects.capture()
         plan = self._plan_for(captured)
         draft = self._draft(step, plan, captured)

@@ -7,9 +7,10 @@ import datetime
 import itertools
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,74 @@ _numbers = (
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Ranks:
+class RankGroup(ABC):
+    """The ranks that save together, as one of them sees it. Implementations are final.
+
+    Attributes:
+        rank: this rank's number among them.
+        world_size: how many they are.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def gather(self, value: _T) -> list[_T]:
+        """The values of all ranks, by rank. Collective.
+
+        Raises:
+            RetryLater: a rank did not answer in time.
+        """
+
+    @abstractmethod
+    def share(self, value: _T) -> _T:
+        """Rank 0's value, on every rank. Collective.
+
+        Raises:
+            RetryLater: rank 0 did not answer in time.
+        """
+
+    @abstractmethod
+    def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
+        """Say `flags` and `number` to all ranks, and hear what was said at the call before. Collective.
+
+        Returns:
+            Each flag: whether it was true on any rank; and the lowest number.
+        """
+
+    @abstractmethod
+    def part(self) -> None:
+        """Take leave of the others, so that none is left in mid-sentence. Collective."""
+
+    @abstractmethod
+    def send(self, data: torch.Tensor, to: int) -> dist.Work:
+        """Start sending a CPU tensor to a rank, which must call `receive` for it."""
+
+    @abstractmethod
+    def receive(self, data: torch.Tensor, source: int) -> dist.Work:
+        """Start receiving a CPU tensor from a rank, which must call `send` for it."""
+
+    def all_here(self) -> bool:
+        """True if every rank runs on this host.
+
+        Ranks: collective.
+        """
+        return len(set(self.gather(_this_host()))) == 1
+
+    def beside(self, folder: str) -> tuple[int, ...]:
+        """Ranks that see the same bytes in `folder` as this one, itself among them: those of this host.
+
+        Ranks that name different folders see different bytes, on whatever hosts they are. On several hosts a
+        folder of the same name counts as several.
+
+        Ranks: collective.
+        """
+        here = (*_this_host(), folder)
+        return tuple(rank for rank, place in enumerate(self.gather(here)) if place == here)
+
+
+@final
+class Ranks(RankGroup):
     """This rank among the others, over a gloo group of our own; alone where there is no process group.
 
     Args:
@@ -113,24 +181,6 @@ class Ranks:
             raise self._silent(error) from error
         assert work is not None
         return work
-
-    def all_here(self) -> bool:
-        """True if every rank runs on this host.
-
-        Ranks: collective.
-        """
-        return len(set(self.gather(_this_host()))) == 1
-
-    def beside(self, folder: str) -> tuple[int, ...]:
-        """Ranks that see the same bytes in `folder` as this one, itself among them: those of this host.
-
-        Ranks that name different folders see different bytes, on whatever hosts they are. On several hosts a
-        folder of the same name counts as several.
-
-        Ranks: collective.
-        """
-        here = (*_this_host(), folder)
-        return tuple(rank for rank, place in enumerate(self.gather(here)) if place == here)
 
     def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
         """Say `flags` and `number` to all ranks, and hear what was said at the call before.

@@ -145,18 +145,25 @@ class Checkpoint:
             raise NotFound(message, step=self.step, rank=rank, key=key)
         return found[name]
 
-    def tensors(self, rank: int = 0, *, num_threads: int = 4) -> dict[str, torch.Tensor]:
-        """All tensors as a rank sees them, on the CPU, verified; tied names share one tensor.
+    def tensors(
+        self, rank: int = 0, *, keys: Sequence[str] | None = None, num_threads: int = 4
+    ) -> dict[str, torch.Tensor]:
+        """All tensors as a rank sees them, or some, on the CPU, verified; tied names share one tensor.
+
+        Args:
+            rank: whose copies of per-rank tensors; those that it has none of are left out.
+            keys: names of those that are wanted; all by default.
+            num_threads: threads that read and hash.
 
         Raises:
-            NotFound: a file is missing.
+            NotFound: no such tensor, or a file is missing.
             Corrupt: damage was found.
             RetryLater: the store failed.
         """
         self._parts.part(rank)
-        found = self._read(list(self.manifest.tensors), rank, num_threads)
-        found.update({key: found[name] for key, name in self.manifest.tied.items() if name in found})
-        return found
+        chosen = {key: self._name(key) for key in (self.keys() if keys is None else keys)}
+        found = self._read(list(dict.fromkeys(chosen.values())), rank, num_threads)
+        return {key: found[name] for key, name in chosen.items() if name in found}
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """What a rank saved beside tensors, by top-level key; a `TensorRef` stands where a tensor was.

@@ -43,20 +43,22 @@ class State:
         objects: modules, optimizers, anything with state_dict() and load_state_dict(), tensors, random
             number generators, plain values and containers of these. The mapping itself is kept: an object
             that is put into it later is saved from then on, and plain values are restored into it.
+        world: this rank and how many save together; by default as torch.distributed says it.
 
     Raises:
         InvalidInput: a key or a value that cannot be saved, named by its key path.
         Unsupported: a kind of tensor or module that this version cannot save.
     """
 
-    def __init__(self, objects: MutableMapping[str, Any]) -> None:
+    def __init__(self, objects: MutableMapping[str, Any], *, world: tuple[int, int] | None = None) -> None:
         self._objects = objects
+        self._given_world = world
         self._entries: dict[str, Entry] = {}
         self._checked: set[str] = set()
         self._table: Table | None = None  # what the capture before found
         self._structure: Structure | None = None
         self._agreement: Agreement | None = None
-        rank, world_size = _world()
+        rank, world_size = self._world()
         for key, entry in self._current().items():
             if isinstance(entry, ModuleEntry) and entry.has_meta():
                 continue  # it is there to be restored
@@ -80,7 +82,7 @@ class State:
         Ranks: collective.
         Blocks: on `gather`.
         """
-        rank, world_size = _world()
+        rank, world_size = self._world()
         self._agreement = agree(self._inventory(), rank, world_size, gather)
         self._table = None  # what is known of a structure has changed
 
@@ -94,7 +96,7 @@ class State:
                 layout = None if role.spread is Spread.PER_RANK else _layout(name, tensor)
                 if layout is None and role.spread in (Spread.PER_RANK, Spread.OWN):
                     others.add(name)
-                elif layout is None or _world()[0] in layout.holders:
+                elif layout is None or self._world()[0] in layout.holders:
                     tensors[name] = Known(str(tensor.dtype), tuple(tensor.shape), layout)
         return Inventory(frozenset(entries), tensors, frozenset(others))
 
@@ -111,7 +113,7 @@ class State:
         Ranks: not collective by itself; a user's state_dict() may be, and that of FSDP1 is.
         """
         entries = self._current()
-        sink = Sink(*_world(), self._checked, self._table)
+        sink = Sink(*self._world(), self._checked, self._table)
         captured = {key: _capture(key, entry, sink) for key, entry in _ordered(entries)}
         for optimizer in self._hooked(entries):
             sink.own(parameters(optimizer))
@@ -122,6 +124,10 @@ class State:
         )
         self._table, self._structure = sink.table, captured_now.structure
         return captured_now
+
+    def forget(self) -> None:
+        """Let go of the memory of what was captured last, which else stays taken until the next capture."""
+        self._table, self._entries = None, {}
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers whose next step may change tensors that `Captured.owned` names."""
@@ -165,12 +171,12 @@ class State:
         self._table = None  # a load replaces tensors: it must not find the memory of the old ones taken
         entries = self._current()
         wanted = self._wanted(only)
-        plan = Plan(tensors, tied, values, renamer(rename), others=others, rank=_world()[0])
+        plan = Plan(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
         for key, entry in _ordered(entries):
             if wanted is None or key in wanted:
                 entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
         if wanted is None or rng.KEY in wanted:
-            _plan_rng(plan, own_rank=own_rank)
+            _plan_rng(plan, *self._world(), own_rank=own_rank)
         agreement = self._agreed()
         held = (agreement.names, agreement.keys) if not agreement.is_alike else None
         extra = leftover(plan, [*entries, rng.KEY], wanted, held)
@@ -245,11 +251,14 @@ class State:
 
     def _agreed(self) -> Agreement:
         """What the ranks have agreed on, or that all are alike, with what the user has said."""
-        rank, world_size = _world()
+        rank, world_size = self._world()
         agreed = self._agreement
         if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
             agreed = Agreement(rank, world_size)
         return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
+
+    def _world(self) -> tuple[int, int]:
+        return self._given_world or _world()
 
     def _hooked(self, entries: Mapping[str, Entry]) -> list[torch.optim.Optimizer]:
         values = [entry.value for entry in entries.values()]
@@ -298,14 +307,13 @@ def _check_key(key: Any) -> None:
         raise InvalidInput(message, key=str(key))
 
 
-def _plan_rng(plan: Plan, *, own_rank: bool) -> None:
+def _plan_rng(plan: Plan, rank: int, world_size: int, *, own_rank: bool) -> None:
     tree = plan.values(rng.KEY)
     if tree is None:
         plan.notes.append("rng: the checkpoint has no generator states; the present ones stay.")
         return
     for name in references(tree):
         plan.fresh(name)
-    rank, world_size = _world()
 
     def finish() -> None:
         values = graft(tree, plan.tensor)

@@ -1,0 +1,53 @@
+"""Scripts that were written for Nebula, run as they are but for the line that imports it."""
+
+from __future__ import annotations
+
+import signal
+
+import holdfast
+from adapters.nebula.running import run
+
+WHERE = "NEBULA_PERSISTENT_STORAGE_PATH"
+INTERVAL = "NEBULA_PERSISTENT_TIME_INTERVAL"
+
+
+def test_the_samples_of_the_documentation_run(home: str) -> None:
+    assert run("seed", home).split() == ["done"]
+    assert holdfast.open(home).verify().is_good
+
+
+def test_a_killed_run_goes_on_from_its_last_save_bit_for_bit(home: str) -> None:
+    """It is killed as soon as save() has returned: the keeper finishes what it was handed."""
+    whole = run("train", 6, 0, env={WHERE: home + "-whole"}).split()
+    run("train", 6, 3, status=-signal.SIGKILL, env={WHERE: home})
+    resumed = run("train", 6, 0, env={WHERE: home}).split()
+    assert resumed[:2] == ["start", "3"]
+    assert resumed[2:] == whole[2:]
+    assert holdfast.open(home).step == 6
+
+
+def test_what_is_only_near_when_a_run_is_killed_is_found(home: str) -> None:
+    """With an hour between persists, home has nothing yet."""
+    run("train", 4, 2, status=-signal.SIGKILL, env={WHERE: home, INTERVAL: "3600"})
+    resumed = run("train", 4, 0, env={WHERE: home, INTERVAL: "3600"}).split()
+    assert resumed[:2] == ["start", "2"]
+    assert holdfast.open(home).step == 4, "at the end everything is in home"
+
+
+def test_a_script_that_looks_in_all_places_by_hand_finds_the_newest(home: str) -> None:
+    assert run("mainz", home, "global_step7").split() == ["none"]
+    import holdfast.adapters.nebula as nm
+    from holdfast.adapters.nebula import current
+
+    nm.init(home, 3600)
+    for step in (7, 8):
+        nm.Checkpoint(f"global_step{step}").save("model", {"step": step})
+        if step == 7:
+            nm.flush_persistence()
+    assert nm.list_checkpoints()["global_step8"]["tiers"] == ["local"]
+    assert run("mainz", home, "global_step8").split() == ["global_step8"], (
+        "the tag that is noted, though near"
+    )
+    assert run("mainz", home, "global_step9").split() == ["global_step7"], "else what is persisted"
+    current.end()
+    assert run("mainz", home, "global_step9").split() == ["global_step8"]

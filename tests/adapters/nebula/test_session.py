@@ -1,0 +1,453 @@
+"""Tags, versions, going back, damage, memory: what a session does in one process."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+import holdfast.adapters.nebula as nm
+from holdfast.adapters.nebula import current
+from holdfast.errors import Corrupt, InvalidInput, NotFound, SaveWarning, Unsupported
+
+
+def save(tag: str, value: Any, name: str = "model", num_of_files: int | None = None) -> None:
+    nm.Checkpoint(tag, num_of_files).save(name, value)
+
+
+def load(tag: str, name: str = "model", **how: Any) -> Any:
+    found = nm.get_checkpoint(tag)
+    assert found is not None
+    return found.load(name, **how)
+
+
+def damage(home: str, step: int) -> None:
+    """Flip a bit in the data of a step."""
+    (path,) = Path(home).glob(f"step-{step:08d}/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+# -- beginning -----------------------------------------------------------------------------------------------
+
+
+def test_without_a_place_nothing_is_saved_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEBULA_PERSISTENT_STORAGE_PATH", raising=False)
+    with pytest.raises(InvalidInput, match="NEBULA_PERSISTENT_STORAGE_PATH"):
+        nm.Checkpoint("global_step1")
+
+
+def test_the_environment_is_enough(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEBULA_PERSISTENT_STORAGE_PATH", home)
+    save("global_step3", {"a": 1})
+    nm.flush_persistence()
+    assert holdfast.open(home).step == 3
+
+
+def test_a_comma_behind_the_path_is_seen_and_taken(home: str) -> None:
+    with pytest.warns(SaveWarning, match="comma"):
+        nm.init((home,))
+    save("global_step1", {"a": 1})
+    assert load("global_step1") == {"a": 1}
+
+
+def test_init_with_the_same_place_goes_on_and_with_another_one_ends_the_session(home: str) -> None:
+    nm.init(home)
+    half = nm.Checkpoint("global_step1", 2)
+    half.save("a", 1)
+    nm.init(home)
+    nm.Checkpoint("global_step1", 2).save("b", 2)
+    nm.init(home + "-other")
+    assert holdfast.open(home).step == 1
+    assert nm.get_latest_checkpoint().tag == ""
+
+
+def test_where_nothing_is_a_search_finds_nothing_and_loading_says_so(home: str) -> None:
+    nm.init(home)
+    latest = nm.get_latest_checkpoint()
+    assert latest.tag == ""
+    assert nm.get_checkpoint("global_step1") is None
+    assert nm.get_latest_checkpoint_path("checkpoint", home) == ""
+    assert nm.list_checkpoints() == {}
+    with pytest.raises(NotFound, match="no checkpoint to load"):
+        latest.load("model")
+    with pytest.raises(NotFound, match="global_step1"):
+        nm.Checkpoint("global_step1").load("model")
+
+
+@pytest.mark.parametrize("bad", ["", None, 5])
+def test_a_tag_is_a_text(home: str, bad: Any) -> None:
+    nm.init(home)
+    with pytest.raises(InvalidInput, match="tag must be a string"):
+        nm.Checkpoint(bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.0, True, "2"])
+def test_a_number_of_files_is_a_number(home: str, bad: Any) -> None:
+    nm.init(home)
+    with pytest.raises(InvalidInput, match="num_of_files"):
+        nm.Checkpoint("global_step1", bad)
+
+
+# -- completing ----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_exists_when_all_its_files_do(home: str) -> None:
+    nm.init(home)
+    checkpoint = nm.Checkpoint("global_step10", 2)
+    checkpoint.save("a", {"n": 1})
+    assert nm.get_latest_checkpoint().tag == ""
+    checkpoint.save("b", {"n": 2})
+    latest = nm.get_latest_checkpoint()
+    assert (latest.tag, latest.load("a"), latest.load("b")) == ("global_step10", {"n": 1}, {"n": 2})
+    with pytest.raises(NotFound, match=r"'c'; it has \['a', 'b'\]"):
+        latest.load("c")
+
+
+@pytest.mark.parametrize("count", [-2, 3])
+def test_commit_completes_a_tag(home: str, count: int) -> None:
+    nm.init(home)
+    checkpoint = nm.Checkpoint("global_step10", count)
+    checkpoint.save("a", 1)
+    checkpoint.save("b", 2)
+    assert nm.get_checkpoint("global_step10") is None
+    assert checkpoint.commit() is True
+    assert checkpoint.commit() is True
+    assert load("global_step10", "b") == 2
+
+
+def test_a_commit_of_nothing_is_none(home: str) -> None:
+    nm.init(home)
+    with pytest.warns(SaveWarning, match="nothing to complete"):
+        assert nm.Checkpoint("global_step10", -2).commit() is False
+
+
+def test_what_was_saved_may_be_changed_at_once(home: str) -> None:
+    nm.init(home)
+    checkpoint = nm.Checkpoint("global_step1", 2)
+    values = [torch.arange(1000.0), torch.arange(1000.0)]
+    for name, value in zip("ab", values, strict=True):
+        checkpoint.save(name, value)
+        value.zero_()
+    assert torch.equal(load("global_step1", "a"), torch.arange(1000.0))
+    assert torch.equal(load("global_step1", "b"), torch.arange(1000.0))
+
+
+def test_the_file_that_completes_a_tag_is_not_copied_twice(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are counted where they are made: of two files only the first is kept aside."""
+    from holdfast.adapters.nebula.packing import Packed
+
+    kept, copy = [], Packed.kept
+    monkeypatch.setattr(Packed, "kept", lambda self: kept.append(self.tree) or copy(self))
+    nm.init(home)
+    checkpoint = nm.Checkpoint("global_step1", 2)
+    checkpoint.save("a", {"x": torch.ones(3)})
+    assert len(kept) == 1
+    checkpoint.save("b", {"x": torch.ones(3)})
+    save("global_step2", {"x": torch.ones(3)})
+    assert len(kept) == 1
+
+
+def test_a_file_that_comes_late_makes_a_version_that_holds_both(home: str) -> None:
+    nm.init(home)
+    checkpoint = nm.Checkpoint("global_step10")
+    checkpoint.save("a", {"t": torch.ones(2)})
+    checkpoint.save("b", {"n": 2})
+    latest = nm.get_latest_checkpoint()
+    assert latest.tag == "global_step10"
+    assert torch.equal(latest.load("a")["t"], torch.ones(2))
+    assert latest.load("b") == {"n": 2}
+
+
+def test_a_step_that_is_complete_is_not_saved_again_and_it_says_so(home: str) -> None:
+    nm.init(home)
+    save("global_step10", {"n": 1})
+    with pytest.warns(SaveWarning, match="not saved again"):
+        save("global_step10", {"n": 2})
+    assert load("global_step10") == {"n": 1}
+
+
+def test_a_tag_that_is_no_step_can_be_saved_again_and_the_newest_is_found(home: str) -> None:
+    nm.init(home)
+    for number in range(3):
+        save("best", {"n": number})
+    assert load("best") == {"n": 2}
+
+
+def test_a_tag_that_never_came_to_completion_is_told_at_the_end(home: str) -> None:
+    nm.init(home)
+    nm.Checkpoint("global_step1", 2).save("a", 1)
+    with pytest.warns(SaveWarning, match=r"global_step1 was never complete.*'a'"):
+        current.end()
+
+
+# -- steps ---------------------------------------------------------------------------------------------------
+
+
+def test_tags_become_steps(home: str) -> None:
+    nm.init(home)
+    for tag in ("global_step10", "best", "global_step11", "global_step20", "epoch 3/last"):
+        save(tag, {"tag": tag})
+    listed = nm.list_checkpoints()
+    steps = {"epoch 3/last": 21, "global_step20": 20, "global_step11": 12, "best": 11, "global_step10": 10}
+    assert {tag: one["step"] for tag, one in listed.items()} == steps
+    assert [load(tag)["tag"] for tag in steps] == list(steps)
+
+
+def test_a_list_tells_what_there_is(home: str) -> None:
+    nm.init(home, 3600)
+    save("global_step1", {"t": torch.ones(1000)})
+    one = json.loads(json.dumps(nm.list_checkpoints()))["global_step1"]
+    assert one["tiers"] == ["local"]
+    assert (one["step"], one["attempt"], one["files"]) == (1, 1, ["model"])
+    assert one["bytes"] > 4000
+    assert nm.get_latest_checkpoint(home).tag == "", "it is not complete there"
+    assert nm.get_latest_checkpoint().tag == "global_step1"
+    nm.flush_persistence("global_step1")
+    assert nm.list_checkpoints()["global_step1"]["tiers"] == ["local", "home"]
+    assert nm.list_checkpoints(home)["global_step1"]["files"] == ["model"]
+    assert nm.get_latest_checkpoint(home).tag == "global_step1"
+
+
+def test_everything_that_is_near_comes_home_when_it_is_asked_for(home: str) -> None:
+    nm.init(home, 3600, 3)
+    for step in (1, 2, 3):
+        save(f"global_step{step}", {"n": step})
+    nm.flush_persistence()
+    assert [one["tiers"] for one in nm.list_checkpoints().values()] == [["local", "home"]] * 3
+
+
+def test_near_checkpoints_are_as_many_as_was_asked_for(home: str, tmp_path: Path) -> None:
+    nm.init(home, 3600, 2, local=tmp_path / "near")
+    for step in range(1, 6):
+        save(f"global_step{step}", {"n": step})
+        nm.get_latest_checkpoint()  # waits until it is complete
+    assert list(nm.list_checkpoints()) == ["global_step5", "global_step4"]
+
+
+def test_after_going_back_a_tag_is_saved_anew(home: str) -> None:
+    nm.init(home)
+    for step in (10, 20, 30):
+        save(f"global_step{step}", {"n": step})
+    assert load("global_step10") == {"n": 10}
+    save("global_step20", {"n": 21})
+    latest = nm.get_latest_checkpoint()
+    assert (latest.tag, latest.load("model")) == ("global_step20", {"n": 21})
+    assert holdfast.open(home).manifest.ancestors == ((1, 10),)
+    save("global_step30", {"n": 31})
+    assert nm.get_latest_checkpoint().load("model") == {"n": 31}
+
+
+def test_to_look_at_an_old_checkpoint_is_not_to_go_back(home: str) -> None:
+    nm.init(home)
+    for step in (10, 20):
+        save(f"global_step{step}", {"n": step})
+    assert load("global_step10") == {"n": 10}
+    save("global_step30", {"n": 30})
+    assert list(nm.list_checkpoints()) == ["global_step30", "global_step20", "global_step10"]
+    assert holdfast.open(home).attempt == 1
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_new_start_goes_on_from_what_it_loaded_or_from_the_newest(home: str, looks: bool) -> None:
+    nm.init(home)
+    for step in (10, 20):
+        save(f"global_step{step}", {"n": step})
+    current.end()
+    nm.init(home)
+    if looks:
+        load("global_step10")
+    save("global_step25", {"n": 25})
+    nm.flush_persistence()
+    assert holdfast.open(home).manifest.ancestors == ((1, 10 if looks else 20),)
+
+
+def test_what_a_start_goes_on_from_is_not_saved_again(home: str) -> None:
+    nm.init(home)
+    save("global_step10", {"n": 10})
+    current.end()
+    nm.init(home)
+    nm.get_latest_checkpoint().load("model")
+    with pytest.warns(SaveWarning, match="not saved again"):
+        save("global_step10", {"n": 11})
+    save("global_step11", {"n": 11})
+    assert nm.get_latest_checkpoint().load("model") == {"n": 11}
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_newest_is_passed_over_and_it_says_why(home: str) -> None:
+    nm.init(home)
+    for step in (1, 2):
+        save(f"global_step{step}", {"t": torch.full((100,), float(step))})
+    current.end()
+    damage(home, 2)
+    nm.init(home)
+    with pytest.warns(SaveWarning, match=r"global_step1 is taken.*step 2 of attempt 1"):
+        latest = nm.get_latest_checkpoint()
+    assert latest.tag == "global_step1"
+    assert latest.load("model")["t"][0] == 1
+    with pytest.raises(Corrupt):
+        load("global_step2")
+
+
+def test_if_all_are_damaged_nothing_begins_from_zero_unnoticed(home: str) -> None:
+    nm.init(home)
+    save("global_step1", {"t": torch.ones(100)})
+    current.end()
+    damage(home, 1)
+    nm.init(home)
+    with pytest.raises(Corrupt, match="none of them verifies"):
+        nm.get_latest_checkpoint()
+
+
+def test_a_near_copy_that_is_damaged_is_mended_from_home(home: str, tmp_path: Path) -> None:
+    near = tmp_path / "near"
+    nm.init(home, 3600, local=near)
+    save("global_step1", {"t": torch.ones(100)})
+    current.end()
+    damage(str(near), 1)
+    nm.init(home, 3600, local=near)
+    assert nm.get_latest_checkpoint().load("model")["t"].sum() == 100
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_buffer_has_no_room_for_is_refused_with_the_number_that_would_do(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", "200000")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    nm.init(home)
+    save("global_step1", {"t": torch.ones(100)})
+    with pytest.raises(InvalidInput, match=r"NEBULA_MEMORY_BUFFER_SIZE to at least (\d+)") as caught:
+        save("global_step2", {"t": torch.ones(100_000)})
+    current.end()
+    needed = str(caught.value).rpartition("at least ")[2].partition(";")[0]
+    monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", needed)
+    nm.init(home)
+    save("global_step2", {"t": torch.ones(100_000)})
+    assert load("global_step2")["t"].sum() == 100_000
+
+
+# -- values --------------------------------------------------------------------------------------------------
+
+
+def test_modules_and_optimizers_come_back_as_their_state_dicts(home: str) -> None:
+    nm.init(home)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    save("global_step1", {"model": model, "inner": [optimizer]}, "all")
+    found = load("global_step1", "all")
+    again = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    again.load_state_dict(found["model"])
+    again.load_state_dict(found["model"].state_dict())
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+    torch.optim.AdamW(again.parameters()).load_state_dict(found["inner"][0])
+    with pytest.raises(Unsupported, match="holds no code"):
+        found["model"](torch.ones(1, 3))
+    with pytest.raises(AttributeError, match="'forward'"):
+        _ = found["model"].forward
+
+
+def test_values_of_many_kinds_come_back_as_they_were(home: str) -> None:
+    nm.init(home)
+    shared = torch.arange(6.0).reshape(2, 3)
+    value = {
+        "args": argparse.Namespace(lr=0.1, sizes=[1, 2], inner=argparse.Namespace(t=torch.ones(2))),
+        "facts": types.SimpleNamespace(a=1),
+        3: (torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), np.float32(0.5), np.arange(3)),
+        "tied": [shared, shared],
+        "order": collections.OrderedDict(b=1, a=2),
+        "none": None,
+        "empty": torch.empty(0, 4),
+        "bf16": torch.ones(3, dtype=torch.bfloat16),
+    }
+    save("global_step1", value, "a/b@c%")
+    found = load("global_step1", "a/b@c%")
+    assert found["args"].lr == 0.1
+    assert torch.equal(found["args"].inner.t, torch.ones(2))
+    assert found["facts"] == types.SimpleNamespace(a=1)
+    assert found[3][:4] == (torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), np.float32(0.5))
+    assert np.array_equal(found[3][4], np.arange(3))
+    assert found["tied"][0] is found["tied"][1]
+    assert torch.equal(found["tied"][0], shared)
+    assert found["order"] == value["order"]
+    assert list(found) == list(value)
+    assert found["empty"].shape == (0, 4)
+    assert found["bf16"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["rng", "nebula", "mp_rank_00_model_states.pt", "<CKPT_NAME>", "模型"])
+def test_partitions_may_have_any_name(home: str, name: str) -> None:
+    nm.init(home)
+    save("global_step1", {"t": torch.ones(2)}, name)
+    assert torch.equal(load("global_step1", name)["t"], torch.ones(2))
+
+
+def test_what_no_checkpoint_holds_is_refused_by_its_path_and_nothing_is_taken(home: str) -> None:
+    nm.init(home)
+    checkpoint = nm.Checkpoint("global_step1", 2)
+    checkpoint.save("a", 1)
+    with pytest.raises(InvalidInput, match=r"b\.inner\.hook"):
+        checkpoint.save("b", {"inner": {"hook": lambda: None}})
+    with pytest.raises(Unsupported, match=r"b\.s"):
+        checkpoint.save("b", {"s": torch.ones(2, 2).to_sparse()})
+    checkpoint.save("b", 2)
+    assert load("global_step1", "b") == 2
+
+
+def test_tensors_go_where_map_location_says(home: str) -> None:
+    nm.init(home)
+    save("global_step1", {"t": torch.ones(4)})
+    asked = []
+
+    def ask(storage: Any, location: str) -> Any:
+        asked.append(location)
+        return storage
+
+    for where in (None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, {}, ask, lambda storage, _: None):
+        assert torch.equal(load("global_step1", map_location=where)["t"], torch.ones(4))
+    assert asked == ["cpu"]
+    assert load("global_step1", map_location="meta")["t"].device.type == "meta"
+
+
+def test_the_path_of_the_latest_is_a_file_of_torch_and_made_once(home: str) -> None:
+    nm.init(home)
+    save("global_step1", {"t": torch.ones(4), "args": argparse.Namespace(lr=0.1)}, "checkpoint")
+    path = nm.get_latest_checkpoint_path("checkpoint", home)
+    found = torch.load(path, weights_only=True)
+    assert torch.equal(found["t"], torch.ones(4))
+    assert found["args"] == {"lr": 0.1}
+    before = Path(path).stat().st_mtime_ns
+    assert nm.get_latest_checkpoint_path("checkpoint", home) == path
+    assert Path(path).stat().st_mtime_ns == before
+    with pytest.raises(NotFound, match="no partition 'model'"):
+        nm.get_latest_checkpoint_path("model")
+    save("global_step2", {"t": torch.zeros(4)}, "checkpoint")
+    assert nm.get_latest_checkpoint_path("checkpoint") != path
+
+
+def test_no_warning_is_given_where_nothing_is_wrong(home: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nm.init(home)
+        save("global_step1", {"t": torch.ones(4)})
+        nm.get_latest_checkpoint().load("model")
+        current.end()

@@ -113,8 +113,8 @@ class Order:
     def withdraw(self, name: str) -> tuple[Entry | None, Deeds]:
         """Take back the put of a name that was renamed, if nothing was closed between.
 
-        What was closed between might speak of the old name, so then it stays; and it stays if the bucket has, or
-        will have, an older version of that name, beside which the new name would be ahead.
+        What was closed between might speak of the old name, so then it stays; and it stays if the bucket
+        has, or will have, an older version of that name, which the new name would overtake.
         """
         newest = next(reversed(self.entries.values()), None)
         if newest is None or newest.name != name or newest.number == self.begun or newest.version is None:

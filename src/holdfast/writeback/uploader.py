@@ -291,7 +291,7 @@ class Uploader:
 
     def _capture(self, name: str, *, source: str = "", is_second_look: bool = False) -> None:
         """A file was closed: keep this version of it, and put it at the end of the order."""
-        if why_no_name(name):
+        if why_no_name(name) or self._is_overtaken(name):
             return
         try:
             fd = open_file(self._root / name)
@@ -308,7 +308,7 @@ class Uploader:
                 self._remove(name)
                 return
             number = self._book.order.next_number()
-            version = self._captures.take(number, name, fd, lambda: self._is_overtaken(name))
+            version = self._captures.take(number, name, fd, lambda: self._is_overtaken(name, take=True))
         finally:
             os.close(fd)
         if version is not None:
@@ -333,9 +333,10 @@ class Uploader:
         else:
             self._recheck.pop(name, None)
 
-    def _is_overtaken(self, name: str) -> bool:
-        """Whether a file has been closed again, so that what was read may be of then."""
-        self._take()
+    def _is_overtaken(self, name: str, *, take: bool = False) -> bool:
+        """Whether a file has been closed again, so that what is, or was, read may be of then."""
+        if take:
+            self._take()
         if not self._closed_later[name]:
             return False
         self._overtaken[name] += 1

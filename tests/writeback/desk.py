@@ -18,11 +18,11 @@ from holdfast.writeback.status import is_locked
 LIMIT_S = 60.0
 
 
-def wait_for(what: Callable[[], Any], name: str) -> Any:
-    """Wait until `what()` is true; returns what it said."""
+def wait_for(what: Callable[[], Any], name: str, told: Callable[[], str] = str) -> Any:
+    """Wait until `what()` is true; returns what it said. `told()` is shown if it never is."""
     give_up_s = time.monotonic() + LIMIT_S
     while not (found := what()):
-        assert time.monotonic() < give_up_s, f"waited in vain for {name}"
+        assert time.monotonic() < give_up_s, f"waited in vain for {name}. {told()}"
         time.sleep(0.01)
     return found
 
@@ -91,6 +91,10 @@ class Desk:
 
     def wait_until_gone(self) -> None:
         wait_for(lambda: not is_locked(self.directory), "the uploader's end")
+
+    def told(self) -> str:
+        """All there is to know, for a test that failed."""
+        return f"{self.status()}\n{self.log()}"
 
     def log(self) -> str:
         """What the uploader has said."""

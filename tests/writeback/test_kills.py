@@ -57,7 +57,7 @@ def wait_and_check(desk: Desk, is_over: Callable[[], Any]) -> None:
         check_bucket(desk)
         return is_over()
 
-    wait_for(looked, "the end of a job")
+    wait_for(looked, "the end of a job", desk.told)
 
 
 POINTS_OF_STORE = ("store.written", "store.synced", "store.linked")

@@ -77,11 +77,19 @@ class Captures:
         """Keep an entry's version no longer."""
         (self._folder / str(number)).unlink(missing_ok=True)
 
-    def sweep(self, needed: set[int]) -> None:
-        """Drop what a kill has left of entries that were not yet, or are no longer, in the journal."""
+    def sweep(self, needed: set[int]) -> set[int]:
+        """Drop what a kill has left of entries that were not yet, or are no longer, in the journal.
+
+        Returns:
+            The inodes of files whose links changed by that, or shortly before the kill: the time of their
+            last change is ours.
+        """
+        touched = set()
         for path in self._folder.iterdir():
             if not path.name.isdecimal() or int(path.name) not in needed:
+                touched.add(path.stat().st_ino)
                 path.unlink(missing_ok=True)
+        return touched
 
     def is_kept(self, number: int) -> bool:
         """Whether there is a kept version of this number."""

@@ -8,7 +8,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +57,15 @@ class Found:
     status_changed_ns: int
     is_settled: bool
 
-    @property
-    def order(self) -> tuple[int, int, str]:
-        """Sorts data before the marker that was written in the same tick of the clock."""
-        return self.status_changed_ns, -self.fingerprint.num_bytes, self.name
+    def order(self, touched: Container[int]) -> tuple[int, int, str]:
+        """Sorts by the last change, and data before a marker that was written in the same tick of the clock.
+
+        Args:
+            touched: inodes whose links we have changed; there the last write counts.
+        """
+        is_touched = self.fingerprint.inode in touched
+        changed_ns = self.fingerprint.changed_ns if is_touched else self.status_changed_ns
+        return changed_ns, -self.fingerprint.num_bytes, self.name
 
 
 def is_settled(info: os.stat_result, now_ns: int) -> bool:

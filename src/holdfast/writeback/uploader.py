@@ -41,6 +41,7 @@ LIFE, DOOR = "holders", "door"
 """A pipe that keeps the uploader alive while anybody holds its writing end; a lock for coming and going."""
 _TICK_S, _CLOSING_TICK_S = 0.25, 0.02
 _RECHECK_S = 0.03  # after this long, any later write to a file shows in its time
+_OPEN_S = 1.0  # between two looks at a file that was open
 _LET_GO_S = 1.0  # between two looks at how much is kept
 _LOCK_LIMIT_S = 5.0
 _MAX_OVERTAKEN = 100
@@ -59,10 +60,13 @@ class Uploader:
         self._folder = self._root / FOLDER
         self._later: deque[Event] = deque()
         self._closed_later: Counter[str] = Counter()  # how often each name stands in `_later` as closed
-        self._overtaken: Counter[str] = Counter()
+        self._overtaken: Counter[str] = Counter()  # how many versions of a name were lost since its last one
+        self._deferred: dict[str, None] = {}  # names that are gone
+        self._open: dict[str, float] = {}  # when to look again at files that were open
         self._recheck: dict[str, float] = {}
         self._closing_since_s: float | None = None
         self._hurries = False
+        self._touched: set[int] = set()
         self._let_go_s = 0.0
         self._lock_fd = _lock(self._folder)
         self._journal = Journal(self._root)
@@ -87,7 +91,7 @@ class Uploader:
         reconcile(store, self._root, self._terms, self._book, self._captures)
         if self._terms.owner:
             claim(store, self._terms.owner, self._terms.attempt)
-        self._captures.sweep(set(self._book.order.entries))
+        self._touched = self._captures.sweep(set(self._book.order.entries))
         self._watch.add_tree()
         self._look_at_all()
         self._sender = Sender(store, self._book, self._captures, self._terms)
@@ -169,7 +173,7 @@ class Uploader:
         is_open = self._has_open_files()
         if is_open and not self._hurries and waited_s < self._terms.linger_s:
             return None
-        door_fd = None if self._recheck else self._close_door()
+        door_fd = None if self._recheck or self._deferred else self._close_door()
         if door_fd is None:
             return None
         self._take()
@@ -279,8 +283,23 @@ class Uploader:
                 self._capture(name)
 
     def _remove(self, name: str) -> None:
+        """A name is gone. That waits while the version of another file was lost.
+
+        A marker that is rewritten in place says which older file may go; while its newest version has not
+        taken the place of the lost one, the older file has to stay.
+        """
         self._recheck.pop(name, None)
-        self._book.do(lambda order: order.remove(name))
+        self._open.pop(name, None)
+        self._overtaken.pop(name, None)
+        self._deferred[name] = None
+        self._remove_deferred()
+
+    def _remove_deferred(self) -> None:
+        if self._overtaken:
+            return
+        for name in list(self._deferred):
+            self._book.do(lambda order, name=name: order.remove(name))
+            del self._deferred[name]
 
     def _object_to(self, name: str, why: str) -> None:
         with suppress(FileNotFoundError):
@@ -312,8 +331,13 @@ class Uploader:
         finally:
             os.close(fd)
         if version is not None:
-            self._overtaken.pop(name, None)
             self._note(name, version, source, is_second_look=is_second_look)
+            self._deferred.pop(name, None)  # it is there again
+            self._open.pop(name, None)
+            self._overtaken.pop(name, None)
+            self._remove_deferred()
+        elif not self._closed_later[name]:
+            self._open[name] = time.monotonic() + _OPEN_S
 
     def _note(self, name: str, version: Version, source: str, *, is_second_look: bool) -> None:
         is_settled = []
@@ -343,8 +367,14 @@ class Uploader:
         return self._overtaken[name] <= _MAX_OVERTAKEN
 
     def _look_again(self) -> None:
-        """Look at files that were too fresh to tell them from the next version by their time."""
+        """Look at files that were too fresh to tell them from the next version by their time, or were open.
+
+        What is open will be told when it is closed; this is for what nobody would tell.
+        """
         now_s = time.monotonic()
+        for name in [name for name, due_s in self._open.items() if due_s <= now_s]:
+            del self._open[name]
+            self._capture(name, is_second_look=True)
         for name in [name for name, due_s in self._recheck.items() if due_s <= now_s]:
             del self._recheck[name]
             self._capture(name, is_second_look=True)
@@ -364,7 +394,7 @@ class Uploader:
             known = {one.name: self._book.order.known(one.name) for one in found}
             gone = [name for name in self._book.order.newest_first() if name not in known]
         changed = [one for one in found if known[one.name] != one.fingerprint]
-        for one in sorted(changed, key=lambda one: one.order):
+        for one in sorted(changed, key=lambda one: one.order(self._touched)):
             self._capture(one.name, source=_earlier_name(one.name, renamed))
         for name in gone:
             if name.startswith(inside) and (name in others or not (self._root / name).is_file()):

@@ -39,6 +39,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.ready is not None and os.fork():
         os._exit(0)  # leaves the uploader to the system: whoever mounts has no child to wait for
+    if args.ready is not None:
+        os.chdir("/")  # not before: a relative PYTHONPATH is of the mounter's directory
     try:
         terms = read_terms(args.terms) if args.terms else _terms(args)
         uploader = Uploader(terms)

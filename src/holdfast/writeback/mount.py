@@ -235,7 +235,6 @@ def _start(folder: Path, terms: Terms, timeout_s: float | None) -> None:
                 stderr=log,
                 pass_fds=(writing,),
                 start_new_session=True,
-                cwd="/",
                 check=False,
             )
         os.close(writing)

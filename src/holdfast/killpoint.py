@@ -25,6 +25,11 @@ POINTS = (
     "trainer.staging",  # copy under way
     "trainer.staged",  # copy complete, keeper not told
     "trainer.handed",  # keeper told
+    "writeback.fetched",  # an object is in a temporary file, not yet in the directory
+    "writeback.captured",  # the version of a closed file is kept, the journal does not know
+    "writeback.noted",  # the journal knows what is to be sent
+    "writeback.sent",  # the bucket has it, the journal does not know
+    "writeback.done",  # the journal knows that it was sent, its kept version is still there
 )
 """Every kill point there is; a crash test runs over all of them."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import Corrupt, HoldfastError
 
-COMMANDS = ("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "demo")
+COMMANDS = ("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo")
 """Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`.
 
 A command that is called like a word of Python has an underscore after its file's name.

@@ -1,0 +1,366 @@
+"""SkyPilot's training guide has decorators `save_checkpoint` and `load_checkpoint`; these keep their word."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import xxhash
+
+from holdfast.errors import Corrupt, InvalidInput, NotFound
+from holdfast.store.local import LocalStore
+
+logger = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_BLOCK_BYTES = 8 << 20
+_BEFORE = ".before-"  # begins the names that files of a step have while the step is saved again
+
+
+def save_checkpoint(
+    save_dir: str, max_checkpoints: int = 5, checkpoint_prefix: str = "checkpoint"
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Decorate a function that saves a step into files below `save_dir`; their names must hold the step.
+
+    The function is called once. When it has returned, its files are made durable and hashed, and only then
+    `{prefix}_step_{step}_metadata.json` appears, which makes the step exist: a function that was killed half
+    way has saved nothing, and a step that was there before is still there. What the function raises is
+    raised.
+
+    Args:
+        save_dir: made if it is not there.
+        max_checkpoints: how many steps are kept; the one just saved always is.
+        checkpoint_prefix: keeps several series in one directory apart. Functions with the same one save
+            different files of the same checkpoint.
+
+    Returns:
+        The decorator. The step is the argument called `step`, or the first; with None nothing is noted.
+
+    Raises:
+        InvalidInput: by the decorated function: no step, or no file with the step in its name was written.
+        RetryLater: by the decorated function: the disk is full, or failed.
+
+    Ranks: for one process at a time; ranks that save their own files need prefixes of their own.
+    Source: the training guide in SkyPilot's documentation, "Robust checkpointing with error handling".
+    """
+    if max_checkpoints < 1:
+        raise InvalidInput(f"max_checkpoints must be at least 1, got {max_checkpoints}.")
+
+    def decorate(func: Callable[_P, _T]) -> Callable[_P, _T]:
+        signature = inspect.signature(func)
+        name = _step_name(signature)
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+
+        @functools.wraps(func)
+        def save(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            step = given.get(name)
+            if step is None:
+                return func(*args, **kwargs)
+            series = _Series(Path(save_dir), checkpoint_prefix)
+            result = series.save(_checked(step), lambda: func(*args, **kwargs), _model_type(given))
+            series.prune(max_checkpoints, step)
+            return result
+
+        return save
+
+    return decorate
+
+
+def load_checkpoint(
+    save_dir: str, checkpoint_prefix: str = "checkpoint"
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T | None]]:
+    """Decorate a function that loads a step which `save_checkpoint` saved.
+
+    It is called with the newest step whose files all match their hashes, whatever step it was given, and what
+    it returns or raises is returned or raised. Steps that do not verify are passed over with a warning, and
+    so are those that lack a file which the function asks for: another function may have been killed before it
+    saved that.
+
+    Args:
+        save_dir: as for `save_checkpoint`.
+        checkpoint_prefix: as for `save_checkpoint`.
+
+    Returns:
+        The decorator. The decorated function returns None, and is not called, if nothing was ever saved.
+
+    Raises:
+        Corrupt: by the decorated function: there are checkpoints, and none of them verifies.
+
+    Source: as for `save_checkpoint`.
+    """
+
+    def decorate(func: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        signature = inspect.signature(func)
+        name = _step_name(signature)
+
+        @functools.wraps(func)
+        def load(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+            bound = signature.bind_partial(*args, **kwargs)
+
+            def call(step: int) -> _T:
+                bound.arguments[name] = step
+                return func(*bound.args, **bound.kwargs)
+
+            return _Series(Path(save_dir), checkpoint_prefix).load(call)
+
+        return load
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of a step."""
+
+    num_bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """A step. `files` - by path below the directory; None where the guide's own code wrote it, unhashed."""
+
+    step: int
+    timestamp: str
+    model_type: str
+    files: dict[str, _File] | None
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+
+class _Series:
+    """The checkpoints of one prefix in one directory."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder, self._prefix = folder, prefix
+        self._store = LocalStore(folder)
+        self._is_metadata = re.compile(re.escape(prefix) + r"_step_(\d+)_metadata\.json")
+
+    # -- save ------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, write: Callable[[], _T], model_type: str) -> _T:
+        """Have a step written, and make it exist."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._store.sweep(f"{self._prefix}_step_")
+        earlier = self._earlier(step)
+        self._move_away(earlier)
+        try:
+            seen = self._looks(step)
+            result = write()
+            files = {name: self._made_durable(name) for name in self._written(step, seen)}
+        except BaseException:
+            self._move_back(earlier)  # a kill leaves it to whoever loads
+            raise
+        kept = [name for name in earlier if name not in files]
+        self._move_back(kept)
+        files |= {name: earlier[name] for name in kept}
+        now = datetime.now(timezone.utc).isoformat()
+        self._store.put(self._metadata_name(step), _Metadata(step, now, model_type, files).text())
+        for name in earlier:
+            self._before(name).unlink(missing_ok=True)
+        logger.info("Saved checkpoint at step %d", step)
+        return result
+
+    def prune(self, max_checkpoints: int, newest: int) -> None:
+        """Delete the oldest steps beyond the limit; never `newest`, which was just saved and hashed."""
+        older = [step for step in sorted(self._steps()) if step != newest]
+        doomed = older[: max(0, len(older) + 1 - max_checkpoints)]
+        kept = {name for step in {*older, newest} - set(doomed) for name in self._names(step)}
+        for step in doomed:
+            names = self._names(step)
+            self._store.delete(self._metadata_name(step))  # first, so that nothing incomplete is ever visible
+            for name in set(names) - kept:
+                self._store.delete(name)
+
+    def _earlier(self, step: int) -> dict[str, _File]:
+        """The files of the step if it was saved before and is whole."""
+        with suppress(NotFound, Corrupt):
+            metadata = self._read(step)
+            if metadata.files is not None and not self._fault(metadata):
+                return metadata.files
+        return {}
+
+    def _move_away(self, names: dict[str, _File]) -> None:
+        for name in names:
+            (self._folder / name).replace(self._before(name))
+
+    def _move_back(self, names: dict[str, _File] | list[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._before(name).replace(self._folder / name)
+
+    def _before(self, name: str) -> Path:
+        path = self._folder / name
+        return path.with_name(_BEFORE + path.name)
+
+    def _written(self, step: int, seen: dict[str, tuple[int, int, int]]) -> list[str]:
+        """The files of the step that are new or changed."""
+        written = sorted(name for name, look in self._looks(step).items() if seen.get(name) != look)
+        if not written:
+            raise InvalidInput(
+                f"The function saved step {step}, but wrote no file below {self._folder} whose name holds "
+                f"{step}. Name files by their step, such as model_{step}.pt, so that none is overwritten."
+            )
+        return written
+
+    def _looks(self, step: int) -> dict[str, tuple[int, int, int]]:
+        """How the files look that may be of a step."""
+        has_step = re.compile(rf"(?<!\d)0*{step}(?!\d)")
+        looks = {}
+        for path in self._folder.rglob("*"):
+            name = path.relative_to(self._folder).as_posix()
+            is_ours = path.name.startswith((_BEFORE, ".unfinished-")) or path.name.endswith("_metadata.json")
+            if has_step.search(name) and not is_ours:
+                with suppress(FileNotFoundError):
+                    info = path.stat()
+                    if path.is_file():
+                        looks[name] = info.st_size, info.st_mtime_ns, info.st_ino
+        return looks
+
+    def _made_durable(self, name: str) -> _File:
+        """Fsync and hash a file; a name is durable when its directory is, which the metadata's put does."""
+        path = self._folder / name
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        for parent in path.relative_to(self._folder).parents:
+            fd = os.open(self._folder / parent, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return _hashed(path)
+
+    # -- load ------------------------------------------------------------------------------------------------
+
+    def load(self, call: Callable[[int], _T]) -> _T | None:
+        """Call with the newest step that verifies; None if there is none at all."""
+        faults = []
+        for step in sorted(self._steps(), reverse=True):
+            result, fault = self._try(step, call)
+            if not fault:
+                logger.info("Loaded checkpoint from step %d", step)
+                return result
+            logger.warning("Step %d was passed over: %s", step, fault)
+            faults.append(f"step {step}: {fault}")
+        if faults:
+            raise Corrupt(
+                f"None of the {len(faults)} checkpoints in {self._folder} can be loaded: "
+                f"{'; '.join(faults)}. Nothing was loaded. To begin anew, move them away."
+            )
+        logger.warning("No checkpoints found in %s", self._folder)
+        return None
+
+    def _try(self, step: int, call: Callable[[int], _T]) -> tuple[_T | None, str]:
+        """What loading a step returned, or why it was passed over."""
+        try:
+            metadata = self._read(step)
+        except (Corrupt, NotFound) as error:
+            return None, str(error)
+        if fault := self._fault(metadata):
+            return None, fault
+        if metadata.files is None:
+            return self._try_unverified(step, call)
+        try:
+            return call(step), ""
+        except FileNotFoundError as error:
+            if not self._is_below(error.filename):
+                raise
+            return None, f"it has no {error.filename}"
+
+    def _try_unverified(self, step: int, call: Callable[[int], _T]) -> tuple[_T | None, str]:
+        """Load a step of the guide's own code, which tells of damage only by failing to load."""
+        logger.warning("Step %d was saved without hashes; it is loaded unverified", step)
+        try:
+            return call(step), ""
+        except Exception as error:  # noqa: BLE001 - told, and raised in the end if nothing else loads
+            return None, f"it has no hashes, and could not be loaded: {error!r}"
+
+    def _steps(self) -> Iterator[int]:
+        with suppress(FileNotFoundError):
+            for path in self._folder.iterdir():
+                if found := self._is_metadata.fullmatch(path.name):
+                    yield int(found[1])
+
+    def _read(self, step: int) -> _Metadata:
+        name = self._metadata_name(step)
+        try:
+            facts = json.loads(self._store.get(name))
+            files = facts.get("files")
+            if files is not None:
+                files = {key: _File(int(one["num_bytes"]), str(one["xxh3"])) for key, one in files.items()}
+            return _Metadata(step, str(facts["timestamp"]), str(facts["model_type"]), files)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Corrupt(f"{self._folder / name} cannot be read: {error}", step=step) from error
+
+    def _names(self, step: int) -> list[str]:
+        with suppress(Corrupt, NotFound):
+            metadata = self._read(step)
+            return list(metadata.files or [f"{self._prefix}_step_{step}.pt"])
+        return []
+
+    def _fault(self, metadata: _Metadata) -> str:
+        """What is wrong with a step's files; brings back those of a save that was not redone."""
+        for name, wanted in (metadata.files or {}).items():
+            found = _found(self._folder / name)
+            if found != wanted and _found(self._before(name)) == wanted:
+                self._move_back([name])
+            elif found is None:
+                return f"{name} is missing"
+            elif found != wanted:
+                return f"{name} is damaged: expected {wanted}, found {found}"
+        return ""
+
+    def _is_below(self, filename: Any) -> bool:
+        if not isinstance(filename, (str, bytes)):
+            return False
+        return Path(os.fsdecode(filename)).absolute().is_relative_to(self._folder.absolute())
+
+    def _metadata_name(self, step: int) -> str:
+        return f"{self._prefix}_step_{step}_metadata.json"
+
+
+def _found(path: Path) -> _File | None:
+    try:
+        return _hashed(path)
+    except FileNotFoundError:
+        return None
+
+
+def _hashed(path: Path) -> _File:
+    hashed, num_bytes = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            hashed.update(block)
+            num_bytes += len(block)
+    return _File(num_bytes, hashed.hexdigest())
+
+
+def _checked(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidInput(f"A step is a whole number from 0 on, got {step!r}.")
+    return step
+
+
+def _step_name(signature: inspect.Signature) -> str:
+    names = list(signature.parameters)
+    if not names:
+        message = "The decorated function takes no arguments; it needs one called `step`."
+        raise InvalidInput(message)
+    return "step" if "step" in names else names[0]
+
+
+def _model_type(given: dict[str, Any]) -> str:
+    model = given.get("model", next(iter([*given.values()][1:]), None))
+    return type(model).__name__

@@ -1,0 +1,85 @@
+"""`holdfast drain`: waits until a write-back directory is in its bucket, and says what is not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from holdfast.cli.options import Commands, add_json, command
+from holdfast.cli.tables import print_json, print_table
+from holdfast.errors import RetryLater
+from holdfast.quantity import read_seconds, say_bytes
+
+if TYPE_CHECKING:
+    from holdfast.writeback import Status
+
+NOT_DRAINED = 1
+"""Exit status: something of the directory is not in the bucket."""
+_MAX_ROWS = 20
+
+_EXAMPLES = """
+holdfast drain /checkpoints
+holdfast drain /checkpoints --timeout 90s || echo "not all of it is safe"
+holdfast drain /checkpoints --status --json | jq .is_drained
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Wait until a write-back directory is in its bucket, and say what is not."
+    parser = command(commands, "drain", run, job=job, examples=_EXAMPLES)
+    parser.add_argument("directory", metavar="DIR", help="the write-back directory")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--status", action="store_true", help="only say how it stands")
+    which.add_argument("--wait", action="store_true", help="wait (this is the default)")
+    parser.add_argument("--timeout", metavar="T", help="wait so long at most, such as 90s or 5m")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Wait or look; 0 only if all of the directory is in the bucket."""
+    # Not above: help must not wait for it.
+    from holdfast.writeback import status_of, wait_until_settled
+
+    limit_s = None if args.timeout is None else read_seconds(args.timeout, "--timeout")
+    if args.status:
+        status = status_of(args.directory)
+    else:
+        try:
+            status = wait_until_settled(args.directory, timeout_s=limit_s)
+        except RetryLater:
+            if limit_s is None:
+                raise
+            status = status_of(args.directory)  # time ran out: say what is left
+    if args.json:
+        print_json(status.as_json())
+    else:
+        _print(status)
+    return 0 if status.is_drained else NOT_DRAINED
+
+
+def _print(status: Status) -> None:
+    rows = [
+        (one.name, say_bytes(one.num_bytes) if one.num_bytes else "-", state, one.why or "-")
+        for found, state in (
+            (status.waiting, "waiting"),
+            (status.unread, "just changed"),
+            (status.written, "being written"),
+            (status.left_out, "left out"),
+        )
+        for one in found
+    ]
+    if rows:
+        print_table(("NAME", "SIZE", "STATE", "WHY"), rows[:_MAX_ROWS], right=("SIZE",))
+    if len(rows) > _MAX_ROWS:
+        print(f"... {len(rows)} in all")
+    print(status.say())
+    if status.trouble:
+        print(f"holdfast: {status.trouble}", file=sys.stderr)
+    if not status.works and status.num_unsent:
+        print(
+            f"holdfast: the uploader is {status.uploader}: nothing more is sent until the directory is "
+            "mounted again.",
+            file=sys.stderr,
+        )

@@ -1,0 +1,64 @@
+"""Whether a file is whole, as far as its own format tells: a killed writer leaves one that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import PurePosixPath
+
+_ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
+_ZIP_END_BYTES, _ZIP_TAIL_BYTES = 22, 22 + 0xFFFF
+_NEVER_EMPTY = (".pt", ".pth", ".npz", ".zip", ".safetensors")
+_MAX_HEADER_BYTES = 100 << 20  # of a safetensors file, as its own library limits it
+
+
+def why_torn(fd: int, name: str) -> str:
+    """Why the file cannot be all that was to be written; "" if its format does not tell or it is whole.
+
+    Known are zip archives, which `torch.save` and `numpy.savez` write: their directory comes last. And
+    safetensors files: their header says how long they are.
+
+    Args:
+        fd: the file, open for reading.
+        name: its name; only safetensors files are told by it.
+    """
+    num_bytes, suffix = os.fstat(fd).st_size, PurePosixPath(name).suffix
+    if not num_bytes:
+        return "it is empty" if suffix in _NEVER_EMPTY else ""
+    if suffix == ".safetensors":
+        return _why_torn_safetensors(fd, num_bytes)
+    if os.pread(fd, 4, 0) == _ZIP:
+        return _why_torn_zip(fd, num_bytes)
+    return ""
+
+
+def _why_torn_zip(fd: int, num_bytes: int) -> str:
+    start = max(0, num_bytes - _ZIP_TAIL_BYTES)
+    tail = os.pread(fd, num_bytes - start, start)
+    at = tail.rfind(_ZIP_END)
+    while at >= 0:
+        if at + _ZIP_END_BYTES <= len(tail):
+            (comment_bytes,) = struct.unpack_from("<H", tail, at + 20)
+            if at + _ZIP_END_BYTES + comment_bytes == len(tail):
+                return ""
+        at = tail.rfind(_ZIP_END, 0, at)
+    return "it begins as a zip archive (as torch.save writes), and the directory at its end is missing"
+
+
+def _why_torn_safetensors(fd: int, num_bytes: int) -> str:
+    head = os.pread(fd, 8, 0)
+    if len(head) < 8:
+        return "it is too short for a safetensors file"
+    (header_bytes,) = struct.unpack("<Q", head)
+    if header_bytes > _MAX_HEADER_BYTES:
+        return ""  # not what its name says
+    try:
+        header = json.loads(os.pread(fd, header_bytes, 8))
+        ends = [one["data_offsets"][1] for key, one in header.items() if key != "__metadata__"]
+        wanted = 8 + header_bytes + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return "the header of a safetensors file is missing or cut off"
+    if num_bytes < wanted:
+        return f"its header tells of {wanted} bytes, and {num_bytes} are there"
+    return ""

@@ -1,0 +1,47 @@
+"""A program that saves checkpoints into a directory as many do: `python job.py DIRECTORY FIRST LAST`.
+
+Each step: two data files, one of them larger than what is copied, a marker with their hashes, `latest`
+overwritten in place, and the step before the last three deleted, its marker first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+KEEP = 3
+COPIED_BYTES = 100_000
+
+
+def save(folder: Path, step: int) -> None:
+    """Save one step."""
+    draw = random.Random(step)
+    hashes = {}
+    for name, num_bytes in ((f"data-{step}-a", 3 * COPIED_BYTES), (f"data-{step}-b", 1000)):
+        data = draw.randbytes(num_bytes)
+        hashes[name] = hashlib.sha256(data).hexdigest()
+        with (folder / name).open("wb", buffering=0) as file:
+            for at in range(0, num_bytes, 50_000):
+                file.write(data[at : at + 50_000])
+    (folder / f"marker-{step}.tmp").write_text(json.dumps(hashes))
+    (folder / f"marker-{step}.tmp").rename(folder / f"marker-{step}")
+    with (folder / "latest").open("w") as file:
+        file.write(str(step))
+    for name in (f"marker-{step - KEEP}", f"data-{step - KEEP}-a", f"data-{step - KEEP}-b"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Save steps; each is told on standard output."""
+    folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for step in range(first, last + 1):
+        save(folder, step)
+        os.write(1, b"%d\n" % step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What the bucket shows, and when: an S3 server behind a proxy that holds, slows and breaks uploads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from holdfast.testing.faultproxy import FaultProxy
+from writeback.desk import Desk, wait_for
+
+LARGE = 12 << 20  # sent in parts
+
+
+def test_a_marker_waits_for_the_data_that_was_closed_before_it(remote: Desk, proxy: FaultProxy):
+    """The first shard's last part is held on its way: nothing that was closed later may be seen."""
+    gate = proxy.hold(method="PUT", target=r"shard-0.*partNumber=2")
+    remote.write("shard-0", os.urandom(LARGE))
+    remote.write("shard-1", os.urandom(LARGE))
+    remote.write("COMMITTED", "1")
+    assert gate.reached.wait(60)
+    wait_for(lambda: len(remote.status().waiting) == 3, "all three to be noted")
+    assert remote.bucket() == {}
+    gate.opened.set()
+    assert remote.drained() == remote.local()
+
+
+def test_objects_appear_in_the_order_of_closing(remote: Desk, proxy: FaultProxy):
+    """Seen from the bucket at every moment, while uploads are slow."""
+    proxy.bytes_per_s = 4e6
+    names = []
+    for number in range(4):
+        for name, num_bytes in (
+            (f"large-{number}", 600_000),
+            (f"small-{number}", 10),
+            (f"empty-{number}", 0),
+        ):
+            remote.write(name, os.urandom(num_bytes))
+            names.append(name)
+    seen = []
+
+    def all_there() -> bool:
+        found = remote.bucket()
+        assert set(found) == set(names[: len(found)]), f"{sorted(found)} is no beginning of {names}"
+        seen.append(len(found))
+        return len(found) == len(names)
+
+    wait_for(all_there, "every object")
+    assert len(set(seen)) > 3, "the bucket was not looked at often enough to see an order"
+
+
+def test_deletes_and_renames_keep_their_place(remote: Desk, proxy: FaultProxy):
+    """The old checkpoint stays until the new one's marker is there; a renamed file is never nowhere."""
+    remote.write("data-1", "old data")
+    remote.write("latest", "data-1")
+    remote.drained()
+    gate = proxy.hold(method="PUT", target="data-2")
+    remote.write("data-2", "new data")
+    remote.write("latest", "data-2")
+    (remote.directory / "data-1").unlink()
+    remote.write("notes", "x").rename(remote.directory / "notes-renamed")
+    assert gate.reached.wait(60)
+    wait_for(lambda: any(one.why == "to be deleted" for one in remote.status().waiting), "the delete")
+    # The answer is held, not the object: data-2 may be there, and nothing that came after it.
+    assert remote.bucket() == {"data-1": b"old data", "latest": b"data-1", "data-2": b"new data"}
+    gate.opened.set()
+    assert remote.drained() == {"data-2": b"new data", "latest": b"data-2", "notes-renamed": b"x"}
+
+
+def test_a_marker_that_is_overwritten_in_place_never_runs_ahead(remote: Desk, proxy: FaultProxy):
+    """`latest` is opened and rewritten for each step while the first step's data is still on its way."""
+    gate = proxy.hold(method="PUT", target="data-1")
+    for step in range(1, 6):
+        remote.write(f"data-{step}", os.urandom(200_000))
+        remote.write("latest", str(step))
+    assert gate.reached.wait(60)
+    names = {"latest", *(f"data-{step}" for step in range(1, 6))}
+    wait_for(lambda: {one.name for one in remote.status().waiting} == names, "all files to be noted")
+    wait_for(lambda: not remote.status().unread, "all versions to be noted")
+    gate.opened.set()
+
+    def is_last() -> bool:
+        latest = remote.bucket().get("latest")
+        found = remote.bucket()  # read after the marker, so it can only have more
+        assert latest is None or f"data-{int(latest)}" in found
+        return latest == b"5"
+
+    wait_for(is_last, "the last marker")
+    assert remote.drained() == remote.local()
+
+
+def test_data_that_is_overwritten_before_it_was_sent_still_comes_before_its_marker(
+    remote: Desk, proxy: FaultProxy
+):
+    """The old bytes are gone, and the new ones are not closed yet: the marker waits."""
+    gate = proxy.hold(method="PUT", target="first")
+    remote.write("first", "x")
+    path = remote.write("weights", os.urandom(LARGE))
+    remote.write("marker", "weights are there")
+    assert gate.reached.wait(60)
+    wait_for(lambda: len(remote.status().waiting) == 3, "the marker to be noted")
+    with path.open("r+b", buffering=0) as file:
+        file.write(b"new")
+        gate.opened.set()
+        wait_for(lambda: "first" in remote.bucket(), "the first file")
+        wait_for(lambda: "opened for writing again" in remote.status().trouble, "the wait for the open file")
+        assert set(remote.bucket()) == {"first"}
+        assert [one.name for one in remote.status().written] == ["weights"]
+    assert remote.drained() == remote.local()
+
+
+def test_a_file_that_is_written_while_it_is_sent_does_not_appear_torn(remote: Desk, proxy: FaultProxy):
+    """Its upload is under way when it changes: that upload must not complete."""
+    gate = proxy.hold(method="PUT", target=r"weights.*partNumber=1")
+    num_bytes = 40 << 20  # in 8 parts, of which few are read ahead
+    path = remote.write("weights", os.urandom(num_bytes))
+    assert gate.reached.wait(60)
+    new = os.urandom(num_bytes)
+    with path.open("r+b", buffering=0) as file:
+        file.write(new[: num_bytes // 2])
+        gate.opened.set()
+        wait_for(lambda: "opened for writing again" in remote.status().trouble, "the change to be seen")
+        assert remote.bucket() == {}
+        file.write(new[num_bytes // 2 :])
+    assert remote.drained() == {"weights": new}
+
+
+def test_a_file_that_is_still_open_is_not_sent(remote: Desk):
+    """However long it rests; a mapped file counts as open."""
+    with (remote.directory / "open").open("wb", buffering=0) as file:
+        file.write(b"half")
+        remote.write("closed", "x")
+        wait_for(lambda: "closed" in remote.bucket(), "the closed file")
+        status = remote.status()
+        assert [one.name for one in status.written] == ["open"]
+        assert not status.is_settled
+        file.write(b" and half")
+    assert remote.drained() == {"open": b"half and half", "closed": b"x"}
+
+
+def test_versions_survive_their_files(remote: Desk, proxy: FaultProxy):
+    """A large file is deleted, and another replaced, while they wait: what was closed arrives in its turn."""
+    gate = proxy.hold(method="PUT", target="blocks")
+    remote.write("blocks", "x")
+    doomed = remote.write("doomed", os.urandom(LARGE))
+    remote.write("marker-1", hashlib.sha256(doomed.read_bytes()).hexdigest())
+    assert gate.reached.wait(60)
+    wait_for(lambda: len(remote.status().waiting) == 3, "the versions to be kept")
+    held = proxy.hold(method="PUT", target="marker-1")
+    doomed.unlink()
+    gate.opened.set()
+    assert held.reached.wait(60)
+    found = remote.bucket()
+    assert len(found["doomed"]) == LARGE
+    held.opened.set()
+    assert remote.drained() == remote.local()
+    assert hashlib.sha256(found["doomed"]).hexdigest() == remote.bucket()["marker-1"].decode()
+
+
+def test_a_bucket_that_fails_for_a_while_gets_everything_in_order(remote: Desk, proxy: FaultProxy):
+    """Refusals, broken connections, lost answers: told while they last, and then nothing is missing."""
+    proxy.order("503", times=None)
+    for number in range(3):
+        remote.write(f"file-{number}", os.urandom(1000))
+    wait_for(lambda: "file-0 could not be sent" in remote.status().trouble, "the trouble to be told")
+    status = remote.status()
+    assert not status.is_settled
+    assert status.uploader == "alive"
+    assert remote.bucket() == {}
+    proxy.clear()
+    for fault in ("reset-before", "reset-after", "reset-request"):
+        proxy.order(fault, method="PUT", times=1)
+    assert remote.drained() == remote.local()
+    assert remote.status().trouble == ""
+
+
+def test_the_bucket_holds_no_more_than_the_directory(remote: Desk, tmp_path: Path):
+    """Deleted at once after they were written, some before anybody could look."""
+    for number in range(50):
+        path = remote.write(f"brief-{number}", str(number))
+        if number % 2:
+            path.unlink()
+    assert remote.drained() == remote.local()

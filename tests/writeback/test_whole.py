@@ -1,0 +1,81 @@
+"""Files that tell by their own format whether they are whole."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from holdfast.writeback.whole import why_torn
+
+
+def verdict(path: Path, data: bytes) -> str:
+    """What is said of a file with these bytes."""
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return why_torn(fd, path.name)
+    finally:
+        os.close(fd)
+
+
+def torch_bytes() -> bytes:
+    room = io.BytesIO()
+    torch.save({"weight": torch.arange(1000.0), "step": 7}, room)
+    return room.getvalue()
+
+
+def zip_bytes(comment: bytes) -> bytes:
+    room = io.BytesIO()
+    with zipfile.ZipFile(room, "w") as archive:
+        archive.writestr("a", b"x" * 1000)
+        archive.comment = comment
+    return room.getvalue()
+
+
+def npz_bytes() -> bytes:
+    room = io.BytesIO()
+    np.savez(room, weight=np.arange(1000.0))
+    return room.getvalue()
+
+
+WHOLE = {
+    "model.pt": torch_bytes(),
+    "model.safetensors": save({"weight": np.arange(1000.0)}),
+    "arrays.npz": npz_bytes(),
+    "commented.zip": zip_bytes(b"said PK\x05\x06 in its comment" * 100),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_file_is_whole(tmp_path: Path, name: str):
+    assert verdict(tmp_path / name, WHOLE[name]) == ""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_that_was_cut_off_anywhere_is_torn(
+    tmp_path_factory: pytest.TempPathFactory, name: str, share: float
+):
+    folder = tmp_path_factory.mktemp("cut", numbered=True)
+    length = int(share * len(WHOLE[name]))
+    if 0 < length < 4 and not name.endswith(".safetensors"):
+        return  # too short for any format to be told
+    assert verdict(folder / name, WHOLE[name][:length])
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x00" * 5000, b"plain text\n" * 1000])
+def test_what_tells_nothing_counts_as_whole(tmp_path: Path, data: bytes):
+    assert verdict(tmp_path / "notes.txt", data) == ""
+
+
+def test_a_file_that_only_has_the_name_of_safetensors_is_let_pass(tmp_path: Path):
+    assert verdict(tmp_path / "odd.safetensors", b"\xff" * 5000) == ""

@@ -109,7 +109,7 @@ def test_a_variable_without_value_is_taken_from_here(
 
 
 def test_secrets_are_given_to_the_job_and_never_shown(desk: Desk, task: Path, holdfast: Command) -> None:
-    task.write_text("secrets: {TOKEN: null}\nrun: test $TOKEN = abc123\n")
+    task.write_text("secrets: {TOKEN: null}\nrun: test ${#TOKEN} = 6\n")
     for words in (["--dry-run"], ["--dry-run", "--json"]):
         assert "abc123" not in holdfast("launch", task, "--secret", "TOKEN=abc123", *words).out
     assert holdfast("launch", task, "--secret", "TOKEN=abc123", "--attach").status == 0

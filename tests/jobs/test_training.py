@@ -104,6 +104,7 @@ def test_the_loss_of_a_node_costs_what_came_after_the_last_save(
     assert (desk.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_nodes_train_together_and_survive_a_notice(desk: Desk) -> None:
     """With torchrun on two loopback addresses; it ends with 1 when told to stop, and that is no error."""

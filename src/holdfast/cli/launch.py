@@ -14,7 +14,7 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs.choice import choose_engine
 from holdfast.jobs.engine import Effect, Engine, Job
 from holdfast.jobs.status import Status
-from holdfast.jobs.task.task import Task
+from holdfast.jobs.task.contents import Task
 
 _EXAMPLES = """
 holdfast launch task.yaml

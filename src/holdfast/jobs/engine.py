@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.jobs.status import Status
-from holdfast.jobs.task.task import Task
+from holdfast.jobs.task.contents import Task
 
 
 @dataclass(frozen=True, slots=True)

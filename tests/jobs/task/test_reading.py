@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, read_accelerators
+from holdfast.jobs.task.contents import MountMode, Task
 from holdfast.jobs.task.handover import to_yaml
 from holdfast.jobs.task.reading import Overrides, parse_task, read_task
 from holdfast.jobs.task.schema import RESOURCES, STORAGE, TASK
-from holdfast.jobs.task.task import MountMode, Task
 from jobs.task.guide import SNIPPETS
 
 

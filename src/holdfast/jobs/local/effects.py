@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import Effect
-from holdfast.jobs.task.task import Task
+from holdfast.jobs.task.contents import Task
 
 _CHOICE = "no machine is chosen here; kept for other engines"
 _EFFECTS: Mapping[str, str] = {

@@ -26,7 +26,7 @@ from holdfast.jobs.local.nodes import own_environment
 from holdfast.jobs.local.planning import write_scripts
 from holdfast.jobs.local.records import Record, Records, Spec
 from holdfast.jobs.machine import Terms
-from holdfast.jobs.task.task import Task
+from holdfast.jobs.task.contents import Task
 from holdfast.surroundings import read_progress
 
 

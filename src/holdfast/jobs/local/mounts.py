@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, InvalidInput, NotFound, Unsupported
 from holdfast.jobs.local.folder import JobFolder, bucket_dir
 from holdfast.jobs.local.plan import write_whole
-from holdfast.jobs.task.task import FileMount, MountMode, Task
+from holdfast.jobs.task.contents import FileMount, MountMode, Task
 
 # The seam for other kinds of mounts: `place` turns each FileMount into a Link to a folder of this machine,
 # once, when the job is submitted; `attach` is called before each attempt, `detach` when the job has ended.

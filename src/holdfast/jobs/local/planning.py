@@ -12,7 +12,7 @@ from holdfast.jobs.local.folder import JobFolder
 from holdfast.jobs.local.plan import Plan, write_whole
 from holdfast.jobs.local.records import Record
 from holdfast.jobs.machine import Life
-from holdfast.jobs.task.task import Task
+from holdfast.jobs.task.contents import Task
 
 
 def addresses(num_nodes: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from holdfast.jobs.task.task import Task
+from holdfast.jobs.task.contents import Task
 
 
 class _Dumper(yaml.SafeDumper):

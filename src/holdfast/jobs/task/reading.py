@@ -9,10 +9,10 @@ from typing import Any
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, read_accelerators
+from holdfast.jobs.task.contents import FileMount, MountMode, Recovery, Task
 from holdfast.jobs.task.document import Value, read_documents
 from holdfast.jobs.task.schema import TASK
 from holdfast.jobs.task.shape import Problem
-from holdfast.jobs.task.task import FileMount, MountMode, Recovery, Task
 from holdfast.jobs.task.variables import fill_in, read_variables, variable_problems
 
 _MAX_TOLD = 10
@@ -194,8 +194,8 @@ def _normalised(
     accelerators: Accelerators,
 ) -> dict[str, Any]:
     """The document as it is handed on: as the user wrote it, but for what only we understand."""
-    document = {str(key): value for key, value in root.plain.items() if value is not None}
-    document["name"] = name
+    kept = {str(key): value for key, value in root.plain.items() if value is not None}
+    document = {"name": name, **{key: value for key, value in kept.items() if key != "name"}}
     if envs:
         document["envs"] = dict(envs)
     if secrets:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import textwrap
 import time
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import mark
 from holdfast.jobs.local import processes
 from holdfast.jobs.local.engine import LocalEngine
-from holdfast.jobs.local.folder import JobFolder, job_folder, state_dir
+from holdfast.jobs.local.folder import JobFolder, database, job_folder, state_dir
 from holdfast.jobs.local.following import Watch
 from holdfast.jobs.local.processes import Process
+from holdfast.jobs.local.records import Record, Records
 from holdfast.jobs.status import Status
 from holdfast.jobs.task.reading import Overrides, parse_task
 
@@ -104,6 +105,20 @@ class Desk:
                 found.append(process)
         return found
 
+    def named(self, job: Job, word: str) -> list[Process]:
+        """The processes of the job's nodes whose command line holds a word."""
+        found = []
+        for process in self.of_job(job):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    found.append(process)
+        return found
+
+    def record(self, job: Job) -> Record:
+        """All that is written down about the job."""
+        with Records(database(self.state)) as records:
+            return records.get(job.id)
+
     def kill_controller(self, job: Job) -> None:
         """SIGKILL whoever looks after the job, and see it gone."""
         found = self.roles(job, "controller")
@@ -138,16 +153,3 @@ def _bury() -> None:
             pass
     except ChildProcessError:
         pass
-
-
-def signal_of(job: Job, desk: Desk, name: str, number: int = signal.SIGKILL) -> int:
-    """Signal those processes of a job whose command line holds a word; how many there were."""
-    count = 0
-    for process in desk.of_job(job):
-        try:
-            words = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if name.encode() in words:
-            count += processes.send(process, number)
-    return count

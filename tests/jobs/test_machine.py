@@ -27,6 +27,7 @@ from holdfast.jobs.machine import (
     Start,
     Tell,
     Terms,
+    Told,
     Waited,
     advance,
     pause_s,
@@ -188,6 +189,17 @@ def test_cancelling_gives_time_to_save() -> None:
     assert story.tell(Ended(1, 0, PREEMPTED), Gone(1, True)) is Status.CANCELLED
 
 
+def test_cancelling_waits_for_nobody_if_nobody_listens() -> None:
+    story = Story()
+    story.tell(Begin(), Ran(1), Cancel(), Told(1, 1))
+    assert story.orders == []
+    story.tell(Told(1, 0))
+    assert story.orders == [Kill(0.0)]
+    preempted = Story()
+    preempted.tell(Begin(), Ran(1), Notice(30.0), Told(1, 0))
+    assert preempted.orders == [], "a cloud gives the whole lead, whoever listens"
+
+
 def test_between_attempts_cancelling_is_done_at_once() -> None:
     story = Story()
     story.run(LOST)
@@ -211,6 +223,7 @@ events = st.one_of(
     st.builds(Ended, st.integers(1, 4), st.integers(0, 1), outcomes),
     st.builds(Gone, st.integers(1, 4), st.sampled_from([True, False, None])),
     st.builds(Notice, st.floats(0, 100)),
+    st.builds(Told, st.integers(1, 4), st.integers(0, 1)),
     st.just(Cancel()),
     st.just(Waited()),
     st.just(Broke("x")),

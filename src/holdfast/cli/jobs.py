@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -30,9 +31,11 @@ def job_row(job: Job) -> dict[str, Any]:
 
 
 def print_line(line: Line, num_nodes: int, *, is_json: bool) -> None:
-    """Print a line of a job's output; with the node, where there are several."""
+    """Print a line of a job's output, with the node where there are several; words about it to stderr."""
     if is_json:
         print(json.dumps({"node": line.node, "line": line.text}, ensure_ascii=False), flush=True)
+    elif line.node is None:
+        print(f"holdfast: {line.text}", file=sys.stderr, flush=True)
     elif num_nodes > 1:
         print(f"(node {line.node}) {line.text}", flush=True)
     else:

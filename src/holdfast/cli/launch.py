@@ -98,7 +98,7 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     if not args.json:
         print(f"job {job.id} ({job.name}); Ctrl-C leaves it running", file=sys.stderr)
     try:
-        for line in engine.lines(job.id, follow=True):
+        for line in engine.lines(job.id, follow=True, with_changes=True):
             print_line(line, job.num_nodes, is_json=args.json)
     except KeyboardInterrupt:
         print(

@@ -43,7 +43,7 @@ class Job:
 class Line:
     """A line of a job's output."""
 
-    node: int
+    node: int | None  # None: said of the job itself, where its status has changed
     text: str
 
 
@@ -107,8 +107,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def lines(self, number: int, *, follow: bool) -> Iterator[Line]:
+    def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
         """The output so far, or with `follow` all there will be until the job has ended.
+
+        Args:
+            number: of the job.
+            follow: wait for more.
+            with_changes: tell changes of the status too, as they are made.
 
         Raises:
             NotFound: no such job.

@@ -87,6 +87,14 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """The notice was given to all nodes."""
+
+    attempt: int
+    num_listening: int  # processes that have a handler for it
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """A person does not want the job any more."""
 
@@ -103,7 +111,7 @@ class Broke:
     why: str
 
 
-Event = Begin | Ran | Ended | Gone | Notice | Cancel | Waited | Broke
+Event = Begin | Ran | Ended | Gone | Notice | Told | Cancel | Waited | Broke
 
 
 # -- orders ----------------------------------------------------------------------------------------------
@@ -165,6 +173,8 @@ def advance(life: Life, event: Event, terms: Terms) -> Next:
         return _gone(life, has_advanced=event.has_advanced, terms=terms)
     if isinstance(event, Notice):
         return _notice(life, event)
+    if isinstance(event, Told):
+        return _told(life, event)
     if isinstance(event, Cancel):
         return _cancel(life, terms)
     return _broke(life, event)
@@ -172,7 +182,9 @@ def advance(life: Life, event: Event, terms: Terms) -> Next:
 
 def _is_stale(life: Life, event: Event) -> bool:
     """True for word of an attempt that is over."""
-    return isinstance(event, (Ran, Ended, Gone)) and (event.attempt != life.attempt or not life.is_active)
+    return isinstance(event, (Ran, Ended, Gone, Told)) and (
+        event.attempt != life.attempt or not life.is_active
+    )
 
 
 def _begin(life: Life) -> Next:
@@ -238,6 +250,12 @@ def _cancel(life: Life, terms: Terms) -> Next:
     return life, (Tell(terms.grace_s, "holdfast cancel"), Kill(terms.grace_s))
 
 
+def _told(life: Life, event: Told) -> Next:
+    """A job that is to stop, and has nobody who would save, need not be waited for."""
+    in_vain = life.status is Status.CANCELLING and not event.num_listening
+    return life, (Kill(0.0),) if in_vain else ()
+
+
 def _broke(life: Life, event: Broke) -> Next:
     orders = (Kill(0.0),) if life.is_active else ()
     return dataclasses.replace(life, status=Status.FAILED_CONTROLLER, reason=event.why), orders
@@ -254,7 +272,7 @@ def _gone(life: Life, *, has_advanced: bool | None, terms: Terms) -> Next:
     if all(one.is_success for one in outcomes.values()):
         return dataclasses.replace(life, status=Status.SUCCEEDED, reason=""), ()
     own = [one for one in outcomes.values() if not one.is_success and not one.is_stopped]
-    told = _tell(outcomes)
+    told = _say(outcomes)
     if life.is_noticed or any(one.is_lost for one in own):
         why = life.reason if life.is_noticed else told
         return _recover(life, why, has_advanced=has_advanced, is_barren=False, is_external=True, terms=terms)
@@ -296,7 +314,7 @@ def pause_s(num_hurried: int, is_external: bool) -> float:
     return 0.0 if exponent < 0 else min(MAX_WAIT_S, 2.0 ** min(exponent, 10))
 
 
-def _tell(outcomes: Mapping[int, Outcome]) -> str:
+def _say(outcomes: Mapping[int, Outcome]) -> str:
     """Why the attempt ended, in words."""
     own = {node: one for node, one in outcomes.items() if not one.is_success and not one.is_stopped}
     return "; ".join(f"node {node} {one.say()}" for node, one in sorted(own.items()))

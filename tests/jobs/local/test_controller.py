@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -15,7 +16,7 @@ import pytest
 from holdfast.errors import PREEMPTED_STATUS, Conflict, NotFound, Unsupported
 from holdfast.jobs.local import locks, processes
 from holdfast.jobs.status import Status
-from jobs.desk import Desk, signal_of
+from jobs.desk import Desk
 
 FREE = "resources: {job_recovery: {max_restarts_on_errors: 100}}"
 WAITS = """
@@ -229,6 +230,37 @@ def test_however_many_look_after_a_job_one_copy_runs(desk: Desk) -> None:
     assert desk.log(job).count("begun") == 1
 
 
+COUNTS = """
+exec 9> lock
+flock -n 9 || echo two copies >> ../wrong
+n=$(cat n 2> /dev/null || echo 0)
+while [ $n -lt 400 ]; do
+  n=$((n + 1))
+  echo $n > n.new
+  mv n.new n
+  echo "{\\"home\\": \\"h\\", \\"step\\": $n}" >> $HOLDFAST_PROGRESS
+  sleep 0.01
+done
+"""
+
+
+def test_random_kills_of_all_that_looks_after_a_job_end_in_its_success(desk: Desk) -> None:
+    """Never do two copies of it run, and none of the kills is taken for an error of the job."""
+    chance = random.Random(7)
+    job = desk.submit(COUNTS)
+    for kill in range(1, 21):
+        desk.wait_for(
+            job, lambda reached=15 * kill: (desk.engine.job(job.id).step or 0) >= reached, "progress"
+        )
+        what = chance.choice(["controller", "warden", "run.sh"])
+        processes.end(desk.named(job, what) if what == "run.sh" else desk.roles(job, what))
+    ended = desk.wait(job)
+    assert (ended.status, ended.restarts_after_errors) == (Status.SUCCEEDED, 0), desk.tell(job)
+    assert ended.recoveries >= 3, "it was killed indeed"
+    assert (desk.files(job).workdir(0) / "n").read_text() == "400\n"
+    assert not (desk.files(job).workdir(0).parent / "wrong").exists()
+
+
 # -- notices ---------------------------------------------------------------------------------------------
 
 TRAPS = """
@@ -309,6 +341,17 @@ def test_cancelling_tells_and_ends(desk: Desk) -> None:
         desk.engine.preempt(job.id, lead_s=1)
 
 
+def test_cancelling_what_does_not_listen_ends_it_at_once(desk: Desk) -> None:
+    job = desk.submit("echo here; sleep 1000")
+    desk.wait_until_said(job, "here")
+    desk.engine.cancel(job.id)
+    desk.wait(job)
+    due = desk.record(job).due
+    assert due.kill_unix_s is not None
+    assert due.tell_until_unix_s is not None
+    assert due.kill_unix_s < due.tell_until_unix_s, "its 30 s were not waited for"
+
+
 def test_a_signal_to_the_controller_is_a_notice_to_the_job(desk: Desk) -> None:
     """As when the machine shuts down; the next command goes on from there."""
     job = desk.submit(TRAPS % PREEMPTED_STATUS)
@@ -325,7 +368,7 @@ def test_a_signal_to_the_controller_is_a_notice_to_the_job(desk: Desk) -> None:
 def test_a_shell_killed_from_outside_is_no_error_of_the_job(desk: Desk) -> None:
     job = desk.submit(WAITS)
     desk.wait_until_said(job, "attempt 1 is there")
-    assert signal_of(job, desk, "run.sh") >= 1
+    processes.end(desk.named(job, "run.sh"))
     ended = desk.wait(job)
     assert (ended.status, ended.restarts_after_errors) == (Status.SUCCEEDED, 0)
 

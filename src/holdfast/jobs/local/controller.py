@@ -28,6 +28,7 @@ from holdfast.jobs.machine import (
     Life,
     Notice,
     Ran,
+    Told,
     Waited,
     advance,
 )
@@ -189,8 +190,9 @@ class Controller:
             self._start()
         if not self._has_told and self._due.tell_until_unix_s is not None:
             self._nodes.look(self._due.kill_unix_s)
-            self._nodes.tell(self._due.tell_source, self._due.tell_until_unix_s)
+            num_told = self._nodes.tell(self._due.tell_source, self._due.tell_until_unix_s)
             self._has_told = True
+            self._apply(Told(self._life.attempt, num_told))
         if self._due.kill_unix_s is not None and time.time() >= self._due.kill_unix_s:
             self._nodes.look(self._due.kill_unix_s)  # what ended by itself until now did so by itself
             self._nodes.kill(with_keepers=self._due.kill_keepers)

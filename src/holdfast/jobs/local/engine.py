@@ -173,21 +173,22 @@ class LocalEngine(engine.Engine):
 
     # -- output ----------------------------------------------------------------------------------------------
 
-    def lines(self, number: int, *, follow: bool) -> Iterator[Line]:
+    def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
         """See Engine.lines."""
         record = self._record(number)
         folder = job_folder(self._state, number)
-        readers = [Reader(folder.log(rank)) for rank in range(record.spec.num_nodes)]
+        readers: dict[int | None, Reader] = {None: Reader(folder.changed)} if with_changes else {}
+        readers.update({rank: Reader(folder.log(rank)) for rank in range(record.spec.num_nodes)})
         with contextlib.ExitStack() as stack:
-            for reader in readers:
+            for reader in readers.values():
                 stack.callback(reader.close)
             watch = Watch(folder.path, folder.logs)
             stack.callback(watch.close)
             is_end = not follow
             while True:
                 is_end = is_end or self._has_ended(number)  # asked before the last of it is read
-                for rank, reader in enumerate(readers):
-                    yield from (Line(rank, text) for text in reader.lines(is_end=is_end))
+                for node, reader in readers.items():
+                    yield from (Line(node, text) for text in reader.lines(is_end=is_end))
                 if is_end:
                     return
                 watch.wait()

@@ -129,17 +129,16 @@ class Nodes:
 
     # -- ending ----------------------------------------------------------------------------------------------
 
-    def tell(self, source: str, deadline_unix_s: float) -> None:
-        """Give every node the notice: a file, and SIGTERM for those that have a handler for it."""
+    def tell(self, source: str, deadline_unix_s: float) -> int:
+        """Give every node the notice: a file, and SIGTERM for those that have a handler; how many do."""
         word = Word(source, deadline_unix_s=deadline_unix_s)
         for node in self._nodes:
             if node.outcome is None:
                 with contextlib.suppress(FileNotFoundError):  # it was never started
                     write_notice(node.folder.notice, word)
-        for node in self._nodes:
-            if node.warden is not None and node.outcome is None:
-                for process in processes.topmost_catchers(node.warden.pid):
-                    processes.send(process, signal.SIGTERM)
+        wardens = [one.warden for one in self._nodes if one.warden is not None and one.outcome is None]
+        listening = [process for warden in wardens for process in processes.topmost_catchers(warden.pid)]
+        return sum(processes.send(process, signal.SIGTERM) for process in listening)
 
     def kill(self, *, with_keepers: bool) -> None:
         """End all processes of the attempt by force, but not the wardens, which tell of it and go.

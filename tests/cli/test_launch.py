@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,3 +163,18 @@ def test_jobs_need_no_torch(tmp_path: Path, task: Path, monkeypatch: pytest.Monk
     code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
+
+
+def test_a_job_needs_its_terminal_no_more(desk: Desk, task: Path) -> None:
+    """The launching command and all of its process group are killed while the job runs."""
+    task.write_text("run: |\n  echo begun\n  until [ -e go ]; do sleep 0.02; done\n")
+    command = [sys.executable, "-m", "holdfast.cli", "launch", str(task), "--attach"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert launcher.stdout is not None
+    assert any(line == "begun\n" for line in launcher.stdout)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    job = desk.engine.job(1)
+    (desk.files(job).workdir(0) / "go").touch()
+    ended = desk.wait(job)
+    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 1)

@@ -410,9 +410,25 @@ def test_a_mount_never_replaces_what_is_there(desk: Desk) -> None:
     data = desk.folder / "data"
     data.mkdir()
     (desk.folder / "mine").mkdir()
-    ended = desk.wait(desk.submit("true", head=f"file_mounts: {{{desk.folder}/mine: {data}}}"))
-    assert ended.status is Status.FAILED_CONTROLLER
+    with pytest.raises(Conflict, match="was left alone"):
+        desk.submit("true", head=f"file_mounts: {{{desk.folder}/mine: {data}}}")
+    (desk.folder / "link").symlink_to(data)
+    ended = desk.wait(desk.submit("true", head=f"file_mounts: {{{desk.folder}/link: {desk.folder}/mine}}"))
+    assert ended.status is Status.FAILED_CONTROLLER, "it may have been made since the job was submitted"
     assert "was left alone" in ended.reason
+    assert (desk.folder / "link").readlink() == data
+
+
+def test_a_job_launched_by_a_job_outlives_it(desk: Desk) -> None:
+    """Its controller has become a child of the first one's warden, which leaves nothing else behind."""
+    (desk.folder / "inner.yaml").write_text("run: |\n  until [ -e go ]; do sleep 0.02; done\n")
+    command = f"{sys.executable} -m holdfast.cli launch {desk.folder}/inner.yaml"
+    outer = desk.submit(f"{command} && echo launched")
+    assert desk.wait(outer).status is Status.SUCCEEDED, desk.tell(outer)
+    inner = desk.wait(desk.engine.job(outer.id + 1), Status.RUNNING)
+    (desk.files(inner).workdir(0) / "go").touch()
+    ended = desk.wait(inner)
+    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 1)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def check(task: Task, state: Path) -> None:
     Raises:
         Unsupported: this version cannot.
         NotFound: a source is not there.
-        InvalidInput: a target cannot be.
+        Conflict: something is at a target.
+        InvalidInput: nothing is named, or not as it must be.
     """
     for mount in task.file_mounts:
         where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
@@ -53,6 +54,9 @@ def check(task: Task, state: Path) -> None:
             raise InvalidInput(f"{where}: expected a source or the name of a bucket, found neither.")
         if mount.source is not None and not _path(mount.source).exists():
             raise NotFound(f"{where}: there is no {_path(mount.source)} here. Nothing was started.")
+        target = Path(mount.target).expanduser()
+        if target.is_absolute() and target.exists() and not target.is_symlink():
+            raise Conflict(f"{where}: {target} is there already, and was left alone. Choose another path.")
         if mount.source is None and "/" in (mount.bucket or ""):
             raise InvalidInput(f"{where}: expected the name of a bucket, found {mount.bucket!r}.")
 

@@ -32,10 +32,19 @@ class Process:
     @property
     def is_keeper(self) -> bool:
         """True if it is a Holdfast keeper, which finishes what was staged and ends by itself."""
+        return b"holdfast.keeper" in self._words
+
+    @property
+    def is_controller(self) -> bool:
+        """True if it looks after a job, which then is another one's: it was launched from within this one."""
+        return {b"holdfast.jobs.local", b"controller"} <= set(self._words)
+
+    @property
+    def _words(self) -> list[bytes]:
         try:
-            return b"holdfast.keeper" in (_PROC / str(self.pid) / "cmdline").read_bytes().split(b"\0")
+            return (_PROC / str(self.pid) / "cmdline").read_bytes().split(b"\0")
         except OSError:
-            return False
+            return []
 
     @property
     def catches_sigterm(self) -> bool:
@@ -84,14 +93,14 @@ def bury() -> None:
 
 
 def below(root: int, table: dict[int, Process]) -> list[Process]:
-    """The descendants of a process, parents before children; not itself."""
+    """The descendants of a process, parents before children; not itself, and nothing of other jobs."""
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
     found: list[Process] = []
     front = [root]
     while front:
-        nearer = [child for pid in front for child in children.get(pid, ())]
+        nearer = [child for pid in front for child in children.get(pid, ()) if not child.is_controller]
         found += nearer
         front = [child.pid for child in nearer]
     return found

@@ -154,7 +154,7 @@ class Controller:
         if life.attempt != before.attempt:
             self._nodes.close()
             self._nodes, self._is_started = self._new_nodes(), False
-        if life != before:
+        if (life.status, life.attempt, life.reason) != (before.status, before.attempt, before.reason):
             self._tell_followers()
 
     def _with_last_words(self, life: Life) -> Life:

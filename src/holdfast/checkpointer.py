@@ -38,6 +38,7 @@ from holdfast.ranks import RankGroup, Ranks
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of
+from holdfast.surroundings import tell_progress
 from holdfast.tiers import Tiers
 
 _TOLD_WAIT_S = 0.001  # a wait for memory that is shorter is none
@@ -71,6 +72,8 @@ class Checkpointer:
             written: "wait" or "skip". By default it waits for a disk, and skips where saves go straight to a
             bucket, which may not answer for minutes.
         signals: take SIGTERM, SIGUSR1 and SIGINT as preemption notices (in the main thread only).
+        notices: where else they come from: "aws", "gcp", "azure", "file:PATH", several with commas, "none",
+            or "auto" for the cloud that this machine is of; by default what HOLDFAST_NOTICES says, or auto.
         max_failures: saves that may fail in a row; one more and `save` raises. Each is a SaveWarning.
         commit_timeout: how long a keeper waits for the other ranks' parts.
         ranks_timeout: how long a rank waits for the others in `restore` and `should_save`.
@@ -108,6 +111,7 @@ class Checkpointer:
         memory: int | str = "8GiB",
         when_full: str | None = None,
         signals: bool = True,
+        notices: str | None = None,
         max_failures: int = 3,
         commit_timeout: str | float | datetime.timedelta = "10m",
         ranks_timeout: str | float | datetime.timedelta = "1h",
@@ -148,7 +152,7 @@ class Checkpointer:
         self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager()
         self._meter = Meter()
-        self._notices = Notices()
+        self._notices = Notices(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None
         self._in_use: dict[int, Arena] = {}
@@ -173,6 +177,7 @@ class Checkpointer:
         self._closed = False
         if signals:
             self._notices.watch()
+        self._notices.listen()
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -231,8 +236,9 @@ class Checkpointer:
         is_first = self._ranks.rank == 0
         timed = is_first and any(policy.due(pace) for policy in self._every if policy.timed)
         timed_home = is_first and self._tiers.is_due_by_clock(step)
+        advised = self._notices.take_advice() is not None  # a machine that may go: one save, on all ranks
         newest_here, lacks_proposed = self._consensus.say()
-        flags = self._notices.reason is not None, timed, timed_home, lacks_proposed
+        flags = self._notices.reason is not None, timed or advised, timed_home, lacks_proposed
         heard, lowest = self._ranks.pulse(step, flags, newest_here)
         noticed, timed, timed_home, is_lacked = heard
         self._hear_of_saves(lowest, is_lacked=is_lacked)
@@ -473,6 +479,7 @@ class Checkpointer:
             self._failures, self._failing_since_s = 0, None
             self._newest_durable = save.step
             self._consensus.add(save.step)
+            self._tell_progress(save.step)
             self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
 
     def _surface(self) -> None:
@@ -543,6 +550,11 @@ class Checkpointer:
                 f"Step {save.step} is complete in {self._tiers.local}, and not yet in {self.home}: {error}"
             )
             raise RetryLater(message, step=save.step) from error
+
+    def _tell_progress(self, step: int) -> None:
+        """Tell the job that this training is part of, if any, how far its checkpoints are."""
+        if self._ranks.rank == 0:
+            tell_progress(self.home, step)
 
     def latest(self) -> int | None:
         """Step of the newest save of this attempt that is durable, else the step that was restored."""
@@ -680,6 +692,7 @@ class Checkpointer:
         self._plan = None
         self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
         self._tell_restored(found, keeper)
+        self._tell_progress(found.step)
         return found.step
 
     def _tell_restored(self, found: Restored, keeper: Keeper) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.optim import AdamW
 
 from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
+from holdfast.notice import Word
 from holdfast.stage import Arena, Arenas
 from stage.training import WAIT_S, CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
 
@@ -207,7 +208,7 @@ def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool)
     with make_checkpointer(home, make_state(), memory="180kB", when_full="skip", every=1) as ckpt:
         for step in ckpt.steps(total):
             if step == 1:
-                ckpt._notices.reason = "SIGTERM" if is_preempted else None
+                ckpt._notices._word = Word("SIGTERM") if is_preempted else None
                 threading.Timer(0.1, gate.opened.set).start()
 
 

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 
 from holdfast.errors import Corrupt, HoldfastError
 
-COMMANDS = ("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo")
+COMMANDS = (
+    *("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo"),
+    *("launch", "queue", "logs", "cancel", "preempt"),
+)
 """Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`.
 
-A command that is called like a word of Python has an underscore after its file's name.
+A command that is called like a word of Python, or like a module that comes with it, has an underscore after
+its file's name.
 """
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
@@ -25,13 +29,13 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="holdfast",
-        description="Looks after the checkpoints of training runs; needs no model and runs no saved code.",
+        description="Looks after training runs: their checkpoints, without a model, and their jobs.",
         epilog="`holdfast COMMAND --help` tells more, with examples. HOME is a Checkpointer's home.",
     )
     parser.add_argument("--version", action="version", version=f"holdfast {_version()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
-        file = f"{name}_" if keyword.iskeyword(name) else name
+        file = f"{name}_" if keyword.iskeyword(name) or name in sys.stdlib_module_names else name
         importlib.import_module(f"holdfast.cli.{file}").add_parser(subparsers)
     return parser
 

@@ -1,4 +1,4 @@
-"""Where preemption notices come from: the signals by which schedulers and people announce the end."""
+"""The signals by which schedulers and people announce the end, taken over while a training runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
 
 
-class Notices:
-    """Turns SIGTERM, SIGUSR1 and the first SIGINT into a notice that the training loop can ask for.
+class Signals:
+    """Turns SIGTERM, SIGUSR1 and the first SIGINT into a name to ask for.
 
     A second SIGINT is a person who does not want to wait: it raises KeyboardInterrupt.
     Only the main thread can watch signals; elsewhere `watch` does nothing and returns False.
     """
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.name: str | None = None
+        """The first signal that came."""
         self._before: dict[int, object] = {}
         self._interrupted = False
 
@@ -44,7 +45,7 @@ class Notices:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
-        self.reason = self.reason or signal.Signals(number).name
+        self.name = self.name or signal.Signals(number).name
         if number == signal.SIGINT:
             self._interrupted = True
             with contextlib.suppress(OSError):

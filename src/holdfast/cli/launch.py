@@ -1,0 +1,164 @@
+"""`holdfast launch`: takes a SkyPilot task file over as a job that outlives crashes and preemptions."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+
+from holdfast.cli.jobs import add_engine, job_row, print_line
+from holdfast.cli.options import Commands, add_json, command
+from holdfast.cli.tables import print_json, print_table
+from holdfast.errors import InvalidInput
+from holdfast.jobs.choice import choose_engine
+from holdfast.jobs.engine import Effect, Engine, Job
+from holdfast.jobs.status import Status
+from holdfast.jobs.task.contents import Task
+
+_EXAMPLES = """
+holdfast launch task.yaml
+holdfast launch task.yaml --name try-2 --env LR=3e-4 --attach
+holdfast launch task.yaml --dry-run
+"""
+_FAILED = 1
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Run a SkyPilot task file as a job that comes back after every crash and preemption."
+    parser = command(commands, "launch", run, job=job, examples=_EXAMPLES)
+    parser.add_argument("task", metavar="TASK", help="YAML file, as SkyPilot has them")
+    parser.add_argument("--name", "-n", metavar="NAME", help="name of the job (default: the file's)")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="set a variable of envs; K alone takes the value it has here; can be repeated",
+    )
+    parser.add_argument(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="the same for secrets, which are never shown",
+    )
+    add_engine(parser)
+    parser.add_argument("--dry-run", action="store_true", help="show what would happen, and start nothing")
+    parser.add_argument(
+        "--attach",
+        action="store_true",
+        help="show the output until the job has ended; Ctrl-C leaves it running",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit the job, or show what would be submitted."""
+    from holdfast.jobs.task.reading import Overrides, read_task  # not above: other commands need no YAML
+
+    engine = choose_engine(args.on)
+    overrides = Overrides(args.name, _variables(args.env, "--env"), _variables(args.secret, "--secret"))
+    task = read_task(args.task, overrides)
+    if args.dry_run:
+        engine.check(task)
+        _show_plan(task, engine, args)
+        return 0
+    for note in task.notes:
+        print(f"holdfast: {note}", file=sys.stderr)
+    job = engine.submit(task)
+    if not args.attach:
+        _show_job(job, args)
+        return 0
+    return _attach(engine, job, args)
+
+
+def _variables(words: Iterable[str], option: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            if name not in os.environ:
+                raise InvalidInput(f"{option} {name}: expected {name}=VALUE, or a variable that is set here.")
+            value = os.environ[name]
+        found[name] = value
+    return found
+
+
+def _show_job(job: Job, args: argparse.Namespace) -> None:
+    if args.json:
+        print_json(job_row(job))
+        return
+    print(f"job {job.id} ({job.name}) is submitted; it needs this terminal no more")
+    print(f"follow it: holdfast logs {job.id} -f")
+
+
+def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
+    if not args.json:
+        print(f"job {job.id} ({job.name}); Ctrl-C leaves it running", file=sys.stderr)
+    try:
+        for line in engine.lines(job.id, follow=True, with_changes=True):
+            print_line(line, job.num_nodes, is_json=args.json)
+    except KeyboardInterrupt:
+        print(
+            f"\nholdfast: job {job.id} goes on; holdfast logs {job.id} -f follows it again", file=sys.stderr
+        )
+        return 0
+    ended = engine.job(job.id)
+    if args.json:
+        print_json(job_row(ended))
+    else:
+        reason = f": {ended.reason}" if ended.reason else ""
+        print(f"holdfast: job {job.id} is {ended.status.value}{reason}", file=sys.stderr)
+    return 0 if ended.status is Status.SUCCEEDED else _FAILED
+
+
+# -- what would happen -----------------------------------------------------------------------------------
+
+
+def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
+    from holdfast.jobs.task.handover import to_yaml
+
+    effects = engine.effects(task)
+    if args.json:
+        told = [{"key": one.key, "line": one.line, "what": one.what} for one in effects]
+        print_json(
+            {
+                "name": task.name,
+                "engine": engine.name,
+                "num_nodes": task.num_nodes,
+                "notes": list(task.notes),
+                "effects": told,
+                "task": to_yaml(task),
+            }
+        )
+        return
+    print_table(("WHAT", "HOW"), list(_rows(task, engine)))
+    _print_effects(effects, engine)
+    for note in task.notes:
+        print(f"note: {note}")
+    print("nothing was started")
+
+
+def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
+    yield "job", f"{task.name}, on {engine.name}"
+    yield "nodes", str(task.num_nodes)
+    yield "workdir", f"copied from {task.workdir}" if task.workdir else "empty"
+    for mount in task.file_mounts:
+        yield "mount", f"{mount.target}: {mount.mode.value} of {mount.source or mount.bucket}"
+    yield "setup", f"{len(task.setup.splitlines())} lines" if task.setup else "none"
+    yield "run", f"{len(task.run.splitlines())} lines"
+    if task.envs:
+        yield "envs", ", ".join(f"{name}={value}" for name, value in task.envs.items())
+    if task.secrets:
+        yield "secrets", ", ".join(task.secrets)
+    codes = ", ".join(map(str, sorted(task.recovery.free_codes)))
+    free = f"; status {codes}: again, free" if codes else ""
+    yield "recovery", f"preempted or lost: again, free; errors: {task.recovery.max_restarts} restarts{free}"
+
+
+def _print_effects(effects: list[Effect], engine: Engine) -> None:
+    if effects:
+        print(f"\nkeys that mean less on {engine.name}:")
+        print_table(("LINE", "KEY", "HERE"), [(str(one.line), one.key, one.what) for one in effects])

@@ -1,0 +1,36 @@
+"""`holdfast logs`: what a job has said, in all its attempts."""
+
+from __future__ import annotations
+
+import argparse
+
+from holdfast.cli.jobs import add_engine, add_job, print_line
+from holdfast.cli.options import Commands, add_json, command, step_number
+from holdfast.jobs.choice import choose_engine
+
+_EXAMPLES = """
+holdfast logs 3
+holdfast logs 3 -f
+holdfast logs 3 --node 1
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Print the output of a job; with -f go on until it has ended."
+    parser = command(commands, "logs", run, job=job, examples=_EXAMPLES)
+    add_job(parser)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
+    parser.add_argument("--node", type=step_number, metavar="R", help="only this node's, counted from 0")
+    add_engine(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the lines."""
+    engine = choose_engine(args.on)
+    num_nodes = engine.job(args.id).num_nodes
+    for line in engine.lines(args.id, follow=args.follow):
+        if args.node in (None, line.node):
+            print_line(line, num_nodes if args.node is None else 1, is_json=args.json)
+    return 0

@@ -1,0 +1,1 @@
+"""Jobs on this machine: nodes are process trees, truth is a SQLite file, nobody needs to stay logged in."""

@@ -1,0 +1,71 @@
+"""Which keys of a task file mean less on one machine than they say, and what is done with them instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.jobs.engine import Effect
+from holdfast.jobs.task.contents import Task
+
+_CHOICE = "no machine is chosen here; kept for other engines"
+_EFFECTS: Mapping[str, str] = {
+    "event_callback": "not called",
+    "managed_secrets": "not fetched",
+    "inputs": "not used",
+    "outputs": "not used",
+    "volumes": "no volumes are made; kept for other engines",
+    "volume_mounts": "no volumes are made; kept for other engines",
+    "api_server_access": "there is no API server",
+    "config": "settings of clouds and clusters; kept unchanged for other engines",
+    "resources.cloud": _CHOICE,
+    "resources.region": _CHOICE,
+    "resources.zone": _CHOICE,
+    "resources.infra": _CHOICE,
+    "resources.cpus": "not checked, and no limit",
+    "resources.memory": "not checked, and no limit",
+    "resources.accelerators": "not checked; the job is told how many per node in SKYPILOT_NUM_GPUS_PER_NODE",
+    "resources.instance_type": _CHOICE,
+    "resources.use_spot": "nothing is bought here; `holdfast preempt` plays the cloud's part",
+    "resources.job_recovery.strategy": "there is one machine to come back to",
+    "resources.disk_size": "no disk is made; kept for other engines",
+    "resources.disk_tier": "no disk is made; kept for other engines",
+    "resources.network_tier": "nodes meet on the loopback interface",
+    "resources.local_disk": _CHOICE,
+    "resources.max_hourly_cost": "nothing is bought here",
+    "resources.ports": "no port is opened, and none is closed",
+    "resources.labels": "no machine is labelled",
+    "resources.accelerator_args": _CHOICE,
+    "resources.image_id": "commands run on this machine as it is",
+    "resources.autostop": "this machine is not stopped",
+    "resources.priority": "jobs do not wait for each other here",
+    "resources.priority_class": "jobs do not wait for each other here",
+    "resources.any_of": _CHOICE,
+    "resources.ordered": _CHOICE,
+    "resources.volumes": "no volumes are made; kept for other engines",
+}
+
+
+def effects(task: Task) -> list[Effect]:
+    """The keys of a task that mean less here, in the order of the file."""
+    found = [
+        Effect(key, task.lines[key], what)
+        for key, what in _EFFECTS.items()
+        if key in task.lines and _has_value(task.document, key)
+    ]
+    found += _buckets(task)
+    return sorted(found, key=lambda effect: effect.line)
+
+
+def _has_value(document: Mapping[str, Any], key: str) -> bool:
+    value: Any = document
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value is not None
+
+
+def _buckets(task: Task) -> Iterator[Effect]:
+    for mount in task.file_mounts:
+        if mount.source is None and mount.bucket:
+            what = f"a folder of this machine stands for the bucket {mount.bucket!r}"
+            yield Effect(f"file_mounts.{mount.target}", mount.line, what)

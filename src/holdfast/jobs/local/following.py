@@ -1,0 +1,80 @@
+"""Follows files that others write to, woken by the kernel when there is something new."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+_IN_MODIFY, _IN_ATTRIB, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x4, 0x100, 0x80
+_IN_CLOEXEC, _IN_NONBLOCK = os.O_CLOEXEC, os.O_NONBLOCK
+_CHUNK_BYTES = 1 << 16
+_LOOK_AGAIN_S = 5.0
+"""Where the kernel tells nothing (no inotify left for this user), followers look by themselves so often."""
+
+
+class Watch:
+    """Readable when something happens in one of the folders.
+
+    Args:
+        folders: what is written in them is seen, what is written in folders below is not.
+    """
+
+    def __init__(self, *folders: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK)
+        mask = _IN_MODIFY | _IN_ATTRIB | _IN_CREATE | _IN_MOVED_TO
+        for folder in folders if self._fd >= 0 else ():
+            libc.inotify_add_watch(self._fd, os.fsencode(folder), mask)
+
+    def wait(self, timeout_s: float = _LOOK_AGAIN_S) -> None:
+        """Wait until something has happened since the last call.
+
+        Blocks: at most `timeout_s`.
+        """
+        if self._fd < 0:
+            select.select([], [], [], min(timeout_s, 0.2))
+            return
+        if select.select([self._fd], [], [], timeout_s)[0]:
+            os.read(self._fd, _CHUNK_BYTES)
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class Reader:
+    """Reads a file line by line as it grows; a line is told when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        self._rest = b""
+
+    def lines(self, *, is_end: bool = False) -> Iterator[str]:
+        """The new whole lines.
+
+        Args:
+            is_end: nothing more will come, so what is left is a line too.
+        """
+        if self._fd is None:
+            try:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return
+        while data := os.read(self._fd, _CHUNK_BYTES):
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            for line in whole:
+                yield line.decode("utf-8", "replace")
+        if is_end and self._rest:
+            yield self._rest.decode("utf-8", "replace")
+            self._rest = b""
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

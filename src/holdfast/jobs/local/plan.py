@@ -1,0 +1,73 @@
+"""What a warden is told to do, and what it tells in the end: two documents in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import Internal
+from holdfast.jobs.outcome import Outcome, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The work of a node in one attempt."""
+
+    headline: str  # first line of the attempt in the log
+    setup: str | None  # path of a script; None: nothing to set up, or it is done already
+    run: str  # path of a script
+    set_up: str  # path of the file that says that `setup` has succeeded
+    workdir: str
+    log: str
+    bell: str
+    notice: str
+    environment: Mapping[str, str]  # of `run`
+    setup_environment: Mapping[str, str]
+    grace_s: float
+
+    def write(self, path: Path) -> None:
+        """Write it; only the owner may read it, since values of secrets stand there."""
+        write_whole(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read it."""
+        return cls(**json.loads(path.read_text()))
+
+
+def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write down how a node ended."""
+    told = {"phase": outcome.phase.value, "code": outcome.code, "killed_by": outcome.killed_by}
+    write_whole(path, json.dumps(told))
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """How a node ended; None if nobody has written it down.
+
+    Raises:
+        Internal: it is no such document.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        told: dict[str, Any] = json.loads(text)
+        return Outcome(Phase(told["phase"]), told["code"], told["killed_by"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Internal(f"{path} does not say how a node ended: {error!r}.") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it sees all of it or nothing."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

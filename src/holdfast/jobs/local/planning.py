@@ -1,0 +1,94 @@
+"""From the record of a job to the plans of an attempt's wardens."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast.jobs.environment import Node, run_environment, setup_environment
+from holdfast.jobs.local.folder import JobFolder
+from holdfast.jobs.local.plan import Plan, write_whole
+from holdfast.jobs.local.records import Record
+from holdfast.jobs.machine import Life
+from holdfast.jobs.task.contents import Task
+
+
+def addresses(num_nodes: int) -> tuple[str, ...]:
+    """Loopback addresses of the nodes, by rank: all of 127.0.0.0/8 is this machine."""
+    return tuple(f"127.0.{rank // 254}.{1 + rank % 254}" for rank in range(num_nodes))
+
+
+def write_scripts(task: Task, folder: JobFolder, base: dict[str, str]) -> None:
+    """Write down what the plans of all attempts need: scripts, and the environment of who launched it."""
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.logs.mkdir(exist_ok=True)
+    for name, text in (("setup", task.setup), ("run", task.run)):
+        if text:
+            write_whole(folder.script(name), text if text.endswith("\n") else text + "\n")
+    told = {"base": base, "task": {**task.envs, **task.secrets}}
+    write_whole(folder.environment, json.dumps(told))
+
+
+def plans(record: Record, life: Life, folder: JobFolder) -> list[Plan]:
+    """What the wardens of an attempt are to do, by rank.
+
+    Args:
+        record: of the job.
+        life: where it stands now: the attempt, and why it is needed.
+        folder: of the job.
+    """
+    told = json.loads(folder.environment.read_text())
+    return [_plan(record, life, folder, rank, told) for rank in range(record.spec.num_nodes)]
+
+
+def _plan(record: Record, life: Life, folder: JobFolder, rank: int, told: dict[str, Any]) -> Plan:
+    spec = record.spec
+    notice = folder.node(life.attempt, rank).notice
+    node = Node(
+        task_id=record.task_id,
+        job=record.id,
+        name=record.name,
+        attempt=life.attempt,
+        rank=rank,
+        addresses=addresses(spec.num_nodes),
+        num_gpus=spec.num_gpus,
+        user=spec.user,
+        notice=str(notice),
+        progress=str(folder.progress),
+        grace_s=record.terms.grace_s,
+    )
+    gpus = spec.gpus[rank]
+    needs_setup = spec.has_setup and not folder.set_up(rank).exists()
+    return Plan(
+        headline=_headline(record, life, rank),
+        setup=str(folder.script("setup")) if needs_setup else None,
+        run=str(folder.script("run")),
+        set_up=str(folder.set_up(rank)),
+        workdir=str(folder.workdir(rank)),
+        log=str(folder.log(rank)),
+        bell=str(folder.bell),
+        notice=str(notice),
+        environment=run_environment(node, told["base"], told["task"], gpus=gpus),
+        setup_environment=setup_environment(node, told["base"], told["task"], gpus=gpus),
+        grace_s=record.terms.grace_s,
+    )
+
+
+def _headline(record: Record, life: Life, rank: int) -> str:
+    where = f" on node {rank}" if record.spec.num_nodes > 1 else ""
+    why = f", after: {life.reason}" if life.reason else ""
+    return f"holdfast: {time.strftime('%F %T')} attempt {life.attempt} of job {record.id} begins{where}{why}"
+
+
+def tail(path: Path, num_lines: int) -> list[str]:
+    """The last lines of a log; of a long line the end only."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - (64 << 10)))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return [line[-500:] for line in lines[-num_lines:]]

@@ -1,0 +1,270 @@
+"""The records of all jobs in one SQLite file: what each is, where it stands, what is asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import Conflict, NotFound, RetryLater
+from holdfast.jobs.local.due import Due
+from holdfast.jobs.machine import Life, Terms
+from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.status import Status
+
+_BUSY_S = 30.0
+_VERSION = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS jobs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    task_id TEXT,
+    is_whole INTEGER NOT NULL DEFAULT 0,  -- its folder is there; until then it is no job
+    spec TEXT NOT NULL,
+    terms TEXT NOT NULL,
+    life TEXT NOT NULL,
+    due TEXT NOT NULL,
+    status TEXT NOT NULL,
+    step_before INTEGER,  -- newest checkpoint when the attempt began
+    submitted_unix_s REAL NOT NULL,
+    started_unix_s REAL,
+    ended_unix_s REAL
+);
+CREATE TABLE IF NOT EXISTS requests (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    job INTEGER NOT NULL REFERENCES jobs(id),
+    kind TEXT NOT NULL,
+    lead_s REAL,
+    is_done INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS open_requests ON requests(job) WHERE is_done = 0;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What was submitted; it never changes."""
+
+    num_nodes: int
+    num_gpus: int
+    has_setup: bool
+    user: str
+    gpus: list[list[str]]  # devices of each node alone; empty where they are not shared out
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One job."""
+
+    id: int
+    name: str
+    task_id: str
+    spec: Spec
+    terms: Terms
+    life: Life
+    due: Due
+    step_before: int | None
+    submitted_unix_s: float
+    started_unix_s: float | None
+    ended_unix_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a command asks of a job."""
+
+    id: int
+    kind: str  # cancel or preempt
+    lead_s: float | None
+
+
+class Records:
+    """The file, opened for one process.
+
+    Raises:
+        RetryLater: it cannot be opened, or others held it for too long.
+        Conflict: a newer version of Holdfast has made it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._told():
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version > _VERSION:
+                raise Conflict(
+                    f"{path} was made by a newer version of Holdfast (version {version}, known here: "
+                    f"{_VERSION}). Use that version, or another folder with HOLDFAST_STATE."
+                )
+            if version < _VERSION:
+                self._db.executescript(_TABLES)
+                self._db.execute(f"PRAGMA user_version = {_VERSION}")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- jobs ------------------------------------------------------------------------------------------------
+
+    def reserve(self, name: str, spec: Spec, terms: Terms, now_unix_s: float) -> int:
+        """A number for a job that is being put together; nobody sees it before `complete`."""
+        life, due = Life(), Due()
+        row = (name, _text(spec), _terms_text(terms), _life_text(life), _text(due), life.status.value)
+        with self._told():
+            cursor = self._db.execute(
+                "INSERT INTO jobs (name, spec, terms, life, due, status, submitted_unix_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (*row, now_unix_s),
+            )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def complete(self, number: int, task_id: str) -> None:
+        """From now on the job is there."""
+        with self._told():
+            self._db.execute("UPDATE jobs SET task_id = ?, is_whole = 1 WHERE id = ?", (task_id, number))
+
+    def get(self, number: int) -> Record:
+        """One job.
+
+        Raises:
+            NotFound: there is none with this number.
+        """
+        with self._told():
+            row = self._db.execute(f"{_SELECT} AND id = ?", (number,)).fetchone()
+        if row is None:
+            raise NotFound(f"There is no job {number}. `holdfast queue` lists those there are.")
+        return _record(row)
+
+    def all(self) -> list[Record]:
+        """All jobs, the oldest first."""
+        with self._told():
+            return [_record(row) for row in self._db.execute(f"{_SELECT} ORDER BY id")]
+
+    def save(
+        self,
+        number: int,
+        life: Life,
+        due: Due,
+        *,
+        now_unix_s: float,
+        step_before: int | None,
+        answered: int | None = None,
+    ) -> None:
+        """Write down where a job stands, what is due, and which request that answers, all or nothing."""
+        started = now_unix_s if life.attempt else None
+        ended = now_unix_s if life.status.is_final else None
+        with self._told(), self._transaction():
+            self._db.execute(
+                "UPDATE jobs SET life = ?, due = ?, status = ?, step_before = ?, "
+                "started_unix_s = coalesce(started_unix_s, ?), ended_unix_s = coalesce(ended_unix_s, ?) "
+                "WHERE id = ?",
+                (_life_text(life), _text(due), life.status.value, step_before, started, ended, number),
+            )
+            if answered is not None:
+                self._db.execute("UPDATE requests SET is_done = 1 WHERE id = ?", (answered,))
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def ask(self, number: int, kind: str, lead_s: float | None = None) -> None:
+        """Ask something of a job's controller."""
+        with self._told():
+            self._db.execute(
+                "INSERT INTO requests (job, kind, lead_s) VALUES (?, ?, ?)", (number, kind, lead_s)
+            )
+
+    def requests(self, number: int) -> list[Request]:
+        """What is asked of a job and not yet answered."""
+        with self._told():
+            rows = self._db.execute(
+                "SELECT id, kind, lead_s FROM requests WHERE job = ? AND is_done = 0 ORDER BY id", (number,)
+            )
+            return [Request(*row) for row in rows]
+
+    # -- the file --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise RetryLater(f"The records of jobs in {self._path} could not be used: {error}.") from error
+
+
+_SELECT = (
+    "SELECT id, name, task_id, spec, terms, life, due, step_before, submitted_unix_s, started_unix_s, "
+    "ended_unix_s FROM jobs WHERE is_whole = 1"
+)
+
+
+# -- values as JSON --------------------------------------------------------------------------------------
+
+
+def _text(value: Spec | Due) -> str:
+    return json.dumps(asdict(value))
+
+
+def _terms_text(terms: Terms) -> str:
+    return json.dumps({**asdict(terms), "free_codes": sorted(terms.free_codes)})
+
+
+def _life_text(life: Life) -> str:
+    outcomes = {str(node): _outcome_told(one) for node, one in life.outcomes.items()}
+    told = {name: getattr(life, name) for name in Life.__dataclass_fields__}
+    return json.dumps({**told, "status": life.status.value, "outcomes": outcomes})
+
+
+def _outcome_told(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "phase": outcome.phase.value,
+        "code": outcome.code,
+        "killed_by": outcome.killed_by,
+        "is_stopped": outcome.is_stopped,
+    }
+
+
+def _outcome(told: Mapping[str, Any]) -> Outcome:
+    return Outcome(**{**told, "phase": Phase(told["phase"])})
+
+
+def _life(text: str) -> Life:
+    told = json.loads(text)
+    outcomes = {int(node): _outcome(one) for node, one in told["outcomes"].items()}
+    return Life(**{**told, "status": Status(told["status"]), "outcomes": outcomes})
+
+
+def _record(row: tuple[Any, ...]) -> Record:
+    number, name, task_id, spec, terms, life, due, *rest = row
+    allowed = json.loads(terms)
+    return Record(
+        number,
+        name,
+        task_id,
+        Spec(**json.loads(spec)),
+        Terms(**{**allowed, "free_codes": frozenset(allowed["free_codes"])}),
+        _life(life),
+        Due(**json.loads(due)),
+        *rest,
+    )

@@ -1,0 +1,124 @@
+"""The warden of a node: runs `setup` and `run` under bash, tells how they ended, leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from holdfast.errors import PREEMPTED_STATUS
+from holdfast.jobs.local import processes
+from holdfast.jobs.local.bell import ring
+from holdfast.jobs.local.folder import NodeFolder
+from holdfast.jobs.local.plan import Plan, write_outcome, write_whole
+from holdfast.jobs.local.processes import Process
+from holdfast.jobs.outcome import Outcome, Phase
+
+_PR_SET_PDEATHSIG = 1
+_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a trainer may have got with its shell, and has a handler for."""
+_CANNOT_START = 126
+
+
+def serve(folder: NodeFolder) -> None:
+    """Do what the plan says; the caller holds the node's lock.
+
+    Blocks: as long as the node's commands run.
+    """
+    for number in _DEAF_TO:
+        # A handler and not SIG_IGN: what is ignored stays ignored in the commands that we start.
+        signal.signal(number, lambda *_: None)
+    processes.inherit_orphans()
+    plan = Plan.read(folder.plan)
+    me = processes.look_up(os.getpid())
+    assert me is not None
+    write_whole(folder.pid, f"{me.pid} {me.start}")
+    ring(Path(plan.bell))
+    with Path(plan.log).open("ab", buffering=0) as log:
+        outcome = _work(plan, folder, log.fileno())
+    write_outcome(folder.ended, outcome)
+    ring(Path(plan.bell))
+
+
+def _work(plan: Plan, folder: NodeFolder, log: int) -> Outcome:
+    os.write(log, f"{plan.headline}\n".encode())
+    if plan.setup is not None:
+        outcome = _shell(plan, Phase.SETUP, log)
+        if not outcome.is_success:
+            return outcome
+        Path(plan.set_up).touch()
+    folder.running.touch()
+    ring(Path(plan.bell))
+    return _shell(plan, Phase.RUN, log)
+
+
+def _shell(plan: Plan, phase: Phase, log: int) -> Outcome:
+    """Run a script to its end, and end what it has left behind."""
+    pid = os.fork()
+    if pid == 0:
+        _become_shell(plan, phase, log)
+    outcome = _outcome(phase, _wait_for(pid))
+    if _may_still_save(outcome, Path(plan.notice)):
+        _wait_for_rest(plan.grace_s)
+    _sweep()
+    return outcome
+
+
+def _become_shell(plan: Plan, phase: Phase, log: int) -> None:
+    """In the new process: become bash. Never returns."""
+    try:
+        # Without us nobody would know how it ended.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(plan.workdir)
+        script = plan.setup if phase is Phase.SETUP else plan.run
+        environment = plan.setup_environment if phase is Phase.SETUP else plan.environment
+        os.execvpe("bash", ["bash", str(script)], dict(environment))
+    except OSError as error:
+        os.write(2, f"holdfast: bash could not be started in {plan.workdir}: {error}\n".encode())
+    finally:
+        os._exit(_CANNOT_START)
+
+
+def _wait_for(pid: int) -> int:
+    """Wait status of the shell; children that we have inherited are buried on the way."""
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
+            return status
+
+
+def _outcome(phase: Phase, status: int) -> Outcome:
+    if os.WIFSIGNALED(status):
+        return Outcome(phase, killed_by=os.WTERMSIG(status))
+    return Outcome(phase, code=os.WEXITSTATUS(status))
+
+
+def _may_still_save(outcome: Outcome, notice: Path) -> bool:
+    """True if the shell went before those that it should have waited for: they may be at their last save."""
+    if outcome.is_success:
+        return False
+    return outcome.killed_by in _TOLD_BY or outcome.code == PREEMPTED_STATUS or notice.exists()
+
+
+def _wait_for_rest(timeout_s: float) -> None:
+    processes.wait_gone(_rest(), timeout_s)
+
+
+def _rest() -> list[Process]:
+    """What is left of the node, without keepers, which end by themselves."""
+    return [one for one in processes.below(os.getpid(), processes.living()) if not one.is_keeper]
+
+
+def _sweep() -> None:
+    """End the rest of the node; again, since a process may have made others before it was ended."""
+    deadline = time.monotonic() + 60
+    while (rest := _rest()) and time.monotonic() < deadline:
+        processes.end(rest)
+        processes.bury()

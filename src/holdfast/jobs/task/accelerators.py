@@ -1,0 +1,68 @@
+"""The forms in which a task file may ask for accelerators, read as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ONE = re.compile(r"[A-Za-z0-9][\w.\-/+]*(?::\d+(?:\.\d+)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """What is asked for."""
+
+    choices: tuple[tuple[str, float], ...]  # name and number per node; more than one: any of them will do
+    is_ordered: bool = False  # the first that can be had
+    is_folded: bool = False  # it stood there as lines that YAML joins into one text
+
+    @property
+    def num_per_node(self) -> int:
+        """The most that any choice has, as a whole number; 0 without any."""
+        return max((int(count) for _, count in self.choices), default=0)
+
+    def plain(self) -> Any:
+        """In a form that SkyPilot reads as meant."""
+        if self.is_ordered:
+            return [f"{name}:{_number(count)}" for name, count in self.choices]
+        if len(self.choices) == 1:
+            name, count = self.choices[0]
+            return f"{name}:{_number(count)}"
+        return {name: _number(count) for name, count in self.choices}
+
+
+def read_accelerators(plain: Any) -> Accelerators | str:
+    """Accelerators in any form; or, as text, what is wrong.
+
+    Forms: `A100`, `A100:8`, `{A100: 8}`, `{A100:1, V100:1}` (a set: any of them), `[A100:1, V100:1]` (in
+    order), and lines without a space after the colon, which YAML folds into one text: as that set.
+    """
+    if plain is None:
+        return Accelerators(())
+    if isinstance(plain, str):
+        words = plain.split()
+        return _read_all(words, is_ordered=False, is_folded=len(words) > 1)
+    if isinstance(plain, Mapping):
+        words = [str(name) if count is None else f"{name}:{count}" for name, count in plain.items()]
+        return _read_all(words, is_ordered=False)
+    return _read_all([str(word) for word in plain], is_ordered=True)
+
+
+def _read_all(words: list[str], *, is_ordered: bool, is_folded: bool = False) -> Accelerators | str:
+    bad = [word for word in words if not _ONE.fullmatch(word)]
+    if bad or not words:
+        found = repr(bad[0]) if bad else "nothing"
+        return f"expected NAME or NAME:COUNT, as A100:8, found {found}"
+    choices = tuple(_read_one(word) for word in words)
+    return Accelerators(choices, is_ordered=is_ordered, is_folded=is_folded)
+
+
+def _read_one(word: str) -> tuple[str, float]:
+    name, _, count = word.partition(":")
+    return name, float(count) if count else 1.0
+
+
+def _number(count: float) -> int | float:
+    return int(count) if count == int(count) else count

@@ -1,0 +1,57 @@
+"""The variables of a task file: their values, which must still be given, and ${NAME} in paths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.jobs.task.document import Value
+from holdfast.jobs.task.shape import Problem
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)\b")
+
+
+def read_variables(value: Value | None, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the file, with those that were given over them; those without a value are left out."""
+    found: dict[str, str] = {}
+    if value is not None:
+        for item in value.items:  # secrets may be a list of names, whose values are to be given
+            found.pop(str(item.plain), None)
+        for name, member in value.members.items():
+            if member.plain is not None:
+                found[name] = _text(member.plain)
+    return {**found, **given}
+
+
+def variable_problems(
+    value: Value | None, given: Mapping[str, str], *, where: str, option: str
+) -> Iterator[Problem]:
+    """Names that no shell takes, and variables that have no value yet."""
+    if value is None:
+        return
+    named = [(name, member.plain, value.key_lines[name]) for name, member in value.members.items()]
+    named += [(str(item.plain), None, item.line) for item in value.items]
+    for name, plain, line in named:
+        if not _NAME.fullmatch(name):
+            yield Problem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
+        elif plain is None and name not in given:
+            what = f"{name} has no value: give it here, or with {option} {name}=VALUE"
+            yield Problem(line, f"{where}.{name}", what)
+
+
+def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:
+    """A value with `${NAME}` and `$NAME` replaced in all its texts, where NAME is one of `variables`."""
+    if isinstance(plain, str):
+        return _REFERENCE.sub(lambda found: variables.get(found[1] or found[2], found[0]), plain)
+    if isinstance(plain, Mapping):
+        return {fill_in(key, variables): fill_in(value, variables) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [fill_in(item, variables) for item in plain]
+    return plain
+
+
+def _text(plain: Any) -> str:
+    """As a shell gets it."""
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)

@@ -1,0 +1,77 @@
+"""Notices of AWS: spot interruptions and rebalance recommendations, asked for by IMDSv2."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from holdfast.notice.cloud import Cloud
+from holdfast.notice.metadata import Answer, Unreachable, ask
+from holdfast.notice.word import Word, read_time
+
+BASE = "http://169.254.169.254"
+_TOKEN_S = 3600
+
+
+class Aws(Cloud):
+    """Asks for a spot interruption, then for a rebalance recommendation, which is advice: save, and go on.
+
+    Source: EC2 user guide, "Spot Instance interruption notices"; aws-node-termination-handler.
+    """
+
+    name = "aws"
+    pause_s = 5.0  # as the user guide says
+
+    def __init__(self, base: str = BASE) -> None:
+        self._base = base
+        self._token: str | None = None
+        self._token_until_s = 0.0
+        self._has_advised = False
+
+    def ask(self) -> Word | None:
+        """See Cloud.ask."""
+        action = self._get("/latest/meta-data/spot/instance-action")
+        if action is not None:
+            return _read_action(action)
+        if self._has_advised:
+            return None
+        advice = self._get("/latest/meta-data/events/recommendations/rebalance")
+        if advice is None:
+            return None
+        self._has_advised = True  # it stays there; one save for it is enough
+        return Word("aws", "rebalance recommendation", is_final=False)
+
+    def _get(self, path: str) -> str | None:
+        """The document at a path; None if there is none (404)."""
+        answer = self._authorized(path)
+        if answer.status == 401:  # the token has expired, or another one was made for the machine
+            self._token = None
+            answer = self._authorized(path)
+        if answer.status == 404:
+            return None
+        if answer.status != 200:
+            message = f"{self._base}{path}: status {answer.status}"
+            raise Unreachable(message)
+        return answer.text
+
+    def _authorized(self, path: str) -> Answer:
+        if self._token is None or time.monotonic() > self._token_until_s:
+            self._token = self._new_token()
+        return ask(self._base, path, headers={"X-aws-ec2-metadata-token": self._token})
+
+    def _new_token(self) -> str:
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S), "Content-Length": "0"}
+        answer = ask(self._base, "/latest/api/token", method="PUT", headers=headers)
+        if answer.status != 200:
+            message = f"{self._base}/latest/api/token: status {answer.status}"
+            raise Unreachable(message)
+        self._token_until_s = time.monotonic() + _TOKEN_S * 0.9
+        return answer.text.strip()
+
+
+def _read_action(text: str) -> Word:
+    try:
+        told = json.loads(text)
+        return Word("aws", f"spot {told['action']}", read_time(str(told.get("time", ""))))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Word("aws", "spot interruption")  # that the document is there says enough

@@ -1,0 +1,64 @@
+"""Notices of Azure: the scheduled events of this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from holdfast.notice.cloud import Cloud
+from holdfast.notice.metadata import Unreachable, ask
+from holdfast.notice.word import Word, read_time
+
+BASE = "http://169.254.169.254"
+_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+_ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
+"""Events that end every process; a Freeze lets them sleep for some seconds."""
+
+
+class Azure(Cloud):
+    """Asks for scheduled events, and takes those that name this machine and end it.
+
+    Source: Azure documentation, "Scheduled Events for Linux VMs".
+    """
+
+    name = "azure"
+    pause_s = 5.0
+
+    def __init__(self, base: str = BASE) -> None:
+        self._base = base
+        self._machine: str | None = None
+        self._incarnation: object = None
+
+    def ask(self) -> Word | None:
+        """See Cloud.ask."""
+        if self._machine is None:
+            self._machine = self._get(_NAME, timeout_s=2.0).strip()
+        # The first question turns the service on for this machine, which may take it two minutes.
+        timeout_s = 2.0 if self._incarnation is not None else 130.0
+        try:
+            told = json.loads(self._get(_EVENTS, timeout_s=timeout_s))
+            events = told["Events"]
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"{self._base}{_EVENTS}: not a list of events ({error!r})"
+            raise Unreachable(message) from error
+        self._incarnation = told.get("DocumentIncarnation", 0)
+        return _first_end(events, self._machine)
+
+    def _get(self, path: str, *, timeout_s: float) -> str:
+        answer = ask(self._base, path, headers={"Metadata": "true"}, timeout_s=timeout_s)
+        if answer.status != 200:
+            message = f"{self._base}{path}: status {answer.status}"
+            raise Unreachable(message)
+        return answer.text
+
+
+def _first_end(events: Iterable[Any], machine: str) -> Word | None:
+    """The first event that ends `machine`."""
+    for event in events:
+        if not isinstance(event, dict) or event.get("EventType") not in _ENDS:
+            continue
+        if machine in event.get("Resources", ()):
+            return Word("azure", str(event["EventType"]), read_time(str(event.get("NotBefore", ""))))
+    return None

@@ -1,0 +1,41 @@
+"""What a training and the job around it tell each other: names in the environment, and files they name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+NOTICES = "HOLDFAST_NOTICES"
+"""Where preemption notices come from, see `holdfast.notice.sources`."""
+PROGRESS = "HOLDFAST_PROGRESS"
+"""File to which rank 0 appends a line for each durable save and restore; unset where nobody asks."""
+
+
+def tell_progress(home: str, step: int) -> None:
+    """Tell the job, if there is one, that a checkpoint of `step` is there. It is never an error."""
+    path = os.environ.get(PROGRESS)
+    if not path:
+        return
+    line = json.dumps({"home": home, "step": step}) + "\n"
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+
+
+def read_progress(path: Path) -> dict[str, int]:
+    """The greatest step told of each home; empty if nothing was told."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return {}
+    steps: dict[str, int] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill has torn
+            told = json.loads(line)
+            steps[told["home"]] = max(steps.get(told["home"], 0), int(told["step"]))
+    return steps

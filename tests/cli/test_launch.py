@@ -1,0 +1,180 @@
+"""`holdfast launch` and its companions: what they say, in words and as JSON, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command
+from holdfast.jobs.status import Status
+from jobs.desk import Desk
+
+TASK = """
+name: greet
+resources:
+  accelerators:
+    A100:1
+    H100:1
+  use_spot: true
+envs:
+  WHO:
+run: |
+  echo hello $WHO
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    found = Desk(tmp_path)
+    yield found
+    found.leave()
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    path = tmp_path / "task.yaml"
+    path.write_text(TASK)
+    return path
+
+
+def test_a_job_is_launched_listed_and_read(desk: Desk, task: Path, holdfast: Command) -> None:
+    said = holdfast("launch", task, "--env", "WHO=you", "--name", "mine")
+    assert said.status == 0
+    assert said.out.startswith("job 1 (mine) is submitted")
+    assert "read as the set {A100:1, H100:1}" in said.err
+    job = desk.engine.job(1)
+    desk.wait(job)
+    (row,) = holdfast("queue", "--json").json
+    assert (row["id"], row["name"], row["status"], row["recoveries"]) == (1, "mine", "SUCCEEDED", 0)
+    assert row["task_id"] == job.task_id
+    assert "SUCCEEDED" in holdfast("queue").out
+    lines = holdfast("logs", 1).out.splitlines()
+    assert lines[1:] == ["hello you"]
+    assert "attempt 1 of job 1 begins" in lines[0]
+
+
+def test_attaching_shows_the_output_and_ends_as_the_job_does(
+    desk: Desk, task: Path, holdfast: Command
+) -> None:
+    said = holdfast("launch", task, "--env", "WHO=you", "--attach")
+    assert said.status == 0
+    assert "hello you" in said.out
+    assert "job 1 is SUCCEEDED" in said.err
+    task.write_text("run: echo oh no; exit 3\n")
+    said = holdfast("launch", task, "--attach")
+    assert said.status == 1
+    assert "job 2 is FAILED: node 0 failed in run with status 3" in said.err
+
+
+def test_following_ends_with_the_job(desk: Desk, task: Path, holdfast: Command) -> None:
+    task.write_text("num_nodes: 2\nrun: echo node $SKYPILOT_NODE_RANK here\n")
+    assert holdfast("launch", task).status == 0
+    out = holdfast("logs", 1, "-f").out
+    assert "(node 0) node 0 here" in out
+    assert "(node 1) node 1 here" in out
+    assert holdfast("logs", 1, "--node", 1).out.splitlines()[-1] == "node 1 here"
+    assert '{"node": 0, "line": "node 0 here"}' in holdfast("logs", 1, "--json").out
+
+
+def test_a_dry_run_says_all_and_starts_nothing(desk: Desk, task: Path, holdfast: Command) -> None:
+    said = holdfast("launch", task, "--env", "WHO=you", "--dry-run")
+    assert said.status == 0
+    assert "resources.use_spot" in said.out
+    assert "nothing was started" in said.out
+    plan = holdfast("launch", task, "--env", "WHO=you", "--dry-run", "--json").json
+    assert [effect["key"] for effect in plan["effects"]] == ["resources.accelerators", "resources.use_spot"]
+    assert "A100: 1" in plan["task"]
+    assert desk.engine.jobs() == []
+
+
+def test_a_wrong_task_file_is_told_line_by_line(desk: Desk, task: Path, holdfast: Command) -> None:
+    task.write_text(TASK.replace("use_spot", "use_spto"))
+    said = holdfast("launch", task)
+    assert said.status == 2
+    assert f"{task}:7: resources.use_spto: there is no key 'use_spto'" in said.err
+    assert f"{task}:9: envs.WHO: WHO has no value: give it here, or with --env WHO=VALUE" in said.err
+
+
+def test_a_variable_without_value_is_taken_from_here(
+    desk: Desk, task: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHO", "me")
+    assert "WHO=me" in holdfast("launch", task, "--env", "WHO", "--dry-run").out
+    assert holdfast("launch", task, "--env", "NOBODY_HAS_SET_THIS").status == 2
+
+
+def test_secrets_are_given_to_the_job_and_never_shown(desk: Desk, task: Path, holdfast: Command) -> None:
+    task.write_text("secrets: {TOKEN: null}\nrun: test ${#TOKEN} = 6\n")
+    for words in (["--dry-run"], ["--dry-run", "--json"]):
+        assert "abc123" not in holdfast("launch", task, "--secret", "TOKEN=abc123", *words).out
+    assert holdfast("launch", task, "--secret", "TOKEN=abc123", "--attach").status == 0
+
+
+@pytest.mark.parametrize("engine", ["slurm", "sky"])
+def test_other_engines_are_not_in_this_version(task: Path, holdfast: Command, engine: str) -> None:
+    said = holdfast("launch", task, "--on", engine)
+    assert said.status == 2
+    assert "not in this version" in said.err
+
+
+def test_preempting_and_cancelling_from_the_command_line(desk: Desk, task: Path, holdfast: Command) -> None:
+    task.write_text("run: |\n  trap 'exit 75' TERM\n  echo ready\n  while true; do sleep 0.02; done\n")
+    holdfast("launch", task)
+    job = desk.engine.job(1)
+    desk.wait_until_said(job, "ready")
+    desk.wait(job, Status.RUNNING)
+    assert "its machine goes in 1 min 0 s" in holdfast("preempt", 1, "--lead", "60").out
+    desk.wait_until_said(job, "ready", times=2)
+    desk.wait(job, Status.RUNNING)
+    assert holdfast("cancel", 1).out == "job 1 (task) is told to stop\n"
+    assert desk.wait(job).status is Status.CANCELLED
+    assert holdfast("cancel", 1).status == 2
+    assert holdfast("preempt", 1).status == 2
+    assert holdfast("queue").out.count("CANCELLED") == 1
+
+
+@pytest.mark.parametrize("words", [["logs", "9"], ["cancel", "9"], ["preempt", "9"]])
+def test_a_job_that_is_not_there_is_told(desk: Desk, holdfast: Command, words: list[str]) -> None:
+    said = holdfast(*words)
+    assert said.status == 2
+    assert "There is no job 9" in said.err
+
+
+def test_no_jobs_are_told_as_such(desk: Desk, holdfast: Command) -> None:
+    assert holdfast("queue").out == "no jobs\n"
+    assert holdfast("queue", "--json").json == []
+
+
+def test_a_lead_that_is_no_time_is_refused(desk: Desk, holdfast: Command) -> None:
+    assert holdfast("preempt", 1, "--lead", "-1").status == 2
+    assert holdfast("preempt", 1, "--lead", "soon").status == 2
+
+
+def test_jobs_need_no_torch(tmp_path: Path, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    words = ["launch", str(task), "--env", "WHO=x", "--dry-run"]
+    code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
+
+
+def test_a_job_needs_its_terminal_no_more(desk: Desk, task: Path) -> None:
+    """The launching command and all of its process group are killed while the job runs."""
+    task.write_text("run: |\n  echo begun\n  until [ -e go ]; do sleep 0.02; done\n")
+    command = [sys.executable, "-m", "holdfast.cli", "launch", str(task), "--attach"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert launcher.stdout is not None
+    assert any(line == "begun\n" for line in launcher.stdout)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    job = desk.engine.job(1)
+    (desk.files(job).workdir(0) / "go").touch()
+    ended = desk.wait(job)
+    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 1)

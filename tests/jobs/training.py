@@ -1,0 +1,67 @@
+"""The training that jobs under test do: `python training.py HOME TOTAL [--every N] [--step-s S]`.
+
+A small model on seeded data. Every completed step is a line of progress.log beside the home; the digest of
+the final weights goes to final.txt. On several ranks (torchrun's environment) gradients are summed over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import holdfast
+
+
+def main() -> None:
+    """Train, wherever the run stopped."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("home", type=Path)
+    parser.add_argument("total", type=int)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model, "optimizer": optimizer}
+    folder = args.home.parent
+    with holdfast.Checkpointer(args.home, state, every=args.every) as ckpt:
+        for step in ckpt.steps(args.total):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 16)).square().mean()
+            loss.backward()
+            if dist.is_initialized():
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            if args.step_s:
+                time.sleep(args.step_s)  # as a step of a greater model would take
+            if rank == 0:
+                with (folder / "progress.log").open("a") as log:
+                    log.write(f"{os.environ.get('HOLDFAST_ATTEMPT')} {step + 1}\n")
+    if rank == 0:
+        (folder / "final.txt").write_text(digest(model, optimizer))
+    holdfast.leave()
+
+
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of all weights and moments, bit for bit."""
+    found = hashlib.sha256()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    for tensor in [*model.state_dict().values(), *moments]:
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Metadata services of clouds on 127.0.0.1, which answer by each cloud's own protocol."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import urllib.parse
+from collections.abc import Callable
+
+Headers = dict[str, str]
+
+
+class Service:
+    """One server; subclasses answer requests. `asked` is what it was asked, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.changed = threading.Condition()
+        answer: Callable[..., tuple[int, str, Headers]] = self.answer
+        service = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def _do(self) -> None:
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                service.asked.append((self.command, self.path))
+                status, text, extra = answer(self.command, urllib.parse.urlsplit(self.path), headers)
+                self.send_response(status)
+                for name, value in extra.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_GET = do_PUT = _do
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def answer(
+        self, method: str, url: urllib.parse.SplitResult, headers: Headers
+    ) -> tuple[int, str, Headers]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class AwsService(Service):
+    """IMDSv2: nothing without a token, 404 where there is nothing to tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = "token-1"
+        self.documents: dict[str, str] = {}
+
+    def answer(
+        self, method: str, url: urllib.parse.SplitResult, headers: Headers
+    ) -> tuple[int, str, Headers]:
+        if url.path == "/latest/api/token":
+            is_right = method == "PUT" and headers.get("x-aws-ec2-metadata-token-ttl-seconds", "").isdecimal()
+            return (200, self.token, {}) if is_right else (400, "", {})
+        if headers.get("x-aws-ec2-metadata-token") != self.token:
+            return 401, "", {}
+        found = self.documents.get(url.path.removeprefix("/latest/meta-data/"))
+        return (404, "", {}) if found is None else (200, found, {})
+
+
+class GcpService(Service):
+    """Values with etags; a request may wait until its value has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
+        self.num_waiting = 0
+
+    def change(self, name: str, value: str) -> None:
+        with self.changed:
+            self.values[name] = value
+            self.changed.notify_all()
+
+    def answer(
+        self, method: str, url: urllib.parse.SplitResult, headers: Headers
+    ) -> tuple[int, str, Headers]:
+        if headers.get("metadata-flavor") != "Google":
+            return 403, "", {}
+        name = url.path.removeprefix("/computeMetadata/v1/instance/")
+        query = dict(urllib.parse.parse_qsl(url.query))
+        with self.changed:
+            if query.get("wait_for_change") == "true":
+                seen = query.get("last_etag")
+                self.num_waiting += 1
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: etag(self.values[name]) != seen, float(query["timeout_sec"]))
+                self.num_waiting -= 1
+            value = self.values[name]
+        return 200, value, {"Metadata-Flavor": "Google", "ETag": etag(value)}
+
+
+def etag(value: str) -> str:
+    return value.encode().hex()[:16]
+
+
+class AzureService(Service):
+    """Scheduled events, as the document that the service has now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, object]] = []
+
+    def answer(
+        self, method: str, url: urllib.parse.SplitResult, headers: Headers
+    ) -> tuple[int, str, Headers]:
+        if headers.get("metadata") != "true" or "api-version" not in url.query:
+            return 400, "", {}
+        if url.path == "/metadata/instance/compute/name":
+            return 200, "vm-7", {}
+        if url.path == "/metadata/scheduledevents":
+            return 200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events}), {}
+        return 404, "", {}

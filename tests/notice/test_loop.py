@@ -1,0 +1,49 @@
+"""What a notice does to a training loop: it saves the step and ends; after advice it saves and goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.notice import Word
+from holdfast.notice.file import write_notice
+
+
+def train(home: Path, state: dict[str, Any], notice: Path, word: Word, *, at: int, total: int) -> None:
+    """Train; before step `at` is completed, somebody gives a notice."""
+    with holdfast.Checkpointer(
+        home, state, every=1000, signals=False, notices=f"file:{notice}", quiet=True
+    ) as ckpt:
+        for step in ckpt.steps(total):
+            state["seen"] = step + 1
+            if step + 1 == at:
+                write_notice(notice, word)
+
+
+def saved_steps(home: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in home.glob("step-*"))
+
+
+def test_a_notice_in_a_file_ends_the_run_with_a_durable_save(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"seen": 0}
+    with pytest.raises(holdfast.Preempted, match="holdfast preempt") as preempted:
+        train(tmp_path / "home", state, tmp_path / "notice", Word("holdfast preempt"), at=4, total=10)
+    assert preempted.value.step == 4
+    assert saved_steps(tmp_path / "home") == [4]
+    (tmp_path / "notice").unlink()
+    state = {"seen": 0}
+    train(tmp_path / "home", state, tmp_path / "notice", Word("late"), at=99, total=10)
+    assert state["seen"] == 10
+
+
+def test_advice_is_one_save_and_training_goes_on(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"seen": 0}
+    word = Word("aws", "rebalance recommendation", is_final=False)
+    train(tmp_path / "home", state, tmp_path / "notice", word, at=4, total=10)
+    assert state["seen"] == 10
+    first, *others = saved_steps(tmp_path / "home")
+    assert first in (4, 5), "in the step of the advice, or in the next"
+    assert others == [10]

@@ -1,6 +1,7 @@
 """The verified reader: which chunks it reads, what it hands on, how it stops."""
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Retr
 from holdfast.format import names
 from holdfast.format.part import Part
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import READ_BYTES, Job, Want, read
+from holdfast.restore.read import READ_BYTES, STRETCH_BYTES, Job, Want, read
 from holdfast.store.memory import MemoryStore
 from making import make_checkpoint
 
@@ -89,6 +90,22 @@ def test_any_ranges_arrive_and_each_needed_chunk_is_read_once(
     assert sorted(got) == sorted(needed)
     assert stats.num_bytes == sum(size for *_, size in store.reads)
     assert stats.num_reads == len(store.reads)
+
+
+LONG_STORE, LONG_PART, LONG_IMAGE = make_file(2 * READ_BYTES + STRETCH_BYTES // 2, 64 << 10)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, len(LONG_IMAGE)), min_size=2, max_size=8).map(sorted))
+def test_ranges_over_several_reads_and_stretches_arrive_once(cuts: list[int]) -> None:
+    """A want may begin before the read and the stretch that brings its end."""
+    ranges = [(start, stop - start) for start, stop in pairwise(cuts)]
+    wanted = wants(ranges)
+    read(LONG_STORE, [Job(LONG_PART, wanted)], num_threads=3)
+    for (start, num_bytes), want in zip(ranges, wanted, strict=True):
+        assert isinstance(want.sink, Taker)
+        assert bytes(want.sink.data) == LONG_IMAGE[start : start + num_bytes]
+        assert want.sink.count == num_bytes
 
 
 def test_adjacent_chunks_are_read_together_but_bounded() -> None:

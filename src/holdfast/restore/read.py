@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
+from holdfast.errors import Corrupt, HoldfastError, Internal, InvalidInput, NotFound
 from holdfast.format.hashes import digest
 from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
@@ -139,8 +139,7 @@ def read(
     if num_threads is not None and num_threads < 1:
         raise InvalidInput(f"num_threads is {num_threads}; at least 1 thread must read.")
     began = time.perf_counter()
-    reads: list[Read] = []
-    suited = 1
+    jobs, reads, suited = list(jobs), [], 1
     for job in jobs:
         nearest = _nearest(store, job).properties
         reads += plan_reads(job, nearest.read_bytes)
@@ -148,6 +147,10 @@ def read(
     num_threads = num_threads or suited
     crew = _Crew(store, deque(reads), on_bytes, on_error)
     crew.work(min(num_threads, len(reads)))
+    wanted_bytes = sum(want.num_bytes for job in jobs for want in job.wanted)
+    if on_error is None and crew.num_delivered != wanted_bytes:
+        message = f"{wanted_bytes} bytes were wanted of {store.url}, and {crew.num_delivered} were handed on."
+        raise Internal(message)
     num_bytes, seconds = sum(one.stop - one.start for one in reads), time.perf_counter() - began
     return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.mended))
 
@@ -193,7 +196,7 @@ def distribute(wanted: list[Want], reads: list[Read]) -> None:
     starts = [one.start for one in reads]
     for want in wanted:
         stop = want.start + want.num_bytes
-        index = bisect_right(starts, want.start) - 1
+        index = max(bisect_right(starts, want.start) - 1, 0)  # it may begin before the first of them
         while index < len(reads) and starts[index] < stop:
             reads[index].wanted.append(want)
             index += 1
@@ -209,6 +212,7 @@ class _Crew:
         on_bytes: Callable[[int], None] | None,
         on_error: Callable[[HoldfastError], None] | None,
     ) -> None:
+        self.num_delivered = 0
         self.sources: dict[str, int] = {}
         self.mended: list[str] = []
         self._store = store
@@ -266,8 +270,9 @@ class _Crew:
             for error in fetched.errors:
                 self._report(error)
             return
-        deliver(one, fetched.view)
+        num_bytes = deliver(one, fetched.view)
         with self._lock:
+            self.num_delivered += num_bytes
             self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(fetched.view)
             self.mended += map(str, fetched.errors)
 
@@ -372,9 +377,11 @@ def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> li
     ]
 
 
-def deliver(one: Read, view: memoryview) -> None:
-    """Hand what was read and verified to the sinks that want it."""
-    first, last = one.start, one.stop
-    for start, num_bytes, sink in one.wanted:
-        low, high = max(start, first), min(start + num_bytes, last)
+def deliver(one: Read, view: memoryview) -> int:
+    """Hand what was read and verified to the sinks that want it; how many bytes that was."""
+    first, last, num_bytes = one.start, one.stop, 0
+    for start, length, sink in one.wanted:
+        low, high = max(start, first), min(start + length, last)
         sink.write(low - start, view[low - first : high - first])
+        num_bytes += high - low
+    return num_bytes

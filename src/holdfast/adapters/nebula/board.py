@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, RetryLater
 from holdfast.format.hashes import digest
 
 _LEAVE = datetime.timedelta(seconds=30)
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,35 @@ class Board:
 
     def count(self, tag: str) -> int:
         """Count one more file of a tag; answers how many all ranks have saved now."""
-        self.join(tag)  # first: whoever sees the count sees who has counted
-        return self.store.add(f"{self.name}/{tag}/files", 1)
+        number = self.store.add(f"{self.name}/{tag}/files", 1)
+        self.store.set(f"{self.name}/{tag}/file/{number}", str(self.rank))
+        return number
+
+    def savers(self, tag: str, num_files: int) -> tuple[int, ...]:
+        """The ranks that saved the first so many files of a tag: who came too late is not among them.
+
+        Raises:
+            RetryLater: a rank has counted a file and not said that it did.
+
+        Blocks: while a rank is between these two words, at most 30 s.
+        """
+        return tuple(sorted({self._saver(tag, number) for number in range(1, num_files + 1)}))
+
+    def _saver(self, tag: str, number: int) -> int:
+        key, deadline_s = f"{self.name}/{tag}/file/{number}", time.monotonic() + _LEAVE.total_seconds()
+        while not self.store.check([key]):
+            if time.monotonic() > deadline_s:
+                message = f"A rank has died while it counted file {number} of {tag}. Nothing was saved."
+                raise RetryLater(message)
+            time.sleep(_POLL_S)
+        return int(self.store.get(key))
 
     def files(self, tag: str) -> int:
         """How many files of a tag all ranks have saved so far."""
         return self.store.add(f"{self.name}/{tag}/files", 0)
 
     def members(self, tag: str) -> tuple[int, ...]:
-        """The ranks that have taken part in a tag so far."""
+        """The ranks that take part so far in a tag that `commit` completes."""
         return tuple(r for r in range(self.world_size) if self.store.check([f"{self.name}/{tag}/by/{r}"]))
 
     def propose(self, tag: str, plan: Plan) -> Plan:

@@ -223,7 +223,6 @@ class Session:
         board = self._the_board()
         plan = board.plan(draft.key)
         if plan is None:
-            board.join(draft.key)
             try:
                 plan = board.propose(draft.key, self._plan(draft, board))
             except BaseException:
@@ -232,7 +231,11 @@ class Session:
         return self._hand_over(draft, plan)
 
     def _plan(self, draft: Draft, board: Board) -> Plan:
-        members = board.members(draft.key)
+        if draft.is_explicit:
+            members = board.members(draft.key)
+        else:
+            wanted = draft.num_files or 1
+            members = board.savers(draft.key, min(wanted, board.files(draft.key)))  # fewer if committed early
         claimed = board.claim_run(members)
         if claimed != members:
             message = (

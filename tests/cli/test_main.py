@@ -36,7 +36,7 @@ def test_help_ends_with_examples_that_parse(command: str, capsys: pytest.Capture
     examples = re.findall(rf"^  (holdfast {command}\b.*)$", text.partition("\nexamples:\n")[2], re.M)
     assert examples
     for example in examples:
-        words = [word.strip("'\"") for word in re.split(r" (?:\||&&|>) ", example)[0].split()[1:]]
+        words = [word.strip("'\"") for word in re.split(r" (?:\|\|?|&&|>) ", example)[0].split()[1:]]
         make_parser().parse_args(words)
 
 

@@ -141,6 +141,7 @@ def test_what_is_in_no_home_is_put_together_from_both_disks(hosts: Hosts, uninte
     assert hosts.playground.check_all_complete_verify() > 0
 
 
+@pytest.mark.slow
 def test_dead_trainers_leave_their_memory_to_both_hosts(hosts: Hosts, uninterrupted_ranks: str):
     """Each host takes from its own keepers' memory, and passes on from there."""
     both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
@@ -165,6 +166,7 @@ def test_a_lost_host_leaves_what_home_has_and_the_survivor_reads_its_own_disk(
     assert hosts.playground.final() == uninterrupted_ranks
 
 
+@pytest.mark.slow
 def test_a_lost_host_before_anything_came_home_is_told_and_begins_anew(
     hosts: Hosts, uninterrupted_ranks: str
 ):
@@ -214,6 +216,7 @@ def test_training_goes_on_while_home_is_away(hosts: Hosts):
     assert playground.check_all_complete_verify() > 0
 
 
+@pytest.mark.slow
 def test_damage_on_the_only_disk_that_has_a_file_falls_back_to_an_older_step(
     hosts: Hosts, uninterrupted_ranks: str
 ):
@@ -231,6 +234,7 @@ def test_damage_on_the_only_disk_that_has_a_file_falls_back_to_an_older_step(
     assert hosts.playground.final() == uninterrupted_ranks
 
 
+@pytest.mark.slow
 def test_one_rank_takes_over_what_two_hosts_have_brought_home(hosts: Hosts):
     """The files of its own host are read from there; what it cannot use there is deleted in time."""
     train_and_kill(hosts, hosts.playground.complete, with_keepers=HOSTS)
@@ -265,6 +269,7 @@ def check_random_kills(hosts: Hosts, expected: str, seed: int, num_kills: int) -
     assert hosts.playground.check_all_complete_verify() > 0
 
 
+@pytest.mark.slow
 def test_random_kills_of_hosts(hosts: Hosts, uninterrupted_ranks: str):
     check_random_kills(hosts, uninterrupted_ranks, seed=1, num_kills=3)
 

@@ -125,7 +125,7 @@ def check_random_kills(desk: Desk, seed: int, num_kills: int) -> None:
     assert desk.bucket()["latest"] == str(step + 2).encode()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_random_kills(desks: MakeDesk, seed: int):
     """A few of the random kills that the long suite makes by the hundred."""
     check_random_kills(desks(), seed, num_kills=3)

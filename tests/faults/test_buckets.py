@@ -95,6 +95,7 @@ def test_training_goes_on_while_the_bucket_does_not_answer(playground: Playgroun
     assert "SaveWarning" in child.said()
 
 
+@pytest.mark.slow
 def test_a_bucket_that_stays_away_is_an_error_in_the_end(playground: Playground, bucket: Bucket):
     """After the user's own limit the next save raises."""
     options = ("--step-s", "0.01", "--patience", "0.5s", *bucket.options())

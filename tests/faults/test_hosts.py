@@ -180,6 +180,7 @@ def test_a_lost_host_before_anything_came_home_is_told_and_begins_anew(
     assert hosts.playground.final() == uninterrupted_ranks
 
 
+@pytest.mark.slow
 def test_a_host_that_is_behind_keeps_the_other_from_deleting_what_both_have(
     hosts: Hosts, uninterrupted_ranks: str
 ):

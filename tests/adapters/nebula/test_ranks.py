@@ -49,6 +49,7 @@ def test_ranks_that_are_killed_in_mid_save_find_a_whole_checkpoint(home: str, mo
     assert [one["rank"] for (one,) in found] == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_ranks_that_have_files_are_those_of_the_checkpoint(home: str) -> None:
     run_ranks(3, home, "some", 2, 0, "raw")
     assert holdfast.open(home).world_size == 2

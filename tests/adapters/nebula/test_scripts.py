@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 import holdfast
 from adapters.nebula.running import run
 
@@ -34,6 +36,7 @@ def test_what_is_only_near_when_a_run_is_killed_is_found(home: str) -> None:
     assert holdfast.open(home).step == 4, "at the end everything is in home"
 
 
+@pytest.mark.slow
 def test_a_script_that_looks_in_all_places_by_hand_finds_the_newest(home: str) -> None:
     assert run("mainz", home, "global_step7").split() == ["none"]
     import holdfast.adapters.nebula as nm

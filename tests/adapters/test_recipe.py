@@ -216,7 +216,7 @@ def run_plain(folder: Path, *words: str, **env: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("point", ["store.written", "store.synced", "store.linked"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_kill_while_the_metadata_is_written_leaves_a_step_whole_or_absent(
     tmp_path: Path, point: str, count: int
 ):

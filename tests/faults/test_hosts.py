@@ -199,6 +199,7 @@ def test_a_host_that_is_behind_keeps_the_other_from_deleting_what_both_have(
     assert hosts.playground.final() == uninterrupted_ranks
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_home_is_away(hosts: Hosts):
     """Local saves go on on both hosts, old ones are deleted there, and the drain catches up."""
     children = hosts.start("--step-s", "0.01", total=150)

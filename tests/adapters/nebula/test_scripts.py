@@ -28,6 +28,7 @@ def test_a_killed_run_goes_on_from_its_last_save_bit_for_bit(home: str) -> None:
     assert holdfast.open(home).step == 6
 
 
+@pytest.mark.slow
 def test_what_is_only_near_when_a_run_is_killed_is_found(home: str) -> None:
     """With an hour between persists, home has nothing yet."""
     run("train", 4, 2, status=-signal.SIGKILL, env={WHERE: home, INTERVAL: "3600"})

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from holdfast.testing.faultproxy import FaultProxy
+from holdfast.testing.servers import Server, ministack
+
 ROOT = Path(__file__).parent.parent
+CLOUD_VARIABLES = [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]
 
 # No deadline: these machines are shared, and a slow example is no failure.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,3 +38,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def own_runtime_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every test its own folder for keepers' traces: tests must not wait for each other's keepers."""
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Server]:
+    """An S3 server; its keys are in the environment, for processes that a test starts too."""
+    pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
+    with ministack() as server, pytest.MonkeyPatch.context() as patch:
+        for name in CLOUD_VARIABLES:
+            patch.delenv(name)
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+        patch.setenv("AWS_CONFIG_FILE", "/nowhere")
+        yield server
+
+
+@pytest.fixture
+def proxy(s3: Server) -> Iterator[FaultProxy]:
+    """A proxy before the S3 server."""
+    with FaultProxy("127.0.0.1", s3.port) as proxy:
+        yield proxy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,13 @@ TITLES = {
     "gpt2-124m": "GPT-2 124M with AdamW, fp32",
     "gpt2-355m": "GPT-2 355M with AdamW, fp32",
     "small-8000": "8000 tensors of 8 KiB",
+}
+SCALE = {
+    "plan_s": "plan of a save, each rank",
+    "part_s": "part, each rank",
+    "commit_s": "commit, rank 0",
+    "commit_again_s": "commit of a structure seen before",
+    "restore_plan_s": "plan of a restore on 3/4 of the ranks",
 }
 REAL = ("gpt2-124m", "gpt2-355m")
 
@@ -118,6 +126,18 @@ def render_numbers(labels: Mapping[str, str]) -> Callable[[list[dict[str, Any]]]
     return render
 
 
+def render_scale(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of `scale.py`: a line for each layout and number of ranks, the newest."""
+    rows: dict[tuple[str, int], list[str]] = {}
+    for row in (row for document in documents for row in document["rows"]):
+        found = {key: statistics.median(values) for key, values in row["values"].items()}
+        cells = [f"{found[key]:.3g} s" for key in SCALE] + [f"{found['parts_read']:.0f}"]
+        rows.setdefault((row["kind"], row["world_size"]), [row["kind"], str(row["world_size"]), *cells])
+    facts = columns.facts(documents[0]["machine"], rounds=None)
+    headings = ["layout", "ranks", *SCALE.values(), "parts it reads"]
+    return f"_{facts}_\n\n" + _table(headings, [rows[key] for key in sorted(rows)])
+
+
 def _combined(documents: list[dict[str, Any]]) -> tuple[Results, dict[str, dict[str, Any]]]:
     """The newest runs of every state, and the document that each is from."""
     runs: dict[str, list[Any]] = {}
@@ -138,6 +158,7 @@ RENDERERS = {
     "saving": render_saving,
     "saving in short": render_in_short,
     "resharding": render_resharding,
+    "scale": render_scale,
     "tiers": render_numbers(
         {
             "memory_s": "seconds to restore from the keeper's memory after kill -9 of the trainer",

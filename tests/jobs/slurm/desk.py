@@ -101,7 +101,7 @@ class SlurmDesk:
         subprocess.run(words, input="#!/bin/bash\nsleep 1\n", text=True, check=True, capture_output=True)
 
     def roles(self, job: Job, role: str) -> list[Process]:
-        """The job's lead, runners or wardens."""
+        """The job's controller, runners or wardens."""
         path = str(self.papers(job).job.path).encode()
         found = []
         for process in processes.living().values():

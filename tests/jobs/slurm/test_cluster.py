@@ -109,11 +109,11 @@ def test_a_killed_runner_is_a_lost_node(slurm: SlurmDesk) -> None:
     assert slurm.log(job, 0).count("ready") == 1
 
 
-def test_a_killed_lead_is_replaced(slurm: SlurmDesk) -> None:
+def test_a_killed_controller_is_replaced(slurm: SlurmDesk) -> None:
     """Its batch script, which is a shell that waits, asks Slurm for it."""
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=ONE)
     slurm.wait_until_said(job, "ready")
-    processes.end(slurm.roles(job, "lead"))
+    processes.end(slurm.roles(job, "controller"))
     ended = slurm.wait(job)
     assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 2), slurm.tell(job)
     assert slurm.log(job).count("ready") == 1

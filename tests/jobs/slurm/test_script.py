@@ -50,14 +50,14 @@ SCRIPT = """\
 #SBATCH --time=12:00:00
 #SBATCH --exclusive
 
-/opt/venv/bin/python -m holdfast.jobs.slurm lead /shared/jobs/3 &
-lead=$!
+/opt/venv/bin/python -m holdfast.jobs.slurm controller /shared/jobs/3 &
+controller=$!
 # What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
 # has its foreground.
-trap 'kill -USR1 "$lead" 2>/dev/null' USR1
-trap 'kill -TERM "$lead" 2>/dev/null' TERM
-while kill -0 "$lead" 2>/dev/null; do wait "$lead"; done
-wait "$lead"
+trap 'kill -USR1 "$controller" 2>/dev/null' USR1
+trap 'kill -TERM "$controller" 2>/dev/null' TERM
+while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
+wait "$controller"
 status=$?
 # It was killed, and could not ask for that itself.
 if [ "$status" -eq 137 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
@@ -88,19 +88,19 @@ def test_names_with_spaces_stay_one_word() -> None:
     script = Script("my job's", "id", 1, {}, "/a b/python", "/c d", "/c d/log").text()
     assert """#SBATCH --job-name='my job'"'"'s'""" in script
     assert "#SBATCH --chdir='/c d'" in script
-    assert "'/a b/python' -m holdfast.jobs.slurm lead '/c d' &" in script
+    assert "'/a b/python' -m holdfast.jobs.slurm controller '/c d' &" in script
 
 
-def fake_lead(folder: Path, body: str) -> Path:
-    """A batch script whose lead is a shell script, and whose Slurm writes down what it is told."""
-    lead = folder / "python"
-    lead.write_text(f"#!/bin/bash\n{body}\n")
+def fake_controller(folder: Path, body: str) -> Path:
+    """A batch script whose controller is a shell script, and whose Slurm writes down what it is told."""
+    controller = folder / "python"
+    controller.write_text(f"#!/bin/bash\n{body}\n")
     scontrol = folder / "scontrol"
     scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/told\n')
-    for path in (lead, scontrol):
+    for path in (controller, scontrol):
         path.chmod(0o755)
     script = folder / "sbatch.sh"
-    script.write_text(Script("n", "id", 1, {}, str(lead), str(folder), str(folder / "log")).text())
+    script.write_text(Script("n", "id", 1, {}, str(controller), str(folder), str(folder / "log")).text())
     return script
 
 
@@ -112,9 +112,9 @@ def run_script(script: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
 def test_the_batch_shell_passes_on_what_it_alone_is_told(tmp_path: Path, name: str) -> None:
-    """Twice: the shell goes on waiting after the first, and ends as its lead does."""
+    """Twice: the shell goes on waiting after the first, and ends as its controller does."""
     body = f"trap 'n=$((n + 1)); echo told $n; [ $n = 2 ] && exit 5' {name}\necho ready\n"
-    with run_script(fake_lead(tmp_path, body + "while true; do sleep 0.02; done")) as process:
+    with run_script(fake_controller(tmp_path, body + "while true; do sleep 0.02; done")) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for number in (1, 2):
@@ -125,14 +125,14 @@ def test_the_batch_shell_passes_on_what_it_alone_is_told(tmp_path: Path, name: s
 
 
 def test_the_batch_shell_has_a_killed_lead_replaced(tmp_path: Path) -> None:
-    with run_script(fake_lead(tmp_path, "kill -KILL $$")) as process:
+    with run_script(fake_controller(tmp_path, "kill -KILL $$")) as process:
         assert process.wait() == 137
     assert (tmp_path / "told").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_batch_shell_ends_as_the_lead_does(tmp_path: Path, status: int) -> None:
-    with run_script(fake_lead(tmp_path, f"exit {status}")) as process:
+    with run_script(fake_controller(tmp_path, f"exit {status}")) as process:
         assert process.wait() == status
     assert not (tmp_path / "told").exists()
 

@@ -1,4 +1,4 @@
-"""What Slurm says and what a job's lead wrote down, taken together; and what lead and nodes say."""
+"""What Slurm says and what a job's controller wrote down, taken together; and messages."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MESSAGES: list[Message] = [
     ],
 )
 def test_where_a_job_stands(life: Life, state: str | None, cancelled: bool, expected: Status) -> None:
-    """An exit status alone is never the truth: what is done is what the lead has said."""
+    """An exit status alone is never the truth: what is done is what the controller has said."""
     queued = None if state is None else Queued(state, "Resources")
     found = stand(life, queued, is_cancelled=cancelled, output="/x/slurm.log")
     assert found.status is expected

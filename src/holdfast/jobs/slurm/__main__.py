@@ -15,17 +15,24 @@ def main() -> int:
     os.chdir("/")  # hold nobody's directory
     if role == "warden":
         from holdfast.jobs.local.warden import serve
+        from holdfast.jobs.slurm.runner import die_with_runner
 
+        die_with_runner()
         serve(NodeFolder(folder))
+        return 0
+    if role == "sweep":
+        from holdfast.jobs.slurm.runner import sweep
+
+        sweep(JobFolder(folder), None)
         return 0
     if role == "runner":
         from holdfast.jobs.slurm.runner import run_node
 
         run_node(JobFolder(folder), int(sys.argv[3]), sys.argv[4].split(","))
         return 0
-    from holdfast.jobs.slurm.lead import lead
+    from holdfast.jobs.slurm.controller import look_after
 
-    return lead(JobFolder(folder))
+    return look_after(JobFolder(folder))
 
 
 if __name__ == "__main__":

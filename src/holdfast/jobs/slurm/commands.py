@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +110,16 @@ def requeue(number: str) -> None:
         RetryLater: Slurm did not do it.
     """
     _run(["scontrol", "requeue", number])
+
+
+def sweep(num_nodes: int, folder: Path) -> None:
+    """End what a killed runner has left behind, on all nodes of this job that still answer.
+
+    Blocks: at most a minute.
+    """
+    words = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    with contextlib.suppress(RetryLater):  # a node that is gone has no processes
+        _run([*words, sys.executable, "-m", "holdfast.jobs.slurm", "sweep", str(folder)])
 
 
 def addresses(nodelist: str) -> tuple[str, ...]:

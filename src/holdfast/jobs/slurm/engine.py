@@ -226,7 +226,7 @@ class SlurmEngine(engine.Engine):
         if job.status.is_final:
             raise Conflict(f"Job {number} has ended already: {job.status.value}.")
         papers = self._papers(number)
-        # Before Slurm is asked: if the job begins in between, its lead finds this.
+        # Before Slurm is asked: if the job begins in between, its controller finds this.
         papers.ask(Asked("cancel", 0.0))
         slurm_id = papers.story().slurm_id or self._record(number).outer_id
         if slurm_id:

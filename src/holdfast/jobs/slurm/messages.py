@@ -1,4 +1,4 @@
-"""What the lead of a job and the runners on its nodes tell each other through srun: lines of JSON; pure."""
+"""What a job's controller and the runners on its nodes tell each other through srun, as lines; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers of a Slurm job: files in its folder by which login node, lead and runners know the same."""
+"""The papers of a Slurm job: files by which login node, controller and runners know the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """Where the job stands, as its lead has written it down."""
+    """Where the job stands, as its controller has written it down."""
 
     life: Life = field(default_factory=Life)
     restart: int = -1  # how often Slurm had restarted the job when this was written
@@ -95,7 +95,7 @@ class Papers:
             raise Internal(f"{self._story} does not say where the job stands: {error!r}.") from error
 
     def ask(self, asked: Asked) -> None:
-        """Ask something of the lead, which looks once a second."""
+        """Ask something of the controller, which looks once a second."""
         fd = os.open(self._asked, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, json.dumps(asdict(asked)).encode() + b"\n")

@@ -1,8 +1,9 @@
-"""The runner on each node of a Slurm job: starts its warden, takes Slurm's signals and the lead's orders."""
+"""The runner on each node of a Slurm job: starts a warden, takes Slurm's signals and the orders for it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from holdfast.jobs.environment import Node, run_environment, setup_environment
+from holdfast.jobs.environment import Node, mark, run_environment, setup_environment
 from holdfast.jobs.local import processes
 from holdfast.jobs.local.bell import Bell
 from holdfast.jobs.local.folder import JobFolder, NodeFolder
@@ -37,6 +38,7 @@ from holdfast.notice.word import Word
 KILL_WAIT_S = 30.0
 """What Slurm leaves between SIGTERM and SIGKILL, unless a site has chosen another KillWait."""
 _LOOK_S = 1.0
+_PR_SET_PDEATHSIG = 1
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -52,8 +54,36 @@ def run_node(folder: JobFolder, attempt: int, addresses: list[str]) -> None:
         runner.close()
 
 
+def sweep(folder: JobFolder, attempt: int | None) -> None:
+    """End what is left on this node of a job's attempts, but for one: there must never be two copies.
+
+    Where Slurm tracks processes by cgroups there is nothing; elsewhere they may outlive a killed runner.
+
+    Blocks: until they are gone.
+    """
+    task_id = Papers(folder).facts().task_id
+    table = processes.living()
+    kept = () if attempt is None else processes.marked(mark(task_id, attempt), table)
+    own = {process.pid for process in kept}
+    found = processes.marked(mark(task_id), table)
+    left = [one for one in found if one.pid not in own and not one.is_keeper]
+    if left:
+        processes.end(left)
+
+
+def die_with_runner() -> None:
+    """In the warden: be killed when the runner is; its shell then dies with it.
+
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:  # it was gone before we said so
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class _Runner:
     def __init__(self, folder: JobFolder, attempt: int, addresses: list[str]) -> None:
+        self._folder, self._attempt = folder, attempt
         self._facts = Papers(folder).facts()
         self._rank = int(os.environ.get("SLURM_NODEID", "0"))
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
@@ -87,6 +117,7 @@ class _Runner:
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         processes.inherit_orphans()  # keepers come to us when the warden ends
         self._say(Here(self._rank))
+        sweep(self._folder, self._attempt)
         self._start()
         poll = select.poll()
         for fd in (0, woken.fileno(), self._bell.fd):
@@ -162,7 +193,7 @@ class _Runner:
         self._say(Noticed(self._rank, source, lead_s))
 
     def _take_orders(self) -> bool:
-        """What the lead wants done; False if it is gone, and Slurm will see to us."""
+        """What the controller wants done; False if it is gone, and Slurm will see to us."""
         data = os.read(0, 1 << 16)
         for message in self._inbox.take(data):
             if isinstance(message, TellNode):

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from holdfast.jobs.slurm.options import Options
 
 _BODY = """\
-{python} -m holdfast.jobs.slurm lead {folder} &
-lead=$!
+{python} -m holdfast.jobs.slurm controller {folder} &
+controller=$!
 # What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
 # has its foreground.
-trap 'kill -USR1 "$lead" 2>/dev/null' USR1
-trap 'kill -TERM "$lead" 2>/dev/null' TERM
-while kill -0 "$lead" 2>/dev/null; do wait "$lead"; done
-wait "$lead"
+trap 'kill -USR1 "$controller" 2>/dev/null' USR1
+trap 'kill -TERM "$controller" 2>/dev/null' TERM
+while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
+wait "$controller"
 status=$?
 # It was killed, and could not ask for that itself.
 if [ "$status" -eq 137 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
@@ -34,7 +34,7 @@ class Script:
     options: Options
     python: str  # interpreter, at the same path on every node
     folder: str  # of the job, on a file system that all nodes share
-    output: str  # file for what the lead and Slurm itself have to say
+    output: str  # file for what the controller and Slurm itself have to say
 
     def text(self) -> str:
         """The script."""

@@ -1,4 +1,4 @@
-"""Where a job stands, from what its lead wrote down and what Slurm says; pure."""
+"""Where a job stands, from what its controller wrote down and what Slurm says; pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stand(life: Life, queued: Queued | None, *, is_cancelled: bool, output: str)
     """Where a job stands.
 
     Args:
-        life: as the job's lead has written it down; final is what it says is final.
+        life: as the job's controller has written it down; final is what it says is final.
         queued: what Slurm says; None if it knows the job no more.
         is_cancelled: somebody has asked for its end.
         output: file in which more may stand, for messages.
@@ -45,13 +45,13 @@ def _waiting(life: Life, queued: Queued, *, is_cancelled: bool) -> Life:
 
 
 def _ended(life: Life, queued: Queued | None, *, is_cancelled: bool, output: str) -> Life:
-    """Slurm has ended it, and its lead had no time to say so."""
+    """Slurm has ended it, and its controller had no time to say so."""
     state = "knows it no more" if queued is None else f"says {queued.state}"
     if is_cancelled or (queued is not None and queued.state.startswith("CANCELLED")):
         reason = "cancelled" if is_cancelled else "cancelled in Slurm"
         return dataclasses.replace(life, status=Status.CANCELLED, is_active=False, reason=reason)
     heard = (
-        "the job's lead did not say how it ended"
+        "the job's controller did not say how it ended"
         if life.attempt
         else "nothing was ever heard from its nodes: is the folder on a file system that they share "
         "(HOLDFAST_STATE), and Python at the same path there?"

@@ -1,4 +1,4 @@
-"""The lead of a Slurm job: on its first node, tells the machine what happens and does what it answers."""
+"""The controller of a Slurm job, on its first node: tells the machine what happens, does what it answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from holdfast.jobs.machine import (
     Waited,
     advance,
 )
-from holdfast.jobs.outcome import Outcome
+from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.messages import (
     EndedNode,
@@ -52,7 +52,7 @@ from holdfast.jobs.status import Status
 from holdfast.surroundings import read_progress
 
 _LOOK_S = 1.0
-"""How often the lead looks what is asked of it: a file on a shared file system wakes nobody."""
+"""How often the controller looks what is asked of it: a file on a shared file system wakes nobody."""
 _STUBBORN_S = 30.0
 """How long nodes may take to end what they were told to end, before Slurm does it."""
 _MAX_SILENT = 3
@@ -60,13 +60,13 @@ _LAST_LINES = 10
 FAILED = 1
 
 
-def lead(folder: JobFolder) -> int:
-    """Lead a job while it has this allocation; exit status of its batch script.
+def look_after(folder: JobFolder) -> int:
+    """Look after a job while it has this allocation; exit status of its batch script.
 
     Blocks: until the job has ended, or Slurm was asked to start it again.
     """
     papers = Papers(folder)
-    found = Lead(papers)
+    found = Controller(papers)
     try:
         found.serve()
     except Exception as error:  # noqa: BLE001 - it is told, to the log and as the job's status
@@ -76,7 +76,7 @@ def lead(folder: JobFolder) -> int:
     return 0 if found.life.status is Status.SUCCEEDED else FAILED
 
 
-class Lead:
+class Controller:
     """The one process that writes down where the job stands.
 
     Args:
@@ -136,7 +136,7 @@ class Lead:
         return woken
 
     def _take_over(self) -> None:
-        """Go on from where the lead before this one was, in whichever allocation that was."""
+        """Go on from where the controller before this one was, in whichever allocation that was."""
         assert self._story.restart <= self._restart, "Slurm has started the job again elsewhere"
         self._story = dataclasses.replace(self._story, restart=self._restart, slurm_id=self._slurm_id)
         if self.life.is_active:  # its machines went before it could say so
@@ -275,7 +275,7 @@ class Lead:
         elif isinstance(message, EndedNode):
             self._apply(Ended(attempt, message.node, message.outcome()))
         elif not isinstance(message, Here):
-            sys.stderr.write(f"not for the lead: {message}\n")
+            sys.stderr.write(f"not for the controller: {message}\n")
 
     def _end_attempt(self) -> None:
         """No process of it is left: srun has ended."""
@@ -304,6 +304,8 @@ class Lead:
         """Have Slurm start the job again, on machines that it finds then."""
         self._is_leaving = True
         self._save()
+        if any(one.is_lost for one in _outcomes(self.life, self._facts.num_nodes)):
+            commands.sweep(self._facts.num_nodes, self._papers.job.path)
         try:
             commands.requeue(self._slurm_id)
         except HoldfastError as error:
@@ -390,7 +392,10 @@ def _event(asked: Asked) -> Event:
 
 def _is_for_other_machines(life: Life, num_nodes: int) -> bool:
     """True if what ended the attempt is a reason not to go on with these machines."""
-    if life.is_noticed or len(life.outcomes) < num_nodes:
-        return True
-    own: list[Outcome] = [one for one in life.outcomes.values() if not one.is_success and not one.is_stopped]
-    return any(one.is_lost or one.is_preempted for one in own)
+    own = [one for one in _outcomes(life, num_nodes) if not one.is_success and not one.is_stopped]
+    return life.is_noticed or any(one.is_lost or one.is_preempted for one in own)
+
+
+def _outcomes(life: Life, num_nodes: int) -> list[Outcome]:
+    """How each node ended; lost is one that has said nothing."""
+    return [life.outcomes.get(node, Outcome(Phase.RUN)) for node in range(num_nodes)]

@@ -6,7 +6,7 @@ DEV := .venv/.dev-installed
 BENCH := .venv/.bench-installed
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all test-engines-packages lint bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -32,6 +32,9 @@ test: $(DEV) ## the default tests
 
 test-all: $(DEV) ## the default tests and the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu'
+
+test-engines-packages: ## as root: what the slow tests of Slurm and SkyPilot need from Debian
+	apt-get install --no-install-recommends -y slurm-wlm openssh-server rsync curl
 
 lint: $(DEV) ## formatting, lint and types
 	$(BIN)/ruff format --check .

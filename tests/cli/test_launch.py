@@ -117,11 +117,29 @@ def test_secrets_are_given_to_the_job_and_never_shown(desk: Desk, task: Path, ho
     assert holdfast("launch", task, "--secret", "TOKEN=abc123", "--attach").status == 0
 
 
-@pytest.mark.parametrize("engine", ["slurm", "sky"])
-def test_other_engines_are_not_in_this_version(task: Path, holdfast: Command, engine: str) -> None:
-    said = holdfast("launch", task, "--on", engine)
+@pytest.mark.parametrize(("engine", "program"), [("slurm", "sbatch"), ("sky", "sky")])
+def test_an_engine_that_is_not_here_is_told(
+    desk: Desk, task: Path, holdfast: Command, engine: str, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(task.parent))
+    said = holdfast("launch", task, "--env", "WHO=you", "--on", engine)
     assert said.status == 2
-    assert "not in this version" in said.err
+    assert f"There is no {program}" in said.err
+    assert holdfast("queue").out == "no jobs\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"), [("slurm", "#SBATCH --requeue"), ("sky", "$ sky jobs launch -y -d")]
+)
+def test_a_dry_run_shows_what_other_engines_would_be_given(
+    desk: Desk, task: Path, holdfast: Command, engine: str, words: str
+) -> None:
+    said = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run")
+    assert said.status == 0
+    assert words in said.out
+    plan = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run", "--json").json
+    assert any(words in line for line in plan["handover"])
+    assert (plan["engine"], holdfast("queue").out) == (engine, "no jobs\n")
 
 
 def test_preempting_and_cancelling_from_the_command_line(desk: Desk, task: Path, holdfast: Command) -> None:

@@ -13,10 +13,10 @@ from holdfast.jobs.choice import ENGINES
 from holdfast.jobs.engine import Job, Line
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser, *, default: str | None, meant: str) -> None:
     """Where jobs run."""
     parser.add_argument(
-        "--on", choices=ENGINES, default="local", help="engine (default: local, this machine)"
+        "--on", choices=ENGINES, default=default, help=f"engine: {', '.join(ENGINES)} (default: {meant})"
     )
 
 

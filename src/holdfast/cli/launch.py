@@ -44,7 +44,7 @@ def add_parser(commands: Commands) -> None:
         metavar="K=V",
         help="the same for secrets, which are never shown",
     )
-    add_engine(parser)
+    add_engine(parser, default="local", meant="local, this machine")
     parser.add_argument("--dry-run", action="store_true", help="show what would happen, and start nothing")
     parser.add_argument(
         "--attach",
@@ -130,6 +130,7 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
                 "num_nodes": task.num_nodes,
                 "notes": list(task.notes),
                 "effects": told,
+                "handover": engine.handover(task),
                 "task": to_yaml(task),
             }
         )
@@ -138,6 +139,8 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
     _print_effects(effects, engine)
     for note in task.notes:
         print(f"note: {note}")
+    for number, line in enumerate(engine.handover(task)):
+        print(f"    {line}" if number else f"\nwhat is handed over:\n    {line}")
     print("nothing was started")
 
 
@@ -160,5 +163,5 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
 
 def _print_effects(effects: list[Effect], engine: Engine) -> None:
     if effects:
-        print(f"\nkeys that mean less on {engine.name}:")
+        print(f"\nkeys that mean something else on {engine.name}:")
         print_table(("LINE", "KEY", "HERE"), [(str(one.line), one.key, one.what) for one in effects])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.jobs import add_engine, add_job, print_line
+from holdfast.cli.jobs import add_job, print_line
 from holdfast.cli.options import Commands, add_json, command, step_number
-from holdfast.jobs.choice import choose_engine
+from holdfast.jobs.choice import find_engine
 
 _EXAMPLES = """
 holdfast logs 3
@@ -22,13 +22,12 @@ def add_parser(commands: Commands) -> None:
     add_job(parser)
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
     parser.add_argument("--node", type=step_number, metavar="R", help="only this node's, counted from 0")
-    add_engine(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the lines."""
-    engine = choose_engine(args.on)
+    engine = find_engine(args.id)
     num_nodes = engine.job(args.id).num_nodes
     for line in engine.lines(args.id, follow=args.follow):
         if args.node in (None, line.node):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.jobs import add_engine, add_job, job_row
+from holdfast.cli.jobs import add_job, job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
-from holdfast.jobs.choice import choose_engine
+from holdfast.jobs.choice import find_engine
 from holdfast.quantity import read_seconds, say_seconds
 
 _EXAMPLES = """
@@ -26,14 +26,13 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--lead", default="30s", metavar="T", help="time between notice and end, as 30s or 2m; 0: at once"
     )
-    add_engine(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Give the notice; the rest happens in the background."""
     lead_s = _lead_seconds(args.lead)
-    job = choose_engine(args.on).preempt(args.id, lead_s=lead_s)
+    job = find_engine(args.id).preempt(args.id, lead_s=lead_s)
     if args.json:
         print_json(job_row(job))
     else:

@@ -8,7 +8,7 @@ import time
 from holdfast.cli.jobs import add_engine, job_row
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table, say_age
-from holdfast.jobs.choice import choose_engine
+from holdfast.jobs.choice import all_jobs, choose_engine
 from holdfast.jobs.engine import Job
 from holdfast.quantity import say_seconds
 
@@ -24,20 +24,20 @@ def add_parser(commands: Commands) -> None:
     job = "List jobs with their status; those whose controller has died are looked after again."
     parser = command(commands, "queue", run, job=job, examples=_EXAMPLES)
     parser.add_argument("--tail", type=count, metavar="K", help=f"only the newest K jobs (default: {_SHOWN})")
-    add_engine(parser)
+    add_engine(parser, default=None, meant="all")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """List them, the newest first."""
-    jobs = choose_engine(args.on).jobs()[::-1]
+    jobs = (choose_engine(args.on).jobs() if args.on else all_jobs())[::-1]
     if args.json:
         print_json([job_row(job) for job in jobs[: args.tail]])
     elif not jobs:
         print("no jobs")
     else:
         shown = jobs[: args.tail or _SHOWN]
-        columns = ("ID", "NAME", "SUBMITTED", "RAN FOR", "NODES", "RECOVERIES", "STEP", "STATUS", "WHY")
+        columns = ("ID", "NAME", "ON", "SUBMITTED", "RAN FOR", "NODES", "RECOVERIES", "STEP", "STATUS", "WHY")
         print_table(columns, map(_cells, shown), right=("ID", "NODES", "RECOVERIES", "STEP"))
         if len(shown) < len(jobs):
             print(f"{len(jobs) - len(shown)} older ones not shown; --tail K shows more")
@@ -48,6 +48,7 @@ def _cells(job: Job) -> tuple[str, ...]:
     return (
         str(job.id),
         job.name,
+        job.engine,
         say_age(job.submitted_unix_s),
         _say_span(job),
         str(job.num_nodes),

@@ -1,12 +1,14 @@
-"""Which engine a user means by `--on`."""
+"""Which engine a user means by `--on`, and which one has a job: all share one row of numbers."""
 
 from __future__ import annotations
 
-from holdfast.errors import InvalidInput, Unsupported
-from holdfast.jobs.engine import Engine
+from holdfast.errors import InvalidInput
+from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.place import database, state_dir
+from holdfast.jobs.records import Records
 
 ENGINES = ("local", "slurm", "sky")
-"""As `--on` has them; only the first is in this version."""
+"""As `--on` has them."""
 
 
 def choose_engine(name: str = "local") -> Engine:
@@ -14,15 +16,35 @@ def choose_engine(name: str = "local") -> Engine:
 
     Raises:
         InvalidInput: there is none of that name.
-        Unsupported: it is not in this version.
     """
-    if name not in ENGINES:
-        raise InvalidInput(f"There is no engine {name!r}. Expected one of: {', '.join(ENGINES)}.")
-    if name != "local":
-        raise Unsupported(
-            f"The engine {name!r} is not in this version: jobs run on this machine only. `holdfast launch "
-            "--dry-run --json` prints the task file as SkyPilot's own parser takes it."
-        )
-    from holdfast.jobs.local.engine import LocalEngine
+    if name == "local":
+        from holdfast.jobs.local.engine import LocalEngine
 
-    return LocalEngine()
+        return LocalEngine()
+    if name == "slurm":
+        from holdfast.jobs.slurm.engine import SlurmEngine
+
+        return SlurmEngine()
+    if name == "sky":
+        from holdfast.jobs.sky.engine import SkyEngine
+
+        return SkyEngine()
+    raise InvalidInput(f"There is no engine {name!r}. Expected one of: {', '.join(ENGINES)}.")
+
+
+def find_engine(number: int) -> Engine:
+    """The engine that has a job.
+
+    Raises:
+        NotFound: there is no job with this number.
+    """
+    with Records(database(state_dir())) as records:
+        return choose_engine(records.get(number).engine)
+
+
+def all_jobs() -> list[Job]:
+    """The jobs of all engines, the newest last; only engines that have any are asked."""
+    with Records(database(state_dir())) as records:
+        engines = sorted({record.engine for record in records.all()})
+    found = [job for name in engines for job in choose_engine(name).jobs()]
+    return sorted(found, key=lambda job: job.id)

@@ -58,6 +58,10 @@ class Engine(ABC):
         """The keys of a task that mean less here than they say."""
 
     @abstractmethod
+    def handover(self, task: Task) -> list[str]:
+        """What the engine would hand to whatever runs jobs for it, in lines; empty where nobody else does."""
+
+    @abstractmethod
     def check(self, task: Task) -> None:
         """Refuse what cannot be run here, before anything is done.
 
@@ -78,7 +82,7 @@ class Engine(ABC):
 
     @abstractmethod
     def jobs(self) -> list[Job]:
-        """All jobs, the newest last; those that nobody looked after any more are looked after again."""
+        """All jobs of this engine, the newest last; those that nobody looked after are looked after again."""
 
     @abstractmethod
     def job(self, number: int) -> Job:

@@ -29,6 +29,7 @@ class Node:
     notice: str  # path of the file where a preemption notice will be
     progress: str  # path of the file where the training tells its steps
     grace_s: float  # how long a last save may take
+    cloud: str = "local"  # where it is, in SkyPilot's words
 
     @property
     def mark(self) -> str:
@@ -73,7 +74,7 @@ def run_environment(
         "SKYPILOT_NUM_GPUS_PER_NODE": str(node.num_gpus),
         "SKYPILOT_USER": node.user,
         "SKYPILOT_CLUSTER_INFO": json.dumps(
-            {"cluster_name": node.name, "cloud": "local", "region": None, "zone": None}
+            {"cluster_name": node.name, "cloud": node.cloud, "region": None, "zone": None}
         ),
         "HOLDFAST_JOB": str(node.job),
         "HOLDFAST_ATTEMPT": str(node.attempt),

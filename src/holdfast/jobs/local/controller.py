@@ -14,10 +14,9 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.local import mounts, processes
 from holdfast.jobs.local.bell import Bell
-from holdfast.jobs.local.folder import JobFolder, database, job_folder
+from holdfast.jobs.local.folder import JobFolder, job_folder
 from holdfast.jobs.local.nodes import Nodes
 from holdfast.jobs.local.planning import plans, tail
-from holdfast.jobs.local.records import Records, Request
 from holdfast.jobs.machine import (
     Begin,
     Broke,
@@ -32,6 +31,8 @@ from holdfast.jobs.machine import (
     Waited,
     advance,
 )
+from holdfast.jobs.place import database
+from holdfast.jobs.records import Records, Request
 from holdfast.jobs.status import Status
 from holdfast.surroundings import read_progress
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from holdfast.jobs.effects import find_effects
 from holdfast.jobs.engine import Effect
 from holdfast.jobs.task.contents import Task
 
@@ -48,20 +48,8 @@ _EFFECTS: Mapping[str, str] = {
 
 def effects(task: Task) -> list[Effect]:
     """The keys of a task that mean less here, in the order of the file."""
-    found = [
-        Effect(key, task.lines[key], what)
-        for key, what in _EFFECTS.items()
-        if key in task.lines and _has_value(task.document, key)
-    ]
-    found += _buckets(task)
+    found = [*find_effects(task, _EFFECTS), *_buckets(task)]
     return sorted(found, key=lambda effect: effect.line)
-
-
-def _has_value(document: Mapping[str, Any], key: str) -> bool:
-    value: Any = document
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value is not None
 
 
 def _buckets(task: Task) -> Iterator[Effect]:

@@ -16,16 +16,17 @@ from holdfast.errors import Conflict, RetryLater
 from holdfast.jobs import engine
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id, share_gpus
+from holdfast.jobs.following import Reader, Watch
 from holdfast.jobs.local import locks, mounts
 from holdfast.jobs.local.bell import ring
 from holdfast.jobs.local.effects import effects
-from holdfast.jobs.local.folder import STATE, database, job_folder, state_dir
-from holdfast.jobs.local.following import Reader, Watch
+from holdfast.jobs.local.folder import job_folder
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.nodes import own_environment
 from holdfast.jobs.local.planning import write_scripts
-from holdfast.jobs.local.records import Record, Records, Spec
 from holdfast.jobs.machine import Terms
+from holdfast.jobs.place import STATE, database, state_dir
+from holdfast.jobs.records import Record, Records, Spec
 from holdfast.jobs.task.contents import Task
 from holdfast.surroundings import read_progress
 
@@ -47,6 +48,10 @@ class LocalEngine(engine.Engine):
     def effects(self, task: Task) -> list[Effect]:
         """See Engine.effects."""
         return effects(task)
+
+    def handover(self, task: Task) -> list[str]:
+        """See Engine.handover."""
+        return []
 
     def check(self, task: Task) -> None:
         """See Engine.check."""
@@ -105,7 +110,7 @@ class LocalEngine(engine.Engine):
     def jobs(self) -> list[Job]:
         """See Engine.jobs."""
         with self._records() as records:
-            found = records.all()
+            found = records.all(self.name)
         for record in found:
             self._tend(record)
         return [self._job(record) for record in found]
@@ -131,7 +136,7 @@ class LocalEngine(engine.Engine):
         return Job(
             id=record.id,
             name=record.name,
-            engine=self.name,
+            engine=record.engine,
             task_id=record.task_id,
             status=life.status,
             attempt=life.attempt,

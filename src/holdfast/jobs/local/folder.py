@@ -1,25 +1,9 @@
-"""Where everything about the jobs of this machine lies: one folder, which only its owner may read."""
+"""Where everything about a job lies: the files of its folder, and those of each node of an attempt."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-
-STATE = "HOLDFAST_STATE"
-"""Variable that names the folder; else $XDG_STATE_HOME/holdfast, else ~/.local/state/holdfast."""
-
-
-def state_dir() -> Path:
-    """The folder; made if it is not there."""
-    named = os.environ.get(STATE)
-    if named:
-        folder = Path(named).absolute()
-    else:
-        parent = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        folder = Path(parent).expanduser().absolute() / "holdfast"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +117,6 @@ class JobFolder:
 def job_folder(state: Path, number: int) -> JobFolder:
     """The folder of a job."""
     return JobFolder(state / "jobs" / str(number))
-
-
-def database(state: Path) -> Path:
-    """The file that says what jobs there are and where they stand."""
-    return state / "jobs.db"
 
 
 def bucket_dir(state: Path, name: str) -> Path:

@@ -10,8 +10,8 @@ from typing import Any
 from holdfast.jobs.environment import Node, run_environment, setup_environment
 from holdfast.jobs.local.folder import JobFolder
 from holdfast.jobs.local.plan import Plan, write_whole
-from holdfast.jobs.local.records import Record
 from holdfast.jobs.machine import Life
+from holdfast.jobs.records import Record
 from holdfast.jobs.task.contents import Task
 
 

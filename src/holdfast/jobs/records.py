@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import Conflict, NotFound, RetryLater
-from holdfast.jobs.local.due import Due
+from holdfast.jobs.due import Due
 from holdfast.jobs.machine import Life, Terms
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.status import Status
 
 _BUSY_S = 30.0
-_VERSION = 1
+_VERSION = 2
 _TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -32,7 +32,9 @@ CREATE TABLE IF NOT EXISTS jobs (
     step_before INTEGER,  -- newest checkpoint when the attempt began
     submitted_unix_s REAL NOT NULL,
     started_unix_s REAL,
-    ended_unix_s REAL
+    ended_unix_s REAL,
+    engine TEXT NOT NULL DEFAULT 'local',
+    outer_id TEXT  -- what the engine calls it
 );
 CREATE TABLE IF NOT EXISTS requests (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -43,6 +45,13 @@ CREATE TABLE IF NOT EXISTS requests (
 );
 CREATE INDEX IF NOT EXISTS open_requests ON requests(job) WHERE is_done = 0;
 """
+_STEPS = {
+    1: """
+ALTER TABLE jobs ADD COLUMN engine TEXT NOT NULL DEFAULT 'local';
+ALTER TABLE jobs ADD COLUMN outer_id TEXT;
+""",
+}
+"""What makes a file of each version one of the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,8 @@ class Record:
     submitted_unix_s: float
     started_unix_s: float | None
     ended_unix_s: float | None
+    engine: str = "local"
+    outer_id: str | None = None  # what the engine calls it, if that is not our number
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +114,16 @@ class Records:
                     f"{_VERSION}). Use that version, or another folder with HOLDFAST_STATE."
                 )
             if version < _VERSION:
-                self._db.executescript(_TABLES)
-                self._db.execute(f"PRAGMA user_version = {_VERSION}")
+                self._bring_up()
+
+    def _bring_up(self) -> None:
+        """Make the tables, or those of an older version into this one's; all or nothing."""
+        with self._transaction():
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]  # others may have done it by now
+            steps = [_TABLES] if version == 0 else [_STEPS[one] for one in range(version, _VERSION)]
+            for statement in filter(str.strip, "\n".join(steps).split(";\n")):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {_VERSION}")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -118,15 +137,17 @@ class Records:
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, spec: Spec, terms: Terms, now_unix_s: float) -> int:
+    def reserve(
+        self, name: str, spec: Spec, terms: Terms, now_unix_s: float, *, engine: str = "local"
+    ) -> int:
         """A number for a job that is being put together; nobody sees it before `complete`."""
         life, due = Life(), Due()
-        row = (name, _text(spec), _terms_text(terms), _life_text(life), _text(due), life.status.value)
+        row = (name, _text(spec), terms_text(terms), life_text(life), _text(due), life.status.value)
         with self._told():
             cursor = self._db.execute(
-                "INSERT INTO jobs (name, spec, terms, life, due, status, submitted_unix_s) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (*row, now_unix_s),
+                "INSERT INTO jobs (name, spec, terms, life, due, status, submitted_unix_s, engine) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (*row, now_unix_s, engine),
             )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
@@ -135,6 +156,16 @@ class Records:
         """From now on the job is there."""
         with self._told():
             self._db.execute("UPDATE jobs SET task_id = ?, is_whole = 1 WHERE id = ?", (task_id, number))
+
+    def take_back(self, number: int) -> None:
+        """The job is there no more: its engine has not taken it."""
+        with self._told():
+            self._db.execute("UPDATE jobs SET is_whole = 0 WHERE id = ?", (number,))
+
+    def name_outside(self, number: int, outer_id: str) -> None:
+        """Write down what the engine calls the job."""
+        with self._told():
+            self._db.execute("UPDATE jobs SET outer_id = ? WHERE id = ?", (outer_id, number))
 
     def get(self, number: int) -> Record:
         """One job.
@@ -148,10 +179,11 @@ class Records:
             raise NotFound(f"There is no job {number}. `holdfast queue` lists those there are.")
         return _record(row)
 
-    def all(self) -> list[Record]:
-        """All jobs, the oldest first."""
+    def all(self, engine: str | None = None) -> list[Record]:
+        """All jobs, or those of one engine, the oldest first."""
         with self._told():
-            return [_record(row) for row in self._db.execute(f"{_SELECT} ORDER BY id")]
+            rows = self._db.execute(f"{_SELECT} AND ? IN (engine, '') ORDER BY id", (engine or "",))
+            return [_record(row) for row in rows]
 
     def save(
         self,
@@ -171,7 +203,7 @@ class Records:
                 "UPDATE jobs SET life = ?, due = ?, status = ?, step_before = ?, "
                 "started_unix_s = coalesce(started_unix_s, ?), ended_unix_s = coalesce(ended_unix_s, ?) "
                 "WHERE id = ?",
-                (_life_text(life), _text(due), life.status.value, step_before, started, ended, number),
+                (life_text(life), _text(due), life.status.value, step_before, started, ended, number),
             )
             if answered is not None:
                 self._db.execute("UPDATE requests SET is_done = 1 WHERE id = ?", (answered,))
@@ -215,7 +247,7 @@ class Records:
 
 _SELECT = (
     "SELECT id, name, task_id, spec, terms, life, due, step_before, submitted_unix_s, started_unix_s, "
-    "ended_unix_s FROM jobs WHERE is_whole = 1"
+    "ended_unix_s, engine, outer_id FROM jobs WHERE is_whole = 1"
 )
 
 
@@ -226,11 +258,19 @@ def _text(value: Spec | Due) -> str:
     return json.dumps(asdict(value))
 
 
-def _terms_text(terms: Terms) -> str:
+def terms_text(terms: Terms) -> str:
+    """What is allowed to a job, as JSON."""
     return json.dumps({**asdict(terms), "free_codes": sorted(terms.free_codes)})
 
 
-def _life_text(life: Life) -> str:
+def read_terms(text: str) -> Terms:
+    """See `terms_text`."""
+    told = json.loads(text)
+    return Terms(**{**told, "free_codes": frozenset(told["free_codes"])})
+
+
+def life_text(life: Life) -> str:
+    """Where a job stands, as JSON."""
     outcomes = {str(node): _outcome_told(one) for node, one in life.outcomes.items()}
     told = {name: getattr(life, name) for name in Life.__dataclass_fields__}
     return json.dumps({**told, "status": life.status.value, "outcomes": outcomes})
@@ -249,7 +289,8 @@ def _outcome(told: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**told, "phase": Phase(told["phase"])})
 
 
-def _life(text: str) -> Life:
+def read_life(text: str) -> Life:
+    """See `life_text`."""
     told = json.loads(text)
     outcomes = {int(node): _outcome(one) for node, one in told["outcomes"].items()}
     return Life(**{**told, "status": Status(told["status"]), "outcomes": outcomes})
@@ -257,14 +298,13 @@ def _life(text: str) -> Life:
 
 def _record(row: tuple[Any, ...]) -> Record:
     number, name, task_id, spec, terms, life, due, *rest = row
-    allowed = json.loads(terms)
     return Record(
         number,
         name,
         task_id,
         Spec(**json.loads(spec)),
-        Terms(**{**allowed, "free_codes": frozenset(allowed["free_codes"])}),
-        _life(life),
+        read_terms(terms),
+        read_life(life),
         Due(**json.loads(due)),
         *rest,
     )

@@ -1,0 +1,163 @@
+"""Slurm's own commands: asked as a person would ask them, since their options change less than its API."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import RetryLater, Unsupported
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A job as Slurm sees it."""
+
+    state: str  # as PENDING
+    reason: str  # why it waits
+
+
+def require() -> None:
+    """Refuse to go on where there is no Slurm.
+
+    Raises:
+        Unsupported: there is no sbatch.
+    """
+    if shutil.which("sbatch") is None:
+        message = "There is no sbatch on the PATH. `--on slurm` is for login nodes of a Slurm cluster."
+        raise Unsupported(f"{message} Nothing was started.")
+
+
+def submit(script: Path) -> str:
+    """Have a script queued; Slurm's number of the job.
+
+    Raises:
+        RetryLater: Slurm did not take it.
+    """
+    environment = dict(os.environ)
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if paths != [""]:
+        # The job runs in another folder, and relative paths would mean others there.
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
+    inherited = [name for name in environment if name.startswith("SLURM_") and name != "SLURM_CONF"]
+    for name in inherited:  # launched from within a job: that one's nodes and limits are not ours
+        del environment[name]
+    said = _run(["sbatch", "--parsable", str(script)], environment)
+    return said.strip().split(";")[0]
+
+
+def look(ids: Sequence[str]) -> dict[str, Queued]:
+    """What Slurm says of jobs; those that it knows no more are left out.
+
+    Raises:
+        RetryLater: it did not answer.
+    """
+    if not ids:
+        return {}
+    words = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(ids)}"]
+    try:
+        said = _run(words)
+    except RetryLater as error:
+        if "Invalid job id" not in str(error):
+            raise
+        said = ""
+    rows = [line.split("|", 2) for line in said.splitlines() if line.count("|") >= 2]
+    return {number: Queued(state, reason) for number, state, reason in rows}
+
+
+def look_back(number: str) -> str | None:
+    """The state in which a job ended, from the accounting; None if there is none, or it knows nothing."""
+    try:
+        said = _run(
+            ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}"]
+        )
+    except (RetryLater, Unsupported):
+        return None
+    lines = said.split()
+    return lines[0] if lines else None
+
+
+def cancel_waiting(number: str) -> None:
+    """Cancel a job if it still waits; one that runs is left alone.
+
+    Raises:
+        RetryLater: Slurm did not answer.
+    """
+    _run(["scancel", "--state=PENDING", number])
+
+
+def kill_steps(number: str) -> None:
+    """SIGKILL all processes of a job but its batch script.
+
+    Raises:
+        RetryLater: Slurm did not answer.
+    """
+    _run(["scancel", "--signal=KILL", number])
+
+
+def requeue(number: str) -> None:
+    """Have a job started again from the beginning, on any nodes.
+
+    Raises:
+        RetryLater: Slurm did not do it.
+    """
+    _run(["scontrol", "requeue", number])
+
+
+def sweep(num_nodes: int, folder: Path) -> None:
+    """End what a killed runner has left behind, on all nodes of this job that still answer.
+
+    Blocks: at most a minute.
+    """
+    words = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    with contextlib.suppress(RetryLater):  # a node that is gone has no processes
+        _run([*words, sys.executable, "-m", "holdfast.jobs.slurm", "sweep", str(folder)])
+
+
+def addresses(nodelist: str) -> tuple[str, ...]:
+    """Addresses of nodes, in Slurm's order, which is that of SLURM_NODEID.
+
+    Args:
+        nodelist: as SLURM_JOB_NODELIST has it.
+
+    Raises:
+        RetryLater: Slurm did not answer.
+    """
+    names = _run(["scontrol", "show", "hostnames", nodelist]).split()
+    told = _run(["scontrol", "--oneliner", "show", "node", nodelist])
+    known = dict(_name_and_address(line.split()) for line in told.splitlines() if line.strip())
+    return tuple(_resolve(known.get(name) or name) for name in names)
+
+
+def _name_and_address(words: Iterable[str]) -> tuple[str, str]:
+    facts = dict(word.split("=", 1) for word in words if "=" in word)
+    return facts.get("NodeName", ""), facts.get("NodeAddr", "")
+
+
+def _resolve(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name
+
+
+def _run(words: list[str], environment: Mapping[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment
+        )
+    except FileNotFoundError as error:
+        raise Unsupported(f"There is no {words[0]} on the PATH of this machine.") from error
+    except subprocess.TimeoutExpired as error:
+        raise RetryLater(f"`{' '.join(words)}` did not answer within {_TIMEOUT_S:.0f} s.") from error
+    if done.returncode:
+        raise RetryLater(f"`{' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout

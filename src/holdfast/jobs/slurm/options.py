@@ -1,0 +1,125 @@
+"""From what a task asks for to the options of sbatch; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.errors import InvalidInput
+from holdfast.jobs.effects import value_at
+from holdfast.jobs.task.contents import Task
+
+GRACE_S = 60
+"""How long before the end Slurm is asked to tell us, if the task does not say otherwise."""
+FURTHER = "config.slurm.sbatch_options"
+"""Key of a task file under which further options stand; SkyPilot's parser knows it."""
+_OURS = frozenset(
+    {
+        *("job-name", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error", "input", "open-mode"),
+        *(
+            "requeue",
+            "no-requeue",
+            "comment",
+            "array",
+            "wrap",
+            "wait",
+            "parsable",
+            "hold",
+            "export",
+            "kill-on",
+        ),
+    }
+)
+_SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?)?\+?", re.I)
+_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+Options = dict[str, str | None]
+"""By name without dashes; None where the name says it all."""
+
+
+def wanted_options(task: Task) -> Options:
+    """What sbatch is to be asked for, beside what every job of ours needs.
+
+    Raises:
+        InvalidInput: `config.slurm.sbatch_options` holds what we need ourselves, or no option at all.
+    """
+    found: Options = dict(_from_resources(task))
+    found["signal"] = f"USR1@{GRACE_S}"
+    further = value_at(task.document, FURTHER)
+    if further is not None and not isinstance(further, Mapping):
+        raise InvalidInput(
+            f"{_where(task, FURTHER)}: expected a map of options, found {further!r}. Nothing was started."
+        )
+    for name, value in (further or {}).items():
+        option = str(name).replace("_", "-").lstrip("-")
+        _check(task, option, value)
+        if value is False:
+            found.pop(option, None)
+        else:
+            found[option] = None if value in (None, True, "") else str(value)
+    return found
+
+
+def grace_s(options: Options) -> float:
+    """How long before its end a job is told, in seconds."""
+    match = _SIGNAL.fullmatch(options.get("signal") or "")
+    return float(match[1]) if match else float(GRACE_S)
+
+
+def _check(task: Task, option: str, value: Any) -> None:
+    where = _where(task, f"{FURTHER}.{option}", FURTHER)
+    if option in _OURS:
+        raise InvalidInput(f"{where}: --{option} is set by Holdfast itself. Nothing was started.")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
+        raise InvalidInput(
+            f"{where}: expected an option of sbatch and its value, found {option!r}: {value!r}."
+        )
+    if option == "signal" and not _SIGNAL.fullmatch(str(value)):
+        raise InvalidInput(
+            f"{where}: expected USR1@SECONDS, found {value!r}: SIGUSR1 is what Holdfast takes for a notice."
+        )
+
+
+def _where(task: Task, *keys: str) -> str:
+    line = next((task.lines[key] for key in keys if key in task.lines), 1)
+    return f"{task.path}:{line}: {keys[-1]}"
+
+
+def _from_resources(task: Task) -> Iterator[tuple[str, str]]:
+    resources = task.document.get("resources") or {}
+    cpus = _amount(resources.get("cpus"))
+    if cpus is not None:
+        yield "cpus-per-task", str(max(1, int(cpus)))
+    memory = memory_mib(resources.get("memory"))
+    if memory is not None:
+        yield "mem", f"{memory}M"
+    if task.accelerators.choices:
+        name, count = task.accelerators.choices[0]
+        yield "gres", f"gpu:{name.lower()}:{max(1, int(count))}"
+    partition = _partition(task, resources)
+    if partition:
+        yield "partition", partition
+
+
+def _partition(task: Task, resources: Mapping[str, Any]) -> str | None:
+    """SkyPilot writes `infra: slurm/CLUSTER/PARTITION`; a CPU-only job has a partition of its own there."""
+    parts = str(resources.get("infra") or "").split("/")
+    if len(parts) == 3 and parts[0].lower() == "slurm" and parts[2] not in ("", "*"):
+        return parts[2]
+    named = value_at(task.document, "config.slurm.cpu_partition")
+    return str(named) if named and not task.accelerators.choices else None
+
+
+def _amount(value: Any) -> float | None:
+    try:
+        return float(str(value).removesuffix("+"))
+    except ValueError:
+        return None
+
+
+def memory_mib(value: Any) -> int | None:
+    """MiB of what stands in `resources.memory`; a plain number is GiB. None if it is no amount."""
+    found = _SIZE.fullmatch(str(value).strip())
+    return None if found is None else int(float(found[1]) * _MIB[(found[2] or "G").upper()])

@@ -1,0 +1,141 @@
+"""The SkyPilot engine against a program that answers as `sky` does and writes down how it was called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from holdfast.errors import Conflict, RetryLater, Unsupported
+from holdfast.jobs.choice import find_engine
+from holdfast.jobs.sky.engine import SkyEngine
+from holdfast.jobs.status import Status
+from holdfast.jobs.task.reading import Overrides, parse_task
+
+PROGRAM = """#!/bin/bash
+cd {folder}
+printf '%s\\n' "$*" >> calls
+case "$*" in
+  --version) echo "skypilot, version 0.14.1" ;;
+  "jobs launch"*) [ -e refuse ] && {{ echo "no cloud access" >&2; exit 1; }}
+    echo "token=$TOKEN python=$PYTHONPATH" >> calls
+    [ -e mute ] || printf 'Managed Job ID: \\033[1m17\\033[0m\\n' ;;
+  "jobs queue"*) [ -e down ] && {{ echo "no server" >&2; exit 1; }}; cat queue.json ;;
+  "jobs cancel"*) : ;;
+  "jobs logs"*) printf '(gpt-1, pid=3) \\033[32mhello\\033[0m\\nbye\\n' ;;
+esac
+"""
+TASK = "name: gpt\nsecrets: {TOKEN: null}\nrun: python train.py\n"
+
+
+class FakeSky:
+    """What the program says, and how it was called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.program = folder / "sky"
+        self.program.write_text(PROGRAM.format(folder=folder))
+        self.program.chmod(0o755)
+        self.say()
+
+    def say(self, **facts: object) -> None:
+        """What the queue holds: job 17, or nothing without facts."""
+        row = {"job_id": 17, "job_name": "gpt-1", **facts}
+        (self.folder / "queue.json").write_text(json.dumps([row] if facts else []))
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    def be(self, how: str, *, yes: bool = True) -> None:
+        path = self.folder / how
+        path.touch() if yes else path.unlink()
+
+
+@pytest.fixture
+def sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSky:
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    folder = tmp_path / "sky"
+    folder.mkdir()
+    found = FakeSky(folder)
+    monkeypatch.setenv("HOLDFAST_SKY", str(found.program))
+    return found
+
+
+def submit(engine: SkyEngine) -> int:
+    return engine.submit(parse_task(TASK, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))).id
+
+
+def test_a_job_is_handed_over_with_its_secrets_in_the_environment_only(
+    sky: FakeSky, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = submit(SkyEngine())
+    version, launched, seen, *_ = sky.calls()
+    words = launched.split()
+    assert version == "--version"
+    assert words[:-1] == ["jobs", "launch", "-y", "-d", "-n", "gpt-1", "--secret", "TOKEN"]
+    assert seen == "token=abc123 python="
+    assert "skypilot, version 0.14.1" in capsys.readouterr().err
+    text = Path(words[-1]).read_text()
+    assert "abc123" not in text
+    job = find_engine(number).job(number)
+    assert yaml.safe_load(text)["envs"]["HOLDFAST_TASK_ID"] == job.task_id
+
+
+def test_a_job_stands_where_skypilot_says_until_it_has_ended(sky: FakeSky) -> None:
+    engine = SkyEngine()
+    number = submit(engine)
+    assert "does not know it" in engine.job(number).reason
+    sky.say(status="RUNNING", start_at=5.0)
+    running = engine.job(number)
+    assert (running.status, running.attempt, running.started_unix_s) == (Status.RUNNING, 1, 5.0)
+    sky.say(status="RECOVERING", recovery_count=1, start_at=5.0)
+    assert (engine.job(number).status, engine.job(number).recoveries) == (Status.RECOVERING, 1)
+    sky.be("down")
+    told = engine.job(number)
+    assert (told.status, told.recoveries) == (Status.RECOVERING, 1), "as it was when it was last looked at"
+    assert "SkyPilot does not answer" in told.reason
+    sky.be("down", yes=False)
+    sky.say(status="SUCCEEDED", recovery_count=2, start_at=5.0, end_at=9.0)
+    ended = engine.job(number)
+    assert (ended.status, ended.recoveries, ended.ended_unix_s) == (Status.SUCCEEDED, 2, 9.0)
+    num_calls = len(sky.calls())
+    assert engine.jobs() == [ended]
+    assert len(sky.calls()) == num_calls, "nobody is asked about what has ended"
+
+
+def test_a_job_whose_number_was_not_told_is_found_by_its_name(sky: FakeSky) -> None:
+    sky.be("mute")
+    engine = SkyEngine()
+    number = submit(engine)
+    with pytest.raises(Conflict, match="has not told its number"):
+        engine.cancel(number)
+    sky.say(status="RUNNING", start_at=1.0)
+    engine.cancel(number)
+    assert "jobs cancel -y --graceful 17" in sky.calls()
+
+
+def test_what_skypilot_refuses_is_no_job(sky: FakeSky) -> None:
+    sky.be("refuse")
+    engine = SkyEngine()
+    with pytest.raises(RetryLater, match="no cloud access"):
+        submit(engine)
+    assert engine.jobs() == []
+
+
+def test_output_comes_without_colours(sky: FakeSky) -> None:
+    engine = SkyEngine()
+    number = submit(engine)
+    assert [line.text for line in engine.lines(number, follow=True)] == ["(gpt-1, pid=3) hello", "bye"]
+    assert sky.calls()[-1] == "jobs logs --follow 17"
+
+
+def test_what_cannot_be_done_there_is_told(sky: FakeSky) -> None:
+    engine = SkyEngine()
+    number = submit(engine)
+    with pytest.raises(Unsupported, match="managed job 17"):
+        engine.preempt(number, lead_s=1)
+    sky.say(status="CANCELLED", start_at=1.0, end_at=2.0)
+    with pytest.raises(Conflict, match="has ended already"):
+        engine.cancel(number)

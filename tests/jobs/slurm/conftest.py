@@ -1,0 +1,36 @@
+"""A Slurm for the tests of this folder, and a desk that submits to it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs.slurm.desk import SlurmDesk
+from jobs.slurm.onebox import OneBox, missing, one_box
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[OneBox]:
+    """Two nodes on this machine; skips where Slurm is not installed, and says how it is."""
+    if why := missing():
+        pytest.skip(why)
+    with one_box() as found:
+        yield found
+
+
+@pytest.fixture
+def slurm(cluster: OneBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmDesk]:
+    """Where a test submits its jobs; the cluster is idle before it."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    deadline = time.monotonic() + 60
+    while not cluster.is_idle():
+        assert time.monotonic() < deadline, subprocess.run(["squeue"], capture_output=True, text=True).stdout
+        time.sleep(0.2)
+    found = SlurmDesk(tmp_path)
+    yield found
+    found.leave()

@@ -1,0 +1,144 @@
+"""Slurm jobs under test: submit them, wait until they stand somewhere, do to them what a cluster does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.jobs.engine import Job
+from holdfast.jobs.environment import mark
+from holdfast.jobs.local import processes
+from holdfast.jobs.local.folder import job_folder
+from holdfast.jobs.local.processes import Process
+from holdfast.jobs.place import state_dir
+from holdfast.jobs.slurm.engine import SlurmEngine
+from holdfast.jobs.slurm.papers import Papers
+from holdfast.jobs.status import Status
+from holdfast.jobs.task.reading import Overrides, parse_task
+
+LIMIT_S = 180.0
+
+
+def command(*words: str) -> str:
+    """What a command of Slurm's says."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+    return done.stdout.strip()
+
+
+class SlurmDesk:
+    """An engine, and the jobs that were submitted to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engine = SlurmEngine()
+
+    def submit(self, run: str, *, head: str = "", setup: str = "", **envs: str) -> Job:
+        """A job that runs a script; `head` holds further keys of its task file."""
+        text = f"{textwrap.dedent(head)}\nrun: |\n{textwrap.indent(textwrap.dedent(run), '  ')}\n"
+        if setup:
+            text += f"setup: |\n{textwrap.indent(textwrap.dedent(setup), '  ')}\n"
+        return self.engine.submit(parse_task(text, str(self.folder / "task.yaml"), Overrides(envs=envs)))
+
+    def papers(self, job: Job) -> Papers:
+        """What is written down about the job."""
+        return Papers(job_folder(state_dir(), job.id))
+
+    def slurm_id(self, job: Job) -> str:
+        """Slurm's number of a job that has begun."""
+        return self.papers(job).story().slurm_id
+
+    def log(self, job: Job, node: int = 0) -> str:
+        """What a node has said so far."""
+        path = self.papers(job).job.log(node)
+        return path.read_text() if path.exists() else ""
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def wait_for(self, job: Job, what: Callable[[], object], name: str) -> None:
+        """Wait until `what()` is true."""
+        deadline = time.monotonic() + LIMIT_S
+        while not what():
+            assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.tell(job)}"
+            time.sleep(0.1)
+
+    def wait(self, job: Job, *statuses: Status, attempt: int | None = None) -> Job:
+        """Wait until the job stands at one of these; by default until it has ended."""
+        found = [job]
+
+        def stands() -> bool:
+            found[0] = self.engine.job(job.id)
+            status = found[0].status
+            assert status in statuses or not statuses or not status.is_final, self.tell(job)
+            is_there = status in statuses if statuses else status.is_final
+            return is_there and attempt in (None, found[0].attempt)
+
+        self.wait_for(job, stands, f"{[status.value for status in statuses] or 'the end'}")
+        return found[0]
+
+    def wait_until_said(self, job: Job, words: str, times: int = 1, node: int = 0) -> None:
+        """Wait until a node's log has these words so often."""
+        self.wait_for(job, lambda: self.log(job, node).count(words) >= times, repr(words))
+
+    def tell(self, job: Job) -> str:
+        """All that is known, for a failure's message."""
+        papers = self.papers(job)
+        paths = [*papers.job.logs.glob("*"), papers.output, papers.job.changed]
+        told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in paths if path.exists())
+        queue = subprocess.run(["squeue", "--states=all"], capture_output=True, text=True, check=False).stdout
+        return f"{self.engine.job(job.id)}\n{told}\n{queue}"
+
+    # -- what a cluster does ---------------------------------------------------------------------------------
+
+    def take_node(self, node: str = "n1") -> None:
+        """Have a job of more importance take a node, for a short while."""
+        words = ["sbatch", "--parsable", "--partition=prio", "--nodes=1", "--exclusive", f"--nodelist={node}"]
+        words += [f"--output={self.folder}/important.out"]
+        subprocess.run(words, input="#!/bin/bash\nsleep 1\n", text=True, check=True, capture_output=True)
+
+    def roles(self, job: Job, role: str) -> list[Process]:
+        """The job's controller, runners or wardens."""
+        path = str(self.papers(job).job.path).encode()
+        found = []
+        for process in processes.living().values():
+            try:
+                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            own = [word for word in words if word == path or word.startswith(path + b"/")]
+            if own and role.encode() in words and b"srun" not in words[0]:
+                found.append(process)
+        return found
+
+    def runner(self, job: Job, node: int) -> Process:
+        """The runner of a node."""
+        (found,) = [
+            one for one in self.roles(job, "runner") if environment(one.pid).get("SLURM_NODEID") == str(node)
+        ]
+        return found
+
+    def of_job(self, job: Job) -> list[Process]:
+        """The processes of the job's commands."""
+        return processes.marked(mark(job.task_id), processes.living())
+
+    def leave(self) -> None:
+        """End whatever is left, and see that nothing of a job that had ended was."""
+        left = []
+        for job in self.engine.jobs():
+            if job.status.is_final:
+                left += [(job.id, one) for one in self.of_job(job) if not one.is_keeper]
+            elif number := self.engine._record(job.id).outer_id:
+                subprocess.run(["scancel", "--full", "--signal=KILL", number], check=False)
+                subprocess.run(["scancel", number], check=False)
+            processes.end(self.of_job(job))
+        assert not left, f"processes of jobs that have ended: {left}"
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment with which a process was started."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(word).split("=", 1) for word in words if b"=" in word)

@@ -1,0 +1,162 @@
+"""A Slurm of two nodes on this machine, from Debian's packages: a real scheduler, whose nodes share a kernel.
+
+No cgroups, no accounting, no PAM. Partition `spot` is preempted by partition `prio`, by requeueing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = "apt-get install --no-install-recommends -y slurm-wlm"
+GRACE_S = 15
+"""Between Slurm's first word and its SIGTERM when a job is preempted."""
+KILL_WAIT_S = 10
+_LIMIT_S = 60.0
+
+_CONF = """\
+ClusterName=onebox
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port0}
+AuthType=auth/munge
+# cred_expire sets the requeue delay: with the default of 120 s a requeued job waits that long
+AuthInfo=socket={room}/munge/sock,cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={room}/ctld
+SlurmdSpoolDir={room}/d.%n
+SlurmctldPidFile={room}/slurmctld.pid
+SlurmdPidFile={room}/slurmd.%n.pid
+SlurmctldLogFile={room}/log/slurmctld.log
+SlurmdLogFile={room}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+JobRequeue=1
+KillWait={kill_wait}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=2 RealMemory=4000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=2 RealMemory=4000 State=UNKNOWN
+PartitionName=spot Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=prio Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def missing() -> str:
+    """Why there can be no such Slurm here; empty if there can."""
+    if os.geteuid() != 0:
+        return "a Slurm of two nodes on one machine needs root, since its nodes start jobs as their users"
+    programs = ("slurmctld", "slurmd", "munged", "sbatch")
+    found = [name for name in programs if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    return f"there is no {', '.join(found)} here: {PACKAGES}" if found else ""
+
+
+class OneBox:
+    """The cluster, while it runs.
+
+    Args:
+        room: its folder; short, and open to the user `munge`.
+    """
+
+    def __init__(self, room: Path) -> None:
+        self.room = room
+        self.conf = room / "slurm.conf"
+        self._names = ["slurmd.n1", "slurmd.n2", "slurmctld", "munge/munged"]
+
+    def start(self) -> None:
+        """Bring it up; both nodes are idle then."""
+        for name in ("ctld", "d.n1", "d.n2", "log", "munge"):
+            (self.room / name).mkdir(mode=0o755)
+        key = self.room / "munge" / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        subprocess.run(["chown", "-R", "munge", str(self.room / "munge")], check=True)
+        ports = _free_ports(3)
+        text = _CONF.format(
+            host=socket.gethostname().partition(".")[0],
+            room=self.room,
+            grace=GRACE_S,
+            kill_wait=KILL_WAIT_S,
+            **{f"port{number}": port for number, port in enumerate(ports)},
+        )
+        self.conf.write_text(text)
+        at = str(self.room / "munge")
+        options = [f"--key-file={at}/key", f"--socket={at}/sock", f"--pid-file={at}/munged.pid"]
+        options += [f"--seed-file={at}/seed", f"--log-file={at}/log"]
+        self._run(["runuser", "-u", "munge", "--", "munged", "--force", *options])
+        self._wait_for(lambda: (self.room / "munge" / "sock").exists(), "munged")
+        for words in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+            self._run(words)
+        self._wait_for(self.is_idle, "two idle nodes")
+
+    def stop(self) -> None:
+        """Cancel all jobs, and end its daemons."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._run(["scancel", "--user=root", "--signal=KILL", "--full"])
+            self._run(["scancel", "--user=root"])
+        for name in self._names:
+            path = self.room / f"{name}.pid"
+            if path.exists():
+                with contextlib.suppress(ProcessLookupError, ValueError):
+                    os.kill(int(path.read_text()), signal.SIGTERM)
+
+    def is_idle(self) -> bool:
+        """True if both nodes are there and have nothing to do."""
+        words = ["sinfo", "--noheader", "--partition=spot", "--states=idle", "--format=%D"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env=self._environment())
+        return done.stdout.strip() == "2"
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+
+    def _run(self, words: list[str]) -> None:
+        subprocess.run(words, check=True, env=self._environment(), stdin=subprocess.DEVNULL, timeout=_LIMIT_S)
+
+    def _wait_for(self, what: object, name: str) -> None:
+        assert callable(what)
+        deadline = time.monotonic() + _LIMIT_S
+        while not what():
+            logs = "\n".join(path.read_text()[-2000:] for path in (self.room / "log").glob("*"))
+            assert time.monotonic() < deadline, f"waited in vain for {name}:\n{logs}"
+            time.sleep(0.1)
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@contextlib.contextmanager
+def one_box() -> Iterator[OneBox]:
+    """A cluster in a folder of its own."""
+    # Not below pytest's folder: a Unix socket's path is short, and `munge` may not look in there.
+    room = Path(tempfile.mkdtemp(prefix="hf-slurm-", dir="/tmp"))
+    room.chmod(0o755)
+    cluster = OneBox(room)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(room, ignore_errors=True)

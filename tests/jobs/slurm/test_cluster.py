@@ -1,0 +1,229 @@
+"""Jobs on a real Slurm of two nodes on this machine: notices, requeues, kills, and what they cost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command
+from holdfast.errors import Conflict
+from holdfast.jobs.local import processes
+from holdfast.jobs.status import Status
+from jobs.slurm.desk import SlurmDesk, command
+from jobs.test_training import TOTAL, steps, uninterrupted
+
+__all__ = ["uninterrupted"]
+TRAINING = Path(__file__).parent.parent / "training.py"
+pytestmark = pytest.mark.slow
+ONE = "resources: {cpus: 1}"
+TWO = "num_nodes: 2\nresources: {cpus: 1}"
+READY = "echo ready; while true; do sleep 0.1; done"
+
+
+def training(folder: Path, *, step_s: float = 0.05) -> str:
+    """A command that trains, with a Checkpointer."""
+    return f"{sys.executable} {TRAINING} {folder / 'home'} {TOTAL} --every 5 --step-s {step_s}"
+
+
+def wait_for_steps(slurm: SlurmDesk, job: object, number: int) -> None:
+    slurm.wait_for(job, lambda: len(steps(slurm.folder)) >= number, f"{number} steps")  # type: ignore[arg-type]
+
+
+def test_two_nodes_know_each_other_and_come_back_as_the_same_job(slurm: SlurmDesk) -> None:
+    """Status 75 is "again": Slurm starts the job anew; setup is not repeated on a node that has had it."""
+    job = slurm.submit(
+        """
+        echo rank=$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES task=$SKYPILOT_TASK_ID attempt=$HOLDFAST_ATTEMPT
+        echo peers=$(echo "$SKYPILOT_NODE_IPS" | wc -l) restarts=${SLURM_RESTART_COUNT:-0} who=$WHO
+        [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
+        """,
+        head=TWO,
+        setup="echo setting up $SKYPILOT_SETUP_NODE_RANK",
+        WHO="me",
+    )
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt, ended.recoveries) == (Status.SUCCEEDED, 2, 1), slurm.tell(job)
+    for rank in range(2):
+        log = slurm.log(job, rank)
+        assert log.count(f"setting up {rank}") == 1
+        for attempt in (1, 2):
+            assert f"rank={rank} of 2 task={job.task_id} attempt={attempt}" in log
+            assert f"peers=2 restarts={attempt - 1} who=me" in log
+
+
+def test_a_job_of_more_importance_costs_a_training_no_step(
+    slurm: SlurmDesk, uninterrupted: Callable[[int], str]
+) -> None:
+    job = slurm.submit(training(slurm.folder), head=ONE)
+    wait_for_steps(slurm, job, 7)
+    slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
+    ended = slurm.wait(job)
+    assert (ended.status, ended.recoveries, ended.step) == (Status.SUCCEEDED, 1, TOTAL), slurm.tell(job)
+    assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    assert {attempt for attempt, _ in steps(slurm.folder)} == {1, 2}
+    assert "SIGUSR1" in slurm.papers(job).job.changed.read_text() + slurm.tell(job)
+    assert (slurm.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+
+
+def test_a_requeue_without_any_word_before_sigterm_costs_no_step(slurm: SlurmDesk) -> None:
+    """As where SlurmctldParameters lacks preempt_send_user_signal, or a person requeues the job."""
+    job = slurm.submit(training(slurm.folder), head=ONE)
+    wait_for_steps(slurm, job, 7)
+    command("scontrol", "requeue", slurm.slurm_id(job))
+    ended = slurm.wait(job)
+    assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 1), slurm.tell(job)
+    assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+
+
+@pytest.mark.parametrize("options", [["--batch"], [], ["--full"]], ids=["shell", "steps", "both"])
+def test_a_notice_reaches_the_training_whomever_slurm_signals(slurm: SlurmDesk, options: list[str]) -> None:
+    """`B:` signals the batch shell alone, which has a child; without it only srun's steps are signalled."""
+    job = slurm.submit(
+        f"""
+        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
+        trap 'echo told; exit 75' TERM
+        {READY}
+        """,
+        head=ONE,
+    )
+    slurm.wait_until_said(job, "ready")
+    command("scancel", "--signal=USR1", *options, slurm.slurm_id(job))
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 2), slurm.tell(job)
+    assert slurm.log(job).count("told") == 1
+
+
+def test_a_killed_runner_is_a_lost_node(slurm: SlurmDesk) -> None:
+    job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=TWO)
+    slurm.wait(job, Status.RUNNING)
+    processes.end([slurm.runner(job, 1)])
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (Status.SUCCEEDED, 2, 0), slurm.tell(
+        job
+    )
+    assert slurm.log(job, 0).count("ready") == 1
+
+
+def test_a_killed_controller_is_replaced(slurm: SlurmDesk) -> None:
+    """Its batch script, which is a shell that waits, asks Slurm for it."""
+    job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=ONE)
+    slurm.wait_until_said(job, "ready")
+    processes.end(slurm.roles(job, "controller"))
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 2), slurm.tell(job)
+    assert slurm.log(job).count("ready") == 1
+
+
+def test_errors_are_counted_and_the_allocation_is_kept(slurm: SlurmDesk) -> None:
+    head = """
+    resources:
+      cpus: 1
+      job_recovery: {max_restarts_on_errors: 1, recover_on_exit_codes: [33]}
+    """
+    job = slurm.submit(
+        """
+        echo restarts=${SLURM_RESTART_COUNT:-0}
+        [ $HOLDFAST_ATTEMPT = 1 ] && exit 33
+        echo oh no; exit 3
+        """,
+        head=head,
+    )
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (Status.FAILED, 3, 1), slurm.tell(
+        job
+    )
+    assert "node 0 failed in run with status 3" in ended.reason
+    assert "oh no" in ended.reason
+    assert slurm.log(job).count("restarts=0") == 3
+
+
+def test_a_setup_that_fails_is_told_as_such(slurm: SlurmDesk) -> None:
+    job = slurm.submit("echo never", head=ONE, setup="echo no network; exit 4")
+    ended = slurm.wait(job)
+    assert ended.status is Status.FAILED_SETUP
+    assert "no network" in ended.reason
+
+
+def test_a_job_that_is_cancelled_may_save_first(slurm: SlurmDesk) -> None:
+    job = slurm.submit(f"trap 'echo saved; exit 75' TERM\n{READY}", head=ONE)
+    slurm.wait_until_said(job, "ready")
+    slurm.wait(job, Status.RUNNING)
+    slurm.engine.cancel(job.id)
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt) == (Status.CANCELLED, 1), slurm.tell(job)
+    assert slurm.log(job).count("saved") == 1
+    with pytest.raises(Conflict, match="has ended already"):
+        slurm.engine.cancel(job.id)
+
+
+def test_a_job_that_waits_can_be_cancelled(slurm: SlurmDesk) -> None:
+    blocker = slurm.submit(
+        "sleep 1000", head="num_nodes: 2\nconfig: {slurm: {sbatch_options: {exclusive: }}}"
+    )
+    slurm.wait(blocker, Status.RUNNING)
+    job = slurm.submit("echo never", head=ONE)
+    assert slurm.engine.job(job.id).status is Status.PENDING
+    assert "waits in Slurm" in slurm.engine.job(job.id).reason
+    with pytest.raises(Conflict, match="no process"):
+        slurm.engine.preempt(job.id, lead_s=1)
+    slurm.engine.cancel(job.id)
+    assert slurm.wait(job).status is Status.CANCELLED
+    slurm.engine.cancel(blocker.id)
+    assert slurm.wait(blocker).status is Status.CANCELLED
+
+
+def test_what_is_cancelled_in_slurm_is_told_as_such(slurm: SlurmDesk) -> None:
+    job = slurm.submit(READY, head=ONE)
+    slurm.wait_until_said(job, "ready")
+    command("scancel", slurm.slurm_id(job))
+    ended = slurm.wait(job)
+    assert (ended.status, ended.reason) == (Status.CANCELLED, "cancelled in Slurm"), slurm.tell(job)
+
+
+def test_a_notice_is_no_excuse_for_what_dies_of_sigusr1(slurm: SlurmDesk) -> None:
+    """Slurm may signal every process of a job: those without a handler live on, and go when the job does."""
+    job = slurm.submit(
+        f"""
+        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
+        {sys.executable} -c 'import time; print("deaf", flush=True); time.sleep(1000)' &
+        trap 'kill -0 $! && echo still there; exit 75' TERM
+        {READY}
+        """,
+        head=ONE,
+    )
+    slurm.wait_until_said(job, "deaf")
+    slurm.wait_until_said(job, "ready")
+    os.kill(slurm.runner(job, 0).pid, signal.SIGUSR1)
+    for process in processes.below(slurm.runner(job, 0).pid, processes.living()):
+        processes.send(process, signal.SIGUSR1)
+    assert slurm.wait(job).status is Status.SUCCEEDED, slurm.tell(job)
+    assert "still there" in slurm.log(job)
+
+
+def test_commands_find_a_job_by_its_number_alone(slurm: SlurmDesk, holdfast: Command) -> None:
+    task = slurm.folder / "task.yaml"
+    task.write_text("name: here\nrun: echo hello from here\n")
+    holdfast("launch", task)
+    task.write_text(f"name: there\nresources: {{cpus: 1}}\nrun: |\n  trap 'exit 75' TERM\n  {READY}\n")
+    said = holdfast("launch", task, "--on", "slurm")
+    assert said.out.startswith("job 2 (there) is submitted")
+    job = slurm.engine.job(2)
+    slurm.wait(job, Status.RUNNING)
+    rows = holdfast("queue", "--json").json
+    assert [(row["id"], row["engine"], row["name"]) for row in rows] == [
+        (2, "slurm", "there"),
+        (1, "local", "here"),
+    ]
+    assert [row["id"] for row in holdfast("queue", "--on", "slurm", "--json").json] == [2]
+    assert holdfast("preempt", 2, "--lead", "60").status == 0
+    slurm.wait(job, Status.RUNNING, attempt=2)
+    assert holdfast("cancel", 2).status == 0
+    out = holdfast("logs", 2, "-f").out
+    assert out.count("ready") == 2
+    assert "hello from here" in holdfast("logs", 1, "-f").out
+    assert slurm.wait(job).status is Status.CANCELLED

@@ -1,0 +1,234 @@
+"""From a task to what sbatch is given: options, the script's text, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.jobs.slurm.effects import effects
+from holdfast.jobs.slurm.engine import SlurmEngine
+from holdfast.jobs.slurm.options import grace_s, memory_mib, wanted_options
+from holdfast.jobs.slurm.script import Script
+from holdfast.jobs.task.contents import Task
+from holdfast.jobs.task.reading import parse_task
+
+FULL = """
+name: gpt
+num_nodes: 2
+resources:
+  infra: slurm/alpha/spot
+  cpus: 8+
+  memory: 64GB
+  accelerators: A100:8
+  use_spot: true
+  disk_tier: best
+config:
+  slurm:
+    sbatch_options: {account: team, time: "12:00:00", signal: USR1@300, exclusive: }
+  kubernetes: {provision_timeout: 10}
+run: python train.py
+"""
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=gpt
+#SBATCH --comment=task-id
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --chdir=/shared/jobs/3
+#SBATCH --output=/shared/jobs/3/slurm.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=65536M
+#SBATCH --gres=gpu:a100:8
+#SBATCH --partition=spot
+#SBATCH --signal=USR1@300
+#SBATCH --account=team
+#SBATCH --time=12:00:00
+#SBATCH --exclusive
+
+/opt/venv/bin/python -m holdfast.jobs.slurm controller /shared/jobs/3 &
+controller=$!
+# What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
+# has its foreground.
+trap 'kill -USR1 "$controller" 2>/dev/null' USR1
+trap 'kill -TERM "$controller" 2>/dev/null' TERM
+while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
+wait "$controller"
+status=$?
+# It was killed, and could not ask for that itself.
+if [ "$status" -eq 137 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"
+"""
+
+
+def task(text: str) -> Task:
+    return parse_task(text if "run:" in text else f"{text}\nrun: x\n", "task.yaml")
+
+
+def test_the_script_says_what_slurm_has_to_know() -> None:
+    asked = task(FULL)
+    script = Script(
+        asked.name,
+        "task-id",
+        asked.num_nodes,
+        wanted_options(asked),
+        "/opt/venv/bin/python",
+        "/shared/jobs/3",
+        "/shared/jobs/3/slurm.log",
+    )
+    assert script.text() == SCRIPT
+    assert grace_s(wanted_options(asked)) == 300.0
+
+
+def test_names_with_spaces_stay_one_word() -> None:
+    script = Script("my job's", "id", 1, {}, "/a b/python", "/c d", "/c d/log").text()
+    assert """#SBATCH --job-name='my job'"'"'s'""" in script
+    assert "#SBATCH --chdir='/c d'" in script
+    assert "'/a b/python' -m holdfast.jobs.slurm controller '/c d' &" in script
+
+
+def fake_controller(folder: Path, body: str) -> Path:
+    """A batch script whose controller is a shell script, and whose Slurm writes down what it is told."""
+    controller = folder / "python"
+    controller.write_text(f"#!/bin/bash\n{body}\n")
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/told\n')
+    for path in (controller, scontrol):
+        path.chmod(0o755)
+    script = folder / "sbatch.sh"
+    script.write_text(Script("n", "id", 1, {}, str(controller), str(folder), str(folder / "log")).text())
+    return script
+
+
+def run_script(script: Path) -> subprocess.Popen[str]:
+    folder = script.parent
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    return subprocess.Popen(["bash", str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_the_batch_shell_passes_on_what_it_alone_is_told(tmp_path: Path, name: str) -> None:
+    """Twice: the shell goes on waiting after the first, and ends as its controller does."""
+    body = f"trap 'n=$((n + 1)); echo told $n; [ $n = 2 ] && exit 5' {name}\necho ready\n"
+    with run_script(fake_controller(tmp_path, body + "while true; do sleep 0.02; done")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in (1, 2):
+            subprocess.run(["kill", f"-{name}", str(process.pid)], check=True)
+            assert process.stdout.readline() == f"told {number}\n"
+        assert process.wait() == 5
+    assert not (tmp_path / "told").exists()
+
+
+def test_the_batch_shell_has_a_killed_lead_replaced(tmp_path: Path) -> None:
+    with run_script(fake_controller(tmp_path, "kill -KILL $$")) as process:
+        assert process.wait() == 137
+    assert (tmp_path / "told").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_batch_shell_ends_as_the_lead_does(tmp_path: Path, status: int) -> None:
+    with run_script(fake_controller(tmp_path, f"exit {status}")) as process:
+        assert process.wait() == status
+    assert not (tmp_path / "told").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (16, 16384),
+        ("16", 16384),
+        ("16+", 16384),
+        ("16GB", 16384),
+        ("1.5T", 1572864),
+        ("512 MiB", 512),
+        ("4x", None),
+        (None, None),
+    ],
+)
+def test_memory_is_read_as_skypilot_means_it(text: object, expected: int | None) -> None:
+    assert memory_mib(text) == expected
+
+
+def test_without_wishes_slurm_is_asked_for_a_word_in_time_only() -> None:
+    assert wanted_options(task("name: x")) == {"signal": "USR1@60"}
+    assert grace_s({}) == 60.0
+
+
+def test_partitions_are_found_where_skypilot_has_them() -> None:
+    only_cpus = "config: {slurm: {cpu_partition: small}}"
+    assert wanted_options(task(only_cpus))["partition"] == "small"
+    assert "partition" not in wanted_options(task(f"{only_cpus}\nresources: {{accelerators: A100}}"))
+    assert wanted_options(task("resources: {infra: slurm/c/big}"))["partition"] == "big"
+    assert "partition" not in wanted_options(task("resources: {infra: slurm/c}"))
+
+
+def test_options_of_the_task_come_before_ours() -> None:
+    options = "{gres: 'gpu:8', mem_per_gpu: 8G}"
+    text = f"resources: {{accelerators: A100:8}}\nconfig: {{slurm: {{sbatch_options: {options}}}}}"
+    found = wanted_options(task(text))
+    assert (found["gres"], found["mem-per-gpu"]) == ("gpu:8", "8G")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{requeue: }", "--requeue is set by Holdfast itself"),
+        ("{signal: TERM@5}", "expected USR1@SECONDS"),
+        ('{comment: "x"}', "--comment is set by Holdfast itself"),
+        ('{account: "x\\n#SBATCH --uid=0"}', "expected an option of sbatch"),
+        ('{"no such": 1}', "expected an option of sbatch"),
+        ("[a]", "expected a map of options"),
+    ],
+)
+def test_options_that_would_break_a_job_are_refused(options: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as caught:
+        wanted_options(task(f"name: x\nconfig: {{slurm: {{sbatch_options: {options}}}}}"))
+    assert "task.yaml:2:" in str(caught.value)
+
+
+def test_keys_that_mean_something_else_are_told() -> None:
+    told = {effect.key: effect for effect in effects(task(FULL))}
+    assert list(told) == [
+        "resources.infra",
+        "resources.cpus",
+        "resources.accelerators",
+        "resources.use_spot",
+        "resources.disk_tier",
+        "config.kubernetes",
+    ]
+    assert "partition 'spot'" in told["resources.infra"].what
+    assert "--gres=gpu:a100:8" in told["resources.accelerators"].what
+    assert told["resources.use_spot"].line == 9
+    text = "resources: {accelerators: {A100: 1, H100: 1}, memory: 2x}"
+    several = {one.key: one for one in effects(task(text))}
+    assert "only the first, A100" in several["resources.accelerators"].what
+    assert "not passed on" in several["resources.memory"].what
+
+
+def test_mounts_that_other_nodes_would_not_see_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
+    engine = SlurmEngine()
+    for mount, error in (
+        ("/data: {name: b, mode: MOUNT}", Unsupported),
+        ("~/data: {name: b, mode: MOUNT_CACHED}", Unsupported),
+        ("~/data: {source: 's3://b', mode: MOUNT}", Unsupported),
+        ("data: /nowhere/at/all", NotFound),
+    ):
+        with pytest.raises(error):
+            engine.check(task(f"file_mounts: {{{mount}}}"))
+    engine.check(task("file_mounts: {data: {name: b, mode: MOUNT}}"))
+
+
+def test_without_slurm_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unsupported, match="no sbatch on the PATH"):
+        SlurmEngine().submit(task("name: x"))
+    assert SlurmEngine().jobs() == []

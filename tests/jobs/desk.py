@@ -137,7 +137,7 @@ class Desk:
         """End whatever is left, and see that nothing of a job that had ended was."""
         left = []
         for job in self.engine.jobs():
-            strays = [one for one in self.of_job(job) if not one.is_keeper]
+            strays = [one for one in self.of_job(job) if not one.ends_by_itself]
             if job.status.is_final:
                 left += [(job.id, job.status, one) for one in strays]
             processes.end(self.roles(job, "controller"))

@@ -15,6 +15,7 @@ from holdfast.jobs.machine import (
     Begin,
     Broke,
     Cancel,
+    Drains,
     Ended,
     Event,
     Gone,
@@ -77,6 +78,27 @@ def test_a_job_that_finishes_goes_through_its_statuses() -> None:
     assert story.orders == [Kill(0.0)], "what it left behind is ended"
     assert story.tell(Gone(1, None)) is Status.SUCCEEDED
     assert story.life.recoveries == 0
+
+
+def test_a_job_that_is_done_winds_down_until_its_files_are_sent() -> None:
+    story = Story()
+    assert story.tell(Begin(), Ran(1), Ended(1, 0, DONE), Drains(1, "3 files")) is Status.WINDING_DOWN
+    assert story.life.reason == "3 files"
+    assert story.tell(Notice(30.0), Ran(1), Drains(1, "2 files")) is Status.WINDING_DOWN, "no node is left"
+    assert story.life.reason == "2 files"
+    assert story.tell(Gone(1, None)) is Status.SUCCEEDED
+    assert story.life.reason == ""
+
+
+def test_only_what_is_done_winds_down() -> None:
+    story = Story()
+    assert story.tell(Begin(), Ran(1), Ended(1, 0, PREEMPTED), Drains(1, "3 files")) is Status.RUNNING
+    cancelled = Story()
+    assert cancelled.tell(Begin(), Ran(1), Cancel(), Ended(1, 0, DONE), Drains(1, "x")) is Status.CANCELLING
+    assert cancelled.tell(Gone(1, None)) is Status.CANCELLED
+    late = Story()
+    late.tell(Begin(), Ran(1), Ended(1, 0, DONE), Drains(1, "x"), Cancel())
+    assert late.tell(Gone(1, None)) is Status.CANCELLED
 
 
 @pytest.mark.parametrize("outcome", [LOST, KILLED, PREEMPTED])
@@ -221,6 +243,7 @@ events = st.one_of(
     st.just(Begin()),
     st.builds(Ran, st.integers(1, 4)),
     st.builds(Ended, st.integers(1, 4), st.integers(0, 1), outcomes),
+    st.builds(Drains, st.integers(1, 4), st.just("x")),
     st.builds(Gone, st.integers(1, 4), st.sampled_from([True, False, None])),
     st.builds(Notice, st.floats(0, 100)),
     st.builds(Told, st.integers(1, 4), st.integers(0, 1)),
@@ -255,7 +278,7 @@ def test_whatever_happens_the_promises_hold(allowed: Terms, happened: list[Event
             assert life.is_active
         if life.status.is_final and life.status is not Status.FAILED_CONTROLLER:
             assert not life.is_active, "nothing of a job that has ended is left"
-        if isinstance(event, (Ran, Ended, Gone)) and event.attempt != before.attempt:
+        if isinstance(event, (Ran, Ended, Drains, Gone)) and event.attempt != before.attempt:
             assert life == before, "word of another attempt changes nothing"
 
 

@@ -147,7 +147,7 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
 def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     yield "job", f"{task.name}, on {engine.name}"
     yield "nodes", str(task.num_nodes)
-    yield "workdir", f"copied from {task.workdir}" if task.workdir else "empty"
+    yield "workdir", _say_workdir(task)
     for mount in task.file_mounts:
         yield "mount", f"{mount.target}: {mount.mode.value} of {mount.source or mount.bucket}"
     yield "setup", f"{len(task.setup.splitlines())} lines" if task.setup else "none"
@@ -159,6 +159,13 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     codes = ", ".join(map(str, sorted(task.recovery.free_codes)))
     free = f"; status {codes}: again, free" if codes else ""
     yield "recovery", f"preempted or lost: again, free; errors: {task.recovery.max_restarts} restarts{free}"
+
+
+def _say_workdir(task: Task) -> str:
+    if task.repository is not None:
+        at = f" at {task.repository.ref}" if task.repository.ref else ""
+        return f"cloned from {task.repository.url}{at}"
+    return f"copied from {task.workdir}" if task.workdir else "empty"
 
 
 def _print_effects(effects: list[Effect], engine: Engine) -> None:

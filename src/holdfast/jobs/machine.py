@@ -71,6 +71,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Drains:
+    """All nodes have ended, and what they wrote into write-back directories is not all in its place."""
+
+    attempt: int
+    what: str  # what is not, for people
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """No process of the attempt is left."""
 
@@ -111,7 +119,7 @@ class Broke:
     why: str
 
 
-Event = Begin | Ran | Ended | Gone | Notice | Told | Cancel | Waited | Broke
+Event = Begin | Ran | Ended | Drains | Gone | Notice | Told | Cancel | Waited | Broke
 
 
 # -- orders ----------------------------------------------------------------------------------------------
@@ -167,10 +175,8 @@ def advance(life: Life, event: Event, terms: Terms) -> Next:
         return _start(life) if life.status is Status.RECOVERING and not life.is_active else (life, ())
     if isinstance(event, Ran):
         return _ran(life)
-    if isinstance(event, Ended):
-        return _ended(life, event, terms)
-    if isinstance(event, Gone):
-        return _gone(life, has_advanced=event.has_advanced, terms=terms)
+    if isinstance(event, (Ended, Drains, Gone)):
+        return _end(life, event, terms)
     if isinstance(event, Notice):
         return _notice(life, event)
     if isinstance(event, Told):
@@ -182,7 +188,7 @@ def advance(life: Life, event: Event, terms: Terms) -> Next:
 
 def _is_stale(life: Life, event: Event) -> bool:
     """True for word of an attempt that is over."""
-    return isinstance(event, (Ran, Ended, Gone, Told)) and (
+    return isinstance(event, (Ran, Ended, Drains, Gone, Told)) and (
         event.attempt != life.attempt or not life.is_active
     )
 
@@ -212,6 +218,14 @@ def _ran(life: Life) -> Next:
     return life, ()
 
 
+def _end(life: Life, event: Ended | Drains | Gone, terms: Terms) -> Next:
+    if isinstance(event, Ended):
+        return _ended(life, event, terms)
+    if isinstance(event, Drains):
+        return _drains(life, event, terms)
+    return _gone(life, has_advanced=event.has_advanced, terms=terms)
+
+
 def _ended(life: Life, event: Ended, terms: Terms) -> Next:
     if event.node in life.outcomes:
         return life, ()
@@ -233,8 +247,19 @@ def _peers_s(life: Life, outcome: Outcome, terms: Terms) -> float:
     return PEERS_S
 
 
+def _drains(life: Life, event: Drains, terms: Terms) -> Next:
+    if life.status is Status.CANCELLING or not _is_done(life, terms):
+        return life, ()
+    return dataclasses.replace(life, status=Status.WINDING_DOWN, reason=event.what), ()
+
+
+def _is_done(life: Life, terms: Terms) -> bool:
+    """True if every node has done its work."""
+    return len(life.outcomes) == terms.num_nodes and all(one.is_success for one in life.outcomes.values())
+
+
 def _notice(life: Life, event: Notice) -> Next:
-    if not life.is_active or life.status is Status.CANCELLING:
+    if not life.is_active or life.status in (Status.CANCELLING, Status.WINDING_DOWN):
         return life, ()
     reason = f"preemption notice ({event.source})"
     life = dataclasses.replace(life, is_noticed=True, reason=reason)

@@ -11,6 +11,7 @@ class Status(str, Enum):
     PENDING = "PENDING"  # submitted, no process started
     STARTING = "STARTING"  # the first attempt is being set up
     RUNNING = "RUNNING"  # `run` has been started on every node
+    WINDING_DOWN = "WINDING_DOWN"  # `run` is done, and what it wrote is not all in its bucket
     RECOVERING = "RECOVERING"  # an attempt has ended before its time, the next has not come to `run`
     CANCELLING = "CANCELLING"  # told to stop, processes are left
     SUCCEEDED = "SUCCEEDED"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import PREEMPTED_STATUS, Conflict, NotFound, Unsupported
+from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
 from holdfast.jobs.local import locks, processes
 from holdfast.jobs.status import Status
 from jobs.desk import Desk
@@ -434,8 +434,9 @@ def test_a_job_launched_by_a_job_outlives_it(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("mount", "error", "said"),
     [
-        ("/x: s3://bucket/a", Unsupported, "object store"),
-        ("/x: {name: b, mode: MOUNT_CACHED}", Unsupported, "MOUNT_CACHED"),
+        ("/x: r2://bucket/a", InvalidInput, "speak S3's protocol"),
+        ("/x: {source: /etc/hostname, mode: MOUNT_CACHED}", InvalidInput, "is a file"),
+        ("/x: {name: a/b, mode: MOUNT_CACHED}", InvalidInput, "the name of a bucket"),
         ("/x: /no/such/folder", NotFound, "there is no /no/such/folder"),
     ],
 )

@@ -130,7 +130,7 @@ class SlurmDesk:
         left = []
         for job in self.engine.jobs():
             if job.status.is_final:
-                left += [(job.id, one) for one in self.of_job(job) if not one.is_keeper]
+                left += [(job.id, one) for one in self.of_job(job) if not one.ends_by_itself]
             elif number := self.engine._record(job.id).outer_id:
                 subprocess.run(["scancel", "--full", "--signal=KILL", number], check=False)
                 subprocess.run(["scancel", number], check=False)

@@ -19,6 +19,14 @@ def main() -> None:
         from holdfast.jobs.local.warden import serve
 
         serve(NodeFolder(folder))
+    elif role == "porter":
+        from holdfast.jobs.local.mounts import porter
+
+        porter.serve(folder)
+    elif role == "drainer":
+        from holdfast.jobs.local.mounts import drainer
+
+        drainer.serve(folder)
     else:
         from holdfast.jobs.local.controller import look_after
 

@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
-from holdfast.jobs.local import mounts, processes
+from holdfast.jobs.local import processes
 from holdfast.jobs.local.bell import Bell
 from holdfast.jobs.local.folder import JobFolder, job_folder
+from holdfast.jobs.local.mounts.clearing import Clearing
+from holdfast.jobs.local.mounts.link import attach, detach, read_links
 from holdfast.jobs.local.nodes import Nodes
 from holdfast.jobs.local.planning import plans, tail
 from holdfast.jobs.machine import (
     Begin,
     Broke,
     Cancel,
+    Drains,
     Ended,
     Event,
     Gone,
@@ -70,7 +73,7 @@ def _look_after(records: Records, folder: JobFolder, number: int) -> None:
     finally:
         controller.close()
     if controller.is_over:
-        mounts.detach(folder)
+        detach(folder)
 
 
 class Controller:
@@ -90,6 +93,7 @@ class Controller:
         self._step_before = self._record.step_before
         self._is_leaving = False
         self._nodes = self._new_nodes()
+        self._clearing = Clearing(folder, self._life.attempt)
         self._is_started = False  # as far as this process knows
         self._has_told = self._due.tell_until_unix_s is None
         self._bell = Bell(folder.bell)
@@ -108,11 +112,16 @@ class Controller:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.set_wakeup_fd(self._bell.fd, warn_on_full_buffer=False)  # a signal rings too
         self._apply(Begin())
-        while not (self.is_over or (self._is_leaving and not self._life.is_active)):
+        while not (self.is_over or (self._is_leaving and not self._has_nodes)):
             self._do_what_is_due()
             if self._see():
                 continue  # what was seen may have made something due
             self._wait()
+
+    @property
+    def _has_nodes(self) -> bool:
+        """True if something of the job may be running."""
+        return self._life.is_active and self._life.status is not Status.WINDING_DOWN
 
     @property
     def is_over(self) -> bool:
@@ -135,7 +144,7 @@ class Controller:
         """Take an event to the machine; what it answers is written down before anything is done about it."""
         before = self._life
         life, orders = advance(before, event, self._record.terms)
-        life = self._with_last_words(life)
+        life = self._with_unsent(self._with_last_words(life))
         now_s = time.time()
         due = self._due.plus(orders, now_s)
         if life.attempt != before.attempt:
@@ -155,6 +164,7 @@ class Controller:
         if life.attempt != before.attempt:
             self._nodes.close()
             self._nodes, self._is_started = self._new_nodes(), False
+            self._clearing = Clearing(self._folder, life.attempt)
         if (life.status, life.attempt, life.reason) != (before.status, before.attempt, before.reason):
             self._tell_followers()
 
@@ -166,6 +176,13 @@ class Controller:
         lines = "\n".join(f"  {line}" for line in tail(self._folder.log(ranks[0]), _LAST_LINES))
         reason = f"{life.reason}\nThe last lines of node {ranks[0]}:\n{lines}" if lines else life.reason
         return dataclasses.replace(life, reason=reason)
+
+    def _with_unsent(self, life: Life) -> Life:
+        """With what is not in its bucket, if the job has ended just now."""
+        if not life.status.is_final or self._life.status.is_final or not life.attempt:
+            return life
+        told = self._clearing.last_told()
+        return dataclasses.replace(life, reason="; ".join(filter(None, (life.reason, told))))
 
     def _new_nodes(self) -> Nodes:
         record = self._record
@@ -202,7 +219,7 @@ class Controller:
         """Start what of the attempt has not been started; ended for good is what was there before it."""
         if not self._folder.attempt(self._life.attempt).exists():
             self._nodes.end_earlier()
-        mounts.attach(self._folder, is_in_use=self._is_in_use, state=self._folder.path.parents[1])
+        attach(self._folder, is_in_use=self._is_in_use, state=self._folder.path.parents[1])
         self._nodes.start(plans(self._record, self._life, self._folder))
         self._is_started = True
 
@@ -212,7 +229,7 @@ class Controller:
             one for one in self._records.all() if one.id != self._record.id and not one.life.status.is_final
         )
         folders = (job_folder(self._folder.path.parents[1], one.id) for one in others)
-        return any(link.target == target for folder in folders for link in mounts.read(folder))
+        return any(link.target == target for folder in folders for link in read_links(folder))
 
     # -- seeing ----------------------------------------------------------------------------------------------
 
@@ -252,7 +269,21 @@ class Controller:
                 yield Ended(attempt, node, outcome)
         if len(outcomes) == self._record.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
-            yield Gone(attempt, self._has_advanced())
+            if self._clearing.is_over(self._drain_until_unix_s()):
+                yield Gone(attempt, self._has_advanced())
+            elif told := self._clearing.told():
+                yield Drains(attempt, told)
+
+    def _drain_until_unix_s(self) -> float | None:
+        """Until when files are waited for that are not in their bucket yet; None for as long as it takes.
+
+        A job has not done its work before they are. One that goes on has them here, and waits only as long as
+        its machine is said to be there. One that is cancelled leaves them to the background.
+        """
+        if self._life.status is Status.CANCELLING:
+            return 0.0
+        is_done = all(one.is_success for one in self._life.outcomes.values())
+        return None if is_done else self._due.tell_until_unix_s or 0.0
 
     def _has_advanced(self) -> bool | None:
         """True if a newer checkpoint is known than when the attempt began; None if none ever was."""

@@ -54,6 +54,10 @@ def effects(task: Task) -> list[Effect]:
 
 def _buckets(task: Task) -> Iterator[Effect]:
     for mount in task.file_mounts:
+        if (mount.spec.get("config") or {}).get("mount_cached"):
+            key = f"file_mounts.{mount.target}.config.mount_cached"
+            what = "settings of rclone; files go through a write-back directory here"
+            yield Effect(key, task.lines.get(key, mount.line), what)
         if mount.source is None and mount.bucket:
             what = f"a folder of this machine stands for the bucket {mount.bucket!r}"
             yield Effect(f"file_mounts.{mount.target}", mount.line, what)

@@ -6,27 +6,28 @@ import contextlib
 import getpass
 import os
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.errors import Conflict, RetryLater
+from holdfast.errors import Conflict, HoldfastError, RetryLater
 from holdfast.jobs import engine
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id, share_gpus
 from holdfast.jobs.following import Reader, Watch
-from holdfast.jobs.local import locks, mounts
 from holdfast.jobs.local.bell import ring
 from holdfast.jobs.local.effects import effects
 from holdfast.jobs.local.folder import job_folder
 from holdfast.jobs.local.gpus import visible_gpus
-from holdfast.jobs.local.nodes import own_environment
+from holdfast.jobs.local.mounts.placing import place
+from holdfast.jobs.local.mounts.refusal import check
 from holdfast.jobs.local.planning import write_scripts
+from holdfast.jobs.local.spawning import look_after
+from holdfast.jobs.local.workdir import check_workdir, put_workdir
 from holdfast.jobs.machine import Terms
-from holdfast.jobs.place import STATE, database, state_dir
+from holdfast.jobs.place import database, state_dir
 from holdfast.jobs.records import Record, Records, Spec
+from holdfast.jobs.status import Status
 from holdfast.jobs.task.contents import Task
 from holdfast.surroundings import read_progress
 
@@ -55,8 +56,8 @@ class LocalEngine(engine.Engine):
 
     def check(self, task: Task) -> None:
         """See Engine.check."""
-        mounts.check_workdir(task)
-        mounts.check(task, self._state)
+        check_workdir(task)
+        check(task, self._state)
 
     def submit(self, task: Task) -> Job:
         """See Engine.submit."""
@@ -69,8 +70,11 @@ class LocalEngine(engine.Engine):
             folder = job_folder(self._state, number)
             try:
                 write_scripts(task, folder, _base_environment())
-                mounts.copy_workdir(task.workdir, folder, task.num_nodes)
-                mounts.place(task, folder, self._state)
+                put_workdir(task, folder)
+                place(task, folder, self._state)
+            except HoldfastError:
+                shutil.rmtree(folder.path, ignore_errors=True)
+                raise
             except (OSError, shutil.Error) as error:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise RetryLater(
@@ -81,29 +85,8 @@ class LocalEngine(engine.Engine):
             return self._job(records.get(number))
 
     def _look_after(self, number: int) -> None:
-        """Start a controller, unless there is one; it has its lock from the first moment on."""
-        folder = job_folder(self._state, number)
-        lock = locks.take(folder.lock)
-        if lock is None:
-            return
-        log = str(folder.controller_log)
-        try:
-            os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-m", "holdfast.jobs.local", "controller", str(folder.path)],
-                {**own_environment(), STATE: str(self._state)},
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
-                    (os.POSIX_SPAWN_DUP2, 1, 2),
-                    (os.POSIX_SPAWN_DUP2, lock, locks.HANDED_FD),
-                ],
-                setsid=True,  # neither a closed terminal nor Ctrl-C reaches it
-                setsigmask=[],
-                setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
-            )
-        finally:
-            os.close(lock)
+        """Start a controller, unless there is one."""
+        look_after(job_folder(self._state, number))
 
     # -- seeing ----------------------------------------------------------------------------------------------
 
@@ -159,7 +142,8 @@ class LocalEngine(engine.Engine):
     def preempt(self, number: int, *, lead_s: float) -> Job:
         """See Engine.preempt."""
         record = self._record(number)
-        if not record.life.status.is_final and not record.life.is_active:
+        status = record.life.status
+        if status is Status.WINDING_DOWN or not (status.is_final or record.life.is_active):
             raise Conflict(
                 f"Job {number} is {record.life.status.value} and has no process that could be preempted now. "
                 "It was left as it is."

@@ -6,16 +6,17 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.jobs.environment import MARK, mark
+from holdfast.jobs.environment import mark
 from holdfast.jobs.local import locks, processes
 from holdfast.jobs.local.folder import JobFolder, NodeFolder
+from holdfast.jobs.local.mounts.hold import STOPPED
 from holdfast.jobs.local.plan import Plan, read_outcome
 from holdfast.jobs.local.processes import Process
+from holdfast.jobs.local.spawning import spawn
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.notice.file import write_notice
 from holdfast.notice.word import Word
@@ -74,7 +75,7 @@ class Nodes:
         ours = {process.pid for process in processes.marked(own, table)}
         found = [*processes.marked(mark(self._task_id), table), *processes.below(os.getpid(), table)]
         strays = [
-            one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.is_keeper
+            one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.ends_by_itself
         ]
         if strays:
             processes.end(strays)
@@ -146,6 +147,8 @@ class Nodes:
         Blocks: until they are gone.
         """
         self.is_killed = True
+        with contextlib.suppress(FileNotFoundError):  # nothing was started
+            (self._folder.attempt(self._attempt) / STOPPED).touch()  # for those who wait for their mounts
         deadline = time.monotonic() + _SWEEP_S
         while (left := self.left(with_keepers=with_keepers)) and time.monotonic() < deadline:
             processes.end(left)
@@ -160,7 +163,7 @@ class Nodes:
         return [
             one
             for one in found.values()
-            if one.pid not in wardens and one.pid != os.getpid() and (with_keepers or not one.is_keeper)
+            if one.pid not in wardens and one.pid != os.getpid() and (with_keepers or not one.ends_by_itself)
         ]
 
 
@@ -174,30 +177,9 @@ def _start(folder: NodeFolder, plan: Plan) -> int:
     assert lock is not None, "nobody else knows this folder"
     making.rename(folder.path)  # from here on the node is there, locked
     try:
-        return os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-m", "holdfast.jobs.local", "warden", str(folder.path)],
-            own_environment(),
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, plan.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-                (os.POSIX_SPAWN_DUP2, lock, locks.HANDED_FD),
-            ],
-            setsid=True,
-            setsigmask=[],
-            setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE],
-        )
+        return spawn("warden", folder.path, log=Path(plan.log), lock=lock)
     finally:
         os.close(lock)
-
-
-def own_environment() -> dict[str, str]:
-    """The environment of our own processes: they find this package, and are in no node."""
-    package = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    kept = {name: value for name, value in os.environ.items() if name != MARK}
-    return {**kept, "PYTHONPATH": path}
 
 
 def _warden(folder: NodeFolder) -> Process | None:

@@ -16,6 +16,7 @@ from holdfast.jobs.environment import MARK
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
+_SERVANTS = (b"controller", b"porter", b"drainer")
 _ROUND_S = 5.0
 """How long killed processes may take to vanish before they are looked for again."""
 
@@ -30,14 +31,20 @@ class Process:
     start: int  # clock ticks since boot
 
     @property
-    def is_keeper(self) -> bool:
-        """True if it is a Holdfast keeper, which finishes what was staged and ends by itself."""
-        return b"holdfast.keeper" in self._words
+    def ends_by_itself(self) -> bool:
+        """True if it finishes what it was given and then ends: a keeper, the uploader of a mount."""
+        words = self._words
+        return b"holdfast.keeper" in words or {b"holdfast.writeback", b"--terms"} <= set(words)
 
     @property
-    def is_controller(self) -> bool:
-        """True if it looks after a job, which then is another one's: it was launched from within this one."""
-        return {b"holdfast.jobs.local", b"controller"} <= set(self._words)
+    def is_servant(self) -> bool:
+        """True if it looks after a job or after mounts, so that it belongs to no node.
+
+        A controller below a node is of another job, which was launched from within this one, or it took the
+        place of this job's.
+        """
+        words = self._words
+        return b"holdfast.jobs.local" in words and any(role in words for role in _SERVANTS)
 
     @property
     def _words(self) -> list[bytes]:
@@ -93,14 +100,14 @@ def bury() -> None:
 
 
 def below(root: int, table: dict[int, Process]) -> list[Process]:
-    """The descendants of a process, parents before children; not itself, and nothing of other jobs."""
+    """The descendants of a process, parents before children; not itself, and nothing of servants."""
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
     found: list[Process] = []
     front = [root]
     while front:
-        nearer = [child for pid in front for child in children.get(pid, ()) if not child.is_controller]
+        nearer = [child for pid in front for child in children.get(pid, ()) if not child.is_servant]
         found += nearer
         front = [child.pid for child in nearer]
     return found
@@ -126,6 +133,12 @@ def _has(pid: int, prefix: bytes) -> bool:
     return data.startswith(prefix) or b"\0" + prefix in data
 
 
+def servants(role: str, folder: Path) -> list[Process]:
+    """The living processes of ours that have this role for a folder."""
+    wanted = {b"holdfast.jobs.local", role.encode(), os.fsencode(folder)}
+    return [process for process in living().values() if wanted <= set(process._words)]
+
+
 def topmost_catchers(root: int) -> list[Process]:
     """Below a process, those that have a handler for SIGTERM and no ancestor there that has one."""
     table = living()
@@ -134,7 +147,7 @@ def topmost_catchers(root: int) -> list[Process]:
     for process in below(root, table):  # parents come first
         if process.parent in covered:
             covered.add(process.pid)
-        elif process.catches_sigterm and not process.is_keeper:
+        elif process.catches_sigterm and not process.ends_by_itself:
             found.append(process)
             covered.add(process.pid)
     return found

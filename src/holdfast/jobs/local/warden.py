@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import time
 from pathlib import Path
 
 from holdfast.errors import PREEMPTED_STATUS
-from holdfast.jobs.local import processes
+from holdfast.jobs.local import locks, processes
 from holdfast.jobs.local.bell import ring
-from holdfast.jobs.local.folder import NodeFolder
+from holdfast.jobs.local.folder import JobFolder, NodeFolder
+from holdfast.jobs.local.mounts.hold import Hold
+from holdfast.jobs.local.mounts.supply import read_supplies
 from holdfast.jobs.local.plan import Plan, write_outcome, write_whole
 from holdfast.jobs.local.processes import Process
+from holdfast.jobs.local.spawning import look_after
 from holdfast.jobs.outcome import Outcome, Phase
 
 _PR_SET_PDEATHSIG = 1
@@ -21,6 +25,9 @@ _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have got with its shell, and has a handler for."""
 _CANNOT_START = 126
+_NO_MOUNTS = 1
+_LOOK_S = 1.0
+"""Between two looks whether those live who are needed beside the node."""
 
 
 def serve(folder: NodeFolder) -> None:
@@ -37,30 +44,56 @@ def serve(folder: NodeFolder) -> None:
     assert me is not None
     write_whole(folder.pid, f"{me.pid} {me.start}")
     ring(Path(plan.bell))
+    job = JobFolder(folder.path.parents[2])
+    watch = Watch(job)
     with Path(plan.log).open("ab", buffering=0) as log:
-        outcome = _work(plan, folder, log.fileno())
+        if read_supplies(job):
+            watch.hold = Hold(folder.path.parent, Path(plan.log))
+        outcome = _work(plan, folder, log.fileno(), watch)
     write_outcome(folder.ended, outcome)
     ring(Path(plan.bell))
 
 
-def _work(plan: Plan, folder: NodeFolder, log: int) -> Outcome:
+class Watch:
+    """What a warden looks after beside its node, while that works: that others who are needed live.
+
+    Args:
+        job: folder of the job.
+    """
+
+    def __init__(self, job: JobFolder) -> None:
+        self._job = job
+        self.hold: Hold | None = None
+
+    def look(self) -> None:
+        """Have another controller if the job's was killed, and another porter."""
+        if not locks.is_held(self._job.lock):
+            look_after(self._job)
+        if self.hold is not None:
+            self.hold.look()
+
+
+def _work(plan: Plan, folder: NodeFolder, log: int, watch: Watch) -> Outcome:
     os.write(log, f"{plan.headline}\n".encode())
+    if watch.hold is not None and (why := watch.hold.wait_until_there(watch.look)):
+        os.write(log, f"holdfast: the job cannot begin: {why}\n".encode())
+        return Outcome(Phase.SETUP, code=_NO_MOUNTS)
     if plan.setup is not None:
-        outcome = _shell(plan, Phase.SETUP, log)
+        outcome = _shell(plan, Phase.SETUP, log, watch)
         if not outcome.is_success:
             return outcome
         Path(plan.set_up).touch()
     folder.running.touch()
     ring(Path(plan.bell))
-    return _shell(plan, Phase.RUN, log)
+    return _shell(plan, Phase.RUN, log, watch)
 
 
-def _shell(plan: Plan, phase: Phase, log: int) -> Outcome:
+def _shell(plan: Plan, phase: Phase, log: int, watch: Watch) -> Outcome:
     """Run a script to its end, and end what it has left behind."""
     pid = os.fork()
     if pid == 0:
         _become_shell(plan, phase, log)
-    outcome = _outcome(phase, _wait_for(pid))
+    outcome = _outcome(phase, _wait_for(pid, watch))
     if _may_still_save(outcome, Path(plan.notice)):
         _wait_for_rest(plan.grace_s)
     _sweep()
@@ -86,12 +119,24 @@ def _become_shell(plan: Plan, phase: Phase, log: int) -> None:
         os._exit(_CANNOT_START)
 
 
-def _wait_for(pid: int) -> int:
+def _wait_for(pid: int, watch: Watch) -> int:
     """Wait status of the shell; children that we have inherited are buried on the way."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == pid:
-            return status
+    fd = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    try:
+        while not poll.poll(_LOOK_S * 1000):
+            _bury_others(pid)
+            watch.look()
+    finally:
+        os.close(fd)
+    return os.waitpid(pid, 0)[1]
+
+
+def _bury_others(pid: int) -> None:
+    """Take note of all children that have ended, but of the shell, whose status is still to be read."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != pid:
+        os.waitpid(ended.si_pid, 0)
 
 
 def _outcome(phase: Phase, status: int) -> Outcome:
@@ -112,8 +157,8 @@ def _wait_for_rest(timeout_s: float) -> None:
 
 
 def _rest() -> list[Process]:
-    """What is left of the node, without keepers, which end by themselves."""
-    return [one for one in processes.below(os.getpid(), processes.living()) if not one.is_keeper]
+    """What is left of the node, without keepers and uploaders, which end by themselves."""
+    return [one for one in processes.below(os.getpid(), processes.living()) if not one.ends_by_itself]
 
 
 def _sweep() -> None:

@@ -15,8 +15,8 @@ from holdfast.jobs.due import Due
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id
 from holdfast.jobs.local.folder import job_folder
-from holdfast.jobs.local.mounts import check_workdir
 from holdfast.jobs.local.plan import write_whole
+from holdfast.jobs.local.workdir import check_workdir
 from holdfast.jobs.machine import Life, Terms
 from holdfast.jobs.place import database, state_dir
 from holdfast.jobs.records import Record, Records, Spec

@@ -17,9 +17,12 @@ from holdfast.jobs.due import Due
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id
 from holdfast.jobs.following import Reader, Watch
-from holdfast.jobs.local import mounts
 from holdfast.jobs.local.folder import JobFolder, job_folder
+from holdfast.jobs.local.mounts.link import attach, read_links
+from holdfast.jobs.local.mounts.placing import place
+from holdfast.jobs.local.mounts.refusal import check
 from holdfast.jobs.local.plan import write_whole
+from holdfast.jobs.local.workdir import check_workdir, put_workdir
 from holdfast.jobs.machine import Life, Terms
 from holdfast.jobs.place import database, state_dir
 from holdfast.jobs.records import Record, Records, Spec
@@ -66,7 +69,7 @@ class SlurmEngine(engine.Engine):
     def check(self, task: Task) -> None:
         """See Engine.check."""
         wanted_options(task)
-        mounts.check_workdir(task)
+        check_workdir(task)
         for mount in task.file_mounts:
             where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
             if mount.is_remote or mount.mode is MountMode.MOUNT_CACHED:
@@ -80,7 +83,7 @@ class SlurmEngine(engine.Engine):
                     f"{where}: on Slurm, only paths below ~ or relative to the workdir are made visible on "
                     "all nodes. Choose such a path. Nothing was started."
                 )
-        mounts.check(task, self._state)
+        check(task, self._state)
 
     def submit(self, task: Task) -> Job:
         """See Engine.submit."""
@@ -131,9 +134,9 @@ class SlurmEngine(engine.Engine):
                 task_environment={**task.envs, **task.secrets},
             )
         )
-        mounts.copy_workdir(task.workdir, folder, task.num_nodes)
-        mounts.place(task, folder, self._state)
-        mounts.attach(folder, is_in_use=lambda target: self._is_in_use(number, target), state=self._state)
+        put_workdir(task, folder)
+        place(task, folder, self._state)
+        attach(folder, is_in_use=lambda target: self._is_in_use(number, target), state=self._state)
         write_whole(papers.script, self._script(task, str(number), task_id).text())
 
     def _script(self, task: Task, number: str, task_id: str) -> Script:
@@ -147,7 +150,7 @@ class SlurmEngine(engine.Engine):
         with self._records() as records:
             others = [one for one in records.all() if one.id != number and not one.life.status.is_final]
         folders = (job_folder(self._state, one.id) for one in others)
-        return any(link.target == target for folder in folders for link in mounts.read(folder))
+        return any(link.target == target for folder in folders for link in read_links(folder))
 
     # -- seeing ----------------------------------------------------------------------------------------------
 

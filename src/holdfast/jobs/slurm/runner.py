@@ -66,7 +66,7 @@ def sweep(folder: JobFolder, attempt: int | None) -> None:
     kept = () if attempt is None else processes.marked(mark(task_id, attempt), table)
     own = {process.pid for process in kept}
     found = processes.marked(mark(task_id), table)
-    left = [one for one in found if one.pid not in own and not one.is_keeper]
+    left = [one for one in found if one.pid not in own and not one.ends_by_itself]
     if left:
         processes.end(left)
 
@@ -218,12 +218,14 @@ class _Runner:
         """What is there of the node beside the warden; keepers only if they are to go too."""
         found = processes.below(os.getpid(), processes.living())
         return [
-            one for one in found if one.pid != self._warden and (self._kills_keepers or not one.is_keeper)
+            one
+            for one in found
+            if one.pid != self._warden and (self._kills_keepers or not one.ends_by_itself)
         ]
 
     def _let_keepers_finish(self) -> None:
         """Slurm ends what is left when we do, and keepers may hold the last save."""
-        keepers = [one for one in processes.below(os.getpid(), processes.living()) if one.is_keeper]
+        keepers = [one for one in processes.below(os.getpid(), processes.living()) if one.ends_by_itself]
         if not self._kills_keepers:
             processes.wait_gone(keepers, self._facts.terms.grace_s)
 

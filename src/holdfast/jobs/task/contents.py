@@ -36,6 +36,14 @@ class FileMount:
 
 
 @dataclass(frozen=True, slots=True)
+class Repository:
+    """A git repository that is the workdir."""
+
+    url: str
+    ref: str | None = None  # branch, tag or commit; None: the branch that the repository shows first
+
+
+@dataclass(frozen=True, slots=True)
 class Recovery:
     """`resources.job_recovery`."""
 
@@ -51,6 +59,7 @@ class Task:
     run: str
     setup: str = ""
     workdir: str | None = None  # folder of this machine, absolute
+    repository: Repository | None = None  # instead of a folder
     num_nodes: int = 1
     accelerators: Accelerators = field(default_factory=lambda: Accelerators(()))
     recovery: Recovery = field(default_factory=Recovery)

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, read_accelerators
-from holdfast.jobs.task.contents import FileMount, MountMode, Recovery, Task
+from holdfast.jobs.task.contents import FileMount, MountMode, Recovery, Repository, Task
 from holdfast.jobs.task.document import Value, read_documents
 from holdfast.jobs.task.schema import TASK
 from holdfast.jobs.task.shape import Problem
@@ -127,17 +127,13 @@ def _task(root: Value, name: str, given: Overrides) -> Task:
     job_name = given.name or str(_plain(root, "name") or "") or Path(name).stem
     mounts = root.get("file_mounts")
     workdir = fill_in(_plain(root, "workdir"), variables)
-    if isinstance(workdir, Mapping):
-        line = root.members["workdir"].line
-        raise Unsupported(
-            f"{name}:{line}: workdir: a git repository as workdir is not in this version. Clone it, and give "
-            "the folder."
-        )
+    repository = _repository(workdir, root, name) if isinstance(workdir, Mapping) else None
     return Task(
         name=job_name,
         run=str(_plain(root, "run")),
         setup=str(_plain(root, "setup") or ""),
-        workdir=None if workdir is None else str(Path(workdir).expanduser().absolute()),
+        workdir=str(Path(workdir).expanduser().absolute()) if isinstance(workdir, str) else None,
+        repository=repository,
         num_nodes=_plain(root, "num_nodes") or 1,
         accelerators=accelerators,
         recovery=_recovery(resources),
@@ -149,6 +145,17 @@ def _task(root: Value, name: str, given: Overrides) -> Task:
         notes=tuple(_notes(resources, accelerators)),
         path=name,
     )
+
+
+def _repository(workdir: Mapping[str, Any], root: Value, name: str) -> Repository:
+    url, ref = workdir.get("url"), workdir.get("ref")
+    if not url or str(url).startswith("-") or str(ref or "").startswith("-"):
+        line = root.members["workdir"].line
+        raise InvalidInput(
+            f"{name}:{line}: workdir: expected a url, and a branch, tag or commit as ref, found {url!r} and "
+            f"{ref!r}. Nothing was started."
+        )
+    return Repository(str(url), None if ref is None else str(ref))
 
 
 def _plain(root: Value, key: str) -> Any:

@@ -1,0 +1,1 @@
+"""The `file_mounts` of local jobs: links, copies of buckets, mounted buckets, write-back directories."""

@@ -1,0 +1,104 @@
+"""Refuses mounts that cannot be made on this machine, before anything is copied or started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.jobs.local.folder import bucket_dir
+from holdfast.jobs.local.mounts.download import is_anything
+from holdfast.jobs.task.contents import FileMount, MountMode, Task
+from holdfast.store import open_store
+
+_FUSE = Path("/dev/fuse")
+
+
+def check(task: Task, state: Path) -> None:
+    """Refuse what cannot be made.
+
+    Args:
+        task: with its mounts.
+        state: folder of all jobs.
+
+    Raises:
+        Unsupported: this machine lacks what is needed.
+        NotFound: a source is not there.
+        Conflict: something is at a target.
+        InvalidInput: nothing is named, or not as it must be.
+
+    Blocks: while stores of which copies are to be made are asked, some seconds if they do not answer.
+    """
+    for mount in task.file_mounts:
+        where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
+        if mount.source is None and not mount.bucket:
+            raise InvalidInput(f"{where}: expected a source or the name of a bucket, found neither.")
+        if mount.source is None and "/" in (mount.bucket or ""):
+            raise InvalidInput(f"{where}: expected the name of a bucket, found {mount.bucket!r}.")
+        if mount.is_remote:
+            _check_remote(mount, where)
+        elif mount.source is not None and mount.mode is not MountMode.MOUNT_CACHED:
+            _check_there(local_path(mount.source), where)
+        if mount.mode is MountMode.MOUNT_CACHED and not mount.is_remote:
+            _check_folder(local_place(mount, state), where)
+        target = Path(mount.target).expanduser()
+        if target.is_absolute() and target.exists() and not target.is_symlink():
+            raise Conflict(f"{where}: {target} is there already, and was left alone. Choose another path.")
+
+
+def local_path(source: str) -> Path:
+    """The path of this machine that a source names."""
+    return Path(source.removeprefix("file://")).expanduser().absolute()
+
+
+def local_place(mount: FileMount, state: Path) -> Path:
+    """The folder of this machine that is mounted, or stands for a bucket."""
+    return bucket_dir(state, mount.bucket or "") if mount.source is None else local_path(mount.source)
+
+
+def _check_there(path: Path, where: str) -> None:
+    if not path.exists():
+        raise NotFound(f"{where}: there is no {path} here. Nothing was started.")
+
+
+def _check_folder(path: Path, where: str) -> None:
+    """A place of a write-back directory may be made, but must be no file."""
+    if path.exists() and not path.is_dir():
+        raise InvalidInput(f"{where}: {path} is a file; mode MOUNT_CACHED is for folders and buckets.")
+
+
+def _check_remote(mount: FileMount, where: str) -> None:
+    assert mount.source is not None
+    try:
+        store = open_store(mount.source)
+        if mount.mode is MountMode.COPY and not _may_be_there(mount.source):
+            raise NotFound(f"there is nothing at {store.url}. Nothing was started.")
+    except HoldfastError as error:
+        raise type(error)(f"{where}: {error}") from error
+    if mount.mode is MountMode.MOUNT:
+        _check_rclone(where, mount.source)
+
+
+def _may_be_there(url: str) -> bool:
+    """False if a store says that there is nothing. Its keys may be the job's alone: refusals tell nothing."""
+    try:
+        return is_anything(url)
+    except RetryLater:
+        return True
+
+
+def _check_rclone(where: str, source: str) -> None:
+    lacking = []
+    if shutil.which("rclone") is None:
+        lacking.append("the program rclone (`apt-get install rclone`, or from rclone.org)")
+    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
+        lacking.append("the program fusermount3 (`apt-get install fuse3`)")
+    if not os.access(_FUSE, os.R_OK | os.W_OK):
+        lacking.append(f"{_FUSE} (in a container: `--device /dev/fuse --cap-add SYS_ADMIN`)")
+    if lacking:
+        raise Unsupported(
+            f"{where}: to mount {source} as a file system this machine lacks {' and '.join(lacking)}. "
+            "Nothing was started. Without them: `mode: MOUNT_CACHED` writes to the bucket by a local "
+            "directory, and `mode: COPY` copies it here."
+        )

@@ -1,0 +1,103 @@
+"""Clones the git repository that a task has as its workdir, at the branch, tag or commit that it names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from holdfast.errors import NotFound, RetryLater, Unsupported
+from holdfast.jobs.task.contents import Repository
+
+_LIMIT_S = 1800.0
+_TAIL = 1000
+
+
+def check_git(where: str) -> None:
+    """Refuse where there is no git.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    if shutil.which("git") is None:
+        raise Unsupported(
+            f"{where}: the program git is not on this machine (`apt-get install git`). Nothing was started."
+        )
+
+
+def clone(repository: Repository, to: Path) -> str:
+    """Have a repository's files in a folder, with its history, and return the commit.
+
+    Args:
+        repository: what to clone, and what of it.
+        to: a folder that is not there yet.
+
+    Raises:
+        NotFound: the repository has no such branch, tag or commit.
+        RetryLater: git failed, as when the repository cannot be reached or asks for keys.
+
+    Blocks: while it is fetched.
+    """
+    _git("clone", "--no-checkout", "--", repository.url, str(to), about=repository)
+    commit = _commit(repository, to)
+    _git("-C", str(to), "checkout", "--quiet", *_how(repository, to, commit), about=repository)
+    _git("-C", str(to), "submodule", "update", "--init", "--recursive", about=repository)
+    return commit
+
+
+def _commit(repository: Repository, to: Path) -> str:
+    """The commit that is meant: a branch comes before a tag of the same name, as for `git clone --branch`."""
+    ref = repository.ref
+    names = ["HEAD"] if ref is None else [f"refs/remotes/origin/{ref}", f"refs/tags/{ref}", ref]
+    for name in names:
+        found = _run(
+            "-C", str(to), "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
+        )
+        if found.returncode == 0:
+            return found.stdout.strip()
+    if ref is not None and _run("-C", str(to), "fetch", "--quiet", "origin", "--", ref).returncode == 0:
+        # A commit that no branch leads to, or a ref of another kind, such as a pull request's.
+        return _git("-C", str(to), "rev-parse", "FETCH_HEAD^{commit}", about=repository)
+    what = "branch, tag or commit " + repr(ref) if ref is not None else "commit"
+    raise NotFound(f"{repository.url} has no {what}. Nothing was started.")
+
+
+def _how(repository: Repository, to: Path, commit: str) -> list[str]:
+    """On the branch, if one is named, so that `git status` says so; else just at the commit."""
+    ref = repository.ref
+    if ref is None:
+        return ["HEAD", "--"] if _run("-C", str(to), "symbolic-ref", "-q", "HEAD").returncode else []
+    is_branch = (
+        _run("-C", str(to), "rev-parse", "-q", "--verify", f"refs/remotes/origin/{ref}").returncode == 0
+    )
+    return ["-B", ref, f"origin/{ref}", "--"] if is_branch else ["--detach", commit, "--"]
+
+
+def _git(*words: str, about: Repository) -> str:
+    done = _run(*words)
+    if done.returncode:
+        raise RetryLater(
+            f"{about.url} could not be cloned: git said: {done.stderr.strip()[-_TAIL:]}. Nothing was "
+            "started. Keys come from git's own settings: a credential helper, or ssh's agent."
+        )
+    return done.stdout.strip()
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    # Nobody sits there to be asked for a password.
+    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
+    try:
+        return subprocess.run(
+            ["git", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            env=environment,
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RetryLater(f"git did not end within {_LIMIT_S:.0f} s: git {' '.join(words)}.") from error

@@ -190,8 +190,8 @@ class Checkpointer:
         when due and at the end, which is when the run's done marker is written.
 
         Raises:
-            Preempted: after a preemption notice, when the save of the agreed step is durable. It is a
-                SystemExit with status 75; let it pass.
+            Preempted: after a preemption notice, when the save of the agreed step is durable, unless that is
+                the last step. It is a SystemExit with status 75; let it pass.
 
         Ranks: collective; every rank runs the same steps.
         """
@@ -202,7 +202,7 @@ class Checkpointer:
             step += 1
             if self.should_save(step):
                 self.save(step)
-            if self.preempted:
+            if self.preempted and step < total:  # else it is done, and has nothing to come back for
                 self._stop(step)
         if (self._last is None or self._last.step != step) and step != self._base_step():
             self._save(step, must=True)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
+    from holdfast.train.sharding.description import describe
+    from holdfast.train.sharding.shard import shard
 
 _PLACES = {
     "Checkpoint": "restore.checkpoint",
@@ -48,10 +50,12 @@ _PLACES = {
     "Save": "keeper.client",
     "SaveWarning": "errors",
     "Unsupported": "errors",
+    "describe": "train.sharding.description",
     "leave": "ending",
     "open": "restore.checkpoint",
     "per_rank": "state",
     "replicated": "state",
+    "shard": "train.sharding.shard",
 }
 
 __version__ = "0.1.0"
@@ -74,10 +78,12 @@ __all__ = [
     "Save",
     "SaveWarning",
     "Unsupported",
+    "describe",
     "leave",
     "open",
     "per_rank",
     "replicated",
+    "shard",
 ]
 
 

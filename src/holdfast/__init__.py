@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
+    from holdfast.train.batch import BatchFit, fit_batch
 
 _PLACES = {
+    "BatchFit": "train.batch",
     "Checkpoint": "restore.checkpoint",
     "Checkpointer": "checkpointer",
     "Conflict": "errors",
@@ -48,6 +50,7 @@ _PLACES = {
     "Save": "keeper.client",
     "SaveWarning": "errors",
     "Unsupported": "errors",
+    "fit_batch": "train.batch",
     "leave": "ending",
     "open": "restore.checkpoint",
     "per_rank": "state",
@@ -56,6 +59,7 @@ _PLACES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchFit",
     "Checkpoint",
     "Checkpointer",
     "Conflict",
@@ -74,6 +78,7 @@ __all__ = [
     "Save",
     "SaveWarning",
     "Unsupported",
+    "fit_batch",
     "leave",
     "open",
     "per_rank",

@@ -30,6 +30,7 @@ LAYERS = """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 
 PUBLIC = [
+    "BatchFit",
     "Checkpoint",
     "Checkpointer",
     "Conflict",
@@ -49,6 +50,7 @@ PUBLIC = [
     "SaveWarning",
     "Unsupported",
     "describe",
+    "fit_batch",
     "leave",
     "open",
     "per_rank",

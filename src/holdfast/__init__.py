@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
+    from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.description import describe
     from holdfast.train.sharding.shard import shard
 
 _PLACES = {
+    "BatchFit": "train.batch",
     "Checkpoint": "restore.checkpoint",
     "Checkpointer": "checkpointer",
     "Conflict": "errors",
@@ -51,6 +53,7 @@ _PLACES = {
     "SaveWarning": "errors",
     "Unsupported": "errors",
     "describe": "train.sharding.description",
+    "fit_batch": "train.batch",
     "leave": "ending",
     "open": "restore.checkpoint",
     "per_rank": "state",
@@ -60,6 +63,7 @@ _PLACES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchFit",
     "Checkpoint",
     "Checkpointer",
     "Conflict",
@@ -79,6 +83,7 @@ __all__ = [
     "SaveWarning",
     "Unsupported",
     "describe",
+    "fit_batch",
     "leave",
     "open",
     "per_rank",

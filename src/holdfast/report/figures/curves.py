@@ -12,6 +12,7 @@ from holdfast.report.story import Story
 MAX_CURVES = 8
 """Names that are drawn; `holdfast history --metrics` has all."""
 _MAX_LABELS = 12  # of attempts; more would lie over each other
+_MAX_DOTS = 50  # values that are drawn as dots too
 _LOG_FROM = 1000.0  # how often the least value the greatest must be for a logarithmic axis
 _COUNTS, _LOST = "counts", "thrown away"
 _TEXT = (
@@ -65,11 +66,13 @@ def _layers(curve: Curve, counted: Sequence[Point]) -> list[Spec]:
         layers.append({"data": {"values": starts}, "mark": rule, "encoding": {"x": x}})
     if lost:
         # An attempt may be thrown away in several stretches, and none of them goes on in another.
-        mark = {"type": "line", "strokeWidth": 1.2, "opacity": 0.55, "point": {"size": 8, "filled": True}}
+        mark = {"type": "line", "strokeWidth": 1.2, "opacity": 0.55, "point": {"size": 10, "opacity": 0.5}}
         encoding = {"x": x, "y": y, "stroke": stroke, "detail": {"field": "attempt"}}
         layers.append({"data": {"values": lost}, "mark": mark, "encoding": encoding})
-    line = {"type": "line", "strokeWidth": 1.7, "point": {"size": 4, "filled": True, "fill": KEPT}}
     values = [_mark(one, _COUNTS) for one in counted]
+    line: Spec = {"type": "line", "strokeWidth": 1.7}
+    if len(values) <= _MAX_DOTS:  # a single value has no line
+        line["point"] = {"size": 20, "filled": True, "fill": KEPT}
     layers.append({"data": {"values": values}, "mark": line, "encoding": {"x": x, "y": y, "stroke": stroke}})
     # Something to point at: a line tells of its first step only.
     spots = {"type": "point", "filled": True, "fill": INK, "size": 50, "opacity": 0}

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
     from holdfast.train.batch import BatchFit, fit_batch
+    from holdfast.train.sharding.description import describe
+    from holdfast.train.sharding.shard import shard
 
 _PLACES = {
     "BatchFit": "train.batch",
@@ -50,11 +52,13 @@ _PLACES = {
     "Save": "keeper.client",
     "SaveWarning": "errors",
     "Unsupported": "errors",
+    "describe": "train.sharding.description",
     "fit_batch": "train.batch",
     "leave": "ending",
     "open": "restore.checkpoint",
     "per_rank": "state",
     "replicated": "state",
+    "shard": "train.sharding.shard",
 }
 
 __version__ = "0.1.0"
@@ -78,11 +82,13 @@ __all__ = [
     "Save",
     "SaveWarning",
     "Unsupported",
+    "describe",
     "fit_batch",
     "leave",
     "open",
     "per_rank",
     "replicated",
+    "shard",
 ]
 
 

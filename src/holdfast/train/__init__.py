@@ -1,1 +1,1 @@
-"""The training kit: functions for use inside a training loop of one's own; no trainer, no config file."""
+"""The training kit: functions for inside one's own training loop, with no trainer around it."""

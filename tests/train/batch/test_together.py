@@ -1,4 +1,4 @@
-"""Several ranks search together: they find the same, the poorest decides, and none waits for one that failed."""
+"""Several ranks search together: they find the same, the poorest decides, none waits for what failed."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class BatchFit:
             return "no batch has been searched for yet"
         lines = [f"{'batch':>8s} {'peak':>10s} {'step':>10s} {'samples/s':>10s}"]
         for one in self.probes:
-            peak = say_bytes(one.peak_bytes) if one.peak_bytes is not None else "too much"
+            peak = say_bytes(one.peak_bytes) if one.peak_bytes is not None else "-"
             step = say_seconds(one.step_s) if one.step_s else "-"
             rate = f"{one.throughput:.4g}" if one.step_s else "-"
             mark = "  <- taken" if one.size == self.size else "" if one.fits else "  does not fit"

@@ -117,10 +117,10 @@ class Prober:
                 self._step(batch)
         now = peak = 0
         events: Any = trace.profiler
-        for event in events.kineto_results.events():
-            if event.name() == "[memory]":
-                now += event.nbytes()
-                peak = max(peak, now)
+        changes = [one for one in events.kineto_results.events() if one.name() == "[memory]"]
+        for change in sorted(changes, key=lambda one: one.start_ns()):
+            now += change.nbytes()
+            peak = max(peak, now)
         return held_bytes + peak
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import final
 
 _PRECISION = 0.03
 _STRAIGHT = 0.01
+_LEAP = 4
 
 
 @final
@@ -13,8 +14,8 @@ class Search:
     """Looks for the largest size that fits, in few tries, hardly ever with one that does not.
 
     Peak memory grows in a straight line with the batch once activations outgrow what the optimizer's step
-    needs. So sizes double until three lie on a line, then one goes to where the line ends. What is not on a
-    line is found by halving.
+    needs. So sizes grow in leaps until three lie on a line that ends near, then one goes to where it ends.
+    What is not on a line is found by halving.
 
     Args:
         start: the size to try first.
@@ -70,8 +71,8 @@ class Search:
         reach, is_sure = self._reach(low)
         if is_sure and reach <= low * (1 + _PRECISION):
             return None
-        if not is_sure or reach >= high:  # a line that leads past what failed is none
-            reach = 2 * low if self._too_large is None and not is_sure else min(reach, (low + high) // 2)
+        if self._too_large is not None and (not is_sure or reach >= high):
+            reach = min(reach, (low + high) // 2)  # a line that leads past what failed is none
         return max(low + 1, min(reach, high - 1))
 
     def _below_first(self) -> int | None:
@@ -93,11 +94,12 @@ class Search:
     def _reach(self, low: int) -> tuple[int, bool]:
         """The largest size that should fit, and whether a line says so."""
         slope = self.slope
-        if slope is None:
+        if slope is None or slope <= 0:
             return 2 * low, False
-        if slope <= 0:
-            return 2 * low, False
-        return low + int(self._rooms[low] / slope), self._is_straight()
+        end = low + int(self._rooms[low] / slope)
+        if self._hint is None and end > _LEAP * low:  # the line may be that of the optimizer's step still
+            return _LEAP * low, False
+        return end, self._is_straight()
 
     def _is_straight(self) -> bool:
         sizes = sorted(self._rooms)[-3:]

@@ -30,6 +30,7 @@ LAYERS = """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 
 PUBLIC = [
+    "BatchFit",
     "Checkpoint",
     "Checkpointer",
     "Conflict",
@@ -48,10 +49,13 @@ PUBLIC = [
     "Save",
     "SaveWarning",
     "Unsupported",
+    "describe",
+    "fit_batch",
     "leave",
     "open",
     "per_rank",
     "replicated",
+    "shard",
 ]
 GRAB_BAG = re.compile(r"(^|_)(utils?|helpers?|misc|common|managers?|base|core|tools?|stuff)$")
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
+    from holdfast.train.batch import BatchFit, fit_batch
+    from holdfast.train.sharding.description import describe
+    from holdfast.train.sharding.shard import shard
 
 _PLACES = {
+    "BatchFit": "train.batch",
     "Checkpoint": "restore.checkpoint",
     "Checkpointer": "checkpointer",
     "Conflict": "errors",
@@ -48,14 +52,18 @@ _PLACES = {
     "Save": "keeper.client",
     "SaveWarning": "errors",
     "Unsupported": "errors",
+    "describe": "train.sharding.description",
+    "fit_batch": "train.batch",
     "leave": "ending",
     "open": "restore.checkpoint",
     "per_rank": "state",
     "replicated": "state",
+    "shard": "train.sharding.shard",
 }
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchFit",
     "Checkpoint",
     "Checkpointer",
     "Conflict",
@@ -74,10 +82,13 @@ __all__ = [
     "Save",
     "SaveWarning",
     "Unsupported",
+    "describe",
+    "fit_batch",
     "leave",
     "open",
     "per_rank",
     "replicated",
+    "shard",
 ]
 
 

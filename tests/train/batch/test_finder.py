@@ -1,0 +1,203 @@
+"""fit_batch against the truth: the largest found by trying all, and not a bit changed by the search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.train.batch import rehearse_peak
+from holdfast.train.batch.holdings import find_holdings
+from holdfast.train.batch.prober import Prober
+from holdfast.train.batch.sample import batch_size_of, resize
+from train.batch.training import PEAK_LIMIT, Training
+
+CPU = torch.device("cpu")
+
+
+def real_peak(training: Training, size: int) -> int:
+    """Bytes of tensors at the peak of real steps."""
+    holdings = find_holdings(training.state)
+    prober = Prober(training.step, lambda size: resize(training.sample, size), holdings, CPU, 0)
+    peak = prober.peak(size)
+    assert peak is not None
+    return peak
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_largest_batch_is_found_and_nothing_is_changed(
+    reads: bool, warm: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Foretold (or by steps alone where a value is read), within 5 % of what trying all sizes finds."""
+    training = Training(reads=reads, warm=warm)
+    before, parameters = training.fingerprint(), list(training.model.parameters())
+    found = holdfast.fit_batch(training.step, training.sample, training.state, limit=PEAK_LIMIT)
+    assert training.fingerprint() == before
+    assert all(one is other for one, other in zip(parameters, training.model.parameters(), strict=True))
+    assert training.sample["note"] == "kept"
+    low = int(found.largest * 0.9)
+    peaks = {size: real_peak(training, size) for size in range(low, int(found.largest * 1.1))}
+    truth = max(size for size, peak in peaks.items() if peak <= PEAK_LIMIT)
+    assert low < truth < max(peaks)
+    assert truth * 0.95 <= found.largest <= truth
+    assert found.size <= found.largest
+    assert ("DataDependentOutputException" in found.note) == reads
+    told = capsys.readouterr().err
+    assert "taken" in told
+    assert "by the linear rule, for SGD (Goyal et al. 2017" in told
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9 ** (2 * warm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("limit", [2_200_000, 3_000_000, 5_000_000])
+def test_no_size_at_all_is_better(limit: int, reads: bool) -> None:
+    """Every size from 2 on is tried."""
+    training = Training(reads=reads)
+    found = holdfast.fit_batch(training.step, training.sample, training.state, limit=limit, quiet=True)
+    size, truth = 2, 0
+    while real_peak(training, size) <= limit:
+        truth, size = size, size + 1
+    assert truth * 0.95 <= found.largest <= truth
+
+
+@pytest.mark.parametrize("size", [4, 64, 300])
+def test_what_is_foretold_is_what_happens(size: int) -> None:
+    training = Training(warm=False)
+    holdings = find_holdings(training.state)
+    before = training.fingerprint()
+    foretold = rehearse_peak(training.step, lambda size: resize(training.sample, size), holdings, size)
+    lr = training.optimizer.param_groups[0]["lr"]
+    training.scheduler.load_state_dict({**training.scheduler.state_dict(), "last_epoch": 0})
+    assert lr < 1e-3  # the scheduler did step: only `fit_batch` puts that back
+    assert [one for one in before if isinstance(one, bytes)] == [
+        one for one in training.fingerprint() if isinstance(one, bytes)
+    ]
+    assert foretold == pytest.approx(real_peak(training, size), rel=0.01)
+
+
+def test_a_step_that_reads_a_value_cannot_be_foretold_and_says_why() -> None:
+    training = Training(reads=True)
+    holdings = find_holdings(training.state)
+    with pytest.raises(Unsupported, match="DataDependentOutputException"):
+        rehearse_peak(training.step, lambda size: resize(training.sample, size), holdings, 8)
+    assert all(type(one) is nn.Parameter for one in training.model.parameters())
+
+
+def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
+    training, found = Training(), holdfast.BatchFit()
+    options: dict[str, Any] = {"every": 5, "signals": False, "quiet": True}
+    with holdfast.Checkpointer(tmp_path, {**training.state, "batch": found}, **options) as ckpt:
+        assert ckpt.restore() is None
+        holdfast.fit_batch(
+            training.step, training.sample, training.state, limit="4MB", found=found, quiet=True
+        )
+        for _ in ckpt.steps(3):
+            training.step(resize(training.sample, found.size))
+    resumed, kept = Training(), holdfast.BatchFit()
+    with holdfast.Checkpointer(tmp_path, {**resumed.state, "batch": kept}, **options) as ckpt:
+        assert ckpt.restore() == 3
+        num_steps = resumed.num_steps
+        again = holdfast.fit_batch(resumed.step, resumed.sample, resumed.state, limit=1, found=kept)
+    assert again is kept
+    assert resumed.num_steps == num_steps
+    assert kept.state_dict() == found.state_dict()
+
+
+def test_if_not_even_the_least_fits_it_says_what_it_takes() -> None:
+    training = Training()
+    before = training.fingerprint()
+    with pytest.raises(InvalidInput, match=r"Not even a batch of 2 fits into 100 kB .*peak is 1\.\d MB"):
+        holdfast.fit_batch(training.step, training.sample, training.state, limit="100kB")
+    assert training.fingerprint() == before
+
+
+def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
+    training = Training(reads=True)
+    before = training.fingerprint()
+
+    def fail(batch: dict[str, Any]) -> None:
+        training.step(batch)
+        if len(batch["x"]) >= 32:
+            raise ValueError("too wide")
+
+    with pytest.raises(ValueError, match="too wide"):
+        holdfast.fit_batch(fail, training.sample, training.state, limit=PEAK_LIMIT)
+    assert training.fingerprint() == before
+
+
+def test_memory_that_really_runs_out_bounds_the_search() -> None:
+    """As a device's allocator does: the step raises, and leaves what it had begun."""
+    training = Training(reads=True)
+    before = training.fingerprint()
+
+    def run_out(batch: dict[str, Any]) -> None:
+        if len(batch["x"]) > 50:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        training.step(batch)
+
+    found = holdfast.fit_batch(run_out, training.sample, training.state, quiet=True)
+    assert found.largest in (48, 49, 50)
+    assert training.fingerprint() == before
+
+
+def test_what_cannot_be_put_back_is_refused() -> None:
+    training = Training()
+    with pytest.raises(InvalidInput, match=r"\['Training'\] types without state_dict"):
+        holdfast.fit_batch(training.step, training.sample, {**training.state, "all": training})
+    with pytest.raises(InvalidInput, match="0 modules"):
+        holdfast.fit_batch(training.step, training.sample, {"optimizer": training.optimizer})
+
+
+def test_global_batch_is_kept_by_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training()
+    found = holdfast.fit_batch(
+        training.step, training.sample, training.state, limit="2.2MB", most=64, global_batch=1024
+    )
+    parts = -(-1024 // found.size)
+    assert f"to keep a global batch of 1024: {parts} parts of at most" in capsys.readouterr().err
+
+
+def test_batches_are_cut_and_repeated_along_their_first_dimension() -> None:
+    sample = {"x": torch.arange(6).view(3, 2), "y": (torch.arange(3), 7), "scale": torch.tensor(2.0)}
+    assert batch_size_of(sample) == 3
+    larger, smaller = resize(sample, 7), resize(sample, 2)
+    assert larger["x"][:, 0].tolist() == [0, 2, 4, 0, 2, 4, 0]
+    assert larger["y"][0].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert smaller["x"].tolist() == [[0, 1], [2, 3]]
+    assert smaller["y"][1] == 7
+    assert smaller["scale"] == 2.0
+    with pytest.raises(InvalidInput, match=r"first dimensions of \[2, 3\]"):
+        batch_size_of([torch.zeros(2), torch.zeros(3)])
+
+
+@pytest.mark.gpu
+def test_a_device_is_filled_up_to_the_limit_and_not_beyond() -> None:
+    device = torch.device("cuda")
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    sample = torch.randn(8, 1024, device=device)
+    found = holdfast.fit_batch(
+        step, sample, {"model": model, "optimizer": optimizer}, limit="1GiB", most=10**6
+    )
+    assert not optimizer.state
+    peaks = {}
+    for share in (1.0, 1.1):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            step(resize(sample, int(found.largest * share)))
+        peaks[share] = torch.cuda.max_memory_reserved()
+    assert peaks[1.0] <= 2**30 < peaks[1.1]

@@ -1,0 +1,42 @@
+"""Several ranks search together: they find the same, the poorest decides, none waits for what failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from stage.ranks import run_ranks
+from train.batch import together
+
+pytestmark = pytest.mark.ranks
+
+
+def test_the_rank_with_the_least_memory_decides_for_all() -> None:
+    found = run_ranks(2, together.with_limits, 8_000_000, 3_000_000)
+    (alone,) = run_ranks(1, together.with_limits, 3_000_000)
+    assert found[0] == found[1], found
+    assert found[0]["limit_bytes"] == 3_000_000
+    assert found[0]["world_size"] == 2
+    assert found[0]["largest"] == alone["largest"]
+
+
+def test_memory_that_runs_out_on_one_rank_bounds_all() -> None:
+    found = run_ranks(2, together.running_out)
+    assert found[0] == found[1], found
+    assert found[0] in (48, 49, 50)
+
+
+def test_a_step_that_fails_on_one_rank_ends_the_search_on_all() -> None:
+    said = run_ranks(2, together.failing)
+    assert "RetryLater: The search for a batch ended because the step failed on rank 1" in said[0]
+    assert "ValueError: a bad batch" in said[0]
+    assert "ValueError: a bad batch" in said[1]
+    assert "RetryLater" not in said[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_models_whose_ranks_talk_in_their_step_are_measured_and_left_as_they_were(kind: str) -> None:
+    found = run_ranks(2, together.wrapped, kind)
+    assert found[0] == found[1], found
+    assert found[0]["largest"] > 50
+    assert "memory measured by steps" in found[0]["note"]
+    assert all(peak <= 3_000_000 for _, peak, fits, _ in found[0]["probes"] if fits and peak is not None)

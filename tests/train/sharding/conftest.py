@@ -1,0 +1,5 @@
+"""Worlds of ranks for the tests of sharding."""
+
+from elastic.conftest import worlds
+
+__all__ = ["worlds"]

@@ -1,0 +1,144 @@
+"""What ranks do in the tests of starts: models on meta, differing ranks, wrong arguments, what is said."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from train.sharding.models import Gpt, batch, make
+from train.sharding.parity import STEPS, Curve, optimizer_of, train
+
+
+def from_meta(rank: int, name: str, knobs: dict[str, Any], source: str, home: Path) -> Curve:
+    """The curve of a model that begins on meta, filled from `source`."""
+    whole = make(name)
+    if source == "rank 0" and rank == 0:
+        model, weights = whole, None
+    else:
+        with torch.device("meta"):
+            model = make(name)
+        weights = {"rank 0": None, "mapping": whole.state_dict(), "home": home}[source] if rank == 0 else None
+        if source != "rank 0" and name == "gpt":
+            model.place = whole.place  # in no state dict: made anew, as a user has to
+    holdfast.shard(model, **knobs, weights=weights, quiet=True)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return train(name, model, optimizer_of(model), range(STEPS))
+
+
+def from_different_ranks(rank: int) -> tuple[Curve, str]:
+    """The curve of a model that each rank has drawn for itself, and what was said."""
+    model = make("gpt")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        holdfast.shard(model, shards=1)
+    return train("gpt", model, optimizer_of(model), range(STEPS)), said.getvalue()
+
+
+def refusal(rank: int, case: str, folder: Path) -> tuple[str, str, bool]:
+    """(class of the error, its message, whether the model is as it was)."""
+    model, knobs = _wrong(rank, case, folder)
+    before = [type(module) for module in model.modules()]
+    try:
+        holdfast.shard(model, **knobs, quiet=True)
+    except holdfast.HoldfastError as error:
+        dist.barrier()  # every rank has raised, and none is left in a collective
+        return type(error).__name__, str(error), before == [type(module) for module in model.modules()]
+    return "", "", False
+
+
+def _wrong(rank: int, case: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    with torch.device("meta"):
+        blank = make("gpt")
+    mixed: Any = make("gpt")
+    mixed.layers[1].mlp.to(torch.float64)
+    smaller = {name: tensor[:1] for name, tensor in make("gpt").state_dict().items()}
+    no_head = {n: t for n, t in make("gpt").state_dict().items() if n not in ("head.weight", "embed.weight")}
+    own: dict[str, tuple[Any, dict[str, Any]]] = {
+        "uneven": (make("gpt"), {"shards": 3}),
+        "meta": (blank, {}),
+        "buffer": (blank, {"weights": make("gpt").state_dict()}),
+        "missing": (blank, {"weights": no_head}),
+        "shape": (blank, {"weights": smaller}),
+        "no home": (blank, {"weights": folder / "nowhere"}),
+        "other model": (make("conv"), {"weights": folder}),
+        "ranks differ": (make("gpt") if rank == 0 else Gpt(width=33), {}),
+        "dtypes": (mixed, {}),
+        "sharded": (_sharded(), {}),
+        "wrapped": (nn.parallel.DistributedDataParallel(make("conv")), {}),
+        "no dtype": (make("gpt"), {"dtype": "int8"}),
+        "no prefetch": (make("gpt"), {"prefetch": -1}),
+        "no device": (make("gpt"), {"device": "xpu"}),
+    }
+    return own[case]
+
+
+def _sharded() -> Any:
+    model = make("gpt")
+    fully_shard(model.layers[1])
+    return model
+
+
+def breaks_on_the_way(rank: int) -> tuple[str, str]:
+    """Weights that fit when they are looked at, and cannot be read when they are sent."""
+    with torch.device("meta"):
+        model = make("gpt")
+    model.place = make("gpt").place
+    try:
+        holdfast.shard(model, weights=Damaged(make("gpt").state_dict()), quiet=True)
+    except holdfast.HoldfastError as error:
+        dist.barrier()
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+class Damaged(dict[str, torch.Tensor]):
+    """One tensor can be read once only."""
+
+    is_read = False
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name == "layers.1.norm.weight":
+            if self.is_read:
+                raise holdfast.Corrupt("a chunk is damaged")
+            self.is_read = True
+        return super().__getitem__(name)
+
+
+def said_of(rank: int, name: str, knobs: dict[str, Any]) -> tuple[str, str, str]:
+    """(what `shard` prints, what `describe` says then, and what it says between forward and backward)."""
+    said = io.StringIO()
+    model = make(name)
+    with contextlib.redirect_stderr(said):
+        holdfast.shard(model, **knobs)
+    after = str(holdfast.describe(model))
+    model(*batch(name, 0))
+    return said.getvalue(), after, str(holdfast.describe(model))
+
+
+def by_hand(rank: int) -> tuple[str, str]:
+    """What is said of a model that `shard` has sharded, and of one sharded by hand in the same way."""
+    ours, theirs = make("gpt"), make("gpt")
+    holdfast.shard(ours, quiet=True)
+    for layer in theirs.layers:
+        fully_shard(layer)
+    fully_shard(theirs)
+    return str(holdfast.describe(ours)), str(holdfast.describe(theirs))
+
+
+def of_others(rank: int) -> list[tuple[str, ...]]:
+    """Notes on models that are not wholly sharded by FSDP2."""
+    partly = make("gpt")
+    fully_shard(partly.layers[0])
+    models = [make("gpt"), nn.parallel.DistributedDataParallel(make("conv")), partly]
+    return [holdfast.describe(model).notes for model in models]

@@ -168,7 +168,7 @@ def _gpt2(shape: Shape) -> Callable[[str, torch.device], Subject]:
     def builder(name: str, device: torch.device) -> Subject:
         with device:
             model = Gpt2(shape)
-            _randomize(model)
+            randomize(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         _step_once(model, optimizer)
         return Subject(name, model, optimizer, shape.vocabulary, device)
@@ -180,13 +180,14 @@ def _many(count: int, bytes_each: int) -> Callable[[str, torch.device], Subject]
     def builder(name: str, device: torch.device) -> Subject:
         with device:
             model = ManyTensors(count, bytes_each)
-            _randomize(model)
+            randomize(model)
         return Subject(name, model, None, None, device)
 
     return builder
 
 
-def _randomize(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
+    """Give every parameter values as at the start of a training."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)

@@ -52,7 +52,8 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """(batch, length) int64, twice -> mean loss."""
-        x = self.embed(tokens) + self.place
+        x = self.embed(tokens)
+        x = x + self.place.to(x.dtype)
         for layer in self.layers:
             x = layer(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import holdfast
 from train.sharding.models import Gpt, batch, make
@@ -142,3 +142,15 @@ def of_others(rank: int) -> list[tuple[str, ...]]:
     fully_shard(partly.layers[0])
     models = [make("gpt"), nn.parallel.DistributedDataParallel(make("conv")), partly]
     return [holdfast.describe(model).notes for model in models]
+
+
+def generated(rank: int) -> tuple[list[int], list[int]]:
+    """What a whole T5 and a sharded one generate; generating is no call of the model itself."""
+    whole, model = make("t5"), holdfast.shard(make("t5"), quiet=True)
+    register_fsdp_forward_method(model, "generate")
+    tokens = batch("t5", 0)[0][:2]
+    with torch.no_grad():
+        expected = whole.generate(tokens, max_new_tokens=5, do_sample=False)
+        return model.generate(
+            tokens, max_new_tokens=5, do_sample=False
+        ).flatten().tolist(), expected.flatten().tolist()

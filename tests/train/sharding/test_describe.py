@@ -25,7 +25,8 @@ Gpt sharded over 2 ranks (ZeRO-3), on cpu over gloo
   │  └─ 0-2, 3 times: Layer           unit: 4,146 parameters, 8.5 kB of 16.6 kB here, freed after forward
   ├─ norm: LayerNorm                  42
   └─ head: Linear                     0, tied to embed.weight
-  note: the parameters are in host memory as it is: offload changes nothing here"""
+  note: the parameters are in host memory as it is: offload changes nothing here
+  note: 1 buffers keep their dtype (place): convert them where they meet activations"""
 
 CONV = """\
 ConvNet replicated on 2 ranks (DDP), on cpu over gloo

@@ -16,7 +16,7 @@ import holdfast
 from elastic.conftest import Worlds
 from train.sharding.models import make
 from train.sharding.parity import Curve, whole_curve
-from train.sharding.starts import breaks_on_the_way, from_different_ranks, from_meta, refusal
+from train.sharding.starts import breaks_on_the_way, from_different_ranks, from_meta, generated, refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -100,6 +100,11 @@ def test_what_is_wrong_is_told_on_every_rank_and_nothing_is_changed(
 
 def test_weights_that_break_while_they_are_sent_raise_on_every_rank(worlds: Worlds) -> None:
     assert worlds(2).run(breaks_on_the_way) == [("Corrupt", "a chunk is damaged")] * 2
+
+
+def test_a_sharded_t5_generates_what_a_whole_one_does(worlds: Worlds) -> None:
+    for found, expected in worlds(2).run(generated):
+        assert found == expected
 
 
 ALONE = """

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from holdfast.state.sharding import local_of
 from holdfast.train.sharding import drawing
 from holdfast.train.sharding.layout import Layout
+from holdfast.train.sharding.world import backends_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -133,7 +134,7 @@ def describe(model: nn.Module) -> Description:
         kind=root.kind,
         layout=layout,
         device="" if mesh is None else mesh.device_type,
-        backend="" if mesh is None else dist.get_backend(mesh.get_group(mesh.ndim - 1)),
+        backend="" if mesh is None else backends_of(mesh.get_group(mesh.ndim - 1)).get(mesh.device_type, ""),
         dtype=None if first is None else first.mp_policy.param_dtype,
         is_offloaded=first is not None and isinstance(first.offload_policy, CPUOffloadPolicy),
         num_params=sum(u.num_params for u in units.values()) + sum(p.numel() for p in plain.values()),
@@ -157,6 +158,12 @@ def _notes(
         yield "there is one rank: nothing is shared or sent"
     if isinstance(first.offload_policy, CPUOffloadPolicy) and first.device.type == "cpu":
         yield "the parameters are in host memory as it is: offload changes nothing here"
+    compute = first.mp_policy.param_dtype
+    floats = [name for name, one in model.named_buffers() if one.is_floating_point() and one.dtype != compute]
+    if floats and compute is not None:
+        yield (
+            f"{len(floats)} buffers keep their dtype ({floats[0]}): convert them where they meet activations"
+        )
     norms = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
     if norms and layout.num_ranks > 1:
         yield (

@@ -46,7 +46,7 @@ def enter(device: str | None) -> World:
     accelerator = accelerator_type()
     if not dist.is_initialized():
         _make_group_of_one(accelerator if device is None else device)
-    backends = _read_backends(dist.get_backend_config())
+    backends = backends_of(None)
     chosen = choose_device(device, accelerator, backends)
     return World(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
 
@@ -92,9 +92,9 @@ def choose_device(asked: str | None, accelerator: str | None, backends: Mapping[
     return device
 
 
-def _read_backends(config: str) -> dict[str, str]:
-    """`cpu:gloo,cuda:nccl` by type of device."""
-    pairs = (pair.partition(":") for pair in config.split(",") if ":" in pair)
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """What carries tensors in a process group, by type of device; None for the default group."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
     return {device: backend for device, _, backend in pairs}
 
 

@@ -165,6 +165,18 @@ RENDERERS = {
             "home_bytes": "bytes of the cache in home",
         }
     ),
+    "recovering": render_numbers(
+        {
+            "node_s": "seconds from kill -9 of a node until the job's first command runs (goal: under 2)",
+            "node_worst_s": "the slowest of them",
+            "process_s": "the same after kill -9 of the job's process alone (goal: under 2)",
+            "controller_s": "the same for controller and node, from the next look at jobs (goal: under 2)",
+            "notice_s": "from a notice of 30 s, with the step under way, the save and the training's own end",
+            "own_start_s": "the training's own start after that: Python, torch, restore, first step",
+            "lost_with_notice": "steps lost by a preemption with notice, at most (goal: 0)",
+            "lost_without": "steps lost by kill -9 of a node, at most, with a save every 20 steps",
+        }
+    ),
     "draining": render_numbers(
         {
             "quiet_s": "seconds of 20 training steps",

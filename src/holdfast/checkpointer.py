@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent
 from holdfast.consensus import Consensus
@@ -32,6 +32,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.keeper import Images, Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
 from holdfast.killpoint import kill_point
+from holdfast.metrics import Metrics
 from holdfast.notice import Notices
 from holdfast.policy import Every, Keep, Meter, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
@@ -160,6 +161,7 @@ class Checkpointer:
         self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager()
         self._meter = Meter()
+        self._metrics = Metrics()
         self._notices = Notices(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None
@@ -196,8 +198,8 @@ class Checkpointer:
         when due and at the end, which is when the run's done marker is written.
 
         Raises:
-            Preempted: after a preemption notice, when the save of the agreed step is durable. It is a
-                SystemExit with status 75; let it pass.
+            Preempted: after a preemption notice, when the save of the agreed step is durable, unless that is
+                the last step. It is a SystemExit with status 75; let it pass.
 
         Ranks: collective; every rank runs the same steps.
         """
@@ -208,7 +210,7 @@ class Checkpointer:
             step += 1
             if self.should_save(step):
                 self.save(step)
-            if self.preempted:
+            if self.preempted and step < total:  # else it is done, and has nothing to come back for
                 self._stop(step)
         if (self._last is None or self._last.step != step) and step != self._base_step():
             self._save(step, must=True)
@@ -228,6 +230,7 @@ class Checkpointer:
         Blocks: hardly; the ranks exchange two flags beside the step.
         """
         self._check_process()
+        self._metrics.num_done = step
         now_s = time.monotonic()
         if self._step_ended_s is not None:
             self._meter.step(now_s - self._step_ended_s, in_flight=bool(self._saves))
@@ -266,6 +269,29 @@ class Checkpointer:
         step = self._consensus.hear(lowest, is_lacked=is_lacked)
         if step is not None and self._keeper is not None and self._keeper.terms.is_scattered:
             self._keeper.tell_complete(self._attempt, step)
+
+    def record(self, step: int | None = None, /, **values: SupportsFloat) -> None:
+        """Put numbers of a step into the history, such as `record(loss=loss, lr=lr)`; those of rank 0 count.
+
+        The report draws them as one curve, whatever interrupted the training. A tensor on a device is read
+        when its number is there; no step waits for it.
+
+        Args:
+            step: optimizer steps completed; by default the one that is being made.
+            values: a number, or a tensor of one element, by name. Of a name and step told twice the last
+                counts.
+
+        Raises:
+            InvalidInput: a value is no number, a name cannot be one, or there are too many.
+
+        Ranks: not collective.
+        Blocks: no. What cannot be written is told as a SaveWarning, and training goes on.
+        """
+        self._check_process()
+        if self._ranks.rank == 0:
+            self._metrics.add(self._metrics.num_done + 1 if step is None else step, values)
+            if self._keeper is not None:
+                self._metrics.tell_if_due(self._keeper.tell_metrics)
 
     def _stop(self, step: int) -> None:
         """End a preempted run: everything durable, then SystemExit."""
@@ -347,6 +373,7 @@ class Checkpointer:
         def hand_over(staging: Staging) -> None:
             self._hand_over(staging, save, plan, draft, keeper, to_home=to_home)
 
+        self._metrics.num_done = step
         save.num_bytes = plan.num_bytes
         try:
             self._stager.stage(plan, captured.tensors, arena, then=hand_over)
@@ -433,6 +460,7 @@ class Checkpointer:
             save.mark_failed(error)  # last: whoever waits for it may save again at once
             return
         kill_point("trainer.staged")
+        self._metrics.tell(keeper.tell_metrics, upto=save.step)  # first: then they are there if the save is
         try:
             keeper.submit(
                 save,
@@ -717,6 +745,7 @@ class Checkpointer:
         if self._last is not None:
             self._end_attempt()  # what is saved after going back must not mix with what was saved before
         keeper = self._begin(fresh=False)
+        self._metrics.tell(keeper.tell_metrics)  # before it is told that training goes back
 
         def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
             own_rank = manifest.world_size == self._ranks.world_size
@@ -754,6 +783,7 @@ class Checkpointer:
             keeper.tell_complete(found.attempt, found.step)
         self._ancestors = (*found.ancestors, (found.attempt, found.step))
         self._plan = None
+        self._metrics.num_done = found.step
         self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
         self._tell_restored(found, keeper)
         self._tell_progress(found.step)
@@ -766,8 +796,7 @@ class Checkpointer:
         for step, attempt, url in found.finished if self._ranks.rank == 0 else ():
             detail = f"attempt {attempt}, which fell before it could write the manifest"
             keeper.note("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
-        keeper.note(
-            "restored",
+        keeper.note_restored(
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
@@ -783,7 +812,10 @@ class Checkpointer:
 
     def _note_end(self, how: str) -> None:
         """Have the history tell how this attempt ends; the first word counts."""
-        if self._keeper is not None and not self._has_told_end:
+        if self._keeper is None:
+            return
+        self._metrics.tell(self._keeper.tell_metrics)
+        if not self._has_told_end:
             self._has_told_end = True
             self._keeper.note("ended", step=self._pace.step, detail=how)
 

@@ -170,3 +170,50 @@ def test_filters_narrow_checkpoints_too(holdfast: Command, tiered: Path) -> None
 def test_events_can_be_narrowed_to_a_tier(holdfast: Command, tiered: Path) -> None:
     events = holdfast("history", tiered, "--tier", "local", "--json").json
     assert [event["event"] for event in events] == ["persisted", "committed", "failed"]
+
+
+@pytest.fixture
+def told_losses(told: Path) -> Path:
+    """The same home with losses: attempt 2 goes on from step 100 of attempt 1."""
+    store = open_store(told)
+    steps_of = {1: [99, 100, 101], 2: [101, 102]}
+    for attempt, steps in steps_of.items():
+        values = {"loss": [float(attempt), 0.125, "nan"][: len(steps)], "lr": [0.1] * len(steps)}
+        line = {
+            "t": 100.0 * attempt + 50,
+            "event": "metrics",
+            "step": max(steps),
+            "attempt": attempt,
+            "rank": 0,
+        }
+        text = json.dumps({**line, "steps": steps, "values": values})
+        store.append(names.history(attempt, 0), text.encode() + b"\n")
+    return told
+
+
+def test_metrics_have_one_value_per_step_and_name(holdfast: Command, told_losses: Path) -> None:
+    rows = holdfast("history", told_losses, "--metrics", "--json").json
+    losses = [(row["step"], row["attempt"], row["value"]) for row in rows if row["name"] == "loss"]
+    assert losses == [(99, 1, 1.0), (100, 1, 0.125), (101, 2, 2.0), (102, 2, 0.125)]
+    assert all(row["counts"] for row in rows)
+    assert len(holdfast("history", told_losses, "--metrics", "--json", "--step", 100).json) == 2
+
+
+def test_what_was_thrown_away_is_told_if_asked(holdfast: Command, told_losses: Path) -> None:
+    out = holdfast("history", told_losses, "--metrics", "--lost", "--csv").out
+    rows = list(csv.DictReader(out.splitlines()))
+    lost = [
+        (row["step"], row["attempt"], row["name"], row["value"]) for row in rows if row["counts"] == "False"
+    ]
+    assert lost == [("101", "1", "loss", "nan"), ("101", "1", "lr", "0.1")]
+    lines = holdfast("history", told_losses, "--metrics", "--lost").out.splitlines()
+    assert lines[5].split() == ["101", "1", "loss", "nan", "thrown", "away"]
+
+
+def test_metrics_are_no_news_among_events_unless_asked_for(holdfast: Command, told_losses: Path) -> None:
+    assert len(holdfast("history", told_losses, "--json").json) == 5
+    assert len(holdfast("history", told_losses, "--event", "metrics", "--json").json) == 2
+
+
+def test_a_run_without_metrics_says_so(holdfast: Command, told: Path) -> None:
+    assert holdfast("history", told, "--metrics").out == "no metrics\n"

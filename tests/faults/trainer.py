@@ -127,6 +127,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+            ckpt.record(loss=loss, lr=scheduler.get_last_lr()[0])
             time.sleep(args.step_s)
             if rank == 0:
                 with (args.home.parent / "progress.log").open("a") as log:

@@ -119,6 +119,16 @@ def test_errors_restart_as_often_as_is_allowed(max_restarts: int) -> None:
     assert "node 0 failed in run with status 1" in story.life.reason
 
 
+def test_a_trainer_killed_alone_counts_as_an_error_and_is_told_as_what_it_usually_is() -> None:
+    """The out-of-memory killer leaves the shell alive, which says 137; a machine that goes takes it along."""
+    story = Story(Terms(max_restarts=1))
+    killed = Outcome(Phase.RUN, code=137)
+    assert story.run(killed, has_advanced=True) is Status.RECOVERING
+    assert story.life.num_errors == 1
+    assert "killed by SIGKILL: usually it ran out of memory" in story.life.reason
+    assert story.run(killed, has_advanced=True) is Status.FAILED
+
+
 def test_setup_that_fails_is_told_as_such() -> None:
     assert Story().run(BAD_SETUP) is Status.FAILED_SETUP
     story = Story(Terms(max_restarts=1))

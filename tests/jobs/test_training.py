@@ -14,6 +14,8 @@ import pytest
 from holdfast.jobs.engine import Job
 from holdfast.jobs.local import processes
 from holdfast.jobs.status import Status
+from holdfast.report import read_story
+from holdfast.store import open_store
 from jobs.desk import Desk
 
 TRAINING = Path(__file__).parent / "training.py"
@@ -154,6 +156,8 @@ def test_chaos(desk: Desk, uninterrupted: Callable[[int], str], request: pytest.
     assert ended.status is Status.SUCCEEDED, desk.tell(job)
     assert set(killed) == {"trainer", "keeper", "controller", "node"}, killed
     assert (desk.folder / "final.txt").read_text() == uninterrupted(total)
+    (curve,) = read_story(open_store(str(desk.folder / "home"))).curves
+    assert [point.step for point in curve.counted] == list(range(1, total + 1)), "one value for each step"
 
 
 def kill(desk: Desk, job: Job, what: str) -> bool:

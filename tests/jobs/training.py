@@ -44,6 +44,7 @@ def main() -> None:
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
             optimizer.step()
+            ckpt.record(loss=loss)
             if args.step_s:
                 time.sleep(args.step_s)  # as a step of a greater model would take
             if rank == 0:

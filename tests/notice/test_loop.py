@@ -47,3 +47,11 @@ def test_advice_is_one_save_and_training_goes_on(tmp_path: Path) -> None:
     first, *others = saved_steps(tmp_path / "home")
     assert first in (4, 5), "in the step of the advice, or in the next"
     assert others == [10]
+
+
+def test_a_notice_in_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
+    """Coming back would only find that there is nothing left to do."""
+    state: dict[str, Any] = {"seen": 0}
+    train(tmp_path / "home", state, tmp_path / "notice", Word("holdfast preempt"), at=10, total=10)
+    assert saved_steps(tmp_path / "home") == [10]
+    assert (tmp_path / "home" / "done.json").exists()

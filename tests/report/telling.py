@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.format import run
@@ -38,6 +38,11 @@ class Telling:
     ) -> None:
         """One event."""
         self.events.append(Event(START + at_s, kind, step, attempt, rank, tier, num_bytes, seconds, detail))
+
+    def told(self, attempt: int, at_s: float, name: str, values: Mapping[int, float]) -> None:
+        """Numbers of one name by step."""
+        numbers = tuple((name, step, value) for step, value in values.items())
+        self.events.append(Event(START + at_s, "metrics", max(values), attempt, numbers=numbers))
 
     def save(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -19,7 +20,7 @@ from report.telling import START, Fate, Telling, simulate
 
 vl_convert = pytest.importorskip("vl_convert")
 
-IDS = ["timeline", "progress", "shares", "costs", "durations", "levels", "intervals"]
+IDS = ["timeline", "curve-1", "progress", "shares", "costs", "durations", "levels", "intervals"]
 
 
 def eventful() -> Story:
@@ -29,6 +30,8 @@ def eventful() -> Story:
     told.save(3, 100, 95.0, durable_after_s=0.5, tier="local")
     told.tell(3, 99.0, "drained", 100, seconds=3.0, num_bytes=1000)
     told.save(3, 105, 98.0, durable_after_s=None)
+    told.told(1, 20.0, "<loss>", {step: 1.0 / step for step in range(1, 24)})
+    told.told(3, 90.0, "<loss>", {step: 1.0 / step for step in range(12, 30)} | {30: math.nan})
     told.tell(3, 98.5, "failed", 105, detail="</script><script>alert(1)</script>")
     return tell(told.by_time(), told.claims)
 
@@ -100,6 +103,37 @@ def test_every_chart_is_one_that_the_library_understands(make: Callable[[], Stor
     for one in figures_of(make()):
         if one.spec is not None:
             assert vl_convert.vegalite_to_svg({**one.spec, "width": 600}).startswith("<svg"), one.id
+
+
+def test_a_curve_is_one_line_over_all_attempts_beside_what_was_thrown_away() -> None:
+    (curve,) = (one for one in figures_of(eventful()) if one.id == "curve-1")
+    assert curve.title == "<loss>, step by step"
+    steps = [int(row[0] or 0) for row in curve.rows]
+    assert steps == sorted(set(steps)), "one value per step"
+    assert curve.spec is not None
+    layers = curve.spec["layer"]
+    counted = [one for one in layers if one["data"]["values"][0].get("what") == "counts"]
+    lost = [one for one in layers if {row.get("what") for row in one["data"]["values"]} == {"thrown away"}]
+    assert [one["mark"]["type"] for one in (*counted, *lost)] == ["line", "line"]
+    assert "detail" not in counted[0]["encoding"], "not divided by attempts"
+    assert lost[0]["mark"]["opacity"] < 1
+
+
+def test_of_a_long_training_some_steps_are_drawn_and_all_names_told() -> None:
+    told = Telling()
+    told.claim(1, 0.0)
+    for number in range(12):
+        told.told(1, 1.0, f"n{number}", dict.fromkeys(range(5 * MAX_MARKS), 10.0 ** (number - 6)))
+    told.told(1, 2.0, "wide", {step: 10.0**-step for step in range(6)})
+    figures = figures_of(tell(told.by_time(), told.claims))
+    curves = [one for one in figures if one.id.startswith("curve-")]
+    assert len(curves) == 8
+    assert "one of every 5 is drawn" in curves[0].text
+    assert "n8, n9, n10, n11, wide" in curves[-1].text
+    assert len(curves[0].rows) == MAX_ROWS
+    for one in curves:
+        assert one.spec is not None
+        assert vl_convert.vegalite_to_svg({**one.spec, "width": 600}).startswith("<svg")
 
 
 @STORIES

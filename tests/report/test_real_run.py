@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from faults.nursery import Nursery
+from faults.nursery import Child, Nursery
 from faults.playground import Playground
 from holdfast.report import read_story
 from holdfast.store import open_store
@@ -56,3 +57,40 @@ def test_the_story_of_a_killed_run_is_what_was_seen(playground: Playground) -> N
     assert story.advice.num_failures == 1
     assert story.holding is not None
     assert story.holding.num_checkpoints == 3
+
+
+def test_the_curve_of_a_run_that_was_killed_in_all_ways_is_that_of_one_that_was_not(
+    tmp_path: Path, playground: Playground
+) -> None:
+    """Trainer, keeper and both are killed, and a notice comes; each step has one value, the true one."""
+    quiet = Playground(tmp_path / "quiet", playground.nursery)
+    quiet.folder.mkdir()
+    quiet.finish("--every", "4")
+    quiet.wait_for_keepers()
+    options = ("--every", "4", "--step-s", "0.02")
+
+    def kill_keepers_too(child: Child) -> None:
+        playground.kill_keepers()
+        child.kill()
+
+    def start_and_train() -> Child:
+        before = playground.num_steps()
+        child = playground.start(*options)
+        playground.wait_for_steps(before + 5, child)
+        return child
+
+    ways = [lambda child: child.kill(), kill_keepers_too, lambda child: child.kill(signal.SIGTERM)]
+    for kill in ways:
+        child = start_and_train()
+        kill(child)
+        child.wait()
+    last = start_and_train()
+    playground.kill_keepers()
+    assert last.wait() == 0, last.said()
+    playground.wait_for_keepers()
+    story, truth = (read_story(open_store(str(one.home))) for one in (playground, quiet))
+    assert len(story.lives) == len(ways) + 1
+    for curve, true in zip(story.curves, truth.curves, strict=True):
+        assert [point.step for point in curve.counted] == list(range(1, 25))
+        assert [point.value for point in curve.counted] == [point.value for point in true.counted]
+        assert not true.lost

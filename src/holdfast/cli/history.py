@@ -1,8 +1,9 @@
-"""`holdfast history`: what happened in a run, event by event or checkpoint by checkpoint."""
+"""`holdfast history`: what happened in a run, by event, by checkpoint, or by step as training told it."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,8 @@ from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
 from holdfast.cli.tables import plural, print_csv, print_json, print_table, say_moment
 from holdfast.quantity import say_bytes, say_seconds
-from holdfast.report.events import TIERS, events_of, read_lines, tier_of
+from holdfast.report.curves import Point, curves_of
+from holdfast.report.events import METRICS, TIERS, events_of, read_lines, tier_of
 from holdfast.report.saves import Copy, Save, saves_of
 
 COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier", "bytes_per_s")
@@ -33,11 +35,15 @@ SAVE_COLUMNS = (
 )
 """Members of a checkpoint in one tier, in the order of the CSV; new ones come last."""
 
+METRIC_COLUMNS = ("step", "attempt", "name", "value", "counts")
+"""Members of a number that training told, in the order of the CSV; new ones come last."""
+
 _EXAMPLES = """
 holdfast history runs/gpt
 holdfast history runs/gpt --event committed --event restored --tail 20
 holdfast history runs/gpt --checkpoints --tier home
 holdfast history runs/gpt --checkpoints --csv > checkpoints.csv
+holdfast history runs/gpt --metrics --csv > loss.csv
 """
 
 Event = dict[str, Any]
@@ -49,10 +55,19 @@ def add_parser(commands: Commands) -> None:
     job = "Show what happened in a run: saves, commits, restores, failures, with bytes and seconds."
     parser = command(commands, "history", run, job=job, examples=_EXAMPLES)
     add_home(parser)
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--checkpoints",
         action="store_true",
         help="instead of events: a row for each checkpoint and tier, with durations, speed and size",
+    )
+    kinds.add_argument(
+        "--metrics",
+        action="store_true",
+        help="instead of events: what training told of itself, such as its loss, one row per step and name",
+    )
+    parser.add_argument(
+        "--lost", action="store_true", help="with --metrics: also what interruptions threw away"
     )
     parser.add_argument(
         "--event", action="append", metavar="E", help="only this kind of event; may be repeated"
@@ -70,23 +85,33 @@ def run(args: argparse.Namespace) -> int:
     events, num_torn = read_events(store)
     if num_torn:
         print(f"holdfast: left out {plural(num_torn, 'line')} that a crash has torn", file=sys.stderr)
-    rows = _checkpoints(events) if args.checkpoints else [_with_speed(event) for event in events]
+    rows = _rows(events, args)
     rows = [row for row in rows if args.step in (None, row.get("step"))]
     rows = [row for row in rows if args.tier in (None, row.get("tier"))]
-    if args.event and not args.checkpoints:
-        rows = [row for row in rows if row["event"] in args.event]
     _show(rows[-args.tail :] if args.tail else rows, args)
     return 0
 
 
+def _rows(lines: list[Event], args: argparse.Namespace) -> list[Event]:
+    if args.metrics:
+        return _metrics(lines, with_lost=args.lost)
+    if args.checkpoints:
+        return _checkpoints(lines)
+    # Numbers by the second are no news among saves and restores, and have rows of their own.
+    rows = [_with_speed(line) for line in lines if args.event or line["event"] != METRICS]
+    return [row for row in rows if not args.event or row["event"] in args.event]
+
+
 def _show(rows: list[Event], args: argparse.Namespace) -> None:
-    columns = SAVE_COLUMNS if args.checkpoints else COLUMNS
+    columns = METRIC_COLUMNS if args.metrics else SAVE_COLUMNS if args.checkpoints else COLUMNS
     if args.json:
         print_json(rows)
     elif args.csv:
         print_csv(columns, ([row.get(column) for column in columns] for row in rows))
     elif not rows:
-        print("no checkpoints" if args.checkpoints else "no events")
+        print("no metrics" if args.metrics else "no checkpoints" if args.checkpoints else "no events")
+    elif args.metrics:
+        _print_metrics(rows)
     elif args.checkpoints:
         _print_checkpoints(rows)
     else:
@@ -197,3 +222,36 @@ def _print_checkpoints(rows: Iterable[Event]) -> None:
         for row in rows
     )
     print_table(columns, cells, right=("STEP", "ATTEMPT", "SIZE", *columns[5:10]))
+
+
+# -- metrics ---------------------------------------------------------------------------------------------
+
+
+def _metrics(lines: list[Event], *, with_lost: bool) -> list[Event]:
+    events = events_of(lines)
+    rows: list[Event] = []
+    for curve in curves_of(events, [(save.attempt, save.step) for save in saves_of(events)]):
+        rows += [_number_row(curve.name, point, counts=True) for point in curve.counted]
+        lost = (point for stretch in curve.lost for point in stretch)
+        rows += [_number_row(curve.name, point, counts=False) for point in lost if with_lost]
+    return sorted(rows, key=lambda row: (row["step"], row["attempt"]))
+
+
+def _number_row(name: str, point: Point, *, counts: bool) -> Event:
+    # JSON has no word for what is not finite.
+    value = point.value if math.isfinite(point.value) else str(point.value)
+    return {"step": point.step, "attempt": point.attempt, "name": name, "value": value, "counts": counts}
+
+
+def _print_metrics(rows: Iterable[Event]) -> None:
+    cells = (
+        (
+            str(row["step"]),
+            str(row["attempt"]),
+            row["name"],
+            f"{float(row['value']):.6g}",
+            "" if row["counts"] else "thrown away",
+        )
+        for row in rows
+    )
+    print_table(("STEP", "ATTEMPT", "NAME", "VALUE", ""), cells, right=("STEP", "ATTEMPT", "VALUE"))

@@ -65,4 +65,6 @@ def _name(number: int) -> str:
 
 def _hint(code: int) -> str:
     """What a shell means by a status above 128."""
+    if code == 128 + signal.SIGKILL:
+        return " (killed by SIGKILL: usually it ran out of memory)"
     return f" ({_name(code - 128)})" if 128 < code < 128 + 65 else ""

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast import errors
 from holdfast.errors import HoldfastError, Internal, RetryLater
@@ -23,6 +25,8 @@ from holdfast.keeper.terms import IGNORED_SIGNALS, Terms
 
 _MAX_DEATHS = 5
 """Keepers that may die in a row without completing a save before saving is given up."""
+_MAX_UNSAVED = 64
+"""Notes since the last save that a keeper's successor is told again; older ones have long been written."""
 
 
 class Save:
@@ -163,6 +167,7 @@ class _Pending:
     images: Images
     draft: bytes
     to_home: bool
+    notes: tuple[Message, ...] = ()  # that have to be written before it is
     persisted: bool = False
 
 
@@ -185,6 +190,7 @@ class Keeper:
         self._towards_home: dict[int, Save] = {}  # committed nearby, wanted in home
         self._held: set[int] = set()  # arenas that the keeper still reads
         self._complete: tuple[int, int] | None = None  # what was told last
+        self._unsaved: deque[Message] = deque(maxlen=_MAX_UNSAVED)  # notes since the last save
         self._closing = False
         self._given_up: HoldfastError | None = None
         self._deaths = 0
@@ -221,7 +227,9 @@ class Keeper:
                 save.mark_failed(self._given_up)
                 self._released(arena)
                 return
-            pending = _Pending(save, arena, arena_fd, images, draft, to_home)
+            notes = tuple(self._unsaved)
+            self._unsaved.clear()
+            pending = _Pending(save, arena, arena_fd, images, draft, to_home, notes)
             self._pending[save.step] = pending
             self._held.add(arena)
             self._send_save(pending, arenas)
@@ -272,18 +280,28 @@ class Keeper:
         tier: str = "",
     ) -> None:
         """Have an event of the trainer's written into the run's history."""
-        self._send(
-            {
-                "op": "note",
-                "t": time.time(),
-                "event": event,
-                "step": step,
-                "bytes": num_bytes,
-                "seconds": seconds,
-                "detail": detail[:MAX_DETAIL],
-                "tier": tier,
-            }
-        )
+        self._send(_note(event, step, num_bytes, seconds, detail[:MAX_DETAIL], tier))
+
+    def note_restored(self, *, step: int, num_bytes: int, seconds: float, detail: str, tier: str) -> None:
+        """Have the history tell from where this attempt goes on, also if this keeper is killed meanwhile."""
+        self._tell_surely(_note("restored", step, num_bytes, seconds, detail[:MAX_DETAIL], tier))
+
+    def tell_metrics(self, steps: list[int], values: Mapping[str, Sequence[Any]]) -> None:
+        """Have the history tell numbers of training, also if this keeper is killed meanwhile.
+
+        What was told before a save is written before its checkpoint is complete.
+
+        Args:
+            steps: that they are about, in order.
+            values: of each step, by name.
+        """
+        self._tell_surely({**_note("metrics", max(steps)), "members": {"steps": steps, "values": values}})
+
+    def _tell_surely(self, message: Message) -> None:
+        """Send something that a successor is told again, unless a save that came after it is persisted."""
+        with self._lock:
+            self._unsaved.append(message)
+            self._send(message)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         # A keeper that is gone is noticed by the listener, which tells its successor all that is pending.
@@ -387,20 +405,28 @@ class Keeper:
         still_read = {pending.arena for pending in self._pending.values() if not pending.persisted}
         for arena in self._held - still_read:  # it died before it could say so
             self._release(arena)
-        arenas = [pending.arena for pending in self._pending.values()]
-        for pending in self._pending.values():
-            if pending.persisted:
-                self._send({"op": "commit", "step": pending.save.step})
-            else:
-                self._send_save(pending, arenas)
-        for step in self._towards_home:
-            self.drain_other(self.terms.attempt, step)
-        if self._complete is not None:
-            self.tell_complete(*self._complete)
+        self._tell_all_pending()
         count = len(self._pending)
         self.problems.append(
             f"{told} Another one (pid {self.pid}) has taken over its {count} unfinished saves."
         )
+
+    def _tell_all_pending(self) -> None:
+        """Have a new keeper know what the one before may not have done."""
+        arenas = [pending.arena for pending in self._pending.values()]
+        for pending in self._pending.values():
+            for message in pending.notes:
+                self._send(message)
+            if pending.persisted:
+                self._send({"op": "commit", "step": pending.save.step})
+            else:
+                self._send_save(pending, arenas)
+        for message in self._unsaved:
+            self._send(message)
+        for step in self._towards_home:
+            self.drain_other(self.terms.attempt, step)
+        if self._complete is not None:
+            self.tell_complete(*self._complete)
 
     def _give_up(self, error: HoldfastError) -> None:
         self._given_up = error
@@ -422,6 +448,7 @@ class Keeper:
                 self.problems.append(f"The run's history could not be written: {message['history_trouble']}")
             if event == "persisted" and step in self._pending:
                 self._pending[step].persisted = True
+                self._pending[step].notes = ()
             elif event in ("committed", "kept"):
                 self._deaths = 0
                 self._finish(step, None)
@@ -499,6 +526,26 @@ class Keeper:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
             _let_go.pop(self.pid, None)
+
+
+def _note(
+    event: str,
+    step: int | None,
+    num_bytes: int = 0,
+    seconds: float = 0.0,
+    detail: str = "",
+    tier: str = "",
+) -> Message:
+    return {
+        "op": "note",
+        "t": time.time(),
+        "event": event,
+        "step": step,
+        "bytes": num_bytes,
+        "seconds": seconds,
+        "detail": detail,
+        "tier": tier,
+    }
 
 
 _let_go: dict[int, Keeper] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import HoldfastError
@@ -26,6 +27,7 @@ EVENTS = (
     "fenced",
     "ended",  # of an attempt that could tell; the detail begins with how
     "retain-failed",
+    "metrics",  # what training told of itself; with members `steps` and `values`
 )
 """Every kind of event there is."""
 
@@ -40,6 +42,7 @@ class History:
         self.store = store
         self.terms = terms
         self.trouble: str | None = None
+        self._has_metrics = False  # that were told since `settle`
 
     def record(
         self,
@@ -51,6 +54,7 @@ class History:
         detail: str = "",
         tier: str = "",
         unix_s: float | None = None,
+        members: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write one event and return it.
 
@@ -62,6 +66,7 @@ class History:
             detail: in words.
             tier: "memory", "local" or "home"; "" where that says nothing.
             unix_s: when it happened, if that was not now.
+            members: of the line, beside these.
         """
         line = {
             "t": round(time.time() if unix_s is None else unix_s, 6),
@@ -73,9 +78,24 @@ class History:
             "seconds": round(seconds, 6),
             "detail": detail,
             "tier": tier,
+            **(members or {}),
         }
+        self._has_metrics |= event == "metrics"
         try:
             self.store.append(names.history(self.terms.attempt, self.terms.rank), dumps(line) + b"\n")
         except HoldfastError as error:
             self.trouble = str(error)
         return line
+
+    def settle(self) -> None:
+        """See that the metrics told so far outlive this process, where appending alone does not.
+
+        For what has to be told before a checkpoint is complete: nobody could tell it again afterwards.
+        """
+        if not self._has_metrics:
+            return
+        self._has_metrics = False
+        try:
+            self.store.flush()
+        except HoldfastError as error:
+            self.trouble = str(error)

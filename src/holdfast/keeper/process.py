@@ -304,6 +304,7 @@ class Work:
                 detail=note.get("detail", ""),
                 tier=note.get("tier", ""),
                 unix_s=note["t"],
+                members=note.get("members"),
             )
 
     # -- persist ---------------------------------------------------------------------------------------------
@@ -359,6 +360,7 @@ class Work:
         name, image = names.data(job.step, terms.attempt, terms.rank), arena[: job.num_bytes]
         file = persist(self.store, name, image, bytes_per_s=terms.straight_bandwidth)
         kill_point("keeper.data")
+        self.history.settle()
         draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
         self.store.put(names.part(job.step, terms.attempt, terms.rank), parts.finish(draft, file, frozen))
         kill_point("keeper.part")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.format import run
-from holdfast.report.events import Event
+from holdfast.report.events import METRICS, Event
 
-_TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended")
+_TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", METRICS)
 """Events of which the trainer's own process tells; the keeper's go on after its death."""
 
 

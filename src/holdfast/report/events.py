@@ -19,6 +19,12 @@ TIERS = (MEMORY, LOCAL, HOME)
 """Where a checkpoint can be, nearest first."""
 
 
+METRICS = "metrics"
+"""The kind of event in which training tells of itself."""
+Number = tuple[str, int, float]
+"""A number that training told of itself: its name, the step, the value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happened. What a line lacks has the value of nothing."""
@@ -32,6 +38,7 @@ class Event:
     num_bytes: int = 0
     seconds: float = 0.0
     detail: str = ""
+    numbers: tuple[Number, ...] = ()  # of metrics
 
     @classmethod
     def of(cls, line: Line) -> Event:
@@ -47,6 +54,7 @@ class Event:
             num_bytes=int(_amount(line, "bytes")),
             seconds=_amount(line, "seconds"),
             detail=str(line.get("detail") or ""),
+            numbers=_numbers(line) if line["event"] == METRICS else (),
         )
 
 
@@ -76,7 +84,7 @@ def read_lines(store: Store) -> tuple[list[Line], int]:
             text = store.get(entry.name)
         except NotFound:
             continue  # removed since it was listed
-        for one in text.splitlines():
+        for one in dict.fromkeys(text.splitlines()):  # a keeper's successor may tell again what it had
             line = _parse(one)
             if line is None:
                 num_torn += 1
@@ -96,7 +104,12 @@ def _parse(text: bytes) -> Line | None:
 
 def _is_number(value: object) -> bool:
     # Python's JSON reads NaN and Infinity, which have no place in an order.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 def _is_count(value: object) -> bool:
@@ -106,3 +119,17 @@ def _is_count(value: object) -> bool:
 def _amount(line: Line, name: str) -> float:
     value = line.get(name)
     return max(0, value) if isinstance(value, (int, float)) and _is_number(value) else 0
+
+
+def _numbers(line: Line) -> tuple[Number, ...]:
+    """The numbers in a line of metrics; what is not as the format says is left out."""
+    steps, values = line.get("steps"), line.get("values")
+    if not isinstance(steps, list) or not isinstance(values, dict):
+        return ()
+    return tuple(
+        (name, step, float(value))
+        for name, column in values.items()
+        if isinstance(column, list)
+        for step, value in zip(steps, column, strict=False)
+        if _is_count(step) and (value in ("nan", "inf", "-inf") or _is_number(value))
+    )

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
 from holdfast.report.attempts import Life, lives_of
+from holdfast.report.curves import Curve, curves_of
 from holdfast.report.events import MEMORY, Event, events_of, read_lines
 from holdfast.report.interruptions import Interruption, Losses, find_losses, intervals_s, seconds_per_step
 from holdfast.report.interval import Best, best, lost_share, mtbf_bounds_s
@@ -95,6 +96,7 @@ class Story:
     drains: tuple[Event, ...]
     holding: Holding | None
     num_torn: int
+    curves: tuple[Curve, ...] = ()  # what training told of itself
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -196,6 +198,7 @@ def tell(
         tuple(event for event in events if event.kind == "drained"),
         holding,
         num_torn,
+        tuple(curves_of(events, [(save.attempt, save.step) for save in saves])),
     )
 
 

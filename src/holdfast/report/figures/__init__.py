@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.report.figures.costs import costs
+from holdfast.report.figures.curves import curves
 from holdfast.report.figures.durations import durations
 from holdfast.report.figures.intervals import intervals
 from holdfast.report.figures.levels import levels
@@ -15,5 +16,7 @@ from holdfast.report.story import Story
 
 def figures_of(story: Story) -> list[Figure]:
     """All figures that a story has something to tell in."""
-    drawn = (make(story) for make in (timeline, progress, shares, costs, durations, levels, intervals))
-    return [one for one in drawn if one is not None]
+    first, *others = (
+        make(story) for make in (timeline, progress, shares, costs, durations, levels, intervals)
+    )
+    return [one for one in (first, *curves(story), *others) if one is not None]

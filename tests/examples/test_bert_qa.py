@@ -1,0 +1,150 @@
+"""The BERT example: a job that is preempted twice ends as if nothing had happened, with one curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import main
+from holdfast.jobs.engine import Job
+from holdfast.jobs.local.folder import bucket_dir, state_dir
+from holdfast.jobs.status import Status
+from holdfast.report import read_story
+from holdfast.report.curves import Curve
+from holdfast.store import open_store
+from jobs.desk import Desk
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "examples" / "bert_qa"
+STEPS = 90
+OPTIONS = f"--max_steps {STEPS} --save_steps 25 --num_eval 30 --per_device_train_batch_size 4"
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """One thread, no network, and nothing outside the test's folder."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    values = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HOLDFAST_STATE": str(tmp_path / "state"),
+        "HOLDFAST_NOTICES": "none",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    return {**os.environ, **values}
+
+
+def curves(home: Path) -> dict[str, Curve]:
+    """What a run has told of itself, by name."""
+    return {one.name: one for one in read_story(open_store(str(home))).curves}
+
+
+def train(home: Path, *options: str) -> dict[str, float]:
+    """Train with the script alone; what it says at its end."""
+    words = [sys.executable, str(FOLDER / "train.py"), "--output_dir", str(home), *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def squad_file(path: Path, texts: dict[str, list[tuple[str, str, str]]]) -> None:
+    """A file of SQuAD's form: for each text id, question and answer."""
+    paragraphs = [
+        {
+            "context": context,
+            "qas": [
+                {
+                    "id": id,
+                    "question": question,
+                    "answers": [{"text": text, "answer_start": context.index(text)}],
+                }
+                for id, question, text in asked
+            ],
+        }
+        for context, asked in texts.items()
+    ]
+    path.write_text(json.dumps({"version": "1.1", "data": [{"title": "kelp", "paragraphs": paragraphs}]}))
+
+
+@pytest.mark.usefixtures("env")
+def test_it_trains_on_files_of_squad_s_form_with_texts_longer_than_a_window(tmp_path: Path) -> None:
+    long = (
+        "Kelp grows in cold water. " * 30
+        + "Its holdfast grips the rock. "
+        + "It may be sixty metres long. " * 9
+    )
+    texts = {
+        long: [
+            ("a", "What grips the rock?", "Its holdfast"),
+            ("b", "Where does kelp grow?", "in cold water"),
+        ],
+        "An otter eats urchins.": [("c", "What does an otter eat?", "urchins")],
+    }
+    folder = tmp_path / "squad"
+    folder.mkdir()
+    squad_file(folder / "train-v1.1.json", texts)
+    squad_file(folder / "dev-v1.1.json", texts)
+    result = train(
+        tmp_path / "home",
+        *("--dataset_name", str(folder), "--max_steps", "30", "--per_device_train_batch_size", "8"),
+        *("--max_seq_length", "64", "--doc_stride", "16"),
+    )
+    assert (result["step"], result["questions"]) == (30, 3)
+    assert result["f1"] > 0
+    loss = curves(tmp_path / "home")["loss"].counted
+    assert [point.step for point in loss] == list(range(1, 31))
+    assert loss[-1].value < loss[0].value
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("env")
+def test_a_job_that_is_preempted_twice_has_the_curve_of_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    train(tmp_path / "quiet", *OPTIONS.split())
+    assert main(["launch", "examples/bert_qa/task.yaml", "--env", f"OPTIONS={OPTIONS}"]) == 0
+    desk = Desk(tmp_path)
+    try:
+        (job,) = desk.engine.jobs()
+        home = bucket_dir(state_dir(), "bert-qa") / job.task_id
+        for attempt, step in ((1, 20), (2, 50)):
+            wait_for_step(desk, job, home, step)
+            assert main(["preempt", str(job.id)]) == 0
+            desk.wait_for(
+                job, lambda then=attempt: desk.engine.job(job.id).attempt > then, "the next attempt"
+            )
+        ended = desk.wait(job)
+        assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 2), desk.tell(job)
+    finally:
+        desk.leave()
+    truth, told = curves(tmp_path / "quiet"), curves(home)
+    for name in ("loss", "lr"):
+        assert [point.step for point in told[name].counted] == list(range(1, STEPS + 1))
+        assert [point.value for point in told[name].counted] == [point.value for point in truth[name].counted]
+        assert told[name].lost == (), "a notice costs no step"
+    assert {point.attempt for point in told["loss"].counted} == {1, 2, 3}
+    assert told["f1"].counted[-1].value == truth["f1"].counted[-1].value
+    assert main(["report", str(home), "-o", str(tmp_path / "report.html")]) == 0
+    assert "loss, step by step" in (tmp_path / "report.html").read_text()
+
+
+def wait_for_step(desk: Desk, job: Job, home: Path, step: int) -> None:
+    """Wait until the training has told of a step."""
+
+    def is_there() -> bool:
+        assert not desk.engine.job(job.id).status.is_final, desk.tell(job)
+        known = curves(home) if home.exists() else {}
+        return "loss" in known and known["loss"].counted[-1].step >= step
+
+    desk.wait_for(job, is_there, f"step {step}")

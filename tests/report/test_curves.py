@@ -1,0 +1,129 @@
+"""Curves from metrics: exactly one value for each step that counts, whatever interrupted the training."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.report.curves import Curve, Point, curves_of
+from holdfast.report.events import Event, events_of
+
+
+def told(attempt: int, at_s: float, steps: list[int], values: list[object], name: str = "loss") -> Event:
+    """Numbers of one name."""
+    line = {"t": at_s, "event": "metrics", "attempt": attempt, "steps": steps, "values": {name: values}}
+    (event,) = events_of([line])
+    return event
+
+
+def restored(attempt: int, at_s: float, step: int, source: int | None) -> Event:
+    """A restore by rank 0."""
+    detail = "" if source is None else f"attempt {source}"
+    return Event(at_s, "restored", step, attempt, detail=detail)
+
+
+def value_of(attempt: int, step: int) -> float:
+    """What an attempt tells of a step: all differ."""
+    return attempt * 1000.0 + step
+
+
+attempts = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # steps that it makes
+        st.integers(0, 11),  # how far back the next one goes on from: the number of saves it passes over
+        st.booleans(),  # its restores say whose checkpoint they took
+        st.integers(1, 5),  # steps in a batch
+        st.booleans(),  # its last batch is lost with it, but for what a save needed
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(attempts, st.integers(1, 4))
+def test_each_step_that_counts_has_exactly_one_value(
+    fates: list[tuple[int, int, bool, int, bool]], every: int
+) -> None:
+    """Against a training that keeps account of who made each step, along its checkpoints."""
+    events: list[Event] = []
+    saved: dict[tuple[int, int], list[int]] = {}  # by attempt and step: who made each step up to it
+    line: list[int] = []
+    at_s = 0.0
+    for attempt, (num_steps, num_passed, says_whose, batch, loses) in enumerate(fates, start=1):
+        order = sorted(saved, reverse=True)[num_passed:] or sorted(saved)[:1]
+        line = []
+        if order:
+            source, step = order[0]
+            line = list(saved[order[0]])
+            at_s += 1
+            newest = max(one for one, of in saved if of == step)
+            is_told = says_whose or source != newest
+            events.append(restored(attempt, at_s, step, source if is_told else None))
+        waiting: list[int] = []
+        for i in range(num_steps):
+            line.append(attempt)
+            waiting.append(len(line))
+            is_due = len(line) % every == 0
+            if is_due or len(waiting) >= batch or (i == num_steps - 1 and not loses):
+                at_s += 1
+                events.append(told(attempt, at_s, waiting, [value_of(attempt, step) for step in waiting]))
+                waiting = []
+            if is_due:
+                saved[attempt, len(line)] = list(line)
+        line = line[: len(line) - len(waiting)]
+    found = curves_of(events, saved)
+    made = dict(enumerate(line, start=1))
+    counted = found[0].counted if found else ()
+    newest_told = max((event.attempt for event in events), default=0)
+    if newest_told == len(fates):  # else the last attempt has left no trace, and nobody knows that it was
+        assert [point.step for point in counted] == sorted(made)
+        assert [point.attempt for point in counted] == [made[step] for step in sorted(made)]
+    assert all(point.value == value_of(point.attempt, point.step) for point in counted)
+    for curve in found:
+        beside = [point for stretch in curve.lost for point in stretch]
+        assert not set(beside) & set(curve.counted)
+
+
+def test_numbers_told_again_are_one_number() -> None:
+    """A keeper's successor is told again what the dead one may not have written."""
+    events = [told(1, 1.0, [1, 2], [0.5, 0.4]), told(1, 2.0, [1, 2], [0.5, 0.4]), told(1, 3.0, [2], [0.3])]
+    assert curves_of(events) == [Curve("loss", (Point(1, 1, 0.5), Point(2, 1, 0.3)), ())]
+
+
+def test_going_back_within_an_attempt_throws_away() -> None:
+    events = [
+        restored(2, 1.0, 10, 1),
+        told(2, 2.0, [11, 12], [1.0, 2.0]),
+        restored(2, 3.0, 5, 1),
+        told(2, 4.0, [6], [3.0]),
+    ]
+    (curve,) = curves_of(events)
+    assert curve.counted == (Point(6, 2, 3.0),)
+    assert curve.lost == ((Point(11, 2, 1.0), Point(12, 2, 2.0)),)
+
+
+def test_what_is_not_as_the_format_says_is_left_out() -> None:
+    events = [
+        told(1, 1.0, [1, 2, 3, 4, 5, 6], [1.0, None, "nan", "many", True, 10**400]),
+        told(1, 2.0, [-1, 7], [1.0, "inf"]),
+        *events_of([{"t": 3.0, "event": "metrics", "attempt": 1, "steps": 5, "values": []}]),
+        *events_of([{"t": 3.0, "event": "metrics", "attempt": 1, "steps": [8], "values": {"loss": 3}}]),
+    ]
+    (curve,) = curves_of(events)
+    assert [point.step for point in curve.counted] == [1, 3, 7]
+    assert math.isnan(curve.counted[1].value)
+    assert curve.counted[2].value == math.inf
+
+
+def test_restores_of_other_ranks_change_nothing() -> None:
+    events = [
+        told(1, 0.0, [1, 2], [1.0, 2.0]),
+        restored(2, 1.0, 2, 1),
+        told(2, 2.0, [3], [3.0]),
+        Event(3.0, "restored", 2, 2, rank=1, detail="attempt 1"),
+    ]
+    (curve,) = curves_of(events)
+    assert [point.value for point in curve.counted] == [1.0, 2.0, 3.0]
+    assert curve.lost == ()

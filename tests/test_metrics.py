@@ -1,0 +1,215 @@
+"""Numbers that training tells: none is lost that a checkpoint needs, none makes training wait or fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast import metrics
+from holdfast.metrics import Metrics, Number
+from holdfast.report import read_story
+from holdfast.report.curves import Point
+from holdfast.store import open_store
+from stage.training import make_checkpointer
+
+
+class Teller:
+    """Takes batches, as a keeper does."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[list[int], dict[str, list[Number]]]] = []
+
+    def __call__(self, steps: list[int], values: dict[str, list[Number]]) -> None:
+        self.batches.append((steps, values))
+
+
+def read_metrics(home: Path) -> list[dict[str, Any]]:
+    """All lines of metrics in a home's history, as they were written."""
+    lines = []
+    for path in sorted((home / "history").iterdir()):
+        lines += [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["event"] == "metrics"]
+
+
+def losses(home: Path) -> tuple[Point, ...]:
+    """The curve of the loss."""
+    curves = read_story(open_store(str(home))).curves
+    return next(curve.counted for curve in curves if curve.name == "loss")
+
+
+def test_numbers_of_all_kinds_become_columns() -> None:
+    told, numbers = Teller(), Metrics()
+    numbers.add(1, {"loss": torch.tensor([2.5], requires_grad=True), "lr": 1, "norm": np.float32(0.5)})
+    numbers.add(2, {"loss": torch.tensor(math.nan), "lr": -math.inf})
+    numbers.add(2, {"lr": True})
+    numbers.tell(told)
+    assert told.batches == [([1, 2], {"loss": [2.5, "nan"], "lr": [1.0, 1.0], "norm": [0.5, None]})]
+
+
+def test_a_number_is_taken_as_it_is_now() -> None:
+    """Training may change the tensor in place before anybody reads it."""
+    told, numbers, total = Teller(), Metrics(), torch.zeros(())
+    for step in (1, 2):
+        total += 1
+        numbers.add(step, {"total": total})
+    numbers.tell(told)
+    assert told.batches[0][1] == {"total": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    "value", ["0.5", None, torch.ones(2), torch.ones((), dtype=torch.complex64), [1.0], 10**400]
+)
+def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+    numbers = Metrics()
+    with pytest.raises(holdfast.InvalidInput, match="accuracy"):
+        numbers.add(1, {"accuracy": value})
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\nb", "\ud800"])
+def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
+    with pytest.raises(holdfast.InvalidInput, match="name"):
+        Metrics().add(1, {name: 1.0})
+
+
+def test_names_have_a_limit() -> None:
+    numbers = Metrics()
+    for number in range(metrics.MAX_NAMES):
+        numbers.add(1, {f"n{number}": 0.0})
+    with pytest.raises(holdfast.InvalidInput, match="32 names"):
+        numbers.add(1, {"one too many": 0.0})
+
+
+def test_batches_fit_into_a_message_whatever_they_hold() -> None:
+    from holdfast.keeper.protocol import MAX_PACKET_BYTES
+
+    told, numbers = Teller(), Metrics()
+    names = ["\U0001f41a" * 60 + f"{number:04}" for number in range(metrics.MAX_NAMES)]
+    for step in range(10**8, 10**8 + 100):
+        numbers.add(step, dict.fromkeys(names, -1.2345678901234567e-300))
+    numbers.tell(told)
+    assert sum(len(steps) for steps, _ in told.batches) == 100
+    assert max(len(json.dumps(batch)) for batch in told.batches) < MAX_PACKET_BYTES - 1000
+
+
+def test_numbers_that_nobody_takes_are_bounded() -> None:
+    told, numbers = Teller(), Metrics()
+    for step in range(30_000):
+        numbers.add(step, {"loss": 1.0})
+    numbers.tell(told)
+    steps = [step for steps, _ in told.batches for step in steps]
+    assert steps == list(range(10_000, 30_000)), "the newest stay"
+
+
+def test_after_very_many_numbers_only_some_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "THIN_AFTER", 20)
+    told, numbers = Teller(), Metrics()
+    for step in range(1, 1001):
+        numbers.add(step, {"loss": 1.0})
+    numbers.tell(told)
+    steps = [step for steps, _ in told.batches for step in steps]
+    assert steps[:22] == [*range(1, 21), 30, 40]
+    assert len(steps) < 60
+
+
+def test_without_steps_the_step_can_be_named(tmp_path: Path) -> None:
+    state = {"x": torch.ones(2)}
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        ckpt.record(7, loss=0.5)
+        ckpt.save(7).wait_durable()
+        ckpt.record(loss=0.25)
+    assert losses(tmp_path / "home") == (Point(7, 1, 0.5), Point(8, 1, 0.25))
+
+
+def test_each_step_of_the_loop_is_told_once(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"x": torch.ones(2)}
+    with make_checkpointer(tmp_path / "home", state, every=4) as ckpt:
+        for step in ckpt.steps(10):
+            ckpt.record(loss=step + 1)
+    assert losses(tmp_path / "home") == tuple(Point(step, 1, float(step)) for step in range(1, 11))
+    lines = read_metrics(tmp_path / "home")
+    assert [step for line in lines for step in line["steps"]] == list(range(1, 11))
+    assert len(lines) < 10, "in batches"
+
+
+def test_what_a_checkpoint_needs_is_written_before_it_is_complete(tmp_path: Path) -> None:
+    """Read while the training still runs, as soon as the save is durable."""
+    state = {"x": torch.ones(2)}
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        for step in range(1, 4):
+            ckpt.record(step, loss=step)
+        ckpt.save(3).wait_durable()
+        told = [step for line in read_metrics(tmp_path / "home") for step in line["steps"]]
+        assert sorted(set(told)) == [1, 2, 3]
+
+
+def test_a_killed_keeper_loses_no_number_that_a_checkpoint_needs(tmp_path: Path) -> None:
+    def train() -> None:
+        with make_checkpointer(tmp_path / "home", {"x": torch.ones(2)}) as ckpt:
+            ckpt.save(1).wait_durable()
+            keeper = ckpt._keeper
+            assert keeper is not None
+            for step in range(2, 8):
+                if step % 2:
+                    os.kill(keeper.pid, signal.SIGSTOP)  # so that it is told, and does not write
+                ckpt.record(step, loss=step)
+                save = ckpt.save(step)
+                save.wait_staged()
+                if step % 2:
+                    os.kill(keeper.pid, signal.SIGKILL)
+                save.wait_durable(60)
+
+    with pytest.warns(holdfast.SaveWarning, match="died"):
+        train()
+    assert [point.step for point in losses(tmp_path / "home")] == list(range(2, 8))
+
+
+def test_going_back_is_told(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"x": torch.ones(2)}
+    with make_checkpointer(tmp_path / "home", state, every=2, keep=None) as ckpt:
+        for step in range(1, 5):
+            ckpt.record(step, loss=step)
+            if ckpt.should_save(step):
+                ckpt.save(step)
+        ckpt.restore(step=2)
+        ckpt.record(loss=30)
+        ckpt.save(3)
+    (curve,) = read_story(open_store(str(tmp_path / "home"))).curves
+    assert [(point.step, point.value) for point in curve.counted] == [(1, 1), (2, 2), (3, 30)]
+    assert [[point.step for point in stretch] for stretch in curve.lost] == [[3, 4]]
+
+
+def test_a_history_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "history").write_text("in the way")
+
+    def train() -> None:
+        with make_checkpointer(home, {"x": torch.ones(2)}) as ckpt:
+            for step in range(1, 4):
+                ckpt.record(step, loss=1.0)
+                ckpt.save(step).wait_durable()
+
+    with pytest.warns(holdfast.SaveWarning, match="history"):
+        train()
+    assert holdfast.open(home).step == 3
+
+
+@pytest.mark.gpu
+def test_a_number_on_a_device_is_read_when_it_is_there() -> None:
+    """It is copied behind the work that is queued, and nobody waits for it before a save does."""
+    told, numbers = Teller(), Metrics()
+    total = torch.zeros((), device="cuda")
+    for step in range(1, 4):
+        total += 1
+        numbers.add(step, {"total": total})
+    numbers.tell(told, upto=3)
+    assert [value for _, values in told.batches for value in values["total"]] == [1.0, 2.0, 3.0]

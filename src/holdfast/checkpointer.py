@@ -160,8 +160,7 @@ class Checkpointer:
         self._objects = State(state, world=world)
         self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager()
-        self._meter = Meter()
-        self._metrics = Metrics()
+        self._meter, self._metrics = Meter(), Metrics()
         self._notices = Notices(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None

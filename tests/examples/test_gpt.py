@@ -116,6 +116,8 @@ def start(home: Path, ranks: int, *options: object, **env: str) -> subprocess.Co
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
             "HOLDFAST_TRUST_HOMES": str(home),
+            "TMPDIR": str(home.parent),
+            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
             **env,
         },
         capture_output=True,

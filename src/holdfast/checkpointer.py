@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from types import TracebackType
 from typing import Any, SupportsFloat
 
+from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent
 from holdfast.consensus import Consensus
 from holdfast.ending import leave
 from holdfast.errors import (
@@ -86,6 +87,10 @@ class Checkpointer:
             takes that of the same number, or on fewer saved ranks `rank % saved`.
         group: the ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
+        compile_cache: how many bytes of home may hold what torch.compile has made, so that a start on another
+            machine need not compile it again; False for none. It is sent beside the training after saves.
+        trust_home: whether compiled code of this home may be loaded, and so run; by default if `holdfast
+            trust` or HOLDFAST_TRUST_HOMES names it.
         quiet: print no lines about what was restored.
 
     Raises:
@@ -120,6 +125,8 @@ class Checkpointer:
         share_reads: bool = False,
         rank_from: Callable[[int, int, int], int] | None = None,
         group: RankGroup | None = None,
+        compile_cache: int | str | bool = "1GiB",
+        trust_home: bool | None = None,
         quiet: bool = False,
     ) -> None:
         if when_full not in ("wait", "skip", None):
@@ -134,6 +141,7 @@ class Checkpointer:
             hold=hold,
         )
         self.home = self._tiers.home
+        self._compiled = self._open_compiled(compile_cache, trust_home)
         self.state = state
         self.preempted: str | None = None
         """Why the run has to stop, agreed by all ranks; None while it need not."""
@@ -152,8 +160,7 @@ class Checkpointer:
         self._objects = State(state, world=world)
         self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager()
-        self._meter = Meter()
-        self._metrics = Metrics()
+        self._meter, self._metrics = Meter(), Metrics()
         self._notices = Notices(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None
@@ -508,6 +515,8 @@ class Checkpointer:
             self._newest_durable = save.step
             self._consensus.add(save.step)
             self._tell_progress(save.step)
+            if self._compiled is not None:
+                self._compiled.send_soon()
             self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
 
     def _surface(self) -> None:
@@ -520,6 +529,7 @@ class Checkpointer:
                 raise keeper.fenced
             if keeper.home_lost is not None:
                 raise keeper.home_lost
+        self._surface_compiled()
         self._settle_durable()
         for save in [save for save in self._saves if save.failed is not None]:
             self._saves.remove(save)
@@ -629,7 +639,60 @@ class Checkpointer:
             **self._tiers.terms,
         )
         self._keeper = Keeper(terms, released=self._release)
+        self._bring_compiled(self._keeper)
         return self._keeper
+
+    def _open_compiled(self, limit: int | str | bool, trust_home: bool | None) -> CompileCache | None:
+        if limit is False:
+            return None
+        limit_bytes = read_bytes("1GiB" if limit is True else limit, "compile_cache")
+
+        def told(sent: Sent, seconds: float) -> None:
+            if self._keeper is not None:
+                self._keeper.note(
+                    "compiled-sent",
+                    step=None,
+                    num_bytes=sent.num_bytes,
+                    seconds=seconds,
+                    detail=f"{sent.num_files} files",
+                    tier="home",
+                )
+
+        return CompileCache(
+            self._tiers.home_store, self.home, limit_bytes=limit_bytes, trust_home=trust_home, told=told
+        )
+
+    def _bring_compiled(self, keeper: Keeper) -> None:
+        """Have compiled code in place before anything is compiled; one rank of each folder does it.
+
+        Ranks: collective.
+        """
+        if self._compiled is None:
+            return
+        first = self._ranks.beside(self._compiled.place)[0]
+        if self._ranks.rank == first:
+            began = time.perf_counter()
+            loaded, line = self._compiled.load()
+            if loaded.num_placed:
+                seconds, detail = time.perf_counter() - began, f"{loaded.num_placed} files"
+                keeper.note(
+                    "compiled-loaded",
+                    step=None,
+                    num_bytes=loaded.num_bytes,
+                    seconds=seconds,
+                    detail=detail,
+                    tier="home",
+                )
+            if line is not None:
+                self._say(line)
+        firsts = sorted(set(self._ranks.gather(first)))  # the others wait here for what is being brought
+        if self._ranks.rank == first:
+            self._compiled.begin(attempt=self._attempt, rank=first, turn=firsts.index(first))
+        self._surface_compiled()
+
+    def _surface_compiled(self) -> None:
+        while self._compiled is not None and self._compiled.problems:
+            warnings.warn(self._compiled.problems.pop(0), UserWarning, stacklevel=4)
 
     def _on_ranks(self, ranks: Collection[int], work: Callable[[], Any]) -> Any:
         """The result of `work` on the lowest of some ranks, on every rank; the error of any, too.
@@ -801,6 +864,8 @@ class Checkpointer:
         self._closed = True
         self._notices.unwatch()
         self._stager.close()
+        if self._compiled is not None:
+            self._compiled.close(min(CLOSE_LIMIT_S, CLOSE_LIMIT_S if timeout_s is None else timeout_s))
         if self._keeper is not None:
             self._keeper.close(timeout_s, goodbye=goodbye)
         self._arenas.close()

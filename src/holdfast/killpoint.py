@@ -25,6 +25,7 @@ POINTS = (
     "trainer.staging",  # copy under way
     "trainer.staged",  # copy complete, keeper not told
     "trainer.handed",  # keeper told
+    "compiled.packed",  # a pack of compiled files is in home, no index lists it
     "writeback.fetched",  # an object is in a temporary file, not yet in the directory
     "writeback.captured",  # the version of a closed file is kept, the journal does not know
     "writeback.noted",  # the journal knows what is to be sent

@@ -1,0 +1,66 @@
+"""A small GPT whose rows hold several pieces of text, of which none sees another."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from holdfast.train.lengths import attention_mask
+
+NOTHING = -100
+"""The label of a place where no token is to be predicted; cross-entropy leaves it out."""
+
+
+class Block(nn.Module):
+    """One layer: attention among a piece's tokens, then a small net for each token by itself."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.gather = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """(rows, length, width) and (rows, 1, length, length) bool -> (rows, length, width)."""
+        query, key, value = (
+            self.attend(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + self.gather(found.transpose(1, 2).flatten(-2))
+        return x + self.think(self.between(x))
+
+
+class Gpt(nn.Module):
+    """Rows of tokens in; the loss of all their next tokens and how many these are out.
+
+    Args:
+        vocabulary: number of tokens.
+        length: of a row.
+        width: of a token's vector.
+        heads: of attention.
+        layers: number of blocks.
+    """
+
+    def __init__(
+        self, vocabulary: int, length: int, *, width: int = 96, heads: int = 4, layers: int = 3
+    ) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.token.weight
+        for table in (self.token, self.place):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What `PackedRows` gives, each (rows, length) -> summed cross-entropy, number of tokens it is of."""
+        x = self.token(row["input_ids"]) + self.place(row["position_ids"])
+        mask = attention_mask(row["sequence_ids"])
+        for block in self.blocks:
+            x = block(x, mask)
+        logits, labels = self.head(self.norm(x[:, :-1])), row["labels"][:, 1:]
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=NOTHING, reduction="sum"
+        )
+        return loss, (labels != NOTHING).sum()

@@ -1,0 +1,6 @@
+"""The compile cache beside a run: what torch.compile has made travels with the checkpoints."""
+
+from holdfast.compiled.cache import CLOSE_LIMIT_S, CompileCache
+from holdfast.compiled.sending import Sent
+
+__all__ = ["CLOSE_LIMIT_S", "CompileCache", "Sent"]

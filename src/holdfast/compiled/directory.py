@@ -1,0 +1,204 @@
+"""The local directory of the compile cache: where it is, which files in it are whole, how files get there."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.compiled.index import MAX_FILE_BYTES, check_path
+from holdfast.errors import InvalidInput
+from holdfast.format.hashes import digest
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch.compile keeps what it makes; torch sets it itself when it first needs it."""
+MAX_FILES = 50_000
+"""More than so many files are not looked at."""
+
+_TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
+_LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")
+_LEFT_OUT_ENDS = (".lock", ".tmp", ".gch")
+_IS_BEING_BUILT = "_CxxBuild"  # inductor's folder beside a file that the compiler is writing
+_PLACING = ".holdfast-"
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A directory of torch.compile.
+
+    `since_unix_s` - files from before are not ours: the directory is shared with other programs. 0 for one
+    that belongs to this run, or that the user has chosen.
+    """
+
+    path: Path
+    since_unix_s: float = 0.0
+
+
+def is_chosen() -> bool:
+    """True if the user has said where torch.compile keeps what it makes."""
+    named = os.environ.get(VARIABLE)
+    torch_chooses = sys.modules.get(_TORCH_CHOOSES)
+    return bool(named) and not (torch_chooses and named == torch_chooses.default_cache_dir())
+
+
+def current() -> Directory | None:
+    """The directory that is used; None if nothing says where it is, so nothing was compiled yet."""
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return None
+    path = Path(named).absolute()
+    return Directory(path) if is_chosen() or is_own(path) else Directory(path, _process_start_unix_s())
+
+
+def own(home: str, key: str) -> Path:
+    """This run's own directory for machines of a key, on this host; made if it is not there.
+
+    It has the same path on every machine where the folder for temporary files has.
+    """
+    folder = _private(Path(tempfile.gettempdir()) / f"holdfast-compiled-{os.getuid()}")
+    path = folder / digest(f"{home}\n{key}".encode())
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def _private(folder: Path) -> Path:
+    """The folder, if nobody else can write there; else a new one: what lies in it is run as code."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
+
+
+def is_own(path: Path) -> bool:
+    """True for a directory that `own` made."""
+    return path.parent.name.startswith(f"holdfast-compiled-{os.getuid()}")
+
+
+def _process_start_unix_s() -> float:
+    """When this process began, by the clock that files have."""
+    words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+# -- what is there -------------------------------------------------------------------------------------------
+
+
+def whole_files(directory: Directory) -> dict[str, int]:
+    """Bytes of each file that may travel, by path in the directory; files that are being made are not there.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    found: dict[str, int] = {}
+    for path, size, changed_unix_s in _walk(directory.path, ""):
+        if len(found) >= MAX_FILES:
+            break
+        if changed_unix_s >= directory.since_unix_s and size <= MAX_FILE_BYTES and _can_be_named(path):
+            found[path] = size
+    return found
+
+
+def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int, float]]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda one: one.name)
+    except FileNotFoundError:
+        return  # it went away meanwhile
+    in_work = {
+        entry.name[: -len(_IS_BEING_BUILT)] for entry in entries if entry.name.endswith(_IS_BEING_BUILT)
+    }
+    for entry in entries:
+        name = entry.name
+        if entry.is_dir(follow_symlinks=False):
+            if not name.endswith(_IS_BEING_BUILT) and not (prefix == "" and name in _LEFT_OUT_FOLDERS):
+                yield from _walk(folder / name, f"{prefix}{name}/")
+        elif entry.is_file(follow_symlinks=False) and not _is_left_out(name, in_work):
+            try:
+                facts = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield f"{prefix}{name}", facts.st_size, facts.st_mtime
+
+
+def _is_left_out(name: str, in_work: set[str]) -> bool:
+    return (
+        name.startswith(".")
+        or name.endswith(_LEFT_OUT_ENDS)
+        or any(name.startswith(f"{one}.") for one in in_work)
+    )
+
+
+def _can_be_named(path: str) -> bool:
+    try:
+        check_path(path)
+    except InvalidInput:
+        return False
+    return True
+
+
+def read_whole(directory: Directory, path: str) -> bytes | None:
+    """The bytes of a file; None if it is gone, is being written, or was left half written."""
+    try:
+        fd = os.open(directory.path / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        before = os.fstat(fd)
+        data = file.read()
+        after = os.fstat(fd)
+    changed = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
+    return None if changed or len(data) != after.st_size or _is_torn(data) else data
+
+
+def _is_torn(data: bytes) -> bool:
+    """True for a binary that its linker has not finished: the table of sections, and where it is, come last.
+
+    Source: System V ABI, chapter 4: e_shoff, e_shentsize and e_shnum of 64-bit ELF headers.
+    """
+    if not data.startswith(b"\x7fELF\x02\x01"):
+        return False
+    if len(data) < 64:
+        return True
+    (at,) = struct.unpack_from("<Q", data, 40)
+    entry_bytes, num_entries = struct.unpack_from("<HH", data, 58)
+    return at == 0 or at + entry_bytes * num_entries > len(data)
+
+
+# -- putting there -------------------------------------------------------------------------------------------
+
+
+def has(directory: Path, path: str, num_bytes: int) -> bool:
+    """True if a file of that size is there."""
+    try:
+        found = (directory / path).lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
+
+
+def place(directory: Path, path: str, data: bytes) -> None:
+    """Put a file there, whole or not at all.
+
+    Raises:
+        InvalidInput: the path leads out of the directory, also by a link that lies there.
+        OSError: no room, no permission.
+    """
+    target = directory / check_path(path)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if target.parent.resolve() != directory.resolve() / Path(path).parent:
+        raise InvalidInput(f"{path} would be written through a link out of {directory}; it was not written.")
+    fd, made = tempfile.mkstemp(prefix=_PLACING, dir=target.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        Path(made).replace(target)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,169 @@
+"""The index of what an attempt has sent: its files, with hashes, and where in which pack each is; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.compiled.facts import Facts
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.format.part import check_kind
+from holdfast.format.sealed import dumps, is_text, seal, unseal
+from holdfast.store.naming import check_name
+
+FOLDER = "compiled/"
+"""All objects of compile caches begin with it."""
+VERSION = 1
+_KIND = "holdfast-compiled"
+MAX_FILE_BYTES = 256 << 20
+"""A larger file does not travel."""
+
+_KEY = r"compiled/([0-9a-f]{32})/"
+_A = r"a([0-9]{4}|[1-9][0-9]{4,})"
+_INDEX = re.compile(rf"{_KEY}{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,}})-([0-9]{{4}}|[1-9][0-9]{{4,}})\.json")
+_PACK = re.compile(rf"{_KEY}{_A}-([0-9a-f]{{32}})\.pack")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One file: its path in the cache directory, size and hash; and its place in a pack.
+
+    `pack` is the pack's hash. The file's compressed bytes are the `packed_bytes` from `offset` on.
+    """
+
+    path: str
+    num_bytes: int
+    hash: str
+    pack: str
+    offset: int
+    packed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What one rank of an attempt has sent so far; a greater `number` replaces the smaller ones."""
+
+    attempt: int
+    rank: int
+    number: int
+    facts: Facts
+    files: tuple[Packed, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class IndexName:
+    """Facts that the name of an index tells; the newest is the greatest of one key."""
+
+    attempt: int
+    rank: int
+    number: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackName:
+    """Facts that the name of a pack tells."""
+
+    key: str
+    attempt: int
+    hash: str
+
+
+def folder_of(key: str) -> str:
+    """`compiled/KEY/`."""
+    return f"{FOLDER}{key}/"
+
+
+def index_name(key: str, attempt: int, rank: int, number: int) -> str:
+    """`compiled/KEY/a0003-rank-00000-0001.json`."""
+    return f"{FOLDER}{key}/a{attempt:04d}-rank-{rank:05d}-{number:04d}.json"
+
+
+def pack_name(key: str, attempt: int, pack_hash: str) -> str:
+    """`compiled/KEY/a0003-HASH.pack`."""
+    return f"{FOLDER}{key}/a{attempt:04d}-{pack_hash}.pack"
+
+
+def parse_name(name: str) -> IndexName | PackName | None:
+    """Facts of the name of an object; None for what is neither index nor pack."""
+    if found := _INDEX.fullmatch(name):
+        return IndexName(int(found[2]), int(found[3]), int(found[4]), found[1])
+    if found := _PACK.fullmatch(name):
+        return PackName(found[1], int(found[2]), found[3])
+    return None
+
+
+def document(index: Index) -> bytes:
+    """The sealed document of an index."""
+    packs = sorted({file.pack for file in index.files})
+    rows = [
+        [file.path, file.num_bytes, file.hash, packs.index(file.pack), file.offset, file.packed_bytes]
+        for file in index.files
+    ]
+    body = {
+        "format": _KIND,
+        "version": VERSION,
+        "attempt": index.attempt,
+        "rank": index.rank,
+        "number": index.number,
+        "facts": index.facts,
+        "packs": packs,
+        "files": rows,
+    }
+    return seal(dumps(body))
+
+
+def parse(text: bytes, name: str) -> Index:
+    """The index in a document, with every path checked.
+
+    Raises:
+        Corrupt: its bytes have changed, it is not what its name says, or a path leads out of a directory.
+        Unsupported: written by a newer format.
+    """
+    body = unseal(text, name)
+    check_kind(body, _KIND, VERSION, name)
+    try:
+        packs = [str(one) for one in body["packs"]]
+        files = tuple(_file(row, packs) for row in body["files"])
+        facts = {str(fact): str(value) for fact, value in body["facts"].items()}
+        index = Index(body["attempt"], body["rank"], body["number"], facts, files)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise Corrupt(f"{name} is sealed but is no index of compiled files: {error!r}.", key=name) from error
+    told = parse_name(name)
+    if not isinstance(told, IndexName) or (told.attempt, told.rank, told.number) != (
+        index.attempt,
+        index.rank,
+        index.number,
+    ):
+        message = f"{name} is the index of attempt {index.attempt}, rank {index.rank}, under a wrong name."
+        raise Corrupt(message, key=name)
+    return index
+
+
+def _file(row: list[Any], packs: list[str]) -> Packed:
+    path, num_bytes, file_hash, pack, offset, packed_bytes = row
+    numbers = num_bytes, pack, offset, packed_bytes
+    if not all(type(one) is int and one >= 0 for one in numbers) or num_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"{path!r} has impossible sizes {numbers}")
+    return Packed(check_path(path), num_bytes, str(file_hash), packs[pack], offset, packed_bytes)
+
+
+def check_path(path: str) -> str:
+    """The path itself, if it stays inside the directory that it is put under.
+
+    Raises:
+        InvalidInput: it does not, or no file system takes it.
+    """
+    if not isinstance(path, str) or "\\" in path or not is_text(path):
+        raise InvalidInput(f"{path!r} is no path of a file in a compile cache.")
+    return check_name(path)
+
+
+def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:
+    """For each writer its indices, the greatest number first; the writers of the newest attempt first."""
+    writers: dict[tuple[str, int, int], list[IndexName]] = {}
+    for name in sorted(names, reverse=True):
+        writers.setdefault((name.key, name.attempt, name.rank), []).append(name)
+    return list(writers.values())

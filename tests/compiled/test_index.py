@@ -1,0 +1,132 @@
+"""Indices and packs: what goes in comes out, and nothing else is taken."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.compiled import index as indices
+from holdfast.compiled.index import Index, IndexName, Packed, PackName
+from holdfast.compiled.packs import divide, pack, unpack
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
+from holdfast.format.sealed import dumps, seal, unseal
+
+KEY = "0123456789abcdef" * 2
+FACTS = {"cpu": "flags: avx2", "torch": "2.13.0"}
+PATHS = st.lists(st.from_regex(r"[a-z0-9_.-]{1,8}", fullmatch=True), min_size=1, max_size=3).map("/".join)
+GOOD_PATHS = PATHS.filter(lambda path: not {".", ".."} & set(path.split("/")))
+
+
+@given(st.dictionaries(GOOD_PATHS, st.binary(max_size=200), max_size=6))
+def test_files_come_out_of_a_pack_as_they_went_in(files: dict[str, bytes]):
+    whole, places = pack(files)
+    assert {file.path: unpack(whole, file) for file in places} == files
+    assert pack(dict(reversed(files.items()))) == (whole, places)
+    index = Index(3, 1, 2, FACTS, places)
+    assert indices.parse(indices.document(index), indices.index_name(KEY, 3, 1, 2)) == index
+
+
+@given(st.binary(min_size=1, max_size=100), st.integers(min_value=0), st.integers(0, 7))
+def test_a_flipped_bit_is_found_wherever_it_is(data: bytes, where: int, bit: int):
+    whole, (file,) = pack({"file": data})
+    damaged = bytearray(whole)
+    damaged[where % len(whole)] ^= 1 << bit
+    try:
+        found = unpack(bytes(damaged), file)
+    except Corrupt:
+        return
+    assert found == data  # a bit that means nothing to zlib
+
+
+def test_a_file_that_would_unfold_to_more_than_it_says_is_refused():
+    whole, (file,) = pack({"file": bytes(1 << 20)})
+    small = Packed("file", 10, file.hash, file.pack, file.offset, file.packed_bytes)
+    with pytest.raises(Corrupt, match="expected 10 bytes"):
+        unpack(whole, small)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../out",
+        "/etc/passwd",
+        "a/../../out",
+        "a//b",
+        "",
+        ".",
+        "a/./b",
+        "a\\..\\b",
+        "nul\0",
+        "x" * 300,
+        "\udc80",
+    ],
+)
+def test_a_path_that_leads_elsewhere_is_refused_though_its_index_is_sealed(path: str):
+    with pytest.raises(InvalidInput):
+        indices.check_path(path)
+    index = Index(1, 0, 1, FACTS, (Packed("good", 1, "0" * 32, "1" * 32, 0, 1),))
+    body = unseal(indices.document(index), "index")
+    body["files"][0][0] = path
+    try:
+        text = seal(dumps(body))
+    except UnicodeEncodeError:
+        return  # no such document can be written
+    with pytest.raises(Corrupt):
+        indices.parse(text, indices.index_name(KEY, 1, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [("files", [["a", -1, "", 0, 0, 1]]), ("files", [["a", 1, "", 9, 0, 1]]), ("files", [1]), ("facts", 1)],
+)
+def test_a_sealed_index_of_nonsense_is_damage(member: str, value: object):
+    body = unseal(indices.document(Index(1, 0, 1, FACTS, ())), "index") | {member: value}
+    with pytest.raises(Corrupt, match="no index of compiled files"):
+        indices.parse(seal(dumps(body)), indices.index_name(KEY, 1, 0, 1))
+
+
+def test_an_index_under_a_wrong_name_or_of_the_future_is_refused():
+    text = indices.document(Index(1, 0, 1, FACTS, ()))
+    with pytest.raises(Corrupt, match="wrong name"):
+        indices.parse(text, indices.index_name(KEY, 2, 0, 1))
+    newer = seal(dumps(unseal(text, "index") | {"version": 2}))
+    with pytest.raises(Unsupported):
+        indices.parse(newer, indices.index_name(KEY, 1, 0, 1))
+    with pytest.raises(HoldfastError):
+        indices.parse(text[:-3], indices.index_name(KEY, 1, 0, 1))
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10**6))
+def test_names_say_what_they_were_made_of(attempt: int, rank: int, number: int):
+    assert indices.parse_name(indices.index_name(KEY, attempt, rank, number)) == IndexName(
+        attempt, rank, number, KEY
+    )
+    assert indices.parse_name(indices.pack_name(KEY, attempt, KEY)) == PackName(KEY, attempt, KEY)
+
+
+@pytest.mark.parametrize(
+    "name", ["compiled/x/a0001.json", "step-00000001/rank-00000-a0001.json", "compiled/"]
+)
+def test_other_names_are_none_of_ours(name: str):
+    assert indices.parse_name(name) is None
+
+
+def test_of_each_writer_the_newest_index_comes_first():
+    names = [
+        IndexName(1, 0, 1, KEY),
+        IndexName(2, 0, 9, KEY),
+        IndexName(2, 0, 10, KEY),
+        IndexName(2, 1, 1, KEY),
+    ]
+    assert indices.newest(names) == [[names[3]], [names[2], names[1]], [names[0]]]
+
+
+@given(st.lists(st.integers(0, 30)), st.integers(1, 20))
+def test_groups_have_every_file_once_and_are_not_too_large(sizes: list[int], limit: int):
+    files = [(str(i), size) for i, size in enumerate(sizes)]
+    groups = divide(files, limit)
+    assert [path for group in groups for path in group] == [path for path, _ in files]
+    for group in groups:
+        assert group
+        assert len(group) == 1 or sum(sizes[int(path)] for path in group) <= limit

@@ -1,0 +1,234 @@
+"""What one machine sends another gets: into home, out of it, within the bound; without any compiler."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.compiled import sending
+from holdfast.compiled.cache import CompileCache
+from holdfast.compiled.directory import Directory
+from holdfast.compiled.facts import facts_of_machine, key_of
+from holdfast.compiled.index import FOLDER, IndexName, PackName, parse_name
+from holdfast.compiled.loading import load
+from holdfast.compiled.sending import Sender
+from holdfast.errors import RetryLater
+from holdfast.store import Store, open_store
+from holdfast.testing.faulty import FaultyStore
+
+KEY = "0123456789abcdef" * 2
+FACTS = {"cpu": "flags: avx2"}
+
+
+def fill(folder: Path, *names: str, size: int = 100) -> Directory:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(hash_bytes(name, size)))
+    return Directory(folder)
+
+
+def hash_bytes(name: str, size: int) -> bytes:
+    """Bytes that no compression makes smaller."""
+    import random
+
+    return random.Random(name).randbytes(size)
+
+
+def sender(
+    store: Store,
+    attempt: int = 1,
+    rank: int = 0,
+    *,
+    limit_bytes: int = 1 << 30,
+    turn: int = 0,
+    **known: set[str],
+) -> Sender:
+    return Sender(store, KEY, FACTS, attempt=attempt, rank=rank, limit_bytes=limit_bytes, turn=turn, **known)
+
+
+def send(one: Sender, directory: Directory, *, is_last: bool = False) -> sending.Sent:
+    return one.send(directory, is_last=is_last, is_ended=lambda: False)
+
+
+def arrive(store: Store, folder: Path) -> dict[str, bytes]:
+    """What a new machine gets."""
+    load(store, KEY, FACTS, folder, limit_s=60)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def kinds(store: Store) -> tuple[int, int]:
+    """How many indices and packs there are."""
+    told = [parse_name(entry.name) for entry in store.list(FOLDER)]
+    return sum(isinstance(one, IndexName) for one in told), sum(isinstance(one, PackName) for one in told)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "home")
+
+
+def test_only_what_is_new_is_sent_and_all_of_it_arrives(home: Store, tmp_path: Path):
+    directory, one = fill(tmp_path / "here", "ab/x.so", "fxgraph/k/v"), sender(home)
+    assert send(one, directory).num_files == 2
+    assert send(one, directory).num_files == 0
+    fill(tmp_path / "here", "ab/y.so")
+    assert send(one, directory).num_files == 1
+    assert kinds(home) == (1, 2)
+    assert set(arrive(home, tmp_path / "there")) == {"ab/x.so", "ab/y.so", "fxgraph/k/v"}
+    assert arrive(home, tmp_path / "there")["ab/x.so"] == (tmp_path / "here" / "ab" / "x.so").read_bytes()
+
+
+def test_an_attempt_that_was_brought_all_of_it_sends_nothing(home: Store, tmp_path: Path):
+    send(sender(home), fill(tmp_path / "here", "a"))
+    assert send(sender(home, 2), fill(tmp_path / "here")).num_files == 0
+    fill(tmp_path / "here", "b")
+    assert send(sender(home, 3), Directory(tmp_path / "here")).num_files == 1
+    assert set(arrive(home, tmp_path / "there")) == {"a", "b"}
+
+
+def test_large_caches_are_sent_in_packs_of_which_each_counts(
+    home: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sending, "PACK_BYTES", 250)
+    directory = fill(tmp_path / "here", *(f"f{i}" for i in range(7)))
+    faulty = FaultyStore(home)
+    faulty.fail("put", RetryLater("the network has gone"), matching=".pack", nth=3)
+    one = sender(faulty)
+    with pytest.raises(RetryLater):
+        send(one, directory)
+    assert len(arrive(home, tmp_path / "there")) == 4
+    assert send(one, directory).num_files == 3
+    assert len(arrive(home, tmp_path / "there")) == 7
+    assert kinds(home) == (1, 4)
+
+
+def test_what_home_lists_and_could_not_give_is_sent_again(home: Store, tmp_path: Path):
+    directory = fill(tmp_path / "here", "a", "b")
+    send(sender(home), directory)
+    (pack,) = (tmp_path / "home" / "compiled" / KEY).glob("*.pack")
+    pack.unlink()
+    loaded = load(home, KEY, FACTS, tmp_path / "there", limit_s=60)
+    assert loaded.lacking == {"a", "b"}
+    assert len(loaded.problems) == 1
+    assert send(sender(home, 2, lacking=loaded.lacking), directory).num_files == 2
+    assert set(arrive(home, tmp_path / "other")) == {"a", "b"}
+
+
+def test_an_older_copy_is_taken_where_the_newer_is_damaged(home: Store, tmp_path: Path):
+    directory = fill(tmp_path / "here", "a")
+    send(sender(home, 1), directory)
+    send(sender(home, 2, lacking={"a"}), directory)
+    (newer,) = (tmp_path / "home" / "compiled" / KEY).glob("a0002-*.pack")
+    newer.write_bytes(b"x" * newer.stat().st_size)
+    loaded = load(home, KEY, FACTS, tmp_path / "there", limit_s=60)
+    assert (loaded.there, loaded.lacking) == ({"a"}, set())
+    assert "damaged" in loaded.problems[0]
+
+
+def test_an_index_for_other_facts_is_not_taken(home: Store, tmp_path: Path):
+    Sender(home, KEY, {"cpu": "another"}, attempt=1, rank=0, limit_bytes=1 << 20).send(
+        fill(tmp_path / "here", "a"), is_ended=lambda: False
+    )
+    loaded = load(home, KEY, FACTS, tmp_path / "there", limit_s=60)
+    assert loaded.there == set()
+    assert "differs in cpu" in loaded.problems[0]
+
+
+def test_the_oldest_gives_way_and_what_does_not_fit_stays(home: Store, tmp_path: Path):
+    limit_bytes = 3000
+    for attempt in (1, 2, 3):
+        directory = fill(tmp_path / str(attempt), f"file-{attempt}", size=1000)
+        assert send(sender(home, attempt, limit_bytes=limit_bytes), directory).problem is None
+        assert sum(entry.num_bytes for entry in home.list(FOLDER)) <= limit_bytes
+    assert set(arrive(home, tmp_path / "there")) == {"file-2", "file-3"}
+    sent = send(sender(home, 4, limit_bytes=limit_bytes), fill(tmp_path / "4", "large", size=5000))
+    assert sent.problem is not None
+    assert "may take 3.0 kB" in sent.problem
+    assert sent.num_files == 0
+
+
+def test_only_the_first_sender_makes_room_and_tidies(home: Store, tmp_path: Path):
+    send(sender(home, 1), fill(tmp_path / "1", "old", size=1000))
+    home.put(f"compiled/{KEY}/a0001-{KEY}.pack", b"x")
+    home.put(f"compiled/{KEY[::-1]}/a0001-{KEY}.pack", b"nothing lists it")
+    second = sender(home, 2, 8, limit_bytes=2000, turn=1)
+    assert send(second, fill(tmp_path / "8", "new-8", size=1000), is_last=True).problem
+    assert kinds(home) == (1, 3)
+    assert send(sender(home, 2, 0, limit_bytes=2000), fill(tmp_path / "0", "new-0", size=1000)).num_files == 1
+    assert kinds(home) == (1, 1)
+    assert set(arrive(home, tmp_path / "there")) == {"new-0"}
+
+
+def test_other_hosts_wait_for_the_first_and_send_what_it_has_not(home: Store, tmp_path: Path):
+    first, second = sender(home, 1, 0), sender(home, 1, 8, turn=1)
+    here, there = fill(tmp_path / "0", "a", "b"), fill(tmp_path / "8", "a", "b", "c")
+    assert send(second, there).num_files == 0
+    assert send(first, here).num_files == 2
+    assert send(second, there).num_files == 1
+    assert kinds(home) == (2, 2)
+    assert set(arrive(home, tmp_path / "there")) == {"a", "b", "c"}
+
+
+def test_a_store_that_fails_costs_a_word_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import torch._inductor.codecache  # noqa: F401 - else nothing was compiled, and nothing is tried
+
+    fill(tmp_path / "here", "a")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
+    store = FaultyStore(open_store(tmp_path / "home"))
+    store.fail("list", RetryLater("no network"), times=None)
+    cache = CompileCache(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=True)
+    assert cache.load()[0].num_placed == 0
+    cache.begin(attempt=1, rank=0, turn=0)
+    cache.send_soon()
+    cache.close()
+    assert len(cache.problems) == 2
+    assert "could not be read" in cache.problems[0]
+    assert "could not be sent" in cache.problems[1]
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import torch._inductor.codecache  # noqa: F401
+
+    fill(tmp_path / "here", "a")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
+    store = FaultyStore(open_store(tmp_path / "home"))
+    gate = store.hold("put", matching=".pack")
+    cache = CompileCache(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=False)
+    cache.begin(attempt=1, rank=0, turn=0)
+    cache.send_soon()
+    assert gate.reached.wait(60)
+    cache.close(timeout_s=0.01)
+    gate.opened.set()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-compiled":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_an_untrusted_home_is_told_of_once_and_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "there"))
+    home = str(tmp_path / "home")
+    store, facts = open_store(home), facts_of_machine()
+    Sender(store, key_of(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).send(
+        fill(tmp_path / "here", "a"), is_ended=lambda: False
+    )
+    cache = CompileCache(store, home, limit_bytes=1 << 20)
+    loaded, line = cache.load()
+    assert loaded.num_placed == 0
+    assert line is not None
+    assert f"holdfast trust {home}" in line
+    assert cache.load()[1] is None
+    assert not (tmp_path / "there").exists()
+    assert CompileCache(store, home, limit_bytes=1 << 20, trust_home=False).load()[1] is None
+    monkeypatch.setenv("HOLDFAST_TRUST_HOMES", str(tmp_path))
+    loaded, line = CompileCache(store, home, limit_bytes=1 << 20).load()
+    assert loaded.num_placed == 1
+    assert line is not None
+    assert "compiled code from" in line
+    assert (tmp_path / "there" / "a").read_bytes() == (tmp_path / "here" / "a").read_bytes()

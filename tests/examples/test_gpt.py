@@ -1,0 +1,162 @@
+"""The GPT example: its batches are the same on any number of ranks, and so is its loss, whatever happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.report import read_story
+from holdfast.store import open_store
+from holdfast.train.lengths import PackedBatches
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "examples" / "gpt"
+LIMIT_S = 280
+STEPS = 18
+SMALL = ("--steps", STEPS, "--every", 5, "--batch", 8, "--length", 64, "--bytes", 60_000)
+
+
+def load(name: str) -> ModuleType:
+    """A file of the example, under a name that nothing else has."""
+    spec = importlib.util.spec_from_file_location(f"example_gpt_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+source = load("source")
+LINES = st.sampled_from(
+    [b"def f():\n", b"    def g(self):\n", b"class C:\n", b"    x = 1\n", b"\n", b"@a\n", b"\xff"]
+)
+
+
+@given(st.lists(LINES).map(b"".join), st.integers(2, 40))
+def test_pieces_have_every_byte_once_and_are_not_too_long(text: bytes, max_tokens: int) -> None:
+    found = source.pieces(text, max_tokens)
+    assert b"".join(bytes(piece[1:].tolist()) for piece in found) == text
+    for piece in found:
+        assert 2 <= len(piece) <= max_tokens
+        assert piece[0] == source.BEGIN
+
+
+def test_functions_and_classes_begin_pieces_of_their_own() -> None:
+    text = (
+        b"import os\n\nclass C:\n    @wraps\n    def f(self):\n        pass\n\n\nasync def g():\n    pass\n"
+    )
+    found = [bytes(piece[1:].tolist()) for piece in source.pieces(text, 100)]
+    assert [piece.split(b"\n")[0] for piece in found] == [
+        b"import os",
+        b"class C:",
+        b"    @wraps",
+        b"    def f(self):",
+        b"async def g():",
+    ]
+
+
+def test_the_library_is_read_up_to_a_size(tmp_path: Path) -> None:
+    for name in ("b.py", "a.py"):
+        (tmp_path / name).write_text(f"{name[0]} = 1\n" * 10)
+    (tmp_path / "note.txt").write_text("no module")
+    found = source.library(200, 80, tmp_path)
+    assert b"".join(bytes(piece[1:].tolist()) for piece in found) == b"a = 1\n" * 10 + b"b = 1\n" * 3 + b"b "
+    assert all(len(piece) <= 64 for piece in source.library(64, 20_000))
+
+
+def test_a_batch_has_the_same_rows_on_any_number_of_ranks() -> None:
+    lengths = [len(piece) for piece in source.library(128, 60_000)]
+
+    def first(world_size: int) -> list[set[tuple[int, ...]]]:
+        ranks = [
+            iter(PackedBatches(lengths, 8, row_length=128, drop_last=True, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
+        return [{tuple(row) for rank in ranks for row in next(rank)} for _ in range(5)]
+
+    assert first(1) == first(2) == first(4)
+    assert all(len(batch) == 8 for batch in first(4))
+
+
+def test_no_piece_sees_another_and_padding_counts_for_nothing() -> None:
+    from holdfast.train.lengths import join_sequences
+
+    torch.manual_seed(0)
+    model = load("model").Gpt(source.VOCABULARY, 32, width=16, heads=2, layers=2)
+    texts = [torch.tensor([source.BEGIN, *text]) for text in (b"def f(): pass", b"x = 1")]
+
+    def loss_of(*pieces: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss, count = model({name: one[None] for name, one in join_sequences(pieces, 32).items()})
+        return loss, int(count)
+
+    together, count = loss_of(*texts)
+    apart = [loss_of(text) for text in texts]
+    assert count == sum(number for _, number in apart) == 18
+    torch.testing.assert_close(together, apart[0][0] + apart[1][0])
+
+
+def start(home: Path, ranks: int, *options: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Train on so many ranks, to the end if nothing happens."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    words = [sys.executable, *launcher, FOLDER / "train.py", "--home", home, *SMALL, *options]
+    return subprocess.run(
+        [str(word) for word in words],
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "HOLDFAST_TRUST_HOMES": str(home),
+            "TMPDIR": str(home.parent),
+            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+            **env,
+        },
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def losses(home: Path) -> dict[int, float]:
+    """The loss of each step, of the attempts that count."""
+    (curve,) = [one for one in read_story(open_store(str(home))).curves if one.name == "loss"]
+    return {point.step: point.value for point in curve.counted}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_killed_on_two_ranks_and_resumed_on_four_and_one_its_loss_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    straight, home = tmp_path / "straight", tmp_path / "home"
+    done = start(straight, 1, "--eager")
+    assert done.returncode == 0, done.stderr
+    expected = losses(straight)
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert expected[STEPS] < 0.8 * expected[1]
+    mark = tmp_path / "mark"
+    killed = start(home, 2, HOLDFAST_KILL_AT="trainer.handed:2", HOLDFAST_KILL_MARK=str(mark))
+    assert killed.returncode != 0
+    assert mark.exists()
+    preempted = start(
+        home, 4, "--eager", HOLDFAST_KILL_AT="trainer.handed:1", HOLDFAST_KILL_MARK=str(tmp_path / "second")
+    )
+    assert preempted.returncode != 0
+    assert "restored step" in preempted.stderr
+    last = start(home, 1)
+    assert last.returncode == 0, last.stderr
+    assert "restored step" in last.stderr
+    found = losses(home)
+    assert list(found) == list(expected)
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step], rel=2e-3), step

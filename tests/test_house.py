@@ -52,6 +52,7 @@ PUBLIC = [
     "open",
     "per_rank",
     "replicated",
+    "tune",
 ]
 GRAB_BAG = re.compile(r"(^|_)(utils?|helpers?|misc|common|managers?|base|core|tools?|stuff)$")
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

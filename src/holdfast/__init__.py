@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
+    from holdfast.train.tuning.loop import tune
 
 _PLACES = {
     "Checkpoint": "restore.checkpoint",
@@ -52,6 +53,7 @@ _PLACES = {
     "open": "restore.checkpoint",
     "per_rank": "state",
     "replicated": "state",
+    "tune": "train.tuning.loop",
 }
 
 __version__ = "0.1.0"
@@ -78,6 +80,7 @@ __all__ = [
     "open",
     "per_rank",
     "replicated",
+    "tune",
 ]
 
 

@@ -90,3 +90,14 @@ def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
 def test_a_missing_script_is_told_at_once() -> None:
     with pytest.raises(InvalidInput, match="no script"):
         survey("nowhere.py")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_are_surveyed_together() -> None:
+    script = SCRIPTS / "ranks.py"
+    report = survey(str(script), questions={"syncs", "compile"}, ranks=2, num_steps=6, timeout_s=200)
+    assert planted(script) <= found(report)
+    assert {kind for kind, _ in found(report)} <= {"sync", "compile"}
+    assert report.troubles == ()
+    assert report.verdicts

@@ -28,7 +28,7 @@ class Step:
     wait_s: float
     """Part of `wall_s` in which the loop waited for its data loader."""
     num_items: int
-    """Samples: the sizes of the first dimension of what the model was given, in all its calls."""
+    """Samples: the sizes of the first dimension of what the model was given, or of the loader's batches."""
     num_elements: int
     """Elements of the largest tensor that the model was given, in all its calls."""
     peak_bytes: int | None = None

@@ -212,14 +212,14 @@ NAMES = {
     "whole": "the whole model",
     "blocks": "each block",
     "random": "the whole model with eager's random numbers",
-    "dynamic": "the whole model with dynamic=True",
     "own": "as the script does",
+    "own random": "as the script does, with eager's random numbers",
 }
 _HOW = {
     "whole": "`model.compile()` before the loop.",
     "blocks": "`for block in model.layers: block.compile()` before the loop.",
     "random": "`torch._inductor.config.fallback_random = True`, then `model.compile()`, before the loop.",
-    "dynamic": "`model.compile(dynamic=True)` before the loop.",
+    "own random": "`torch._inductor.config.fallback_random = True` before it is compiled.",
 }
 
 

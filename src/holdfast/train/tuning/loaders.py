@@ -33,6 +33,7 @@ class Loaders:
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.waited_s = 0.0
+        self.num_loaded = 0
         self.num_begun = 0
         """Iterations begun: epochs."""
         self._settings = settings
@@ -56,10 +57,11 @@ class Loaders:
         while self._undo:
             self._undo.pop()()
 
-    def waited(self) -> float:
-        """Seconds that the loop has waited since the last call."""
-        waited_s, self.waited_s = self.waited_s, 0.0
-        return waited_s
+    def waited(self) -> tuple[float, int]:
+        """Seconds that the loop has waited since the last call, and samples that it was given."""
+        told = self.waited_s, self.num_loaded
+        self.waited_s, self.num_loaded = 0.0, 0
+        return told
 
     def last(self) -> Loader | None:
         """The loader that gave the newest batch."""
@@ -141,6 +143,7 @@ class _Timed:
         finally:
             self._told.waited_s += time.perf_counter() - began_s
             self._told._last = self._loader
+            self._told.num_loaded += self._loader.batch_size or 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)

@@ -40,7 +40,8 @@ def tune(
 
     Looks for host syncs, graph breaks, recompiles and padding, and whether `torch.compile` pays. What `state`
     holds is put back bit for bit afterwards; what else the steps change is not known here. Whether the loader
-    keeps up, and which batch pays, is asked by `holdfast tune SCRIPT` and `holdfast.fit_batch`.
+    keeps up, and which batch pays, is asked by `holdfast tune SCRIPT` and `holdfast.fit_batch`. What this
+    process has compiled is compiled anew afterwards.
 
     Args:
         step: takes a batch through forward, backward and one optimizer step.

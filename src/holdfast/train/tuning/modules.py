@@ -127,6 +127,14 @@ def traceable(call: Call) -> Call:
     return call
 
 
+def compilations() -> object:
+    """What the compiler has done so far: another value after it has compiled something."""
+    from torch._dynamo.utils import get_compilation_metrics  # not above: an eager training does without it
+
+    done = get_compilation_metrics()  # torch keeps the newest few only, so their number does not tell
+    return len(done), id(done[-1]) if done else None
+
+
 @contextlib.contextmanager
 def calls_through(module: nn.Module, through: Callable[[Call], Call]) -> Iterator[None]:
     """Have every call of a module go through a function that is given the call as it was."""

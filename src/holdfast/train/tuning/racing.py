@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
+import torch.distributed as dist
 
 from holdfast.train.tuning import modules
 from holdfast.train.tuning.clock import Clock
@@ -14,9 +15,9 @@ from holdfast.train.tuning.facts import Race
 from holdfast.train.tuning.modules import Call, Outermost
 from holdfast.train.tuning.probe import Scene, Watcher
 
-VARIANTS = ("whole", "blocks", "random", "dynamic", "own")
-"""The model as one; its layers one by one; as one with eager's random numbers, which are quicker on a CPU; as
-one for all lengths; and what the script itself compiles."""
+VARIANTS = ("whole", "blocks", "random", "own", "own random")
+"""The model as one; its layers one by one; as one with eager's random numbers, which are quicker on a CPU; what
+the script itself compiles; and that with eager's random numbers."""
 _PATIENCE = 4  # times as many compiled steps as measured ones may compile something, before we go on without
 
 
@@ -30,6 +31,7 @@ class Racing(Watcher):
 
     def __init__(self, variant: str, num_pairs: int) -> None:
         self._variant = variant
+        self._is_own = variant.startswith("own")
         self._num_pairs = num_pairs
         self._times: dict[bool, list[float]] = {False: [], True: []}
         self._whole: list[float] = []
@@ -37,8 +39,6 @@ class Racing(Watcher):
         self._peaks: dict[bool, list[int]] = {False: [], True: []}
         self._is_compiled = False
         self._elements = 0
-        self._done = 0
-        self._failure = ""
         self._undo = contextlib.ExitStack()
 
     @property
@@ -50,10 +50,10 @@ class Racing(Watcher):
         """See `Watcher`."""
         self._clock = Clock(scene.device)
         if not self._clock.is_cuda:
-            torch._inductor.config.compile_threads = (
-                1  # so that all compiling is done by children that are counted
-            )
-        self._undo.enter_context(_settings(self._variant))
+            # so that all compiling is done by children whose time is counted
+            self._undo.enter_context(inductor.patch(compile_threads=1))
+        if self._variant.endswith("random"):
+            self._undo.enter_context(inductor.patch(fallback_random=True))
         if self._variant == "blocks":
             for one in scene.callable:
                 for block in modules.blocks(modules.inner(one.module)):
@@ -63,7 +63,7 @@ class Racing(Watcher):
 
     def called(self, one: Outermost, call: Call) -> Call:
         """See `Watcher`."""
-        chosen = call if self._variant in ("own", "blocks") else self._toggled(call)
+        chosen = call if self._is_own or self._variant == "blocks" else self._toggled(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
             self._elements += max((tensor.numel() for tensor in modules.tensors((args, kwargs))), default=0)
@@ -76,7 +76,7 @@ class Racing(Watcher):
         self._clock.settle()
         seconds, spent_s = self._clock.now_s() - self._began_s, self._clock.spent_s() - self._began_spent_s
         peak, used = self._clock.peak_bytes(), self._began_bytes
-        if self._is_compiled and _num_compiled() != self._num_compiled and self._may_wait():
+        if self._is_compiled and self._has_compiled() and self._may_wait():
             self._compiling.append(spent_s)
         elif number > 2:
             self._times[self._is_compiled].append(seconds / max(1, self._elements))
@@ -106,44 +106,34 @@ class Racing(Watcher):
             compiled_bytes=_middle_bytes(self._peaks[True]),
         )
 
+    def _has_compiled(self) -> bool:
+        """True if something was compiled in this step, on any rank: all go on for as many steps."""
+        has = modules.compilations() != self._compiled_before
+        if not (dist.is_available() and dist.is_initialized()):
+            return has
+        flag = torch.tensor([float(has)], device=self._clock.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
     def _may_wait(self) -> bool:
         return len(self._compiling) < _PATIENCE * self._num_pairs
 
     def _toggled(self, call: Call) -> Call:
-        compiled = torch.compile(
-            modules.traceable(call), dynamic=True if self._variant == "dynamic" else None
-        )
+        compiled = torch.compile(modules.traceable(call))
         return lambda *args, **kwargs: (compiled if self._is_compiled else call)(*args, **kwargs)
 
     def _set(self, *, is_compiled: bool) -> None:
         self._is_compiled = is_compiled
-        if self._variant == "own":
+        if self._is_own:
             torch.compiler.set_stance("default" if is_compiled else "force_eager")
 
     def _begin_step(self) -> None:
         self._elements = 0
-        self._num_compiled = _num_compiled()
+        self._compiled_before = modules.compilations()
         self._clock.reset_peak()
         self._began_bytes = self._clock.used_bytes()
         self._began_spent_s = self._clock.spent_s()
         self._began_s = self._clock.now_s()
-
-
-@contextlib.contextmanager
-def _settings(variant: str) -> Iterator[None]:
-    if variant == "random":
-        import torch._inductor.config as inductor
-
-        with inductor.patch(fallback_random=True):
-            yield
-    else:
-        yield
-
-
-def _num_compiled() -> int:
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return len(get_compilation_metrics())
 
 
 def _middle(values: Any) -> float:

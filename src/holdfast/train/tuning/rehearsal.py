@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from holdfast.train.tuning.facts import revive
 
 T = TypeVar("T")
 _TAIL_LINES = 15
+_LOOK_S = 0.2
 _LEAVE_S = 20.0  # what a script may take to clean up after it was told to end
 
 
@@ -45,7 +47,7 @@ class Plan:
         parts = [self.question, self.variant]
         parts += [f"workers-{self.num_workers}"] if self.num_workers is not None else []
         parts += [f"batch-{self.batch_size}"] if self.batch_size is not None else []
-        return "-".join(filter(None, parts))
+        return "-".join(filter(None, parts)).replace(" ", "-")
 
 
 class Failed(Exception):
@@ -92,23 +94,28 @@ class Rehearsals:
                 start_new_session=True,
             )
             try:
-                ended = self._wait(process)
+                ended = self._wait(process, own)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # workers of loaders and compilers that are left
                 process.wait()
         return self._seen(own, log, kind, ended=ended)
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> bool:
-        try:
-            process.wait(self._timeout_s)
-        except subprocess.TimeoutExpired:
+    def _wait(self, process: subprocess.Popen[bytes], own: Path) -> bool:
+        deadline_s = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline_s and read_told(own) is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_S)
+                return True
+        is_told = read_told(own) is not None
+        if not is_told:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LEAVE_S)
-            return False
-        return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(
+                _LEAVE_S
+            )  # what is told is told; a rank that waits for one that has left does not matter
+        return is_told
 
     def _launcher(self) -> list[str]:
         if self._ranks is None:

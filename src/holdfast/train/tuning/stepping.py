@@ -38,7 +38,6 @@ class Stepping(Watcher):
         self._widths: list[int] = []
         self._given: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
         self._items = self._elements = 0
-        self._num_compiled = 0
 
     @property
     def num_steps(self) -> int:
@@ -66,11 +65,11 @@ class Stepping(Watcher):
         """See `Watcher`."""
         self._clock.settle()
         wall_s, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._began_cpu_s
-        is_odd = self._loaders.num_begun != self._begun or _num_compiled() != self._num_compiled
+        is_odd = self._loaders.num_begun != self._begun or modules.compilations() != self._compiled
         if number > _WARM_UP:
-            waited_s = self._loaders.waited()
-            peak = self._clock.peak_bytes()
-            self._steps.append(Step(wall_s, cpu_s, waited_s, self._items, self._elements, peak, is_odd))
+            waited_s, num_loaded = self._loaders.waited()
+            peak, num_items = self._clock.peak_bytes(), self._items or num_loaded
+            self._steps.append(Step(wall_s, cpu_s, waited_s, num_items, self._elements, peak, is_odd))
         self._look_at_given()
         self._begin_step()
 
@@ -98,7 +97,7 @@ class Stepping(Watcher):
     def _begin_step(self) -> None:
         self._given.clear()
         self._items = self._elements = 0
-        self._begun, self._num_compiled = self._loaders.num_begun, _num_compiled()
+        self._begun, self._compiled = self._loaders.num_begun, modules.compilations()
         self._clock.reset_peak()
         self._loaders.waited()
         self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
@@ -122,9 +121,3 @@ class Stepping(Watcher):
             if len(self._rows) < _MAX_BATCHES and (found := useful_lengths(given, mask)) is not None:
                 self._rows.append(found[0])
                 self._widths.append(found[1])
-
-
-def _num_compiled() -> int:
-    from torch._dynamo.utils import get_compilation_metrics  # not above: an eager training does without it
-
-    return len(get_compilation_metrics())

@@ -151,7 +151,7 @@ class _Survey:
             self._race("whole", found)
         slow = bool(found) and not found[0].pays
         if slow and steps.has_random and steps.device == "cpu":
-            self._race("random", found)
+            self._race("random" if steps.compiled_at is None else "own random", found)
         if slow and steps.compiled_at is None and steps.num_blocks > 1:
             self._race("blocks", found)
         return found
@@ -178,7 +178,7 @@ class _Survey:
 
     def _batches(self, steps: Steps, now: Pace, memory_bytes: int | None) -> list[Trial]:
         loader = steps.loader
-        if loader is None or loader.index < 0 or loader.batch_size is None:
+        if loader is None or loader.index < 0 or loader.batch_size is None or not now.items_per_s:
             self._troubles.append(
                 "batch: no DataLoader with a batch_size feeds the steps; holdfast.fit_batch tries batches "
                 "of any kind"

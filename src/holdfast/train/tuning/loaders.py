@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
@@ -90,6 +91,7 @@ class Loaders:
         self._undo.append(lambda: setattr(kind, name, before) if own else delattr(kind, name))
 
     def _making(self, before: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(before)
         def making(loader: Any, *args: Any, **kwargs: Any) -> None:
             if not hasattr(loader, "_holdfast_index"):  # else a subclass calls the constructor above it
                 object.__setattr__(loader, "_holdfast_index", len(self._places))
@@ -117,6 +119,7 @@ class Loaders:
         return (dataset,), kwargs
 
     def _iterating(self, before: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Any]:
+        @functools.wraps(before)
         def iterating(loader: Any) -> Any:
             self.num_begun += 1
             began_s = time.perf_counter()
@@ -138,12 +141,11 @@ class _Timed:
 
     def __next__(self) -> Any:
         began_s = time.perf_counter()
-        try:
-            return next(self._iterator)
-        finally:
-            self._told.waited_s += time.perf_counter() - began_s
-            self._told._last = self._loader
-            self._told.num_loaded += self._loader.batch_size or 0
+        batch = next(self._iterator)
+        self._told.waited_s += time.perf_counter() - began_s
+        self._told._last = self._loader
+        self._told.num_loaded += self._loader.batch_size or 0
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)

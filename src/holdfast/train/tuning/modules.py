@@ -67,7 +67,8 @@ class Discovery:
         if self._depth > 1 or id(module) in self._found or not torch.is_grad_enabled():
             return
         if any(parameter.requires_grad for parameter in module.parameters()):
-            around = not isinstance(module, torch._dynamo.OptimizedModule) and places.is_running(_COMPILER)
+            is_compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
+            around = not is_compiled and places.is_running(_COMPILER)
             self._found[id(module)] = Outermost(module, places.here(), around)
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:

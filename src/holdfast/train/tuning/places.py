@@ -14,18 +14,19 @@ from typing import Any
 
 from holdfast.train.tuning.facts import Place
 
-_OWN = f"{Path(__file__).resolve().parent.parent.parent}/"
+_WATCHERS = f"{Path(__file__).resolve().parent}/"
+_HOLDFAST = f"{Path(__file__).resolve().parent.parent.parent}/"
 # Where it is by design that the host waits: optimizers' step counters, gradient scalers, loaders' batches.
 _BY_DESIGN = tuple(
     f"/torch/{part}" for part in ("optim/", "amp/", "utils/data/", "distributed/", "_dynamo/", "_inductor/")
 )
-_BY_DESIGN += ("/torchdata/", "/torch/utils/checkpoint.py")
+_BY_DESIGN += ("/torchdata/", "/torch/utils/checkpoint.py", _HOLDFAST)
 
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths |= {*site.getsitepackages(), site.getusersitepackages(), _OWN.rstrip("/")}
+    paths |= {*site.getsitepackages(), site.getusersitepackages(), _HOLDFAST.rstrip("/")}
     return tuple(sorted(f"{Path(path).resolve()}/" for path in paths))
 
 
@@ -39,10 +40,10 @@ def is_users(file: str) -> bool:
 
 
 def frames(start: FrameType | None = None) -> Iterator[FrameType]:
-    """The running frames, innermost first, without Holdfast's own."""
+    """The running frames, innermost first, without those that watch."""
     frame = start or sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OWN):
+        if not frame.f_code.co_filename.startswith(_WATCHERS):
             yield frame
         frame = frame.f_back
 
@@ -60,10 +61,10 @@ def here_and_inside() -> tuple[Place, Place | None] | None:
     inside: FrameType | None = None
     for frame in frames():
         file = frame.f_code.co_filename
-        if any(part in file for part in _BY_DESIGN):
-            return None
         if is_users(file):
             return _place(frame), None if inside is None else _place(inside)
+        if any(part in file for part in _BY_DESIGN):
+            return None
         if inside is None and "/torch/" not in file and not file.startswith("<"):
             inside = frame
     return None

@@ -16,8 +16,8 @@ from holdfast.train.tuning.modules import Call, Outermost
 from holdfast.train.tuning.probe import Scene, Watcher
 
 VARIANTS = ("whole", "blocks", "random", "own", "own random")
-"""The model as one; its layers one by one; as one with eager's random numbers, which are quicker on a CPU; what
-the script itself compiles; and that with eager's random numbers."""
+"""The model as one; its layers one by one; as one with eager's random numbers, which are quicker on a CPU;
+what the script itself compiles; and that with eager's random numbers."""
 _PATIENCE = 4  # times as many compiled steps as measured ones may compile something, before we go on without
 
 

@@ -30,6 +30,7 @@ LAYERS = """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 
 PUBLIC = [
+    "BatchFit",
     "Checkpoint",
     "Checkpointer",
     "Conflict",
@@ -48,6 +49,7 @@ PUBLIC = [
     "Save",
     "SaveWarning",
     "Unsupported",
+    "fit_batch",
     "leave",
     "open",
     "per_rank",

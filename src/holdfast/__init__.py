@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
+    from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.tuning.loop import tune
 
 _PLACES = {
+    "BatchFit": "train.batch",
     "Checkpoint": "restore.checkpoint",
     "Checkpointer": "checkpointer",
     "Conflict": "errors",
@@ -49,6 +51,7 @@ _PLACES = {
     "Save": "keeper.client",
     "SaveWarning": "errors",
     "Unsupported": "errors",
+    "fit_batch": "train.batch",
     "leave": "ending",
     "open": "restore.checkpoint",
     "per_rank": "state",
@@ -58,6 +61,7 @@ _PLACES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchFit",
     "Checkpoint",
     "Checkpointer",
     "Conflict",
@@ -76,6 +80,7 @@ __all__ = [
     "Save",
     "SaveWarning",
     "Unsupported",
+    "fit_batch",
     "leave",
     "open",
     "per_rank",

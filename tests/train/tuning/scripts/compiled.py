@@ -20,8 +20,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-model = torch.compile(Net())  # fault: compile
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+net = Net()
+model = torch.compile(net)  # fault: compile
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for _ in range(200):
     loss = model(torch.randn(64, 64)).square().mean()
     loss.backward()

@@ -10,6 +10,7 @@ import holdfast
 home, ended = sys.argv[1:]
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = None
 try:
     with holdfast.Checkpointer(home, {"model": model, "optimizer": optimizer}, every=1) as checkpointer:
         for _ in checkpointer.steps(1000):
@@ -19,4 +20,4 @@ try:
             torch.save(model.state_dict(), f"{home}/model.pt")
             torch.load(f"{home}/model.pt")
 finally:
-    Path(ended).write_text(f"restored {checkpointer.latest()}")
+    Path(ended).write_text(f"restored {checkpointer and checkpointer.latest()}")

@@ -1,0 +1,55 @@
+"""Batches of sequences of about the same length, in an order that is nearly random and can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from holdfast.errors import InvalidInput
+from holdfast.train.lengths.batches import Batches, fingerprint
+
+
+@final
+class BucketBatches(Batches[int]):
+    """Global batches of samples of about the same length; gives lists of the indices that this rank takes.
+
+    All samples are shuffled, sorted by length inside pools of some batches, cut into batches, and these are
+    shuffled again. Pad each batch to a multiple of 64 or so, and few shapes are left.
+
+    Args:
+        lengths: tokens of each sample.
+        batch_size: samples of all ranks in one optimizer step.
+        pool: batches whose samples are sorted together; 0 does not sort: plain shuffled batches.
+        **options: as for `Batches`: `seed`, `accumulate`, `drop_last`, `rank`, `world_size`.
+
+    Raises:
+        InvalidInput: an argument is out of range, or there are fewer samples than ranks.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, *, pool: int = 20, **options: Any) -> None:
+        super().__init__(batch_size, **options)
+        if len(lengths) < (batch_size if self.drop_last else self._num_shares) or pool < 0:
+            raise InvalidInput(
+                f"{len(lengths)} samples do not make one batch of {batch_size} for {self.world_size} ranks "
+                f"(accumulate={self.accumulate}, drop_last={self.drop_last}, pool={pool}).",
+                rank=self.rank,
+            )
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._pool = pool
+        self._mark = fingerprint(lengths)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"lengths": self._mark, "pool": self._pool}
+
+    def _arrange(self, generator: torch.Generator) -> list[int]:
+        order = torch.randperm(len(self._lengths), generator=generator)
+        if self._pool == 0:
+            return order.tolist()
+        pools = order.split(self._pool * self.batch_size)
+        order = torch.cat([pool[self._lengths[pool].argsort(stable=True)] for pool in pools])
+        num_full = len(order) // self.batch_size  # the short one stays the last
+        full = order[: num_full * self.batch_size].view(num_full, self.batch_size)
+        full = full[torch.randperm(num_full, generator=generator)]
+        return torch.cat([full.flatten(), order[full.numel() :]]).tolist()

@@ -1,0 +1,225 @@
+"""Orders of batches: each unit once, ranks alike, and any resume goes on with exactly the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import holdfast
+from holdfast.errors import InvalidInput
+from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
+from holdfast.train.lengths.batches import cut_epoch
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
+
+
+def make(kind: str, lengths: list[int], batch_size: int, **options: Any) -> Batches[Any]:
+    if kind == "buckets":
+        return BucketBatches(lengths, batch_size, pool=3, **options)
+    return PackedBatches(lengths, batch_size, row_length=40, pool=30, **options)
+
+
+def flat(batch: list[Any]) -> list[int]:
+    """Indices in a batch of either kind."""
+    return [index for unit in batch for index in (unit if isinstance(unit, list) else [unit])]
+
+
+def epochs(batches: Batches[Any], num: int) -> list[list[Any]]:
+    """All batches of so many epochs, from where it stands."""
+    return [batch for _ in range(num) for batch in batches]
+
+
+@st.composite
+def settings_of(draw: st.DrawFn) -> tuple[str, list[int], int, int, int]:
+    """Kind, lengths, batch size, ranks, parts, such that packed rows always suffice."""
+    world, parts = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)]))
+    batch_size = draw(st.integers(world * parts, 12))
+    kind = draw(st.sampled_from(["buckets", "packs"]))
+    lengths = draw(LENGTHS)
+    if kind == "packs":
+        lengths = [*lengths, *[40] * 12]
+    return kind, lengths, batch_size, world, parts
+
+
+@given(settings_of())
+def test_every_sample_comes_once_an_epoch_and_ranks_get_equally_many_batches(
+    drawn: tuple[str, list[int], int, int, int],
+) -> None:
+    kind, lengths, size, world, parts = drawn
+    ranks = [
+        epochs(make(kind, lengths, size, rank=rank, world_size=world, accumulate=parts), 1)
+        for rank in range(world)
+    ]
+    assert Counter(index for batches in ranks for batch in batches for index in flat(batch)) == Counter(
+        range(len(lengths))
+    )
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all(batch for batches in ranks for batch in batches)
+    assert len(ranks[0]) == len(make(kind, lengths, size, rank=0, world_size=world, accumulate=parts))
+
+
+@given(settings_of(), st.data())
+def test_a_resume_at_any_batch_gives_the_same_rest(
+    drawn: tuple[str, list[int], int, int, int], data: st.DataObject
+) -> None:
+    kind, lengths, size, world, parts = drawn
+    options = {"rank": world - 1, "world_size": world, "accumulate": parts}
+    whole = epochs(make(kind, lengths, size, **options), 3)
+    first = make(kind, lengths, size, **options)
+    endless = itertools.chain.from_iterable(first for _ in itertools.count())
+    num_before = parts * data.draw(st.integers(0, len(whole) // parts - 1))
+    assert [next(endless) for _ in range(num_before)] == whole[:num_before]
+    second = make(kind, lengths, size, **options)
+    second.load_state_dict(first.state_dict())
+    rest = itertools.chain.from_iterable(second for _ in itertools.count())
+    assert list(itertools.islice(rest, len(whole) - num_before)) == whole[num_before:]
+
+
+@given(st.lists(st.integers(1, 40), min_size=40, max_size=90), st.sampled_from([1, 2, 4]), st.data())
+def test_global_batches_do_not_depend_on_how_many_ranks_divide_them(
+    lengths: list[int], world: int, data: st.DataObject
+) -> None:
+    """Killed on one rank, resumed on several: the steps see the same samples as if nothing had happened."""
+    whole = epochs(make("buckets", lengths, 8, rank=0, world_size=1), 2)
+    first = make("buckets", lengths, 8, rank=0, world_size=1)
+    endless = itertools.chain.from_iterable(first for _ in itertools.count())
+    num_before = data.draw(st.integers(0, len(whole) - 1))
+    assert [next(endless) for _ in range(num_before)] == whole[:num_before]
+    rests = []
+    for rank in range(world):
+        one = make("buckets", lengths, 8, rank=rank, world_size=world)
+        one.load_state_dict(first.state_dict())
+        rests.append([batch for _ in range(2 - one.epoch) for batch in one])
+    together = [sorted(itertools.chain(*shares)) for shares in zip(*rests, strict=True)]
+    assert together == [sorted(batch) for batch in whole[num_before:]]
+
+
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 8), st.booleans())
+def test_no_batch_is_too_large_and_few_are_small(n: int, size: int, least: int, drop_last: bool) -> None:
+    least = min(least, size, n)
+    cuts = cut_epoch(n, size, least=least, drop_last=drop_last)
+    lengths = [end - start for start, end in cuts]
+    assert [start for start, _ in cuts[1:]] == [end for _, end in cuts[:-1]]
+    if drop_last:
+        assert lengths == [size] * (n // size)
+        return
+    assert sum(lengths) == n
+    assert all(length == size for length in lengths[:-2])
+    assert all(length >= least for length in lengths)
+    if n >= size and size >= 2 * least:
+        assert all(size // 2 <= length <= size for length in lengths)
+
+
+def test_the_order_is_another_in_each_epoch_and_with_each_seed() -> None:
+    lengths = list(range(1, 65))
+    one = make("buckets", lengths, 8)
+    first, second = epochs(one, 1), epochs(one, 1)
+    assert first != second
+    assert one.epoch == 2
+    assert epochs(make("buckets", lengths, 8, seed=1), 1) != first
+    assert epochs(make("buckets", lengths, 8), 1) == first
+
+
+def test_buckets_hold_samples_of_like_length() -> None:
+    lengths = [1 + (7919 * number) % 500 for number in range(640)]
+    spread = lambda pool: sum(  # noqa: E731
+        max(lengths[index] for index in batch) - min(lengths[index] for index in batch)
+        for batch in BucketBatches(lengths, 16, pool=pool)
+    )
+    assert spread(20) < spread(0) / 8
+
+
+def test_packed_rows_are_fuller_than_half_and_none_overflows() -> None:
+    lengths = [1 + (31 * number) % 60 for number in range(300)]
+    rows = [row for batch in PackedBatches(lengths, 4, row_length=100) for row in batch]
+    filled = [sum(lengths[index] for index in row) for row in rows]
+    assert max(filled) <= 100
+    assert sum(filled) > 0.95 * 100 * len(rows)
+
+
+def test_a_resume_with_other_data_is_refused_and_says_what_differs() -> None:
+    state = make("buckets", [1, 2, 3, 4], 2).state_dict()
+    with pytest.raises(InvalidInput, match=r"batch_size 2 then, 4 now, lengths 4 of 10 tokens"):
+        make("buckets", [1, 2, 3, 5], 4).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(2, {"world_size": 4, "rank": 0}), (4, {"world_size": 2, "rank": 2}), (8, {}), (2, {"accumulate": 3})],
+)
+def test_what_cannot_be_divided_is_refused(size: int, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"cannot be divided|do not make one batch"):
+        make("buckets", [3] * 6, size, drop_last=True, **options)
+
+
+def test_more_ranks_than_are_left_in_the_epoch_begin_the_next() -> None:
+    """9 samples in batches of 4: one rank cuts 4, 3, 2; after 7 of them, four ranks cannot share 2."""
+    first = make("buckets", [5] * 9, 4, rank=0, world_size=1)
+    iterator = iter(first)
+    assert len(next(iterator)) + len(next(iterator)) == 7
+    second = make("buckets", [5] * 9, 4, rank=0, world_size=4)
+    second.load_state_dict(first.state_dict())
+    assert len(next(iter(second))) == 1
+    assert second.epoch == 1
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """Each index is its own sample."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_loader_takes_it_and_a_checkpoint_brings_it_back(tmp_path: Any) -> None:
+    lengths = [1 + (7 * number) % 30 for number in range(50)]
+
+    def batches_of(loader: DataLoader[int]) -> Any:
+        return itertools.chain.from_iterable(loader for _ in itertools.count())
+
+    whole = make("buckets", lengths, 8)
+    expected = [
+        batch.tolist()
+        for batch in itertools.islice(batches_of(DataLoader(Numbers(50), batch_sampler=whole)), 12)
+    ]
+    first = make("buckets", lengths, 8)
+    with holdfast.Checkpointer(tmp_path, {"batches": first}, every=9, signals=False, quiet=True) as ckpt:
+        given = batches_of(DataLoader(Numbers(50), batch_sampler=first))
+        assert [next(given).tolist() for _ in ckpt.steps(9)] == expected[:9]
+    second = make("buckets", lengths, 8)
+    with holdfast.Checkpointer(tmp_path, {"batches": second}, every=50, signals=False, quiet=True) as ckpt:
+        assert ckpt.restore() == 9
+        given = batches_of(DataLoader(Numbers(50), batch_sampler=second))
+        assert [next(given).tolist() for _ in range(3)] == expected[9:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_resumes_exactly_although_it_reads_ahead(num_workers: int) -> None:
+    lengths = [1 + (7 * number) % 30 for number in range(50)]
+
+    def loader() -> StatefulDataLoader[int]:
+        return StatefulDataLoader(
+            Numbers(50), batch_sampler=make("buckets", lengths, 8), num_workers=num_workers
+        )
+
+    expected = [batch.tolist() for batch in loader()]
+    first = loader()
+    iterator = iter(first)
+    assert [next(iterator).tolist() for _ in range(3)] == expected[:3]
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == expected[3:]

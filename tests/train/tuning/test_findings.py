@@ -133,7 +133,7 @@ def test_a_model_that_cannot_be_compiled_in_place_is_advised_otherwise() -> None
 
 
 def test_the_smallest_batch_that_is_as_fast_as_any_is_advised() -> None:
-    (one,) = sizes.find_batch(STEPS, trial(4, 100), [trial(8, 190), trial(16, 196), trial(32, 197)])
+    (one,) = sizes.find_batch(STEPS, trial(4, 100), [trial(8, 192), trial(16, 196), trial(32, 197)])
     assert "`batch_size=8`" in one.change
     assert "0.002" in one.change  # linear
     assert "0.00141" in one.change  # square root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ class GraphWatch(Watcher):
                 self._explained.add(id(plain))
                 self._explain(_eager(plain, call), args, kwargs)
                 return _eager(plain, call)(*args, **kwargs)
-            return traced(*args, **kwargs) if self._number > 1 else call(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler warns of what it does itself
+                return traced(*args, **kwargs) if self._number > 1 else call(*args, **kwargs)
 
         return calling
 
@@ -86,7 +89,9 @@ class GraphWatch(Watcher):
     def _explain(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         torch.compiler.set_stance("default")
         try:
-            told = torch._dynamo.explain(traceable(call))(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                told = torch._dynamo.explain(traceable(call))(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is what is to be told
             self._failure = _short(str(error))
             return

@@ -16,6 +16,7 @@ from holdfast.train.tuning.facts import Place
 
 _WATCHERS = f"{Path(__file__).resolve().parent}/"
 _HOLDFAST = f"{Path(__file__).resolve().parent.parent.parent}/"
+_TYPED = ("<stdin>", "<string>", "<ipython-input", "<python-input")  # by a person, and in no file
 # Where it is by design that the host waits: optimizers' step counters, gradient scalers, loaders' batches.
 _BY_DESIGN = tuple(
     f"/torch/{part}" for part in ("optim/", "amp/", "utils/data/", "distributed/", "_dynamo/", "_inductor/")
@@ -34,7 +35,7 @@ def _libraries() -> tuple[str, ...]:
 def is_users(file: str) -> bool:
     """True for a file that the user can change: neither Python's, nor installed, nor Holdfast's."""
     if file.startswith("<"):
-        return False
+        return file.startswith(_TYPED)
     resolved = str(Path(file).resolve())
     return not resolved.startswith(_libraries()) and not file.startswith(_libraries())
 

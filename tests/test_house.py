@@ -56,6 +56,7 @@ PUBLIC = [
     "per_rank",
     "replicated",
     "shard",
+    "tune",
 ]
 GRAB_BAG = re.compile(r"(^|_)(utils?|helpers?|misc|common|managers?|base|core|tools?|stuff)$")
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

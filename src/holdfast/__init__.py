@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.description import describe
     from holdfast.train.sharding.shard import shard
+    from holdfast.train.tuning.loop import tune
 
 _PLACES = {
     "BatchFit": "train.batch",
@@ -59,6 +60,7 @@ _PLACES = {
     "per_rank": "state",
     "replicated": "state",
     "shard": "train.sharding.shard",
+    "tune": "train.tuning.loop",
 }
 
 __version__ = "0.1.0"
@@ -89,6 +91,7 @@ __all__ = [
     "per_rank",
     "replicated",
     "shard",
+    "tune",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,19 @@ NOTICES = "HOLDFAST_NOTICES"
 """Where preemption notices come from, see `holdfast.notice.sources`."""
 PROGRESS = "HOLDFAST_PROGRESS"
 """File to which rank 0 appends a line for each durable save and restore; unset where nobody asks."""
+REHEARSAL = "HOLDFAST_REHEARSAL"
+"""Folder that stands for every home and local folder while a training is only rehearsed; else unset."""
+
+
+def rehearsed(place: str) -> str:
+    """The place itself, or in a rehearsal one that stands for it, where there is nothing yet.
+
+    So a rehearsal neither reads the checkpoints of a real run nor claims an attempt of it.
+    """
+    folder = os.environ.get(REHEARSAL)
+    if not folder or place.startswith(folder):
+        return place
+    return str(Path(folder) / hashlib.sha256(place.encode()).hexdigest()[:16])
 
 
 def tell_progress(home: str, step: int) -> None:

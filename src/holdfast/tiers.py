@@ -19,6 +19,7 @@ from holdfast.restore.find import candidates, list_home
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
 from holdfast.store.nearest import Nearest
+from holdfast.surroundings import rehearsed
 
 Duration = str | float | datetime.timedelta
 
@@ -63,8 +64,8 @@ class Tiers:
         patience: Duration,
         hold: Duration | None,
     ) -> None:
-        self.home = _absolute(home)
-        self.local = None if local is None else _absolute(local)
+        self.home = rehearsed(_absolute(home))
+        self.local = None if local is None else rehearsed(_absolute(local))
         for place in (self.home, self.local or ""):
             if place.startswith("memory://"):
                 message = (

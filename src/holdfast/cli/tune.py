@@ -1,0 +1,168 @@
+"""`holdfast tune`: runs a few steps of a training script, and says what would make them quicker."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from holdfast.cli.options import Commands, add_json, command, count
+from holdfast.cli.tables import print_json, print_table
+from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
+
+if TYPE_CHECKING:
+    from holdfast.train.tuning.findings import Finding
+    from holdfast.train.tuning.survey import Report
+
+_EXAMPLES = """
+holdfast tune train.py --epochs 1
+holdfast tune --only compile,batch train.py
+holdfast tune --ranks 2 --json train.py | jq '.findings[] | [.kind, .place.line]'
+"""
+_QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Run a few steps of a training script in several ways, and say what would make them quicker."
+    parser = command(commands, "tune", run, job=job, examples=_EXAMPLES)
+    parser.add_argument(
+        "--only",
+        metavar="QUESTIONS",
+        help=f"some of {','.join(_QUESTIONS)} (default: all)",
+    )
+    parser.add_argument(
+        "--steps", type=count, default=10, metavar="N", help="steps to measure in each run (10)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="start this many processes, as torchrun does (default: one, plain)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="what a batch may need at most, such as 12GiB (default: what is free)",
+    )
+    parser.add_argument("--timeout", default="10m", metavar="TIME", help="limit of each run (10m)")
+    parser.add_argument(
+        "--debug", action="store_true", help="keep all logs, with torch's own of every compilation"
+    )
+    add_json(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="the Python file that trains")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Survey the script, and show the report."""
+    from holdfast.errors import InvalidInput
+    from holdfast.train.tuning.survey import survey  # not above: other commands need no torch
+
+    questions = tuple(filter(None, (args.only or ",".join(_QUESTIONS)).split(",")))
+    if unknown := set(questions) - set(_QUESTIONS):
+        raise InvalidInput(
+            f"--only {args.only}: there is no question {min(unknown)!r}; there are {_QUESTIONS}."
+        )
+    report = survey(
+        args.script,
+        args.args,
+        questions=questions,
+        ranks=args.ranks,
+        num_steps=args.steps,
+        memory_bytes=None if args.memory is None else read_bytes(args.memory, "--memory"),
+        timeout_s=read_seconds(args.timeout, "--timeout"),
+        debug=args.debug,
+        say=lambda what: print(f"holdfast: {what} ...", file=sys.stderr),
+    )
+    if args.json:
+        print_json(report.as_json())
+    else:
+        _print(report)
+    return 0
+
+
+def _print(report: Report) -> None:
+    from holdfast.train.tuning.places import say_place
+
+    now = report.pace
+    waiting = f", {now.wait_share:.0%} of it waiting for data" if report.steps.loader is not None else ""
+    print(f"{report.script} on {report.steps.device}: a step takes {say_seconds(now.step_s)}{waiting}.")
+    if report.findings:
+        print()
+        columns = ("#", "KIND", "WHERE", "COSTS", "AFTER THE CHANGE")
+        rows = [
+            (str(number), one.kind, say_place(one.place), one.costs, one.after)
+            for number, one in enumerate(report.findings, 1)
+        ]
+        print_table(columns, rows, right=("#",))
+        for number, one in enumerate(report.findings, 1):
+            _print_advice(number, one)
+    else:
+        print("Nothing was found that would make it quicker by more than the noise.")
+    _print_compile(report)
+    _print_batches(report)
+    _print_paddings(report)
+    for trouble in report.troubles:
+        print(f"\nnot answered: {trouble}")
+    if report.logs:
+        print(f"\nlogs of every run: {report.logs}")
+
+
+def _print_advice(number: int, one: Finding) -> None:
+    from holdfast.train.tuning.places import say_place
+
+    code = f"   {one.place.code}" if one.place is not None and one.place.code else ""
+    print(f"\n{number}. {say_place(one.place)}{code}")
+    print(f"   {one.seen}.")
+    print(f"   {one.change}")
+
+
+def _print_compile(report: Report) -> None:
+    from holdfast.train.tuning.findings import NAMES
+
+    if not report.verdicts:
+        return
+    rows = []
+    for one in report.verdicts:
+        if one.failure:
+            rows.append((NAMES[one.variant], "-", "-", "-", "-", one.failure))
+            continue
+        even = "never" if one.break_even_steps is None else f"{one.break_even_steps} steps"
+        memory = "-" if one.memory_ratio is None else f"{one.memory_ratio:.2f}x"
+        answer = "yes" if one.pays else "no, slower" if one.costs else "no, as fast"
+        cells = (f"{one.speed_up:.2f}x", f"{one.noise:.0%}", say_seconds(one.warm_up_s), even, memory, answer)
+        rows.append((NAMES[one.variant], *cells[:3], f"{even}", cells[4], answer))
+    print("\nDoes torch.compile pay?")
+    columns = ("COMPILED", "SPEED", "NOISE", "WARM-UP", "EARNED BACK", "MEMORY OF A STEP", "PAYS")
+    print_table(columns, [row if len(row) == 7 else (*row[:5], "-", row[5]) for row in rows])
+
+
+def _print_batches(report: Report) -> None:
+    if len(report.batches) < 2:
+        return
+    print("\nBatches:")
+    first = report.batches[0]
+    rows = [
+        (
+            str(one.value),
+            "-" if one.failure else f"{one.items_per_s / first.items_per_s:.2f}x",
+            "-" if one.failure or one.peak_bytes is None else say_bytes(one.peak_bytes),
+            one.failure or ("now" if one is first else ""),
+        )
+        for one in report.batches
+    ]
+    print_table(("BATCH", "SAMPLES/S", "MEMORY", ""), rows, right=("BATCH",))
+
+
+def _print_paddings(report: Report) -> None:
+    found = report.paddings
+    if found is None:
+        return
+    print("\nPaddings of these batches:")
+    rows = [("as it is", f"{found.useful:.0%}", str(found.num_shapes), "1.00x")]
+    rows += [
+        (one.name, f"{one.useful:.0%}", str(one.num_shapes), f"{one.positions / found.now:.2f}x")
+        for one in found.others
+    ]
+    print_table(("PADDING", "USEFUL", "SHAPES", "COST"), rows, right=("USEFUL", "SHAPES", "COST"))

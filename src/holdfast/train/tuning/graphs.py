@@ -1,0 +1,165 @@
+"""Where the compiler cuts the model's graph, and what makes it compile a function anew."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch._dynamo.utils import CompilationMetrics, clear_compilation_metrics, get_compilation_metrics
+
+from holdfast.train.tuning import places
+from holdfast.train.tuning.facts import Break, Graphs, Place, Recompile
+from holdfast.train.tuning.modules import Call, Outermost, traceable
+from holdfast.train.tuning.probe import Scene, Watcher
+
+_RESUMED = "torch_dynamo_resume_in_"
+_LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", re.S)
+
+
+class GraphWatch(Watcher):
+    """Explains the model on one batch, then has the compiler trace it over the next ones.
+
+    Nothing is generated. A script that compiles by itself is looked at as it compiles; one that does not is
+    compiled here.
+    """
+
+    def __init__(self, num_steps: int, *, compiles_itself: bool) -> None:
+        self._num_steps = num_steps
+        self._is_own = not compiles_itself
+        self._explained: set[int] = set()
+        self._breaks: dict[Place, Break] = {}
+        self._num_graphs = 0
+        self._failure = ""
+        self._impl: dict[int, Call] = {}
+        self._number = 1
+
+    @property
+    def num_steps(self) -> int:
+        """See `Watcher`."""
+        return self._num_steps
+
+    def begin(self, scene: Scene) -> None:
+        """See `Watcher`."""
+        torch._dynamo.reset()
+        clear_compilation_metrics()
+        torch.compiler.set_stance("force_eager")
+
+    def called(self, one: Outermost, call: Call) -> Call:
+        """See `Watcher`."""
+        plain = one.module
+        is_compiled = isinstance(plain, torch._dynamo.OptimizedModule)
+        traced = call if is_compiled or not self._is_own else torch.compile(traceable(call), backend="eager")
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return call(*args, **kwargs)
+            if id(plain) not in self._explained:
+                self._explained.add(id(plain))
+                self._explain(_eager(plain, call), args, kwargs)
+                return _eager(plain, call)(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler warns of what it does itself
+                return traced(*args, **kwargs) if self._number > 1 else call(*args, **kwargs)
+
+        return calling
+
+    def stepped(self, number: int) -> None:
+        """See `Watcher`."""
+        self._number = number + 1
+        if number == 1:
+            torch._dynamo.reset()
+            clear_compilation_metrics()
+            torch.compiler.set_stance("default", force_backend="eager")
+
+    def end(self) -> Graphs:
+        """See `Watcher`."""
+        torch.compiler.set_stance("default")
+        metrics = [one for one in get_compilation_metrics() if one.co_filename]
+        return Graphs(
+            self._num_graphs,
+            tuple(self._breaks.values()),
+            tuple(_recompiles(metrics)),
+            self._number - 1,
+            self._failure,
+        )
+
+    def _explain(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        torch.compiler.set_stance("default")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                told = torch._dynamo.explain(traceable(call))(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever the compiler raises is what is to be told
+            self._failure = _short(str(error))
+            return
+        finally:
+            torch.compiler.set_stance("force_eager")
+        self._num_graphs += told.graph_count
+        for reason in told.break_reasons:
+            place = places.innermost((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
+            if place is not None and reason.graph_break:
+                self._breaks.setdefault(place, Break(place, _short(reason.reason)))
+
+
+def _eager(module: torch.nn.Module, call: Call) -> Call:
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        return module._orig_mod._call_impl
+    return call if not hasattr(call, "_torchdynamo_orig_callable") else module._call_impl
+
+
+def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
+    """Functions that were compiled anew; those that graph breaks have left are functions too."""
+    by_function: dict[tuple[str, int], list[CompilationMetrics]] = {}
+    for one in metrics:
+        by_function.setdefault((one.co_filename or "", one.co_firstlineno or 0), []).append(one)
+    found = []
+    for (file, line), ones in by_function.items():
+        reasons = [reason for one in ones if (reason := one.recompile_reason)]
+        if not reasons:
+            continue
+        failed = any("limit" in (one.fail_reason or one.fail_type or "").lower() for one in ones)
+        limit = torch._dynamo.config.recompile_limit
+        shorts = tuple(dict.fromkeys(_reason(reason) for reason in reasons))
+        found.append(
+            Recompile(
+                place=_place_of(reasons, file, line),
+                function=(ones[0].co_name or "").replace(_RESUMED, ""),
+                num_times=len(reasons),
+                reasons=shorts[:8],
+                hit_limit=failed or len(reasons) >= limit - 1,
+                is_shape=all(_is_shape(reason) for reason in reasons),
+            )
+        )
+    return found
+
+
+def _place_of(reasons: list[str], file: str, line: int) -> Place:
+    """The line that a guard's reason names, if it is the user's; else where the function begins."""
+    files = {file, *(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))}
+    for reason in reversed(reasons):
+        for end, number in re.findall(r"#.*?([^\s#]+\.py):(\d+) in", reason):
+            for whole in (file, *files):  # torch cuts long paths at their beginning
+                if whole.endswith(end) and places.is_users(whole):
+                    return places.at(whole, int(number))
+    return places.at(file, line)
+
+
+def _is_shape(reason: str) -> bool:
+    return any(word in reason for word in ("size", "stride", "shape", "rank mismatch"))
+
+
+def _reason(text: str) -> str:
+    """The first guard that failed, without its number."""
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return re.sub(r"^\s*-?\s*(\d+/\d+:)?\s*", "", line.partition("#")[0]).strip()
+
+
+def _short(text: str) -> str:
+    """What the compiler says in one line: its explanation, if it gives one."""
+    if found := re.search(r"Explanation:\s*(.+)", text):
+        return found[1].strip().rstrip(".")
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return _LINK.sub("", line).strip() or line

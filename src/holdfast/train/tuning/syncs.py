@@ -1,0 +1,217 @@
+"""Host syncs: each line of a step that makes the host wait until the device has computed a value.
+
+Source: torch's function modes, which see every such call of Python, also where an operator never runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from holdfast.train.tuning import places
+from holdfast.train.tuning.facts import Place, Sync, Syncs
+from holdfast.train.tuning.modules import Call, Outermost, tensors
+from holdfast.train.tuning.probe import Scene, Watcher
+
+_CALLS: dict[Any, str] = {
+    Tensor.item: ".item()",
+    Tensor.tolist: ".tolist()",
+    Tensor.numpy: ".numpy()",
+    Tensor.__array__: ".numpy()",
+    Tensor.__bool__: "bool()",
+    Tensor.__float__: "float()",
+    Tensor.__int__: "int()",
+    Tensor.__index__: "int()",
+    Tensor.__complex__: "complex()",
+    Tensor.__repr__: "print()",
+    Tensor.__format__: "print()",
+    Tensor.__contains__: "in",
+    Tensor.cpu: ".cpu()",
+    Tensor.nonzero: ".nonzero()",
+    torch.nonzero: ".nonzero()",
+    torch.argwhere: ".argwhere()",
+    Tensor.argwhere: ".argwhere()",
+    Tensor.masked_select: ".masked_select()",
+    torch.masked_select: ".masked_select()",
+    Tensor.unique: ".unique()",
+    torch.unique: ".unique()",
+    Tensor.unique_consecutive: ".unique_consecutive()",
+    torch.unique_consecutive: ".unique_consecutive()",
+    Tensor.equal: ".equal()",
+    torch.equal: ".equal()",
+    Tensor.allclose: ".allclose()",
+    torch.allclose: ".allclose()",
+    Tensor.bincount: ".bincount()",
+    torch.bincount: ".bincount()",
+}
+_LOADING = ("/torch/utils/data/", "/torchdata/")
+
+
+@dataclasses.dataclass(slots=True)
+class _Hits:
+    """What was seen at one line."""
+
+    inside: Place | None
+    in_forward: bool
+    steps: set[int] = dataclasses.field(default_factory=set)
+    num_times: int = 0
+    seconds: float = 0.0
+
+
+class SyncWatch(Watcher):
+    """Looks at eager steps and notes every call that needs a value of the device.
+
+    On a CPU all values are at hand; so there a call counts only if it would have to wait on a device: if it
+    is about something that the model has or makes, and not about a batch as it came from a loader.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._hits: dict[tuple[str, Place], _Hits] = {}
+        self._number = 1
+        self._depth = 0
+        self._mode = _Mode(self._seen)
+        self._on_device: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @property
+    def num_steps(self) -> int:
+        """See `Watcher`."""
+        return self._num_steps
+
+    def begin(self, scene: Scene) -> None:
+        """See `Watcher`."""
+        self._device = scene.device
+        for one in scene.modules:
+            for tensor in (*one.module.parameters(), *one.module.buffers()):
+                self._on_device[tensor] = True
+        torch.compiler.set_stance("force_eager")  # a function mode would make compiled code compile anew
+        self._mode.__enter__()
+
+    def called(self, one: Outermost, call: Call) -> Call:
+        """See `Watcher`."""
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            for tensor in tensors((args, kwargs)):
+                self._on_device[tensor] = True
+            self._depth += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return calling
+
+    def stepped(self, number: int) -> None:
+        """See `Watcher`."""
+        self._number = number + 1
+
+    def end(self) -> Syncs:
+        """See `Watcher`."""
+        self._mode.__exit__(None, None, None)
+        torch.compiler.set_stance("default")
+        found = tuple(
+            Sync(
+                kind,
+                place,
+                hits.inside,
+                len(hits.steps),
+                hits.num_times,
+                hits.seconds,
+                in_forward=hits.in_forward,
+            )
+            for (kind, place), hits in self._hits.items()
+        )
+        return Syncs(self._device.type, self._number - 1, found)
+
+    def _seen(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = _kind(function, args, kwargs)
+        is_sync = kind is not None and self._waits(args)
+        if not is_sync or places.is_running(*_LOADING):
+            result = function(*args, **kwargs)
+            self._follow(args, kwargs, result)
+            return result
+        found = places.here_and_inside()
+        began_s = time.perf_counter()
+        result = function(*args, **kwargs)
+        seconds = time.perf_counter() - began_s
+        self._follow(args, kwargs, result)
+        if found is not None and kind is not None:
+            hits = self._hits.setdefault((kind, found[0]), _Hits(found[1], self._depth > 0))
+            hits.steps.add(self._number)
+            hits.num_times += 1
+            hits.seconds += seconds
+        return result
+
+    def _waits(self, args: tuple[Any, ...]) -> bool:
+        """True if a value of the device is asked for, or of what would be on it."""
+        for tensor in tensors(args):
+            if tensor.device.type == "meta":
+                continue
+            if self._device.type != "cpu":
+                if tensor.device.type == self._device.type:
+                    return True
+            elif self._depth or tensor in self._on_device:
+                return True
+        return False
+
+    def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """What meets something of the device in an operation is there too, and so is what comes of it."""
+        if self._device.type != "cpu":
+            return
+        given = list(tensors((args, kwargs)))
+        if self._depth or any(tensor in self._on_device for tensor in given):
+            for tensor in (*given, *tensors(result)):
+                self._on_device[tensor] = True
+
+
+class _Mode(TorchFunctionMode):
+    """Has every function of torch go through `through`."""
+
+    def __init__(self, through: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._through = through
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._through(func, args, kwargs or {})
+
+
+def _kind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What a call is called in the report, if the host has to wait for it."""
+    if (kind := _CALLS.get(function)) is not None:
+        return kind
+    if function in (Tensor.__getitem__, Tensor.__setitem__):
+        return "x[mask]" if _is_masked(args[1]) and _needs_count(function, args) else None
+    if function is Tensor.to and args[0].device.type != "cpu":
+        wanted = [*args[1:], *kwargs.values()]
+        to_host = any(str(one) == "cpu" for one in wanted if isinstance(one, (str, torch.device)))
+        return ".to('cpu')" if to_host else None
+    if function in (torch.where,) and len(args) == 1 and not kwargs.keys() - {"condition"}:
+        return ".nonzero()"
+    is_repeat = function in (torch.repeat_interleave, Tensor.repeat_interleave)
+    if is_repeat and isinstance(args[1] if len(args) > 1 else None, Tensor) and "output_size" not in kwargs:
+        return ".repeat_interleave()"
+    return None
+
+
+def _is_masked(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) and one.dim() for one in parts
+    )
+
+
+def _needs_count(function: Any, args: tuple[Any, ...]) -> bool:
+    """False for `x[mask] = number`, which fills in place and needs not know how many there are."""
+    if function is not Tensor.__setitem__:
+        return True
+    value = args[2]
+    return isinstance(value, Tensor) and value.dim() > 0

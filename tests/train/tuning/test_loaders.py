@@ -1,0 +1,68 @@
+"""Data loaders that are watched: where they were made, what they give, and other settings for one of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from holdfast.train.tuning.loaders import Loaders, Settings
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.arange(12))
+
+
+@pytest.fixture
+def loaders() -> Iterator[Loaders]:
+    watched = Loaders(Settings(1, num_workers=0, batch_size=6))
+    watched.start()
+    yield watched
+    watched.stop()
+
+
+def test_the_last_loader_is_told_with_its_place(loaders: Loaders) -> None:
+    frame = inspect.currentframe()
+    assert frame is not None
+    made = frame.f_lineno + 1
+    loader = DataLoader(data(), batch_size=4)
+    assert [len(batch) for (batch,) in loader] == [4, 4, 4]
+    seen = loaders.last()
+    assert seen is not None
+    assert seen.place is not None
+    assert (seen.index, seen.batch_size, seen.place.line) == (0, 4, made)
+    waited_s, num_loaded = loaders.waited()
+    assert waited_s > 0
+    assert num_loaded == 12
+    assert loaders.waited() == (0.0, 0)
+
+
+def test_settings_change_the_one_loader_that_is_meant(loaders: Loaders) -> None:
+    first, second = DataLoader(data(), 4), DataLoader(data(), 4, True, num_workers=2, prefetch_factor=3)
+    assert (first.batch_size, second.batch_size, second.num_workers) == (4, 6, 0)
+    assert sorted(len(batch) for (batch,) in second) == [6, 6]
+
+
+def test_a_stream_is_known_as_one(loaders: Loaders) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    list(DataLoader(Stream(), batch_size=2))
+    seen = loaders.last()
+    assert seen is not None
+    assert seen.is_iterable
+    assert seen.making is not None
+    assert "def __iter__" in seen.making.code
+
+
+def test_everything_is_put_back() -> None:
+    before = DataLoader.__init__, DataLoader.__iter__
+    watched = Loaders()
+    watched.start()
+    assert DataLoader.__init__ is not before[0]
+    watched.stop()
+    assert (DataLoader.__init__, DataLoader.__iter__) == before

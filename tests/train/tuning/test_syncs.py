@@ -1,0 +1,111 @@
+"""The watch for host syncs: every kind is seen on its line, and what is none is left alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import holdfast
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def look_at(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]:
+    """Kinds and lines that are found in a step which ends with `after(model, batch, loss)`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        loss = model(batch).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        after(model, batch, loss)
+
+    state = {"model": model, "optimizer": optimizer}
+    report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=5, compile=False)
+    return {(one.seen.split(" in ")[0], one.place.line) for one in report.findings if one.place}
+
+
+def every_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
+    weight = model[0].weight.detach()
+    loss.item()  # .item()
+    float(loss)  # float()
+    int(loss)  # int()
+    bool(loss > 100)  # bool()
+    f"{loss:.3f}"  # print()
+    repr(loss)  # print()
+    weight.tolist()  # .tolist()
+    loss.detach().numpy()  # .numpy()
+    weight.cpu()  # .cpu()
+    (weight > 0).nonzero()  # .nonzero()
+    torch.where(weight > 0)  # .nonzero()
+    weight[weight > 0]  # x[mask]
+    weight.masked_select(weight > 0)  # .masked_select()
+    weight.unique()  # .unique()
+    torch.equal(weight, weight)  # .equal()
+    [None][torch.zeros((), dtype=torch.long) * loss.detach().long()]  # int()
+
+
+def no_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
+    weight = model[0].weight.detach().clone()
+    weight[weight > 0] = 0.0
+    weight[:2]
+    torch.where(weight > 0, weight, 0.0)
+    len(weight)
+    max(weight.shape[0], 2)
+    str(weight.dtype)
+    torch.arange(4).tolist()
+
+
+def test_every_kind_is_seen_on_its_line() -> None:
+    lines, first = inspect.getsourcelines(every_kind)
+    wanted = {
+        (found[1], first + number)
+        for number, line in enumerate(lines)
+        if (found := re.search(r"# (\S+)$", line)) is not None
+    }
+    assert len(wanted) == 16
+    assert look_at(every_kind) == wanted
+
+
+def test_what_needs_no_value_is_left_alone() -> None:
+    assert look_at(no_kind) == set()
+
+
+def test_what_happens_now_and_then_is_left_alone() -> None:
+    count = iter(range(1000))
+
+    def logs(model: nn.Module, batch: torch.Tensor, loss: torch.Tensor) -> None:
+        if next(count) % 10 == 0:
+            loss.item()
+
+    assert look_at(logs) == set()
+
+
+def test_what_a_loader_does_to_make_a_batch_is_left_alone() -> None:
+    seen = []
+
+    def collate(rows: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(sum(row.sum().item() for row in rows))
+        return torch.stack(rows)
+
+    def loads(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
+        list(DataLoader(model[0].weight.detach(), batch_size=4, collate_fn=collate))  # type: ignore[arg-type]
+
+    assert look_at(loads) == set()
+    assert seen

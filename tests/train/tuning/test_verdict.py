@@ -1,0 +1,83 @@
+"""Verdicts: what is said of measured steps, and what is not said because it is noise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.train.tuning.facts import Race, Step
+from holdfast.train.tuning.verdict import LEAST_GAIN, judge, pace
+
+
+def race(eager: list[float], compiled: list[float], *, warm_up_s: float = 10.0) -> Race:
+    return Race(
+        "whole", "cpu", tuple(eager), tuple(compiled), warm_up_s, eager[0] if eager else 0.0, None, None
+    )
+
+
+def step(wall_s: float, *, wait_s: float = 0.0, is_odd: bool = False) -> Step:
+    return Step(wall_s, wall_s / 2, wait_s, 8, 64, None, is_odd)
+
+
+def test_a_clear_gain_pays_and_says_after_how_many_steps() -> None:
+    verdict = judge(race([0.2] * 8, [0.1] * 8, warm_up_s=10.0))
+    assert verdict.pays
+    assert not verdict.costs
+    assert verdict.speed_up == pytest.approx(2.0)
+    assert verdict.break_even_steps == 100
+
+
+def test_a_clear_loss_never_pays() -> None:
+    verdict = judge(race([0.1] * 8, [0.13] * 8))
+    assert verdict.costs
+    assert verdict.break_even_steps is None
+
+
+def test_a_gain_below_three_percent_is_none() -> None:
+    verdict = judge(race([1.02] * 20, [1.0] * 20))
+    assert (verdict.pays, verdict.costs, verdict.break_even_steps) == (False, False, None)
+
+
+def test_a_gain_within_the_spread_is_none() -> None:
+    generator = random.Random(0)
+    eager = [1.05 * generator.uniform(0.7, 1.3) for _ in range(8)]
+    compiled = [generator.uniform(0.7, 1.3) for _ in range(8)]
+    assert not judge(race(eager, compiled)).pays
+
+
+def test_too_few_steps_give_no_verdict() -> None:
+    verdict = judge(race([0.1], []))
+    assert verdict.failure
+    assert not verdict.pays
+    assert not verdict.costs
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=2, max_size=20),
+    st.lists(st.floats(0.01, 10), min_size=2, max_size=20),
+)
+def test_no_verdict_is_both_ways_and_noise_has_a_floor(eager: list[float], compiled: list[float]) -> None:
+    verdict = judge(race(eager, compiled))
+    assert not (verdict.pays and verdict.costs)
+    assert verdict.noise >= LEAST_GAIN
+    assert (verdict.break_even_steps is not None) == verdict.pays
+
+
+def test_steps_that_begin_an_epoch_do_not_count() -> None:
+    steps = [step(0.1), step(0.1), step(5.0, is_odd=True), step(0.1)]
+    assert pace(steps, "cpu").items_per_s == pytest.approx(80)
+
+
+def test_they_count_where_most_steps_begin_one() -> None:
+    steps = [step(0.1), step(0.3, is_odd=True), step(0.3, is_odd=True)]
+    assert pace(steps, "cpu").step_s == pytest.approx(0.3)
+
+
+def test_work_is_processor_time_on_a_cpu_and_the_wall_elsewhere() -> None:
+    steps = [step(0.2, wait_s=0.05)] * 4
+    assert pace(steps, "cpu").work_s == pytest.approx(0.1)
+    assert pace(steps, "cuda").work_s == pytest.approx(0.2)
+    assert pace(steps, "cpu").wait_share == pytest.approx(0.25)

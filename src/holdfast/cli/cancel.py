@@ -16,7 +16,7 @@ holdfast cancel 3
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "End a job: it may save for up to 30 s, then it is ended by force."
+    job = "End a job: it may save for up to 30 s (on Slurm 60 s), then it is ended by force."
     parser = command(commands, "cancel", run, job=job, examples=_EXAMPLES)
     add_job(parser)
     add_json(parser)

@@ -194,9 +194,13 @@ class Records:
         now_unix_s: float,
         step_before: int | None,
         answered: int | None = None,
+        started_unix_s: float | None = None,
     ) -> None:
-        """Write down where a job stands, what is due, and which request that answers, all or nothing."""
-        started = now_unix_s if life.attempt else None
+        """Write down where a job stands, what is due, and which request that answers, all or nothing.
+
+        Its first attempt has begun now, or at `started_unix_s`, if that is not written down yet.
+        """
+        started = (started_unix_s or now_unix_s) if life.attempt else None
         ended = now_unix_s if life.status.is_final else None
         with self._told(), self._transaction():
             self._db.execute(

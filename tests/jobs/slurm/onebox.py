@@ -53,11 +53,13 @@ KillWait={kill_wait}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=2 RealMemory=4000 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=2 RealMemory=4000 State=UNKNOWN
-PartitionName=spot Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
-PartitionName=prio Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+{nodes}PartitionName=spot Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=prio Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+_NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 "
+    "State=UNKNOWN\n"
+)
 
 
 def missing() -> str:
@@ -74,55 +76,56 @@ class OneBox:
 
     Args:
         room: its folder; short, and open to the user `munge`.
+        nodes: their names.
     """
 
-    def __init__(self, room: Path) -> None:
+    def __init__(self, room: Path, nodes: tuple[str, ...] = ("n1", "n2")) -> None:
         self.room = room
         self.conf = room / "slurm.conf"
-        self._names = ["slurmd.n1", "slurmd.n2", "slurmctld", "munge/munged"]
+        self._nodes = nodes
+        self._daemons = [*(f"slurmd.{node}" for node in nodes), "slurmctld", "munge/munged"]
 
     def start(self) -> None:
         """Bring it up; both nodes are idle then."""
-        for name in ("ctld", "d.n1", "d.n2", "log", "munge"):
+        for name in ("ctld", "log", "munge", *(f"d.{node}" for node in self._nodes)):
             (self.room / name).mkdir(mode=0o755)
         key = self.room / "munge" / "key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         subprocess.run(["chown", "-R", "munge", str(self.room / "munge")], check=True)
-        ports = _free_ports(3)
-        text = _CONF.format(
-            host=socket.gethostname().partition(".")[0],
-            room=self.room,
-            grace=GRACE_S,
-            kill_wait=KILL_WAIT_S,
-            **{f"port{number}": port for number, port in enumerate(ports)},
-        )
-        self.conf.write_text(text)
+        host = own_name()
+        port, *ports = _free_ports(1 + len(self._nodes))
+        facts = {"host": host, "room": self.room, "grace": GRACE_S, "kill_wait": KILL_WAIT_S}
+        nodes = [
+            _NODE.format(name=name, host=host, port=port)
+            for name, port in zip(self._nodes, ports, strict=True)
+        ]
+        self.conf.write_text(_CONF.format(port0=port, nodes="".join(nodes), **facts))
         at = str(self.room / "munge")
         options = [f"--key-file={at}/key", f"--socket={at}/sock", f"--pid-file={at}/munged.pid"]
         options += [f"--seed-file={at}/seed", f"--log-file={at}/log"]
         self._run(["runuser", "-u", "munge", "--", "munged", "--force", *options])
         self._wait_for(lambda: (self.room / "munge" / "sock").exists(), "munged")
-        for words in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+        for words in (["slurmctld"], *(["slurmd", "-N", node] for node in self._nodes)):
             self._run(words)
-        self._wait_for(self.is_idle, "two idle nodes")
+        self._wait_for(self.is_idle, "idle nodes")
 
     def stop(self) -> None:
         """Cancel all jobs, and end its daemons."""
         with contextlib.suppress(subprocess.CalledProcessError):
             self._run(["scancel", "--user=root", "--signal=KILL", "--full"])
             self._run(["scancel", "--user=root"])
-        for name in self._names:
+        for name in self._daemons:
             path = self.room / f"{name}.pid"
             if path.exists():
                 with contextlib.suppress(ProcessLookupError, ValueError):
                     os.kill(int(path.read_text()), signal.SIGTERM)
 
     def is_idle(self) -> bool:
-        """True if both nodes are there and have nothing to do."""
+        """True if all nodes are there and have nothing to do."""
         words = ["sinfo", "--noheader", "--partition=spot", "--states=idle", "--format=%D"]
         done = subprocess.run(words, capture_output=True, text=True, check=False, env=self._environment())
-        return done.stdout.strip() == "2"
+        return done.stdout.strip() == str(len(self._nodes))
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "SLURM_CONF": str(self.conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
@@ -147,13 +150,18 @@ def _free_ports(number: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
+def own_name() -> str:
+    """The name of this machine, as Slurm has it."""
+    return socket.gethostname().partition(".")[0]
+
+
 @contextlib.contextmanager
-def one_box() -> Iterator[OneBox]:
-    """A cluster in a folder of its own."""
+def one_box(*nodes: str) -> Iterator[OneBox]:
+    """A cluster in a folder of its own; of two nodes, if no names are given."""
     # Not below pytest's folder: a Unix socket's path is short, and `munge` may not look in there.
     room = Path(tempfile.mkdtemp(prefix="hf-slurm-", dir="/tmp"))
     room.chmod(0o755)
-    cluster = OneBox(room)
+    cluster = OneBox(room, nodes or ("n1", "n2"))
     try:
         cluster.start()
         yield cluster

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Command
+from cli.conftest import Command, holdfast
 from holdfast.errors import Conflict
 from holdfast.jobs.local import processes
 from holdfast.jobs.status import Status
 from jobs.slurm.desk import SlurmDesk, command
 from jobs.test_training import TOTAL, steps, uninterrupted
 
-__all__ = ["uninterrupted"]
+__all__ = ["holdfast", "uninterrupted"]
 TRAINING = Path(__file__).parent.parent / "training.py"
 pytestmark = pytest.mark.slow
 ONE = "resources: {cpus: 1}"
@@ -185,7 +185,7 @@ def test_what_is_cancelled_in_slurm_is_told_as_such(slurm: SlurmDesk) -> None:
     assert (ended.status, ended.reason) == (Status.CANCELLED, "cancelled in Slurm"), slurm.tell(job)
 
 
-def test_a_notice_is_no_excuse_for_what_dies_of_sigusr1(slurm: SlurmDesk) -> None:
+def test_what_has_no_handler_for_sigusr1_lives_on(slurm: SlurmDesk) -> None:
     """Slurm may signal every process of a job: those without a handler live on, and go when the job does."""
     job = slurm.submit(
         f"""

@@ -50,12 +50,12 @@ SCRIPT = """\
 #SBATCH --time=12:00:00
 #SBATCH --exclusive
 
-/opt/venv/bin/python -m holdfast.jobs.slurm controller /shared/jobs/3 &
-controller=$!
 # What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
 # has its foreground.
 trap 'kill -USR1 "$controller" 2>/dev/null' USR1
 trap 'kill -TERM "$controller" 2>/dev/null' TERM
+/opt/venv/bin/python -m holdfast.jobs.slurm controller /shared/jobs/3 &
+controller=$!
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?

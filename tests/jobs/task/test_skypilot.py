@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
+from holdfast.jobs.sky.document import handed_text
 from holdfast.jobs.task.handover import to_yaml
 from holdfast.jobs.task.reading import Overrides, parse_task
+from jobs.sky.installed import skypilot
 from jobs.task.guide import SNIPPETS
-
-VERSION = "0.14.1"
-ENVIRONMENT = Path(tempfile.gettempdir()) / f"holdfast-test-skypilot-{VERSION}-{os.getuid()}"
-"""Kept between runs: it is made of about 95 packages."""
 
 PARSE = """
 import json, sys
@@ -34,6 +30,8 @@ for name, path in json.load(sys.stdin).items():
             "num_nodes": task.num_nodes,
             "accelerators": sorted(str(one.accelerators) for one in task.resources),
             "run": task.run,
+            "free": [(one.job_recovery or {}).get("recover_on_exit_codes") for one in task.resources][:1],
+            "hooks": [hook["events"] for one in task.resources for hook in one.hooks or []][:1],
         }
 json.dump(told, sys.stdout)
 """
@@ -81,29 +79,6 @@ run: x
 }
 
 
-def sky_python() -> str:
-    """An interpreter that has SkyPilot; skips where it cannot be installed."""
-    python = ENVIRONMENT / "bin" / "python"
-    whole = ENVIRONMENT / "whole"
-    if whole.exists():
-        return str(python)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], check=True)
-    words = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        f"skypilot=={VERSION}",
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"SkyPilot could not be installed: {done.stderr.strip().splitlines()[-1:]}")
-    whole.touch()
-    return str(python)
-
-
 def parse(files: dict[str, str], folder: Path) -> dict[str, object]:
     """What SkyPilot's parser makes of each file."""
     paths = {}
@@ -115,7 +90,7 @@ def parse(files: dict[str, str], folder: Path) -> dict[str, object]:
     home.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     done = subprocess.run(
-        [sky_python(), "-c", PARSE],
+        [str(skypilot() / "python"), "-c", PARSE],
         input=json.dumps(paths),
         capture_output=True,
         text=True,
@@ -145,6 +120,27 @@ def test_skypilot_takes_what_we_hand_over(tmp_path: Path) -> None:
     folded = told["accelerators"]
     assert isinstance(folded, dict)
     assert folded["accelerators"] == ["{'A100': 1}", "{'A100-80GB': 1}", "{'H100': 1}"]
+
+
+@pytest.mark.slow
+def test_skypilot_takes_what_the_engine_hands_over(tmp_path: Path) -> None:
+    """With what is added: our id, status 75, a hook, and caches that upload one after the other."""
+    envs = Overrides(envs={"WANDB_API_KEY": "key"})
+    tasks = {name: parse_task(text, f"{name}.yaml", envs) for name, text in {**SNIPPETS, **MORE}.items()}
+    (tmp_path / "transformers").mkdir()
+    texts = {name: handed_text(task, "sky-managed-x_1-0", "1") for name, task in tasks.items()}
+    told = parse({name: _with_folder(text, tmp_path) for name, text in texts.items()}, tmp_path)
+    for name, task in tasks.items():
+        found = told[name]
+        assert isinstance(found, dict), f"{name}: {found}\n{texts[name]}"
+        assert str(found["run"]).endswith(task.run)
+        assert found["free"] == [[*sorted(task.recovery.free_codes), 75]]
+        assert found["hooks"] == [["preemption"]]
+
+
+def _with_folder(text: str, folder: Path) -> str:
+    """The guide's workdir is in somebody's home."""
+    return text.replace(str(Path("~/transformers").expanduser()), str(folder))
 
 
 @pytest.mark.slow

@@ -130,7 +130,8 @@ class SkyEngine(engine.Engine):
         with self._records() as records:
             if record.outer_id is None:
                 records.name_outside(record.id, one.id)
-            records.save(record.id, life, Due(), now_unix_s=now_s, step_before=None)
+            began_s = one.started_unix_s
+            records.save(record.id, life, Due(), now_unix_s=now_s, step_before=None, started_unix_s=began_s)
         return dataclasses.replace(
             record,
             life=life,

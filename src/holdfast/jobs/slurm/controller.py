@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.due import Due
 from holdfast.jobs.local.folder import JobFolder
 from holdfast.jobs.local.planning import tail
@@ -57,7 +58,11 @@ _STUBBORN_S = 30.0
 """How long nodes may take to end what they were told to end, before Slurm does it."""
 _MAX_SILENT = 3
 _LAST_LINES = 10
+_AGAIN_S = 5.0
+_PATIENCE = 60
+"""How often Slurm is asked something that has to be answered."""
 FAILED = 1
+_T = TypeVar("_T")
 
 
 def look_after(folder: JobFolder) -> int:
@@ -306,13 +311,10 @@ class Controller:
         self._save()
         if any(one.is_lost for one in _outcomes(self.life, self._facts.num_nodes)):
             commands.sweep(self._facts.num_nodes, self._papers.job.path)
-        try:
-            commands.requeue(self._slurm_id)
-        except HoldfastError as error:
-            # Slurm may have done it already, or may have ended the job: then that is what counts.
-            found = commands.look([self._slurm_id]).get(self._slurm_id)
-            if found is not None and found.state == "RUNNING":
-                self._apply(Broke(f"{self.life.reason}; Slurm did not start the job again: {error}"))
+        # Whoever has ended the job in Slurm has the last word: a requeue would undo even a person's scancel.
+        # Where Slurm itself has put it back into the queue, it is not running any more either.
+        if _patiently(lambda: _is_running(self._slurm_id)):
+            _patiently(lambda: commands.requeue(self._slurm_id))
 
 
 class _Step:
@@ -384,6 +386,26 @@ class _Step:
         """Listen no more."""
         self._in.close()
         self._out.close()
+
+
+def _is_running(slurm_id: str) -> bool:
+    found = commands.look([slurm_id]).get(slurm_id)
+    return found is not None and found.state == "RUNNING"
+
+
+def _patiently(ask: Callable[[], _T]) -> _T:
+    """Ask Slurm something that has to be answered; its own controller may be down for a while.
+
+    Raises:
+        RetryLater: it did not answer for minutes.
+    """
+    for _ in range(_PATIENCE - 1):
+        try:
+            return ask()
+        except RetryLater as error:
+            sys.stderr.write(f"{time.strftime('%F %T')} asked again in {_AGAIN_S:.0f} s: {error}\n")
+            time.sleep(_AGAIN_S)
+    return ask()
 
 
 def _event(asked: Asked) -> Event:

@@ -193,7 +193,10 @@ class SlurmEngine(engine.Engine):
         if life.status.is_final:
             ended_s = story.ended_unix_s or time.time()
             with self._records() as records:
-                records.save(record.id, life, Due(), now_unix_s=ended_s, step_before=None)
+                began_s = story.started_unix_s
+                records.save(
+                    record.id, life, Due(), now_unix_s=ended_s, step_before=None, started_unix_s=began_s
+                )
         record = dataclasses.replace(
             record,
             started_unix_s=story.started_unix_s,

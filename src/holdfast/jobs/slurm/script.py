@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from holdfast.jobs.slurm.options import Options
 
 _BODY = """\
-{python} -m holdfast.jobs.slurm controller {folder} &
-controller=$!
 # What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
 # has its foreground.
 trap 'kill -USR1 "$controller" 2>/dev/null' USR1
 trap 'kill -TERM "$controller" 2>/dev/null' TERM
+{python} -m holdfast.jobs.slurm controller {folder} &
+controller=$!
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?

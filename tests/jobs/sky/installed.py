@@ -1,0 +1,33 @@
+"""SkyPilot in an environment of its own, installed from PyPI once and kept in the ignored folder `.bench`."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VERSION = "0.14.1"
+FOLDER = Path(__file__).parents[3] / ".bench" / f"skypilot-{VERSION}"
+"""Made of about 95 packages; `make clean` removes it."""
+
+
+def skypilot() -> Path:
+    """The `bin` folder of an environment that has SkyPilot, and uv; skips where it cannot be installed."""
+    FOLDER.parent.mkdir(exist_ok=True)
+    with FOLDER.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several workers want it at once
+        if not (FOLDER / "whole").exists():
+            _install()
+    return FOLDER / "bin"
+
+
+def _install() -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True)
+    words = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*words, f"skypilot=={VERSION}", "uv"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"SkyPilot could not be installed: {done.stderr.strip().splitlines()[-1:]}")
+    (FOLDER / "whole").touch()

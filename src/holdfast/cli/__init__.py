@@ -13,7 +13,7 @@ from holdfast.errors import Corrupt, HoldfastError
 
 COMMANDS = (
     *("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo"),
-    *("launch", "queue", "logs", "cancel", "preempt"),
+    *("launch", "queue", "logs", "cancel", "preempt", "forget"),
 )
 """Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_ranks_whose_tensors_clash_commit_nothing_and_every_rank_is_told(tmp_pat
 def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All parts are there, but rank 0's keeper is dead: the other one gives up when its time is over."""
+    """All parts are there, but rank 0's keeper is dead: the other one does not wait for its time to be over."""
     home = str(tmp_path / "home")
     monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.part:1")
     first = Keeper(make_terms(home, 0), released=lambda _: None)
@@ -204,12 +205,15 @@ def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
         submit(first, 0).wait_durable(60)
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     assert list((tmp_path / "home").glob("step-*/rank-00000-*.json"))
-    second = Keeper(make_terms(home, 1), released=lambda _: None)
+    terms = dataclasses.replace(make_terms(home, 1, commit_timeout_s=900.0), linger_s=900.0)
+    second = Keeper(terms, released=lambda _: None)
     save = submit(second, 1)
-    second.close(timeout_s=30.0)
+    second.close(timeout_s=60.0)
     with pytest.raises(RetryLater, match="rank 0's commit did not come"):
         save.wait_durable(20)
     first.close(timeout_s=1.0)
+    store = open_store(home)
+    assert missing_ranks(store, terms, 5) == [], "the next attempt can commit it"
 
 
 def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from holdfast.errors import Corrupt, HoldfastError
 
 COMMANDS = (
     *("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo"),
-    *("trust", "launch", "queue", "logs", "cancel", "preempt", "tune"),
+    *("launch", "queue", "logs", "cancel", "preempt", "forget", "trust", "tune"),
 )
 """Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`.
 

@@ -18,6 +18,7 @@ from holdfast.jobs.status import Status
 
 _BUSY_S = 30.0
 _VERSION = 2
+_HIDDEN = 2  # as is_whole: the folder is being removed
 _TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -166,6 +167,22 @@ class Records:
         """Write down what the engine calls the job."""
         with self._told():
             self._db.execute("UPDATE jobs SET outer_id = ? WHERE id = ?", (outer_id, number))
+
+    def hide(self, number: int) -> None:
+        """From now on the job is not there; its folder may still be."""
+        with self._told():
+            self._db.execute("UPDATE jobs SET is_whole = ? WHERE id = ?", (_HIDDEN, number))
+
+    def hidden(self) -> list[int]:
+        """Numbers of jobs that were hidden and not yet forgotten."""
+        with self._told():
+            return [row[0] for row in self._db.execute("SELECT id FROM jobs WHERE is_whole = ?", (_HIDDEN,))]
+
+    def forget(self, number: int) -> None:
+        """Nothing is left of the job; its number is given to no other."""
+        with self._told(), self._transaction():
+            self._db.execute("DELETE FROM requests WHERE job = ?", (number,))
+            self._db.execute("DELETE FROM jobs WHERE id = ?", (number,))
 
     def get(self, number: int) -> Record:
         """One job.

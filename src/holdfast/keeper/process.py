@@ -407,8 +407,7 @@ class Work:
         waited_s = time.monotonic() - job.received_s
         limit_s = self.terms.linger_s if self.desk.trainer_gone else self.terms.commit_timeout_s
         alone = self.desk.trainer_gone and self.terms.all_ranks_here and not self._others_busy()
-        # Look once more: a part may have come between the listing and the look at the other keepers.
-        is_hopeless = alone and bool(missing_ranks(self.store, self.terms, job.step))
+        is_hopeless = alone and self._can_never_be(job)
         if waited_s > limit_s or is_hopeless:
             lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
             raise RetryLater(
@@ -417,6 +416,20 @@ class Work:
                 "messages.",
                 step=job.step,
             )
+
+    def _can_never_be(self, job: Job) -> bool:
+        """True if no keeper of this attempt will complete a save; all trainers are gone.
+
+        With all parts there and rank 0's keeper killed, the next attempt commits, which waits for us.
+        """
+        is_anybody_to_commit = self.terms.rank == 0 or any(
+            trace.attempt == self.terms.attempt and trace.rank == 0 and not trace.is_done
+            for _, trace in living(self.terms.home)
+        )
+        # Look once more: parts or commit may have come between the listing and the look at the other keepers.
+        if missing_ranks(self.store, self.terms, job.step):
+            return not is_committed(self.store, self.terms, job.step)
+        return not is_anybody_to_commit and not is_committed(self.store, self.terms, job.step)
 
     def _others_busy(self) -> bool:
         return any(

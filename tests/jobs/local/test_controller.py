@@ -185,13 +185,29 @@ def test_a_killed_controller_is_replaced_and_the_job_adopted(desk: Desk) -> None
     job = desk.submit("echo begun; until [ -e go ]; do sleep 0.02; done; echo done")
     desk.wait_until_said(job, "begun")
     desk.kill_controller(job)
-    assert not locks.is_held(desk.files(job).lock)
     assert [one.status for one in desk.engine.jobs()] == [Status.RUNNING]
     desk.wait_for(job, lambda: locks.is_held(desk.files(job).lock), "a new controller")
     (desk.files(job).workdir(0) / "go").touch()
     ended = desk.wait(job)
     assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 1)
     assert desk.log(job).count("begun") == 1
+
+
+def test_a_killed_controller_is_replaced_without_any_command(desk: Desk) -> None:
+    """By the warden, which lives as long as the attempt; on two nodes one of them is enough."""
+    job = desk.submit(
+        "echo begun; until [ -e go ]; do sleep 0.02; done; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75; echo done",
+        head="num_nodes: 2",
+    )
+    desk.wait_until_said(job, "begun", node=1)
+    for _ in range(2):
+        processes.end(desk.roles(job, "controller"))
+        desk.wait_for(job, lambda: len(desk.roles(job, "controller")) == 1, "another controller")
+    for rank in range(2):
+        (desk.files(job).workdir(rank) / "go").touch()
+    desk.wait_for(job, lambda: desk.record(job).life.status.is_final, "the end")
+    life = desk.record(job).life
+    assert (life.status, life.attempt) == (Status.SUCCEEDED, 2), desk.tell(job)
 
 
 def test_what_happens_while_nobody_looks_is_found_out(desk: Desk) -> None:

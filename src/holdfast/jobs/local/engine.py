@@ -18,6 +18,7 @@ from holdfast.jobs.following import Reader, Watch
 from holdfast.jobs.local.bell import ring
 from holdfast.jobs.local.effects import effects
 from holdfast.jobs.local.folder import job_folder
+from holdfast.jobs.local.forgetting import forget
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.mounts.placing import place
 from holdfast.jobs.local.mounts.refusal import check
@@ -149,6 +150,11 @@ class LocalEngine(engine.Engine):
                 "It was left as it is."
             )
         return self._ask(number, "preempt", lead_s)
+
+    def forget(self, number: int, *, force: bool = False) -> None:
+        """See Engine.forget."""
+        with self._records() as records:
+            forget(records, self._state, number, force=force)
 
     def _ask(self, number: int, kind: str, lead_s: float | None = None) -> Job:
         with self._records() as records:

@@ -21,6 +21,7 @@ from holdfast.jobs.local.spawning import look_after
 from holdfast.jobs.place import database
 from holdfast.jobs.records import Records
 from holdfast.writeback import Mount, Status, status_of
+from holdfast.writeback.status import STARTING
 
 UNSENT = "unsent.json"
 """In the folder of the attempt: the newest word."""
@@ -184,17 +185,17 @@ class _Cache:
         self._held: Mount | None = None
         self._trouble = ""
         self._again_s, self._pause_s = 0.0, _PAUSE_S
-        self.is_hopeless = False
+        self._is_hopeless = False
 
     def see_to(self, is_wanted: Callable[[], bool]) -> None:
         """See that an uploader works on what is not sent."""
-        status = self.status()
-        if status is None or (status.is_settled and status.uploader != "starting"):
-            return
-        if (status.works and self._held is not None) or time.monotonic() < self._again_s:
-            return
-        self.close()
         try:
+            status = self._status()
+            if status is None or _is_settled(status):
+                return
+            if (status.works and self._held is not None) or time.monotonic() < self._again_s:
+                return
+            self.close()
             self._held = hold_cache(self._supply, self._owner, self._attempt, is_wanted, fetch=False)
             self._trouble, self._pause_s = "", _PAUSE_S
         except RetryLater as error:
@@ -202,20 +203,22 @@ class _Cache:
             self._again_s = time.monotonic() + self._pause_s
             self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
         except HoldfastError as error:
-            self._trouble, self.is_hopeless = str(error), True
+            self._trouble, self._is_hopeless = str(error), True
 
-    def status(self) -> Status | None:
-        """How it stands; None if it was never mounted, so that nothing can be missing."""
-        with suppress(NotFound):
-            return status_of(self._supply.path)
-        return None
-
-    def told(self, status: Status) -> str:
-        """What is missing, in words."""
-        if status.is_drained:
-            return ""
+    def look(self) -> Unsent:
+        """How it stands."""
+        try:
+            status = self._status()
+        except RetryLater as error:
+            return Unsent(is_settled=False, is_hopeless=False, told=str(error))
+        except HoldfastError as error:
+            return Unsent(is_settled=False, is_hopeless=True, told=str(error))
+        if status is None or status.is_drained:
+            return Unsent(is_settled=True, is_hopeless=False, told="")
         trouble = self._trouble or status.trouble
-        return f"{status.say()}{f': {trouble}' if trouble else ''}"
+        told = f"{status.say()}{f': {trouble}' if trouble else ''}"
+        is_settled = _is_settled(status)
+        return Unsent(is_settled, self._is_hopeless and not is_settled, told)
 
     def close(self) -> None:
         """Let go."""
@@ -223,12 +226,21 @@ class _Cache:
             self._held.close()
             self._held = None
 
+    def _status(self) -> Status | None:
+        """What the directory shows; None if it was never mounted, so that nothing can be missing."""
+        with suppress(NotFound):
+            return status_of(self._supply.path)
+        return None
+
+
+def _is_settled(status: Status) -> bool:
+    return status.is_settled and status.uploader != STARTING
+
 
 def _sum(found: list[_Cache]) -> Unsent:
-    seen = [(cache, status) for cache in found if (status := cache.status()) is not None]
-    told = [text for cache, status in seen if (text := cache.told(status))]
+    seen = [cache.look() for cache in found]
     return Unsent(
-        is_settled=all(status.is_settled and status.uploader != "starting" for _, status in seen),
-        is_hopeless=any(cache.is_hopeless and not status.is_settled for cache, status in seen),
-        told="; ".join(told),
+        is_settled=all(one.is_settled for one in seen),
+        is_hopeless=any(one.is_hopeless for one in seen),
+        told="; ".join(one.told for one in seen if one.told),
     )

@@ -1,0 +1,108 @@
+"""`holdfast forget`: removes jobs that have ended, with their files and output."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from holdfast.cli.jobs import add_engine
+from holdfast.cli.options import Commands, add_json, command, count
+from holdfast.cli.tables import plural, print_json, print_table, say_age
+from holdfast.errors import Conflict, InvalidInput
+from holdfast.jobs.choice import choose_engine
+from holdfast.jobs.engine import Engine, Job
+from holdfast.quantity import read_seconds
+
+_EXAMPLES = """
+holdfast forget 3 4
+holdfast forget --ended-before 30d
+holdfast forget --all-ended --yes
+"""
+_KEPT = 1
+"""Exit status: some that were meant are still there."""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Remove jobs that have ended, with their files and output; what is in buckets stays."
+    parser = command(commands, "forget", run, job=job, examples=_EXAMPLES)
+    parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="numbers of jobs")
+    parser.add_argument(
+        "--ended-before", metavar="T", help="all that ended longer ago than this, such as 30d"
+    )
+    parser.add_argument("--all-ended", action="store_true", help="all that have ended")
+    parser.add_argument(
+        "--force", action="store_true", help="also if files are lost with that which are in no bucket yet"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say which would be removed")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    add_engine(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Forget them, after asking if a person sits there."""
+    if not args.ids and args.ended_before is None and not args.all_ended:
+        message = "Say which jobs: ID, --ended-before T or --all-ended. Nothing was removed."
+        raise InvalidInput(message)
+    engine = choose_engine(args.on)
+    jobs = _choose(engine, args)
+    if not args.json:
+        _print(jobs)
+    forgotten, kept = [], {}
+    if jobs and not args.dry_run and (args.yes or args.json or not sys.stdin.isatty() or _agrees()):
+        forgotten, kept = _forget(engine, jobs, force=args.force)
+    if args.json:
+        told = [{"id": number, "why": why} for number, why in kept.items()]
+        print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": told})
+    elif jobs:
+        print(f"forgot {plural(len(forgotten), 'job')}")
+    for why in kept.values():
+        print(f"holdfast: {why}", file=sys.stderr)
+    return _KEPT if kept else 0
+
+
+def _choose(engine: Engine, args: argparse.Namespace) -> list[Job]:
+    """The jobs that are meant, the oldest first.
+
+    Raises:
+        NotFound: there is none of a number that was given.
+    """
+    named = [engine.job(number) for number in dict.fromkeys(args.ids)]
+    if args.ended_before is None and not args.all_ended:
+        return named
+    before_s = time.time()
+    if args.ended_before is not None:
+        before_s -= read_seconds(args.ended_before, "--ended-before")
+    found = {job.id: job for job in named}
+    for job in engine.jobs():
+        if job.status.is_final and (job.ended_unix_s is None or job.ended_unix_s <= before_s):
+            found[job.id] = job
+    return sorted(found.values(), key=lambda job: job.id)
+
+
+def _forget(engine: Engine, jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, str]]:
+    forgotten: list[int] = []
+    kept: dict[int, str] = {}
+    for job in jobs:
+        try:
+            engine.forget(job.id, force=force)
+        except Conflict as error:
+            kept[job.id] = str(error)
+        else:
+            forgotten.append(job.id)
+    return forgotten, kept
+
+
+def _print(jobs: list[Job]) -> None:
+    if not jobs:
+        print("no jobs")
+        return
+    rows = [(str(job.id), job.name, job.status.value, say_age(job.ended_unix_s)) for job in jobs]
+    print_table(("ID", "NAME", "STATUS", "ENDED"), rows, right=("ID",))
+
+
+def _agrees() -> bool:
+    print("forget these? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

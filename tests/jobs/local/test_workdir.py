@@ -1,0 +1,130 @@
+"""Workdirs of jobs: copies without what is ignored, and clones of repositories."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.jobs.local.ignored import ignored
+from holdfast.jobs.local.workdir import copy_without_ignored
+from holdfast.jobs.status import Status
+from jobs.desk import Desk
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+def git(folder: Path, *words: str) -> str:
+    settings = ["-c", "user.name=me", "-c", "user.email=me@example.com", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *settings, *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def put(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two commits on main, a tag at the first, and a branch."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    put(folder, file="one")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "1")
+    git(folder, "tag", "v1")
+    put(folder, file="two")
+    git(folder, "commit", "--quiet", "-am", "2")
+    git(folder, "checkout", "--quiet", "-b", "topic/x")
+    put(folder, file="three")
+    git(folder, "commit", "--quiet", "-am", "3")
+    git(folder, "checkout", "--quiet", "main")
+    return folder
+
+
+# -- ignored ---------------------------------------------------------------------------------------------
+
+
+def test_what_git_ignores_is_not_copied(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    put(work, a="", data__big="", deep__x__log="", deep__kept="", tracked__log="", sub__inner="")
+    (work / ".gitignore").write_text("data/\nlog\n")
+    (work / "deep" / ".gitignore").write_text("x\n")
+    git(work, "init", "--quiet")
+    git(work, "add", "-f", "tracked/log")
+    (work / ".git" / "info" / "exclude").write_text("inner\n")
+    copy_without_ignored(work, tmp_path / "copy")
+    found = {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*")}
+    assert {"a", "deep/kept", "tracked/log", ".gitignore"} <= found, "what is tracked is copied all the same"
+    assert not {"data", "deep/x", "sub/inner"} & found
+    assert ignored(work / "deep") == {"x"}, "a workdir below the top of a repository"
+
+
+def test_a_skyignore_counts_alone(tmp_path: Path) -> None:
+    put(tmp_path, a__log="", b="", logs__x="", deep__logs__y="", c="")
+    (tmp_path / ".gitignore").write_text("c\n")
+    (tmp_path / ".skyignore").write_text("# comment\n\n/logs\n*/log\nb\n")
+    git(tmp_path, "init", "--quiet")
+    assert ignored(tmp_path) == {"logs", "a/log", "b"}
+
+
+def test_a_folder_in_no_repository_is_copied_whole(tmp_path: Path) -> None:
+    put(tmp_path, a="")
+    (tmp_path / ".gitignore").write_text("a\n")
+    assert ignored(tmp_path) == frozenset()
+
+
+def test_a_workdir_that_is_ignored_as_a_whole_is_copied_all_the_same(tmp_path: Path) -> None:
+    put(tmp_path, runs__a="")
+    (tmp_path / ".gitignore").write_text("runs\n")
+    git(tmp_path, "init", "--quiet")
+    assert ignored(tmp_path / "runs") == frozenset()
+
+
+# -- repositories ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ref", "text"), [(None, "two"), ("topic/x", "three"), ("v1", "one"), ("commit", "one")]
+)
+def test_a_repository_is_cloned_at_what_is_named(
+    desk: Desk, repository: Path, ref: str | None, text: str
+) -> None:
+    first = git(repository, "rev-parse", "v1")
+    ref = first[:10] if ref == "commit" else ref
+    at = f", ref: {ref}" if ref else ""
+    job = desk.submit(
+        "echo it is $(cat file)", head=f'workdir: {{url: "file://{repository}"{at}}}\nnum_nodes: 2'
+    )
+    assert desk.wait(job).status is Status.SUCCEEDED
+    for node in range(2):
+        assert f"it is {text}" in desk.log(job, node)
+    commit = git(desk.files(job).workdir(0), "rev-parse", "HEAD")
+    assert commit == git(repository, "rev-parse", ref or "main")
+    assert f"at commit {commit}" in desk.log(job)
+
+
+@pytest.mark.parametrize(
+    ("workdir", "error", "said"),
+    [
+        ('{{url: "file://{path}", ref: nowhere}}', NotFound, "no branch, tag or commit 'nowhere'"),
+        ('{{url: "file://{path}-not"}}', RetryLater, "could not be cloned"),
+        ('{{url: "--upload-pack=x"}}', InvalidInput, "expected a url"),
+    ],
+)
+def test_a_repository_that_is_not_there_starts_nothing(
+    desk: Desk, repository: Path, workdir: str, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        desk.submit("true", head=f"workdir: {workdir.format(path=repository)}")
+    assert desk.engine.jobs() == []
+    assert list(desk.state.glob("jobs/*")) == []

@@ -28,7 +28,8 @@ from holdfast.jobs.engine import Job  # noqa: E402
 from holdfast.jobs.environment import mark  # noqa: E402
 from holdfast.jobs.local import processes  # noqa: E402
 from holdfast.jobs.local.engine import LocalEngine  # noqa: E402
-from holdfast.jobs.local.folder import job_folder, state_dir  # noqa: E402
+from holdfast.jobs.local.folder import job_folder  # noqa: E402
+from holdfast.jobs.place import state_dir  # noqa: E402
 from holdfast.jobs.task.reading import Overrides, parse_task  # noqa: E402
 
 EVERY = 20  # steps from save to save

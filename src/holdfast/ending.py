@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 
-def leave(status: int = 0) -> None:
+def leave(status: int = 0) -> NoReturn:
     """End this process now with `status`, after flushing its output and leaving the process group.
 
     A finished gloo process can be aborted by its own threads at interpreter exit, and then reports a failure

@@ -101,6 +101,8 @@ class Preempted(SystemExit):
     As a SystemExit it ends the process with status `PREEMPTED_STATUS` unless caught.
     """
 
+    code: int  # pyright: ignore[reportIncompatibleVariableOverride] never anything else here
+
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(PREEMPTED_STATUS)
         self.step = step

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from holdfast.jobs.local.records import Records
 
 from cli.conftest import Command
-from holdfast.jobs.local.folder import database
+from holdfast.jobs.place import database
+from holdfast.jobs.records import Records
 from holdfast.jobs.status import Status
 from jobs.desk import Desk
 

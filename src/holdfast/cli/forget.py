@@ -10,8 +10,8 @@ from holdfast.cli.jobs import add_engine
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import plural, print_json, print_table, say_age
 from holdfast.errors import Conflict, InvalidInput
-from holdfast.jobs.choice import choose_engine
-from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.choice import all_jobs, choose_engine, find_engine
+from holdfast.jobs.engine import Job
 from holdfast.quantity import read_seconds
 
 _EXAMPLES = """
@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="only say which would be removed")
     parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
-    add_engine(parser)
+    add_engine(parser, default=None, meant="all")
     add_json(parser)
 
 
@@ -46,13 +46,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.ids and args.ended_before is None and not args.all_ended:
         message = "Say which jobs: ID, --ended-before T or --all-ended. Nothing was removed."
         raise InvalidInput(message)
-    engine = choose_engine(args.on)
-    jobs = _choose(engine, args)
+    jobs = _choose(args)
     if not args.json:
         _print(jobs)
     forgotten, kept = [], {}
     if jobs and not args.dry_run and (args.yes or args.json or not sys.stdin.isatty() or _agrees()):
-        forgotten, kept = _forget(engine, jobs, force=args.force)
+        forgotten, kept = _forget(jobs, force=args.force)
     if args.json:
         told = [{"id": number, "why": why} for number, why in kept.items()]
         print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": told})
@@ -63,31 +62,31 @@ def run(args: argparse.Namespace) -> int:
     return _KEPT if kept else 0
 
 
-def _choose(engine: Engine, args: argparse.Namespace) -> list[Job]:
+def _choose(args: argparse.Namespace) -> list[Job]:
     """The jobs that are meant, the oldest first.
 
     Raises:
         NotFound: there is none of a number that was given.
     """
-    named = [engine.job(number) for number in dict.fromkeys(args.ids)]
+    named = [find_engine(number).job(number) for number in dict.fromkeys(args.ids)]
     if args.ended_before is None and not args.all_ended:
         return named
     before_s = time.time()
     if args.ended_before is not None:
         before_s -= read_seconds(args.ended_before, "--ended-before")
     found = {job.id: job for job in named}
-    for job in engine.jobs():
+    for job in choose_engine(args.on).jobs() if args.on else all_jobs():
         if job.status.is_final and (job.ended_unix_s is None or job.ended_unix_s <= before_s):
             found[job.id] = job
     return sorted(found.values(), key=lambda job: job.id)
 
 
-def _forget(engine: Engine, jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, str]]:
+def _forget(jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, str]]:
     forgotten: list[int] = []
     kept: dict[int, str] = {}
     for job in jobs:
         try:
-            engine.forget(job.id, force=force)
+            choose_engine(job.engine).forget(job.id, force=force)
         except Conflict as error:
             kept[job.id] = str(error)
         else:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import Unsupported
 from holdfast.jobs.status import Status
 from holdfast.jobs.task.contents import Task
 
@@ -111,6 +110,7 @@ class Engine(ABC):
             Conflict: no process of it is there to be preempted.
         """
 
+    @abstractmethod
     def forget(self, number: int, *, force: bool = False) -> None:
         """Remove a job that has ended, with its files and output; what is in buckets stays.
 
@@ -121,9 +121,7 @@ class Engine(ABC):
         Raises:
             NotFound: no such job.
             Conflict: it has not ended; or it wrote files that are not in their bucket, without `force`.
-            Unsupported: what is kept of the jobs of this engine is not ours.
         """
-        raise Unsupported(f"Job {number} was left as it is: {self.name} keeps its own records of jobs.")
 
     @abstractmethod
     def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:

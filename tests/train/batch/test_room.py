@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from holdfast.train.batch.room import find_limit, free_host_bytes
 GiB = 2**30
 
 
-def make_root(path: Path, groups: str, files: dict[str, object]) -> Path:
+def make_root(path: Path, groups: str, files: Mapping[str, object]) -> Path:
     """A machine with 8 GiB available, in these control groups."""
     files = {
         "proc/meminfo": f"MemTotal: {16 * GiB // 1024} kB\nMemAvailable: {8 * GiB // 1024} kB\n",

@@ -42,7 +42,7 @@ def look_at(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]:
 
 
 def every_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
-    weight = model[0].weight.detach()
+    weight = next(model.parameters()).detach()
     loss.item()  # .item()
     float(loss)  # float()
     int(loss)  # int()
@@ -62,7 +62,7 @@ def every_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) ->
 
 
 def no_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
-    weight = model[0].weight.detach().clone()
+    weight = next(model.parameters()).detach().clone()
     weight[weight > 0] = 0.0
     weight[:2]
     torch.where(weight > 0, weight, 0.0)

@@ -14,7 +14,7 @@ from holdfast.jobs.local.folder import JobFolder, job_folder
 from holdfast.jobs.local.mounts import fuse
 from holdfast.jobs.local.mounts.drainer import look_at
 from holdfast.jobs.local.mounts.link import detach
-from holdfast.jobs.local.records import Record, Records
+from holdfast.jobs.records import Record, Records
 
 _LOCK_LIMIT_S = 10.0
 _POLL_S = 0.02

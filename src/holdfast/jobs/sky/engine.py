@@ -15,6 +15,7 @@ from holdfast.jobs.due import Due
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id
 from holdfast.jobs.local.folder import job_folder
+from holdfast.jobs.local.forgetting import forget
 from holdfast.jobs.local.plan import write_whole
 from holdfast.jobs.local.workdir import check_workdir
 from holdfast.jobs.machine import Life, Terms
@@ -166,6 +167,12 @@ class SkyEngine(engine.Engine):
         if outer_id is None:
             raise Conflict(f"SkyPilot has not told its number of job {number}. Try again when it has begun.")
         return outer_id
+
+    def forget(self, number: int, *, force: bool = False) -> None:
+        """See Engine.forget."""
+        self.job(number)  # what became of it is written down when it is looked at
+        with self._records() as records:
+            forget(records, self._state, number, force=force)
 
     # -- output ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id
 from holdfast.jobs.following import Reader, Watch
 from holdfast.jobs.local.folder import JobFolder, job_folder
+from holdfast.jobs.local.forgetting import forget
 from holdfast.jobs.local.mounts.link import attach, read_links
 from holdfast.jobs.local.mounts.placing import place
 from holdfast.jobs.local.mounts.refusal import check
@@ -251,6 +252,12 @@ class SlurmEngine(engine.Engine):
             )
         self._papers(number).ask(Asked("preempt", lead_s))
         return job
+
+    def forget(self, number: int, *, force: bool = False) -> None:
+        """See Engine.forget."""
+        self.job(number)  # what became of it is written down when it is looked at
+        with self._records() as records:
+            forget(records, self._state, number, force=force)
 
     # -- output ----------------------------------------------------------------------------------------------
 

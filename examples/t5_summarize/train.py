@@ -59,7 +59,8 @@ def prepare(args: argparse.Namespace) -> tuple[str, dict[str, Tokens]]:
     words = ""
     if rank() == 0 and args.model == "small":
         try:
-            words = holdfast.open(args.home / "run").values()["words"]  # a row of the embedding means just this word
+            # A row of the embedding means just this word.
+            words = holdfast.open(args.home / "run").values()["words"]
         except holdfast.NotFound:
             words = learn_words(text for pair in pairs["train"] for text in (pair.text, pair.summary))
     pairs, words = from_first((pairs, words))
@@ -226,7 +227,7 @@ def read_arguments() -> argparse.Namespace:
     """What the caller wants."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--home", type=Path, default=Path("runs/t5"), help="a folder for two runs: all, and the best")
+    parser.add_argument("--home", type=Path, default=Path("runs/t5"), help="a folder for two runs")
     parser.add_argument("--way", choices=list(WAYS), default="zero3", help="how the model is spread")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--recompute", action="store_true", help="checkpoint activations")

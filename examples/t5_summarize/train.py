@@ -43,7 +43,7 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
     words, data = prepare(args)
     try:
         train(args, words, data, device)
@@ -59,7 +59,8 @@ def prepare(args: argparse.Namespace) -> tuple[str, dict[str, Tokens]]:
     words = ""
     if rank() == 0 and args.model == "small":
         try:
-            words = holdfast.open(args.home).values()["words"]  # a row of the embedding means just this word
+            # A row of the embedding means just this word.
+            words = holdfast.open(args.home / "run").values()["words"]
         except holdfast.NotFound:
             words = learn_words(text for pair in pairs["train"] for text in (pair.text, pair.summary))
     pairs, words = from_first((pairs, words))
@@ -84,7 +85,7 @@ def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device:
     stream = itertools.chain.from_iterable(batches for _ in itertools.count())
     bar = tqdm(total=total, desc="train", disable=None if rank() == 0 else True)
     best = holdfast.Checkpointer(args.home / "best", {"model": model}, keep=1, signals=False, quiet=True)
-    with best, holdfast.Checkpointer(args.home, state, every=args.every, memory="256MiB") as ckpt:
+    with best, holdfast.Checkpointer(args.home / "run", state, every=args.every, memory="256MiB") as ckpt:
         for step in ckpt.steps(total):
             curve[step] = train_step(model, optimizer, data["train"].batch(next(stream), device))
             schedule.step()
@@ -226,7 +227,7 @@ def read_arguments() -> argparse.Namespace:
     """What the caller wants."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--home", type=Path, default=Path("runs/t5"), help="where checkpoints are")
+    parser.add_argument("--home", type=Path, default=Path("runs/t5"), help="a folder for two runs")
     parser.add_argument("--way", choices=list(WAYS), default="zero3", help="how the model is spread")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--recompute", action="store_true", help="checkpoint activations")

@@ -34,29 +34,24 @@ def real_peak(training: Training, size: int) -> int:
 def test_the_largest_batch_is_found_and_nothing_is_changed(
     reads: bool, warm: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Foretold (or by steps alone where a value is read), within 5 % of what trying all sizes finds."""
+    """Foretold, or by steps alone where a value is read: it fits, and 5 % more would not."""
     training = Training(reads=reads, warm=warm)
     before, parameters = training.fingerprint(), list(training.model.parameters())
     found = holdfast.fit_batch(training.step, training.sample, training.state, limit=PEAK_LIMIT)
     assert training.fingerprint() == before
     assert all(one is other for one, other in zip(parameters, training.model.parameters(), strict=True))
     assert training.sample["note"] == "kept"
-    low = int(found.largest * 0.9)
-    peaks = {size: real_peak(training, size) for size in range(low, int(found.largest * 1.1))}
-    truth = max(size for size, peak in peaks.items() if peak <= PEAK_LIMIT)
-    assert low < truth < max(peaks)
-    assert truth * 0.95 <= found.largest <= truth
     assert found.size <= found.largest
     assert ("DataDependentOutputException" in found.note) == reads
     told = capsys.readouterr().err
     assert "taken" in told
     assert "by the linear rule, for SGD (Goyal et al. 2017" in told
     assert training.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9 ** (2 * warm))
+    assert real_peak(training, found.largest) <= PEAK_LIMIT < real_peak(training, int(found.largest * 1.05))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("limit", [2_200_000, 3_000_000, 5_000_000])
+@pytest.mark.parametrize("limit", [900_000, 1_100_000, 1_500_000])
 def test_no_size_at_all_is_better(limit: int, reads: bool) -> None:
     """Every size from 2 on is tried."""
     training = Training(reads=reads)
@@ -90,10 +85,15 @@ def test_a_step_that_reads_a_value_cannot_be_foretold_and_says_why() -> None:
     assert all(type(one) is nn.Parameter for one in training.model.parameters())
 
 
+def saved(training: Training) -> dict[str, Any]:
+    """What of it a checkpoint holds."""
+    return {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+
+
 def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
     training, found = Training(), holdfast.BatchFit()
     options: dict[str, Any] = {"every": 5, "signals": False, "quiet": True}
-    with holdfast.Checkpointer(tmp_path, {**training.state, "batch": found}, **options) as ckpt:
+    with holdfast.Checkpointer(tmp_path, {**saved(training), "batch": found}, **options) as ckpt:
         assert ckpt.restore() is None
         holdfast.fit_batch(
             training.step, training.sample, training.state, limit="4MB", found=found, quiet=True
@@ -101,7 +101,7 @@ def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
         for _ in ckpt.steps(3):
             training.step(resize(training.sample, found.size))
     resumed, kept = Training(), holdfast.BatchFit()
-    with holdfast.Checkpointer(tmp_path, {**resumed.state, "batch": kept}, **options) as ckpt:
+    with holdfast.Checkpointer(tmp_path, {**saved(resumed), "batch": kept}, **options) as ckpt:
         assert ckpt.restore() == 3
         num_steps = resumed.num_steps
         again = holdfast.fit_batch(resumed.step, resumed.sample, resumed.state, limit=1, found=kept)
@@ -113,7 +113,7 @@ def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
 def test_if_not_even_the_least_fits_it_says_what_it_takes() -> None:
     training = Training()
     before = training.fingerprint()
-    with pytest.raises(InvalidInput, match=r"Not even a batch of 2 fits into 100 kB .*peak is 1\.\d MB"):
+    with pytest.raises(InvalidInput, match=r"Not even a batch of 2 fits into 100 kB .*peak is \d{3} kB"):
         holdfast.fit_batch(training.step, training.sample, training.state, limit="100kB")
     assert training.fingerprint() == before
 

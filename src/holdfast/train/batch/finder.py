@@ -118,8 +118,8 @@ def _check(holdings: Holdings, least: int, most: int, rounds: int) -> None:
         raise InvalidInput(
             f"A batch cannot be searched with {len(holdings.modules)} modules, objects of {unknown or 'no'} "
             f"types without state_dict, {least=}, {most=}, {rounds=}: `state` needs the model and the "
-            "optimizer, everything in it a state_dict and a load_state_dict so that it can be put back, and the numbers "
-            "must be at least 1 and in order."
+            "optimizer, everything in it a state_dict and a load_state_dict so that it can be put back, and "
+            "the numbers must be at least 1 and in order."
         )
 
 

@@ -144,8 +144,8 @@ class Prober:
         for tensor in self._holdings.module_tensors():
             if tensor.is_leaf:
                 tensor.grad = None
-        gc.collect()
         if self._device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:

@@ -106,7 +106,7 @@ def shard(
     source = streaming.choose_source(model, every, weights, world.rank)
     make_units(model, blocks.names, layout, world.device, knobs)
     if findings.on_meta:
-        streaming.materialize(model, "cpu" if offload else world.device)
+        streaming.materialize(model, world.device, offload=offload)
     sent = 0 if source is None else streaming.stream(model, source, world.device, world.rank)
     _check_done(model, layout)
     if world.rank == 0 and not quiet:

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,13 @@ from torch import nn
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.state.sharding import local_of, sharding_of
+from holdfast.state.sharding import is_dtensor, local_of, sharding_of
 from holdfast.train.sharding.units import plain_name
 
 WeightsLike: TypeAlias = "Mapping[str, torch.Tensor] | Checkpoint | str | os.PathLike[str]"
 """Where weights come from: a state dict, a checkpoint, or the home of a run, whose newest one is taken."""
 
+_T = TypeVar("_T")
 Read = Callable[[str], torch.Tensor]
 
 
@@ -98,7 +99,7 @@ def choose_source(
                 "differ. Build the same model on every rank; nothing was changed.",
                 rank=other,
             )
-    if _agree(weights is not None, rank):
+    if _of_first(weights is not None):
         return _given(model, weights, [name for f in findings for name in f.on_meta], rank)
     if first.on_meta:
         raise InvalidInput(
@@ -114,25 +115,26 @@ def choose_source(
     return Source(held.__getitem__, frozenset(held), said)
 
 
-def materialize(model: nn.Module, device: str) -> None:
+def materialize(model: nn.Module, device: str, *, offload: bool) -> None:
     """Give memory to what is on meta in a sharded model, without values.
 
     Args:
         model: sharded.
-        device: type of the device where parameters live.
+        device: type of the device to compute on.
+        offload: parameters live in host memory instead.
 
     Ranks: not collective.
     """
-    tied = _ties(model)
-    where = (
-        torch.device("cpu")
-        if device == "cpu"
-        else torch.device(device, torch.accelerator.current_device_index())
-    )
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer may stand in several modules
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        where = _device(device if not (offload and is_dtensor(tensor)) else "cpu")
+        return made.setdefault(id(tensor), (torch.empty_like(tensor, device=where), tensor))[0]
+
     with torch.no_grad():
-        model._apply(lambda t: torch.empty_like(t, device=where) if t.is_meta else t)
-    for module, name, (owner, owned) in tied:  # what was tied is one parameter again
-        module._parameters[name] = owner._parameters[owned]
+        model._apply(filled)  # parameters keep their identity, and so their ties
 
 
 def stream(model: nn.Module, source: Source, device: str, rank: int) -> int:
@@ -152,15 +154,9 @@ def stream(model: nn.Module, source: Source, device: str, rank: int) -> int:
     Ranks: collective.
     Blocks: until everything has been sent.
     """
-    where = (
-        torch.device("cpu")
-        if device == "cpu"
-        else torch.device(device, torch.accelerator.current_device_index())
-    )
+    where = _device(device)
     sent = 0
-    names: list[list[str]] = [[name for name, _ in _tensors(model) if plain_name(name) in source.names]]
-    dist.broadcast_object_list(names, src=0, device=where)
-    wanted = set(names[0])
+    wanted = _of_first({name for name, _ in _tensors(model) if plain_name(name) in source.names})
     with torch.no_grad():
         for name, live in _tensors(model):
             if name not in wanted:
@@ -183,7 +179,7 @@ def _given(model: nn.Module, weights: WeightsLike | None, on_meta: Iterable[str]
             _check_buffers(model, source, on_meta)
         except HoldfastError as problem:
             error = problem
-    error = _told(error)
+    error = _of_first(error)
     if error is not None:
         raise error
     return source
@@ -285,7 +281,7 @@ def _read_on_first(whole: torch.Tensor, source: Source, name: str, rank: int, wh
     failed = torch.tensor([problem is not None], dtype=torch.uint8, device=where)
     dist.broadcast(failed, src=0)
     if failed.item():
-        raised = _told(problem)
+        raised = _of_first(problem)
         assert raised is not None
         raise raised
 
@@ -308,19 +304,11 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _ties(model: nn.Module) -> list[tuple[nn.Module, str, tuple[nn.Module, str]]]:
-    """Where a parameter stands again, and where it stood first."""
-    first: dict[int, tuple[nn.Module, str]] = {}
-    again = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) in first:
-                again.append((module, name, first[id(parameter)]))
-            else:
-                first[id(parameter)] = (module, name)
-    return again
+def _device(kind: str) -> torch.device:
+    """This rank's device of a type."""
+    return (
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    )
 
 
 def _feed(digest: Any, tensor: torch.Tensor) -> None:
@@ -329,14 +317,8 @@ def _feed(digest: Any, tensor: torch.Tensor) -> None:
         digest.update((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
 
 
-def _agree(value: bool, rank: int) -> bool:
+def _of_first(value: _T) -> _T:
     """Rank 0's value, on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _told(value: HoldfastError | None) -> HoldfastError | None:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]

@@ -28,7 +28,7 @@ from holdfast.jobs.engine import Job  # noqa: E402
 from holdfast.jobs.environment import mark  # noqa: E402
 from holdfast.jobs.local import processes  # noqa: E402
 from holdfast.jobs.local.engine import LocalEngine  # noqa: E402
-from holdfast.jobs.local.folder import job_folder  # noqa: E402
+from holdfast.jobs.local.folder import job_folder, state_dir  # noqa: E402
 from holdfast.jobs.task.reading import Overrides, parse_task  # noqa: E402
 
 EVERY = 20  # steps from save to save
@@ -82,7 +82,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         os.environ["HOLDFAST_NOTICES"] = "none"
-        self.engine = LocalEngine(folder / "state")
+        os.environ["HOLDFAST_STATE"] = str(folder / "state")
+        self.engine = LocalEngine()
 
     def kills(self, rounds: int) -> list[dict[str, Any]]:
         """Kill a job that does nothing, in each way in turn."""
@@ -176,10 +177,10 @@ class Bench:
             processes.end([one for one in mine if _command(one).startswith(b"sleep\0")])
             return
         if way == "controller and node":
-            path = str(job_folder(self.folder / "state", job.id).path).encode()
+            path = str(job_folder(state_dir(), job.id).path).encode()
             found = processes.living().values()
             processes.end([one for one in found if {b"controller", path} <= set(_command(one).split(b"\0"))])
-        node = job_folder(self.folder / "state", job.id).node(self.engine.job(job.id).attempt, 0)
+        node = job_folder(state_dir(), job.id).node(self.engine.job(job.id).attempt, 0)
         pid = int(node.pid.read_text().split()[0])
         table = processes.living()
         processes.end([one for one in [table.get(pid), *processes.below(pid, table)] if one])

@@ -127,3 +127,27 @@ def test_restores_of_other_ranks_change_nothing() -> None:
     (curve,) = curves_of(events)
     assert [point.value for point in curve.counted] == [1.0, 2.0, 3.0]
     assert curve.lost == ()
+
+
+def test_what_is_told_of_steps_before_the_restored_one_does_not_count() -> None:
+    events = [
+        told(1, 0.0, [1, 2], [1.0, 2.0]),
+        restored(2, 1.0, 2, 1),
+        told(2, 2.0, [1, 2, 3], [10.0, 20.0, 30.0]),
+    ]
+    (curve,) = curves_of(events)
+    assert [(point.step, point.attempt) for point in curve.counted] == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_of_an_attempt_that_went_back_itself_the_last_stretch_is_the_one_that_saved() -> None:
+    events = [
+        told(1, 0.0, [1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]),
+        restored(2, 1.0, 3, 1),
+        told(2, 2.0, [4, 5], [40.0, 50.0]),
+        restored(2, 3.0, 4, 1),
+        told(2, 4.0, [5, 6], [5.0, 6.0]),
+        restored(3, 5.0, 6, 2),
+    ]
+    (curve,) = curves_of(events)
+    assert [point.value for point in curve.counted] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert [[point.value for point in stretch] for stretch in curve.lost] == [[40.0, 50.0]]

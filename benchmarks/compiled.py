@@ -74,7 +74,7 @@ def _start(home: Path, place: Path) -> dict[str, float]:
         text=True,
         check=True,
     )
-    compiles = [line for line in calls.read_text().splitlines() if ".cpp" in line]
+    compiles = [line for line in calls.read_text().splitlines() if ".cpp" in line or ".h.gch" in line]
     return json.loads(done.stdout) | {"compiler_calls": float(len(compiles))}
 
 

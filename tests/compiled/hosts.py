@@ -1,4 +1,4 @@
-"""Two ranks with a cache directory each, as on two hosts: `torchrun hosts.py HOME FOLDER`."""
+"""Ranks with a cache directory each, as two hosts have: torchrun --nproc-per-node 2 hosts.py HOME FOLDER."""
 
 from __future__ import annotations
 

@@ -96,16 +96,17 @@ def test_what_is_gone_or_a_link_is_not_read(tmp_path: Path):
 def test_files_are_placed_whole_and_only_below(tmp_path: Path):
     directory, outside = tmp_path / "cache", tmp_path / "outside"
     outside.mkdir()
-    directories.place(directory, "ab/file", b"1")
-    directories.place(directory, "ab/file", b"22")
+    there = Directory(directory)
+    directories.place(there, "ab/file", b"1")
+    directories.place(there, "ab/file", b"22")
     assert (directory / "ab" / "file").read_bytes() == b"22"
-    assert directories.has(directory, "ab/file", 2)
-    assert not directories.has(directory, "ab/file", 1)
-    assert not directories.has(directory, "ab", 2)
+    assert directories.has(there, "ab/file", 2)
+    assert not directories.has(there, "ab/file", 1)
+    assert not directories.has(there, "ab", 2)
     (directory / "way").symlink_to(outside)
     for path in ("way/file", "../outside/file", str(outside / "file")):
         with pytest.raises(InvalidInput):
-            directories.place(directory, path, b"1")
+            directories.place(there, path, b"1")
     assert list(outside.iterdir()) == []
     assert [path.name for path in (directory / "ab").iterdir()] == ["file"]
 
@@ -114,7 +115,7 @@ def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path):
     (tmp_path / "outside").write_bytes(b"old")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "file").symlink_to(tmp_path / "outside")
-    directories.place(tmp_path / "cache", "file", b"new")
+    directories.place(Directory(tmp_path / "cache"), "file", b"new")
     assert (tmp_path / "outside").read_bytes() == b"old"
     assert not (tmp_path / "cache" / "file").is_symlink()
 
@@ -139,7 +140,11 @@ def test_a_directory_is_chosen_if_the_user_has_named_it(monkeypatch: pytest.Monk
     assert directories.current() is None
     assert not directories.is_chosen()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert directories.current() == Directory(tmp_path)
+    found = directories.current()
+    assert found is not None
+    assert (found.path, found.since_unix_s) == (tmp_path, 0)
+    assert found.headers is not None
+    assert found.headers.name == "precompiled_headers"
     assert directories.is_chosen()
 
 
@@ -154,3 +159,27 @@ def test_what_torch_has_chosen_itself_is_shared_with_other_programs(monkeypatch:
     found = directories.current()
     assert found is not None
     assert time.time() - 86400 < found.since_unix_s <= time.time()
+
+
+def test_compiled_headers_travel_though_they_lie_elsewhere(tmp_path: Path):
+    here = Directory(tmp_path / "cache", headers=tmp_path / "usual" / "precompiled_headers")
+    fill(
+        tmp_path / "usual", precompiled_headers__one_dot_h=b"1", precompiled_headers__one_dot_h_dot_gch=b"22"
+    )
+    fill(tmp_path / "usual", precompiled_headers__two_dot_h=b"1", precompiled_headers__two_dot_h_dot_gch=b"2")
+    (tmp_path / "usual" / "precompiled_headers" / "two.h_CxxBuild").mkdir()
+    assert directories.whole_files(here) == {}, "nothing was compiled here, so they are another program's"
+    fill(tmp_path / "cache", a=b"1")
+    assert directories.whole_files(here) == {
+        "a": 1,
+        "precompiled_headers/one.h": 1,
+        "precompiled_headers/one.h.gch": 2,
+        "precompiled_headers/two.h": 1,
+    }
+    assert directories.read_whole(here, "precompiled_headers/one.h.gch") == b"22"
+    there = Directory(tmp_path / "other", headers=tmp_path / "there")
+    directories.place(there, "precompiled_headers/one.h.gch", b"22")
+    assert (tmp_path / "there" / "one.h.gch").read_bytes() == b"22"
+    assert directories.has(there, "precompiled_headers/one.h.gch", 2)
+    with pytest.raises(InvalidInput):
+        directories.place(there, "precompiled_headers/../x", b"")

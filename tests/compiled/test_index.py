@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.compiled import index as indices
+from holdfast.compiled.facts import key_of
 from holdfast.compiled.index import Index, IndexName, Packed, PackName
 from holdfast.compiled.packs import divide, pack, unpack
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
@@ -130,3 +131,21 @@ def test_groups_have_every_file_once_and_are_not_too_large(sizes: list[int], lim
     for group in groups:
         assert group
         assert len(group) == 1 or sum(sizes[int(path)] for path in group) <= limit
+
+
+def test_what_this_version_has_written_stays_readable():
+    whole = bytes.fromhex("789cab77f571030003ad0157789c4b2f4a2cc80000063b0213")
+    text = (
+        b'{"xxh3_128":"85c30dc5eb5c2d20cedf06db6274ab6d","format":"holdfast-compiled","version":1,"attempt":3,'
+        b'"rank":1,"number":2,"facts":{"cpu":"flags: avx2","torch":"2.13.0"},'
+        b'"packs":["d83f7b94797252e673325f607f7d00bd"],'
+        b'"files":[["ab/kernel.so",4,"68719d4cd897164741572c37a2c862bb",0,0,12],'
+        b'["fxgraph/k/v",5,"2ff6b5aa5891ca02a081f38473cb84ae",0,12,13]]}'
+    )
+    index = indices.parse(text, indices.index_name(KEY, 3, 1, 2))
+    assert {file.path: unpack(whole, file) for file in index.files} == {
+        "ab/kernel.so": b"\x7fELF",
+        "fxgraph/k/v": b"graph",
+    }
+    assert index.facts == FACTS
+    assert key_of(FACTS) == key_of(dict(reversed(FACTS.items()))) == "dc0e57c4e46310e5b608a8a04261952c"

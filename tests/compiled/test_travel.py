@@ -55,7 +55,7 @@ def send(one: Sender, directory: Directory, *, is_last: bool = False) -> sending
 
 def arrive(store: Store, folder: Path) -> dict[str, bytes]:
     """What a new machine gets."""
-    load(store, KEY, FACTS, folder, limit_s=60)
+    load(store, KEY, FACTS, Directory(folder), limit_s=60)
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -110,7 +110,7 @@ def test_what_home_lists_and_could_not_give_is_sent_again(home: Store, tmp_path:
     send(sender(home), directory)
     (pack,) = (tmp_path / "home" / "compiled" / KEY).glob("*.pack")
     pack.unlink()
-    loaded = load(home, KEY, FACTS, tmp_path / "there", limit_s=60)
+    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
     assert loaded.lacking == {"a", "b"}
     assert len(loaded.problems) == 1
     assert send(sender(home, 2, lacking=loaded.lacking), directory).num_files == 2
@@ -123,7 +123,7 @@ def test_an_older_copy_is_taken_where_the_newer_is_damaged(home: Store, tmp_path
     send(sender(home, 2, lacking={"a"}), directory)
     (newer,) = (tmp_path / "home" / "compiled" / KEY).glob("a0002-*.pack")
     newer.write_bytes(b"x" * newer.stat().st_size)
-    loaded = load(home, KEY, FACTS, tmp_path / "there", limit_s=60)
+    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
     assert (loaded.there, loaded.lacking) == ({"a"}, set())
     assert "damaged" in loaded.problems[0]
 
@@ -132,7 +132,7 @@ def test_an_index_for_other_facts_is_not_taken(home: Store, tmp_path: Path):
     Sender(home, KEY, {"cpu": "another"}, attempt=1, rank=0, limit_bytes=1 << 20).send(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
-    loaded = load(home, KEY, FACTS, tmp_path / "there", limit_s=60)
+    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
     assert loaded.there == set()
     assert "differs in cpu" in loaded.problems[0]
 

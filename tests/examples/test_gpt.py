@@ -153,7 +153,7 @@ def test_killed_on_two_ranks_and_resumed_on_four_and_one_its_loss_goes_on_as_if_
     )
     assert preempted.returncode != 0
     assert "restored step" in preempted.stderr
-    last = start(home, 1)
+    last = start(home, 1, "--eager")
     assert last.returncode == 0, last.stderr
     assert "restored step" in last.stderr
     found = losses(home)

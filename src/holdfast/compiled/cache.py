@@ -115,7 +115,7 @@ class CompileCache:
             found = directories.current()
             assert found is not None
             began = time.monotonic()
-            loaded = load(self._store, key, facts, found.path, limit_s=LOAD_LIMIT_S)
+            loaded = load(self._store, key, facts, found, limit_s=LOAD_LIMIT_S)
         except HoldfastError as error:
             self.problems.append(
                 f"The compile cache in {self._home} could not be read: {error} It is compiled anew."

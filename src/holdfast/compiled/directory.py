@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import stat
 import struct
@@ -18,12 +19,16 @@ from holdfast.format.hashes import digest
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch.compile keeps what it makes; torch sets it itself when it first needs it."""
+HEADERS = "precompiled_headers/"
+"""Paths of compiled headers begin with it."""
+MAX_HEADER_FILES = 8
+"""The newest headers of a host; there are two files for each version of torch and of the compiler."""
 MAX_FILES = 50_000
 """More than so many files are not looked at."""
 
 _TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
 _LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")
-_LEFT_OUT_ENDS = (".lock", ".tmp", ".gch")
+_LEFT_OUT_ENDS = (".lock", ".tmp")
 _IS_BEING_BUILT = "_CxxBuild"  # inductor's folder beside a file that the compiler is writing
 _PLACING = ".holdfast-"
 
@@ -33,11 +38,20 @@ class Directory:
     """A directory of torch.compile.
 
     `since_unix_s` - files from before are not ours: the directory is shared with other programs. 0 for one
-    that belongs to this run, or that the user has chosen.
+    that belongs to this run, or that the user has chosen. `headers` - where inductor keeps the headers that
+    it has compiled for the C++ compiler: always beside its usual directory, wherever the rest is. It makes
+    them anew on an empty machine even if nothing is left to be compiled.
     """
 
     path: Path
     since_unix_s: float = 0.0
+    headers: Path | None = None
+
+    def locate(self, path: str) -> tuple[Path, str]:
+        """Under which folder a file of the cache lies, and its path there."""
+        if self.headers is not None and path.startswith(HEADERS):
+            return self.headers, path.removeprefix(HEADERS)
+        return self.path, path
 
 
 def is_chosen() -> bool:
@@ -53,7 +67,9 @@ def current() -> Directory | None:
     if not named:
         return None
     path = Path(named).absolute()
-    return Directory(path) if is_chosen() or is_own(path) else Directory(path, _process_start_unix_s())
+    since_unix_s = 0.0 if is_chosen() or is_own(path) else _process_start_unix_s()
+    usual = importlib.import_module(_TORCH_CHOOSES).default_cache_dir()
+    return Directory(path, since_unix_s, Path(usual) / HEADERS)
 
 
 def own(home: str, key: str) -> Path:
@@ -103,6 +119,9 @@ def whole_files(directory: Directory) -> dict[str, int]:
             break
         if changed_unix_s >= directory.since_unix_s and size <= MAX_FILE_BYTES and _can_be_named(path):
             found[path] = size
+    if found and directory.headers is not None:
+        headers = sorted(_walk(directory.headers, HEADERS), key=lambda one: -one[2])[:MAX_HEADER_FILES]
+        found |= {path: size for path, size, _ in headers if size <= MAX_FILE_BYTES and _can_be_named(path)}
     return found
 
 
@@ -146,7 +165,7 @@ def _can_be_named(path: str) -> bool:
 def read_whole(directory: Directory, path: str) -> bytes | None:
     """The bytes of a file; None if it is gone, is being written, or was left half written."""
     try:
-        fd = os.open(directory.path / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(Path(*directory.locate(path)), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     with os.fdopen(fd, "rb") as file:
@@ -174,26 +193,27 @@ def _is_torn(data: bytes) -> bool:
 # -- putting there -------------------------------------------------------------------------------------------
 
 
-def has(directory: Path, path: str, num_bytes: int) -> bool:
+def has(directory: Directory, path: str, num_bytes: int) -> bool:
     """True if a file of that size is there."""
     try:
-        found = (directory / path).lstat()
+        found = Path(*directory.locate(path)).lstat()
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
 
 
-def place(directory: Path, path: str, data: bytes) -> None:
+def place(directory: Directory, path: str, data: bytes) -> None:
     """Put a file there, whole or not at all.
 
     Raises:
         InvalidInput: the path leads out of the directory, also by a link that lies there.
         OSError: no room, no permission.
     """
-    target = directory / check_path(path)
+    folder, inside = directory.locate(check_path(path))
+    target = folder / inside
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if target.parent.resolve() != directory.resolve() / Path(path).parent:
-        raise InvalidInput(f"{path} would be written through a link out of {directory}; it was not written.")
+    if target.parent.resolve() != folder.resolve() / Path(inside).parent:
+        raise InvalidInput(f"{path} would be written through a link out of {folder}; it was not written.")
     fd, made = tempfile.mkstemp(prefix=_PLACING, dir=target.parent)
     try:
         with os.fdopen(fd, "wb") as file:

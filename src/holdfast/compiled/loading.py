@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from holdfast.compiled import directory as directories
+from holdfast.compiled.directory import Directory
 from holdfast.compiled.facts import Facts, say_difference
 from holdfast.compiled.index import (
     Index,
@@ -85,7 +85,7 @@ def _first_good(store: Store, facts: Facts, names: list[IndexName]) -> tuple[Ind
     return None, problems
 
 
-def load(store: Store, key: str, facts: Facts, directory: Path, *, limit_s: float) -> Loaded:
+def load(store: Store, key: str, facts: Facts, directory: Directory, *, limit_s: float) -> Loaded:
     """Place every file that the home has for a key and the directory has not.
 
     A file that does not match its hash is not placed; an older copy of it is, if there is one.
@@ -122,7 +122,7 @@ def load(store: Store, key: str, facts: Facts, directory: Path, *, limit_s: floa
     return loaded
 
 
-def _wanted(index: Index, directory: Path, there: set[str]) -> dict[str, list[Packed]]:
+def _wanted(index: Index, directory: Directory, there: set[str]) -> dict[str, list[Packed]]:
     """Files of an index that the directory lacks, by pack; those that it has are added to `there`."""
     wanted: dict[str, list[Packed]] = {}
     for file in index.files:
@@ -136,7 +136,7 @@ def _wanted(index: Index, directory: Path, there: set[str]) -> dict[str, list[Pa
 
 
 def _fetch(
-    store: Store, name: str, files: list[Packed], directory: Path, deadline: float
+    store: Store, name: str, files: list[Packed], directory: Directory, deadline: float
 ) -> tuple[list[Packed], list[str]]:
     if time.monotonic() > deadline:
         return [], [f"{name} was not fetched: time ran out."]
@@ -151,7 +151,7 @@ def _fetch(
     )
 
 
-def _place(whole: bytes, file: Packed, directory: Path) -> str | None:
+def _place(whole: bytes, file: Packed, directory: Directory) -> str | None:
     """What prevented a file from being placed; None if it was."""
     try:
         directories.place(directory, file.path, unpack(whole, file))

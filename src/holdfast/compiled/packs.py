@@ -9,7 +9,8 @@ from holdfast.compiled.index import Packed
 from holdfast.errors import Corrupt
 from holdfast.format.hashes import digest
 
-_LEVEL = 6
+_LEVEL, _LARGE_LEVEL = 6, 1
+_LARGE_BYTES = 8 << 20  # compiled headers; a better compression of them costs more than it saves
 
 
 def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[Packed, ...]]:
@@ -20,7 +21,7 @@ def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[Packed, ...]]:
     """
     whole, places = bytearray(), []
     for path, data in sorted(files.items()):
-        packed = zlib.compress(data, _LEVEL)
+        packed = zlib.compress(data, _LARGE_LEVEL if len(data) > _LARGE_BYTES else _LEVEL)
         places.append((path, len(data), digest(data), len(whole), len(packed)))
         whole += packed
     named = digest(whole)

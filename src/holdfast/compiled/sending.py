@@ -110,7 +110,10 @@ class Sender:
             indices, _ = read_indices(self._store, self._key, self._facts)
             self._known |= set(listed_paths(indices)) - self._lacking
             new = self._new(directory)
-        for paths in divide(sorted(new.items()), PACK_BYTES):
+        in_order = sorted(
+            new.items(), key=lambda one: (one[1] > PACK_BYTES, one[0])
+        )  # what is quick goes first
+        for paths in divide(in_order, PACK_BYTES):
             if is_ended() or not self._send_pack(directory, paths, sent):
                 break
         return sent

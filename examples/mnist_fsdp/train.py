@@ -60,13 +60,14 @@ def main() -> None:
     if args.batch % num_ranks():
         sys.exit(f"a batch of {args.batch} cannot be divided evenly among {num_ranks()} ranks")
     data = load(args.data, args.folder, args.side)
+    status = 0
     try:
         rows = [train(way, data, args, device) for way in args.ways]
-    except holdfast.Preempted as notice:  # what matters is durable; the next start goes on
-        holdfast.leave(notice.code)
-    if rank() == 0:
-        write(rows, args.home)
-    holdfast.leave(0)  # a finished gloo process may otherwise be aborted by its own threads
+        if rank() == 0:
+            write(rows, args.home)
+    except holdfast.Preempted as notice:  # what was learned is durable; the next start goes on
+        status = int(notice.code or 0)
+    holdfast.leave(status)  # a finished gloo process may otherwise be aborted by its own threads
 
 
 def train(way: str, data: Digits, args: argparse.Namespace, device: str) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def train(way: str, data: Digits, args: argparse.Namespace, device: str) -> dict
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=per_epoch, gamma=args.gamma)
     torch.manual_seed(
         args.seed + 1 + rank()
-    )  # dropout differs from rank to rank; Holdfast keeps each generator
+    )  # each rank has dropout of its own; Holdfast keeps its generator
     curve = torch.zeros(args.epochs * per_epoch, device=device)  # the loss of every step, of all ranks
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     state |= {"curve": holdfast.replicated(curve), "seconds": 0.0}
@@ -96,19 +97,13 @@ def train(way: str, data: Digits, args: argparse.Namespace, device: str) -> dict
             started = time.perf_counter()
             if batch == per_epoch - 1 and rank() == 0:
                 print(
-                    f"{way}: epoch {epoch + 1}, loss {curve[-per_epoch + step + 1 : step + 1].mean():.4f}",
-                    flush=True,
+                    f"{way}: epoch {epoch + 1}, loss {curve[step - batch : step + 1].mean():.4f}", flush=True
                 )
     test_loss, accuracy = evaluate(model, data, device)
-    row = {
-        "way": way,
-        "ranks": num_ranks(),
-        "seconds": state["seconds"],
-        "loss": test_loss,
-        "accuracy": accuracy,
-    }
     kept_bytes = holdfast.describe(model).local_bytes
-    return row | {"peak_bytes": gather(peak_bytes), "kept_bytes": gather(kept_bytes), "curve": curve.tolist()}
+    row = {"way": way, "ranks": num_ranks(), "seconds": state["seconds"], "loss": test_loss}
+    row |= {"accuracy": accuracy, "curve": curve.tolist()}
+    return row | {"peak_bytes": gather(peak_bytes), "kept_bytes": gather(kept_bytes)}
 
 
 def build(

@@ -63,10 +63,7 @@ def find_blocks(model: nn.Module, at: Where | None = None) -> Blocks:
         wanted = [at] if isinstance(at, (str, type, nn.Module)) else list(_iterate(at))
         candidates = _matching(model, wanted)
         found = "as named" if wanted else "none, as asked"
-    once = {
-        id(module): (name, module) for name, module in reversed(candidates)
-    }  # a module may stand in several places
-    candidates = [pair for pair in reversed(once.values()) if any(True for _ in pair[1].parameters())]
+    candidates = list(_distinct(candidates))
     shared = _sharing(model, candidates)
     names = [name for name, _ in candidates if name not in shared]
     return Blocks(tuple(names), found, tuple(name for name, _ in candidates if name in shared))
@@ -195,6 +192,15 @@ def _inner_first(model: nn.Module) -> Iterator[_Named]:
 
 def _is_callable(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
+
+
+def _distinct(candidates: Sequence[_Named]) -> Iterator[_Named]:
+    """Each module with parameters once, though it may stand in several places."""
+    seen: set[int] = set()
+    for name, module in candidates:
+        if id(module) not in seen and any(True for _ in module.parameters()):
+            seen.add(id(module))
+            yield name, module
 
 
 def _sharing(model: nn.Module, candidates: list[_Named]) -> set[str]:

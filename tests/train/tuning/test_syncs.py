@@ -42,15 +42,15 @@ def look_at(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]:
 
 
 def every_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
-    weight = model[0].weight.detach()
-    loss.item()  # .item()
-    float(loss)  # float()
-    int(loss)  # int()
-    bool(loss > 100)  # bool()
-    f"{loss:.3f}"  # print()
-    repr(loss)  # print()
+    weight, value = model[0].weight.detach(), loss.detach()
+    value.item()  # .item()
+    float(value)  # float()
+    int(value)  # int()
+    bool(value > 100)  # bool()
+    f"{value:.3f}"  # print()
+    repr(value)  # print()
     weight.tolist()  # .tolist()
-    loss.detach().numpy()  # .numpy()
+    value.numpy()  # .numpy()
     weight.cpu()  # .cpu()
     (weight > 0).nonzero()  # .nonzero()
     torch.where(weight > 0)  # .nonzero()
@@ -58,7 +58,7 @@ def every_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) ->
     weight.masked_select(weight > 0)  # .masked_select()
     weight.unique()  # .unique()
     torch.equal(weight, weight)  # .equal()
-    [None][torch.zeros((), dtype=torch.long) * loss.detach().long()]  # int()
+    [None][torch.zeros((), dtype=torch.long) * value.long()]  # int()
 
 
 def no_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:

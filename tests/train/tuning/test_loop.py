@@ -54,9 +54,10 @@ def line_of(function: Any, text: str) -> int:
 def test_planted_lines_are_found_and_nothing_has_changed() -> None:
     torch.manual_seed(0)
     step, state = training(Net(), reads=True)
+    batches = [torch.randn(4, 8)] * 3
     before = {name: one.clone() for name, one in state["model"].state_dict().items()}
     random = torch.get_rng_state()
-    report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=4, compile=False)
+    report = holdfast.tune(step, batches, state, num_steps=4, compile=False)
     assert {(one.kind, one.place.line) for one in report.findings if one.place} == {
         ("graph break", line_of(Net, "if y.sum()")),
         ("sync", line_of(training, "loss.item()")),

@@ -46,6 +46,15 @@ def test_every_planted_fault_is_found_and_none_is_invented() -> None:
 
 
 @pytest.mark.slow
+def test_the_advice_has_its_effect() -> None:
+    """After every advice was followed none of it is given again, and samples go by several times as fast."""
+    before = survey(str(SCRIPTS / "planted.py"), questions=())
+    after = survey(str(SCRIPTS / "mended.py"), questions={"syncs", "shapes", "input"})
+    assert (found(after), after.troubles) == (set(), ())
+    assert after.pace.items_per_s > 3 * before.pace.items_per_s
+
+
+@pytest.mark.slow
 def test_nothing_is_reported_of_a_clean_script() -> None:
     report = survey(str(SCRIPTS / "clean.py"))
     assert (found(report), report.troubles) == (set(), ())

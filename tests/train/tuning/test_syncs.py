@@ -42,15 +42,15 @@ def look_at(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]:
 
 
 def every_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
-    weight = next(model.parameters()).detach()
-    loss.item()  # .item()
-    float(loss)  # float()
-    int(loss)  # int()
-    bool(loss > 100)  # bool()
-    f"{loss:.3f}"  # print()
-    repr(loss)  # print()
+    weight, value = next(model.parameters()).detach(), loss.detach()
+    value.item()  # .item()
+    float(value)  # float()
+    int(value)  # int()
+    bool(value > 100)  # bool()
+    f"{value:.3f}"  # print()
+    repr(value)  # print()
     weight.tolist()  # .tolist()
-    loss.detach().numpy()  # .numpy()
+    value.numpy()  # .numpy()
     weight.cpu()  # .cpu()
     (weight > 0).nonzero()  # .nonzero()
     torch.where(weight > 0)  # .nonzero()
@@ -58,7 +58,7 @@ def every_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) ->
     weight.masked_select(weight > 0)  # .masked_select()
     weight.unique()  # .unique()
     torch.equal(weight, weight)  # .equal()
-    [None][torch.zeros((), dtype=torch.long) * loss.detach().long()]  # int()
+    [None][torch.zeros((), dtype=torch.long) * value.long()]  # int()
 
 
 def no_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ def test_what_a_loader_does_to_make_a_batch_is_left_alone() -> None:
         return torch.stack(rows)
 
     def loads(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
-        list(DataLoader(model[0].weight.detach(), batch_size=4, collate_fn=collate))  # type: ignore[arg-type]
+        list(DataLoader(next(model.parameters()).detach(), batch_size=4, collate_fn=collate))  # type: ignore[arg-type]
 
     assert look_at(loads) == set()
     assert seen

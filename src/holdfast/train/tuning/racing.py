@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Racing(Watcher):
 
     def begin(self, scene: Scene) -> None:
         """See `Watcher`."""
+        self._undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the compiler warns of what it does itself
         self._clock = Clock(scene.device)
         if not self._clock.is_cuda:
             # so that all compiling is done by children whose time is counted

@@ -246,7 +246,7 @@ class Drain:
     def _copy_history(self) -> None:
         """Bring this attempt's log home; it is for people, so a failure waits for the next time."""
         name = names.history(self._terms.attempt, self._terms.rank)
-        with contextlib.suppress(NotFound, RetryLater):
+        with contextlib.suppress(HoldfastError):
             self._copy_older_histories()
             self._home.put(name, self._near.get(name))
 

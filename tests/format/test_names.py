@@ -26,6 +26,7 @@ def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
     }
     assert {name: names.parse(name) for name in facts} == facts
     assert all(check_name(name) for name in [*facts, names.RUN, names.DONE, names.history(attempt, rank)])
+    assert names.parse_history(names.history(attempt, rank)) == (attempt, rank)
 
 
 @given(st.lists(st.tuples(numbers, numbers, numbers), unique=True))

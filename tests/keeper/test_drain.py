@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 from pathlib import Path
 
@@ -166,6 +167,22 @@ def test_the_next_attempt_brings_home_what_an_older_one_left(tmp_path: Path) -> 
     bench.make(terms).submit(1, 10)
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 10)]
+
+
+def test_logs_come_home_also_those_that_killed_keepers_left_and_what_was_told_last() -> None:
+    bench = Bench((10,))
+    bench.near.append(names.history(1, 0), b"one\ntwo\n")
+    bench.near.append(names.history(1, 1), b"of a rank that is no more\n")
+    bench.home.put(names.history(1, 0), b"one\n")
+    drain = bench.make(dataclasses.replace(bench.terms, attempt=2))
+    bench.near.append(names.history(2, 0), b"three\n")
+    drain.submit(1, 10)
+    assert bench.next_told().error is None
+    bench.near.append(names.history(2, 0), b"four\n")
+    drain.close()
+    assert bench.home.get(names.history(1, 0)) == b"one\ntwo\n"
+    assert bench.home.get(names.history(1, 1)) == b"of a rank that is no more\n"
+    assert bench.home.get(names.history(2, 0)) == b"three\nfour\n"
 
 
 def test_rank_0_waits_for_the_files_of_the_others() -> None:

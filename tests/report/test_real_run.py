@@ -59,15 +59,21 @@ def test_the_story_of_a_killed_run_is_what_was_seen(playground: Playground) -> N
     assert story.holding.num_checkpoints == 3
 
 
+@pytest.mark.parametrize("has_local", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_curve_of_a_run_that_was_killed_in_all_ways_is_that_of_one_that_was_not(
-    tmp_path: Path, playground: Playground
+    tmp_path: Path, playground: Playground, has_local: bool
 ) -> None:
-    """Trainer, keeper and both are killed, and a notice comes; each step has one value, the true one."""
+    """Trainer, keeper and both are killed, and a notice comes; each step has one value, the true one.
+
+    With a local folder most checkpoints never come home, and what is told of their steps must.
+    """
     quiet = Playground(tmp_path / "quiet", playground.nursery)
     quiet.folder.mkdir()
     quiet.finish("--every", "4")
     quiet.wait_for_keepers()
-    options = ("--every", "4", "--step-s", "0.02")
+    options = ["--every", "4", "--step-s", "0.02"]
+    if has_local:
+        options += ["--local", str(playground.local), "--home-every", "1000"]
 
     def kill_keepers_too(child: Child) -> None:
         playground.kill_keepers()

@@ -16,6 +16,7 @@ _STEP = r"step-([0-9]{8}|[1-9][0-9]{8,})"
 _A = r"a([0-9]{4}|[1-9][0-9]{4,})"
 _STEP_DIR = re.compile(_STEP)
 _ATTEMPT = re.compile(rf"attempts/{_A}\.json")
+_HISTORY = re.compile(rf"history/{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,}})\.jsonl")
 _MANIFEST = re.compile(rf"{_STEP}/manifest-{_A}\.json")
 _REFUSAL = re.compile(rf"{_STEP}/refused-{_A}\.json")
 _RANK_FILE = re.compile(
@@ -63,6 +64,12 @@ def part(step: int, attempt_number: int, rank: int) -> str:
 def history(attempt_number: int, rank: int) -> str:
     """`history/a0003-rank-00001.jsonl`."""
     return f"history/a{attempt_number:04d}-rank-{rank:05d}.jsonl"
+
+
+def parse_history(name: str) -> tuple[int, int] | None:
+    """Attempt and rank of a log, or None for another name."""
+    found = _HISTORY.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 @dataclass(frozen=True, slots=True)

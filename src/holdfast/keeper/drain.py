@@ -60,6 +60,7 @@ class Drain:
         self._due: set[Id] = set()
         self._working_on: Id | None = None
         self._closing = False
+        self._has_older_histories = False  # home has, of this rank
         self._changed = threading.Condition()
         self._frozen = FrozenFile(home, terms)
         self._thread = threading.Thread(target=self._run, name="holdfast-drain", daemon=True)
@@ -85,6 +86,7 @@ class Drain:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self._copy_history()  # what was told since the last checkpoint came home
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -244,8 +246,20 @@ class Drain:
     def _copy_history(self) -> None:
         """Bring this attempt's log home; it is for people, so a failure waits for the next time."""
         name = names.history(self._terms.attempt, self._terms.rank)
-        with contextlib.suppress(NotFound, RetryLater):
+        with contextlib.suppress(HoldfastError):
+            self._copy_older_histories()
             self._home.put(name, self._near.get(name))
+
+    def _copy_older_histories(self) -> None:
+        """Bring home, once, what keepers of attempts before could not, who may have been killed before it."""
+        if self._has_older_histories:
+            return
+        for entry in self._near.list("history/"):
+            attempt, rank = names.parse_history(entry.name) or (self._terms.attempt, 0)
+            is_mine = attempt < self._terms.attempt and self._terms.is_mine(rank)
+            if is_mine and (self._home.size(entry.name) or 0) < entry.num_bytes:
+                self._home.put(entry.name, self._near.get(entry.name))
+        self._has_older_histories = True
 
 
 def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryview]:

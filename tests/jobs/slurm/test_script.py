@@ -168,10 +168,11 @@ def test_partitions_are_found_where_skypilot_has_them() -> None:
 
 
 def test_options_of_the_task_come_before_ours() -> None:
-    options = "{gres: 'gpu:8', mem_per_gpu: 8G}"
-    text = f"resources: {{accelerators: A100:8}}\nconfig: {{slurm: {{sbatch_options: {options}}}}}"
+    options = "{gres: 'gpu:8', mem_per_gpu: 8G, time: 1, exclusive: true, partition: false}"
+    text = f"resources: {{accelerators: A100:8, infra: slurm/c/p}}\nconfig: {{slurm: {{sbatch_options: {options}}}}}"
     found = wanted_options(task(text))
     assert (found["gres"], found["mem-per-gpu"]) == ("gpu:8", "8G")
+    assert (found["time"], found["exclusive"], "partition" in found) == ("1", None, False)
 
 
 @pytest.mark.parametrize(

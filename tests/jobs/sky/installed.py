@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 VERSION = "0.14.1"
+FURTHER = ("uv", "grpcio>=1.63.0", "protobuf>=5.29.6,<7")
+"""Beside it: the last two every cloud's extra brings, and Slurm's does not; without them its controller
+takes an allocation that is gone for an error of its own."""
 FOLDER = Path(__file__).parents[3] / ".bench" / f"skypilot-{VERSION}"
 """Made of about 95 packages; `make clean` removes it."""
 

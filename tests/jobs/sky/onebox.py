@@ -25,6 +25,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.jobs.local import processes
 from jobs.sky.installed import skypilot
 from jobs.slurm.onebox import OneBox, one_box, own_name
 from jobs.slurm.onebox import missing as missing_of_slurm
@@ -90,9 +91,11 @@ class SkyBox:
         """End SkyPilot's server and our sshd."""
         with contextlib.suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
             self.sky("api", "stop")
-        pid = self._room / "sshd.pid"
-        if pid.exists():
-            os.kill(int(pid.read_text()), signal.SIGTERM)
+        path = self._room / "sshd.pid"
+        if path.exists():
+            pid = int(path.read_text())
+            processes.end(processes.below(pid, processes.living()))  # sessions that SkyPilot keeps open
+            os.kill(pid, signal.SIGTERM)
 
     def sky(self, *words: str) -> str:
         """What a command of `sky` says."""

@@ -98,6 +98,22 @@ def test_a_notice_reaches_the_training_whomever_slurm_signals(slurm: SlurmDesk, 
     assert slurm.log(job).count("told") == 1
 
 
+def test_a_job_near_its_time_limit_is_told_and_comes_back(slurm: SlurmDesk) -> None:
+    """Slurm looks at limits now and then, so its word may come up to a minute before the moment asked for."""
+    job = slurm.submit(
+        f"""
+        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
+        trap 'echo told; exit 75' TERM
+        {READY}
+        """,
+        head="config: {slurm: {sbatch_options: {time: 1, signal: USR1@50, cpus_per_task: 1}}}",
+    )
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 2), slurm.tell(job)
+    assert slurm.log(job).count("told") == 1
+    assert "(SIGUSR1)" in slurm.papers(job).job.changed.read_text()
+
+
 def test_a_killed_runner_is_a_lost_node(slurm: SlurmDesk) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=TWO)
     slurm.wait(job, Status.RUNNING)

@@ -52,15 +52,19 @@ SCRIPT = """\
 
 # What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
 # has its foreground.
-trap 'kill -USR1 "$controller" 2>/dev/null' USR1
-trap 'kill -TERM "$controller" 2>/dev/null' TERM
+told= controller=
+trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
+trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
 /opt/venv/bin/python -m holdfast.jobs.slurm controller /shared/jobs/3 &
 controller=$!
+if [ -n "$told" ]; then kill "-$told" "$controller"; fi
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?
-# It was killed, and could not ask for that itself.
-if [ "$status" -eq 137 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# It was killed, and could not ask for that itself; what was cancelled meanwhile stays cancelled.
+if [ "$status" -gt 128 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$status"
 """
 
@@ -91,13 +95,14 @@ def test_names_with_spaces_stay_one_word() -> None:
     assert "'/a b/python' -m holdfast.jobs.slurm controller '/c d' &" in script
 
 
-def fake_controller(folder: Path, body: str) -> Path:
+def fake_controller(folder: Path, body: str, state: str = "RUNNING") -> Path:
     """A batch script whose controller is a shell script, and whose Slurm writes down what it is told."""
     controller = folder / "python"
     controller.write_text(f"#!/bin/bash\n{body}\n")
-    scontrol = folder / "scontrol"
+    scontrol, squeue = folder / "scontrol", folder / "squeue"
     scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/told\n')
-    for path in (controller, scontrol):
+    squeue.write_text(f"#!/bin/bash\necho {state}\n")
+    for path in (controller, scontrol, squeue):
         path.chmod(0o755)
     script = folder / "sbatch.sh"
     script.write_text(Script("n", "id", 1, {}, str(controller), str(folder), str(folder / "log")).text())
@@ -128,6 +133,12 @@ def test_the_batch_shell_has_a_killed_lead_replaced(tmp_path: Path) -> None:
     with run_script(fake_controller(tmp_path, "kill -KILL $$")) as process:
         assert process.wait() == 137
     assert (tmp_path / "told").read_text() == "requeue 7\n"
+
+
+def test_the_batch_shell_leaves_alone_what_slurm_has_ended(tmp_path: Path) -> None:
+    with run_script(fake_controller(tmp_path, "kill -TERM $$", "COMPLETING")) as process:
+        assert process.wait() == 143
+    assert not (tmp_path / "told").exists()
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -168,10 +179,12 @@ def test_partitions_are_found_where_skypilot_has_them() -> None:
 
 
 def test_options_of_the_task_come_before_ours() -> None:
-    options = "{gres: 'gpu:8', mem_per_gpu: 8G}"
-    text = f"resources: {{accelerators: A100:8}}\nconfig: {{slurm: {{sbatch_options: {options}}}}}"
+    options = "{gres: 'gpu:8', mem_per_gpu: 8G, time: 1, exclusive: true, partition: false}"
+    resources = "resources: {accelerators: A100:8, infra: slurm/c/p}"
+    text = f"{resources}\nconfig: {{slurm: {{sbatch_options: {options}}}}}"
     found = wanted_options(task(text))
     assert (found["gres"], found["mem-per-gpu"]) == ("gpu:8", "8G")
+    assert (found["time"], found["exclusive"], "partition" in found) == ("1", None, False)
 
 
 @pytest.mark.parametrize(

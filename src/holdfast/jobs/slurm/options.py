@@ -58,7 +58,8 @@ def wanted_options(task: Task) -> Options:
         if value is False:
             found.pop(option, None)
         else:
-            found[option] = None if value in (None, True, "") else str(value)
+            says_it_all = value is None or value is True or value == ""  # 1 equals True, and is a value
+            found[option] = None if says_it_all else str(value)
     return found
 
 

@@ -11,15 +11,19 @@ from holdfast.jobs.slurm.options import Options
 _BODY = """\
 # What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
 # has its foreground.
-trap 'kill -USR1 "$controller" 2>/dev/null' USR1
-trap 'kill -TERM "$controller" 2>/dev/null' TERM
+told= controller=
+trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
+trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
 {python} -m holdfast.jobs.slurm controller {folder} &
 controller=$!
+if [ -n "$told" ]; then kill "-$told" "$controller"; fi
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?
-# It was killed, and could not ask for that itself.
-if [ "$status" -eq 137 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# It was killed, and could not ask for that itself; what was cancelled meanwhile stays cancelled.
+if [ "$status" -gt 128 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$status"
 """
 

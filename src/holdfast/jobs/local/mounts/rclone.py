@@ -142,9 +142,10 @@ class BucketMount:
             status = self._process.poll()
             if status is not None or time.monotonic() > give_up_s or not is_wanted():
                 self.close()
+                how = "is not ready" if status is None else f"ended with status {status}"
                 raise RetryLater(
-                    f"{self._supply.place} could not be mounted at {self._path}: rclone "
-                    f"{'is not ready' if status is None else f'ended with status {status}'}. It said: {self._said()}"
+                    f"{self._supply.place} could not be mounted at {self._path}: rclone {how}. It said: "
+                    f"{self._said()}"
                 )
             time.sleep(_POLL_S)
 

@@ -123,10 +123,12 @@ def test_two_nodes_train_together_and_survive_a_notice(desk: Desk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_nodes_survive_the_loss_of_one(desk: Desk) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_two_nodes_survive_the_loss_of_one(desk: Desk, node: int) -> None:
+    """Also of the one whose rank commits, with the other's keeper waiting for it."""
     job = desk.submit(torchrun(desk.folder, free_port(), "--step-s", "0.02"), head="num_nodes: 2")
     wait_for_steps(desk, job, 13)
-    desk.kill_node(job, 1)
+    desk.kill_node(job, node)
     ended = desk.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (Status.SUCCEEDED, 1, 0), (
         desk.tell(job)

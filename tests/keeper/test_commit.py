@@ -197,7 +197,7 @@ def test_ranks_whose_tensors_clash_commit_nothing_and_every_rank_is_told(tmp_pat
 def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All parts are there, but rank 0's keeper is dead: the other one does not wait its whole time."""
+    """All parts are there, but rank 0's keeper is dead: the other one does not wait its time out."""
     home = str(tmp_path / "home")
     monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.part:1")
     first = Keeper(make_terms(home, 0), released=lambda _: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -256,6 +257,25 @@ def test_a_cancelled_job_ends_at_once_and_its_files_still_go(
     assert "not all of" in ended.reason
     gate.opened.set()
     desk.wait_for(job, lambda: place.names() == {"data-1", "marker-1"}, "the rest")
+
+
+def test_what_keepers_still_write_is_waited_for(desk: Desk) -> None:
+    """Something that is called like a keeper outlives `run`, and writes into the mount when it is told to."""
+    code = (
+        "import pathlib, time\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.02)\n"
+        "pathlib.Path('out/late').write_text('x')\n"
+    )
+    (desk.folder / "keeper.py").write_text(code)
+    job = desk.submit(
+        f"setsid {sys.executable} {desk.folder}/keeper.py holdfast.keeper & echo early > out/early",
+        head="file_mounts: {out: {name: results, mode: MOUNT_CACHED}}",
+    )
+    desk.wait_for(job, lambda: desk.files(job).node(1, 0).ended.exists(), "the end of the node")
+    assert not desk.engine.job(job.id).status.is_final
+    (desk.files(job).workdir(0) / "go").touch()
+    assert desk.wait(job).status is Status.SUCCEEDED, desk.tell(job)
+    assert {path.name for path in (desk.state / "buckets" / "results").glob("*")} >= {"early", "late"}
 
 
 def test_nodes_share_a_write_back_directory(desk: Desk, place: Place) -> None:

@@ -269,7 +269,7 @@ class Controller:
                 yield Ended(attempt, node, outcome)
         if len(outcomes) == self._record.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
-            if self._clearing.is_over(self._drain_until_unix_s()):
+            if self._clearing.is_over(self._drain_until_unix_s(), self._nodes.have_keepers):
                 yield Gone(attempt, self._has_advanced())
             elif told := self._clearing.told():
                 yield Drains(attempt, told)

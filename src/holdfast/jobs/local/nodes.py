@@ -166,6 +166,10 @@ class Nodes:
             if one.pid not in wardens and one.pid != os.getpid() and (with_keepers or not one.ends_by_itself)
         ]
 
+    def have_keepers(self) -> bool:
+        """Whether keepers of the attempt still finish what was staged."""
+        return any(one.is_keeper for one in self.left(with_keepers=True))
+
 
 def _start(folder: NodeFolder, plan: Plan) -> int:
     """Start a warden, and return its pid; it has its lock at once, so none takes it for dead."""

@@ -31,10 +31,14 @@ class Process:
     start: int  # clock ticks since boot
 
     @property
+    def is_keeper(self) -> bool:
+        """True if it is a Holdfast keeper, which may still write what was staged."""
+        return b"holdfast.keeper" in self._words
+
+    @property
     def ends_by_itself(self) -> bool:
         """True if it finishes what it was given and then ends: a keeper, the uploader of a mount."""
-        words = self._words
-        return b"holdfast.keeper" in words or {b"holdfast.writeback", b"--terms"} <= set(words)
+        return self.is_keeper or {b"holdfast.writeback", b"--terms"} <= set(self._words)
 
     @property
     def is_servant(self) -> bool:

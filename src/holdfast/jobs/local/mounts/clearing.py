@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 from holdfast.errors import Conflict
 from holdfast.jobs.local import locks, processes
@@ -17,6 +18,8 @@ from holdfast.jobs.local.spawning import spawn
 
 _PORTER_LIMIT_S = 15.0
 """How long a porter that nobody holds may take to unmount."""
+_KEEPERS_LIMIT_S = 60.0
+"""How long keepers may take to write what a job that is done has staged."""
 _PAUSE_S = 1.0
 """Between two starts of a drainer."""
 
@@ -35,14 +38,16 @@ class Clearing:
         self._supplies = read_supplies(folder)
         self._caches = caches(folder)
         self._give_up_s: float | None = None
+        self._keepers_s: float | None = None
         self._again_s = 0.0
 
-    def is_over(self, until_unix_s: float | None) -> bool:
+    def is_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
         """Do what can be done now; True if nothing is left to be waited for.
 
         Args:
             until_unix_s: the moment until which files are waited for that are not in their place yet; None
                 for as long as it takes.
+            has_keepers: whether keepers of the attempt may still write.
 
         Raises:
             Conflict: files will never be in their place, or something cannot be unmounted.
@@ -52,7 +57,11 @@ class Clearing:
         if self._has_porter():
             return False
         fuse.unmount_below(self._folder.path)
-        return not self._caches or self._is_sent(until_unix_s)
+        if not self._caches:
+            return True
+        if until_unix_s is None and time.monotonic() < self._keepers_until_s() and has_keepers():
+            return False
+        return self._is_sent(until_unix_s)
 
     def told(self) -> str:
         """What is not in its place, in words; "" for nothing, or if nobody has looked."""
@@ -70,6 +79,11 @@ class Clearing:
         if not unsent.is_settled:
             self._start_drainer()
         return unsent.told
+
+    def _keepers_until_s(self) -> float:
+        if self._keepers_s is None:
+            self._keepers_s = time.monotonic() + _KEEPERS_LIMIT_S
+        return self._keepers_s
 
     def _is_sent(self, until_unix_s: float | None) -> bool:
         unsent = read_unsent(self._path / UNSENT)

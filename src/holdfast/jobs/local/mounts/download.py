@@ -17,6 +17,7 @@ from holdfast.jobs.local.plan import write_whole
 from holdfast.quantity import say_bytes
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.address import parse_address
+from holdfast.writeback.claim import FOLDER
 
 _AT_ONCE = 8  # files
 _BLOCK_BYTES = 16 << 20
@@ -77,7 +78,6 @@ class Download:
         self._url, self._to, self._tell, self._is_wanted = url, to, tell, is_wanted
         self._beside = to.with_name(f"{to.name}.part")
         self._num_bytes = 0
-        self._num_files = 0
         self._told_s = time.monotonic()
         self._counting = threading.Lock()
 
@@ -109,7 +109,7 @@ class Download:
     def _listed(self) -> tuple[Store, list[Entry], bool]:
         """The store, its objects, and whether the URL means just that one object."""
         store = open_store(self._url)
-        entries = list(store.list())
+        entries = [entry for entry in store.list() if not entry.name.startswith(f"{FOLDER}/")]
         if entries:
             _check_names([entry.name for entry in entries], self._url)
             return store, entries, False

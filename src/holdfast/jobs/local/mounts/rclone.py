@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -82,6 +83,7 @@ class BucketMount:
                 message = "The program rclone is not there any more; install it again."
                 raise Unsupported(message) from error
         self._wait(is_wanted)
+        self._look(is_wanted)
 
     def close(self) -> None:
         """Unmount, and see rclone gone.
@@ -105,6 +107,34 @@ class BucketMount:
         ends = [sys.executable, "-S", "-E", "-c", _END_WITH_PARENT, str(os.getpid())]
         return [*ends, *words, *options, *read_only]
 
+    def _look(self, is_wanted: Callable[[], bool]) -> None:
+        """See that what is mounted can be read: rclone asks the bucket only when it is asked itself."""
+        found: list[str] = []
+
+        def read() -> None:
+            try:
+                next(self._path.iterdir(), None)
+                found.append("")
+            except OSError as error:
+                found.append(error.strerror)
+
+        # In a thread: while rclone tries again and again, whoever reads cannot be interrupted.
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        give_up_s = time.monotonic() + _START_LIMIT_S
+        while reading.is_alive() and time.monotonic() < give_up_s and is_wanted():
+            reading.join(_POLL_S)
+        why = found[0] if found else "no answer"
+        if why:
+            self.close()
+            raise RetryLater(
+                f"{self._supply.place} was mounted at {self._path} and cannot be read: {why}. rclone said: "
+                f"{self._said()}"
+            )
+
+    def _said(self) -> str:
+        return self._log.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
+
     def _wait(self, is_wanted: Callable[[], bool]) -> None:
         assert self._process is not None
         give_up_s = time.monotonic() + _START_LIMIT_S
@@ -112,10 +142,10 @@ class BucketMount:
             status = self._process.poll()
             if status is not None or time.monotonic() > give_up_s or not is_wanted():
                 self.close()
-                said = self._log.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
+                how = "is not ready" if status is None else f"ended with status {status}"
                 raise RetryLater(
-                    f"{self._supply.place} could not be mounted at {self._path}: rclone "
-                    f"{'is not ready' if status is None else f'ended with status {status}'}. It said: {said}"
+                    f"{self._supply.place} could not be mounted at {self._path}: rclone {how}. It said: "
+                    f"{self._said()}"
                 )
             time.sleep(_POLL_S)
 

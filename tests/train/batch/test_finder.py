@@ -37,7 +37,9 @@ def test_the_largest_batch_is_found_and_nothing_is_changed(
     """Foretold, or by steps alone where a value is read: it fits, and 5 % more would not."""
     training = Training(reads=reads, warm=warm)
     before, parameters = training.fingerprint(), list(training.model.parameters())
-    found = holdfast.fit_batch(training.step, training.sample, training.state, limit=PEAK_LIMIT)
+    found = holdfast.fit_batch(
+        training.step, training.sample, training.state, limit=PEAK_LIMIT, tuned_batch=5000
+    )
     assert training.fingerprint() == before
     assert all(one is other for one, other in zip(parameters, training.model.parameters(), strict=True))
     assert training.sample["note"] == "kept"
@@ -50,6 +52,7 @@ def test_the_largest_batch_is_found_and_nothing_is_changed(
     assert real_peak(training, found.largest) <= PEAK_LIMIT < real_peak(training, int(found.largest * 1.05))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("limit", [900_000, 1_100_000, 1_500_000])
 def test_no_size_at_all_is_better(limit: int, reads: bool) -> None:

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.ranks
 
 def test_the_rank_with_the_least_memory_decides_for_all() -> None:
     found = run_ranks(2, together.with_limits, 8_000_000, 3_000_000)
-    (alone,) = run_ranks(1, together.with_limits, 3_000_000)
     assert found[0] == found[1], found
     assert found[0]["limit_bytes"] == 3_000_000
     assert found[0]["world_size"] == 2
-    assert found[0]["largest"] == alone["largest"]
+    peaks = {size: peak for size, peak, fits, _ in found[0]["probes"] if fits}
+    assert 2_850_000 < peaks[found[0]["largest"]] <= 3_000_000
 
 
 def test_memory_that_runs_out_on_one_rank_bounds_all() -> None:

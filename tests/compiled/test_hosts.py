@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ HERE = Path(__file__).parent
 def start(home: Path, folder: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [sys.executable, *launcher, str(HERE / "hosts.py"), str(home), str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200)
+    folder.mkdir()
+    env = {**os.environ, "TMPDIR": str(folder)}  # else headers that others have compiled here would be sent
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
 
 

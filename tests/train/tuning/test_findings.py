@@ -140,7 +140,7 @@ def test_the_smallest_batch_that_is_as_fast_as_any_is_advised() -> None:
 
 
 def test_a_batch_that_gains_no_more_than_noise_is_not_told() -> None:
-    assert sizes.find_batch(STEPS, trial(4, 100), [trial(8, 102)]) == []
+    assert sizes.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
     assert sizes.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
     assert sizes.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
 

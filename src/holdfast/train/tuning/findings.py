@@ -101,11 +101,9 @@ def find_breaks(graphs: Graphs, syncs: Sequence[Finding]) -> list[Finding]:
                 kind="graph break",
                 place=one.place,
                 seen=f"the compiler cuts the graph here: {one.reason}{also}",
-                costs=f"the model is {graphs.num_graphs} graphs instead of 1; nothing is fused across a cut",
+                costs=f"what is compiled is {graphs.num_graphs} graphs; nothing is fused across a cut",
                 change=change,
-                after="1 graph"
-                if len(graphs.breaks) == 1
-                else f"1 graph, with the other {len(graphs.breaks) - 1}",
+                after="no cut",
                 share=sync.share if sync else None,
             )
         )

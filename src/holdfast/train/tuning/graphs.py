@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch._dynamo.utils
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import CompilationMetrics, clear_compilation_metrics, get_compilation_metrics
 
 from holdfast.train.tuning import places
@@ -22,18 +25,16 @@ _LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", r
 class GraphWatch(Watcher):
     """Explains the model on one batch, then has the compiler trace it over the next ones.
 
-    Nothing is generated. A script that compiles by itself is looked at as it compiles; one that does not is
-    compiled here.
+    A script that compiles by itself is only looked at as it compiles. Nothing is generated in either case.
     """
 
     def __init__(self, num_steps: int, *, compiles_itself: bool) -> None:
         self._num_steps = num_steps
-        self._is_own = not compiles_itself
+        self._compiles_itself = compiles_itself
         self._explained: set[int] = set()
         self._breaks: dict[Place, Break] = {}
         self._num_graphs = 0
         self._failure = ""
-        self._impl: dict[int, Call] = {}
         self._number = 1
 
     @property
@@ -45,21 +46,25 @@ class GraphWatch(Watcher):
         """See `Watcher`."""
         torch._dynamo.reset()
         clear_compilation_metrics()
-        torch.compiler.set_stance("force_eager")
+        if self._compiles_itself:
+            torch.compiler.set_stance("default", force_backend="eager")
+        else:
+            torch.compiler.set_stance("force_eager")
 
     def called(self, one: Outermost, call: Call) -> Call:
         """See `Watcher`."""
-        plain = one.module
-        is_compiled = isinstance(plain, torch._dynamo.OptimizedModule)
-        traced = call if is_compiled or not self._is_own else torch.compile(traceable(call), backend="eager")
+        if self._compiles_itself:
+            return call
+        module = one.module
+        traced = torch.compile(traceable(call), backend="eager")
 
         def calling(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return call(*args, **kwargs)
-            if id(plain) not in self._explained:
-                self._explained.add(id(plain))
-                self._explain(_eager(plain, call), args, kwargs)
-                return _eager(plain, call)(*args, **kwargs)
+            if id(module) not in self._explained:
+                self._explained.add(id(module))
+                self._explain(call, args, kwargs)
+                return call(*args, **kwargs)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the compiler warns of what it does itself
                 return traced(*args, **kwargs) if self._number > 1 else call(*args, **kwargs)
@@ -69,7 +74,7 @@ class GraphWatch(Watcher):
     def stepped(self, number: int) -> None:
         """See `Watcher`."""
         self._number = number + 1
-        if number == 1:
+        if number == 1 and not self._compiles_itself:
             torch._dynamo.reset()
             clear_compilation_metrics()
             torch.compiler.set_stance("default", force_backend="eager")
@@ -78,6 +83,9 @@ class GraphWatch(Watcher):
         """See `Watcher`."""
         torch.compiler.set_stance("default")
         metrics = [one for one in get_compilation_metrics() if one.co_filename]
+        if self._compiles_itself:
+            self._note(torch._dynamo.utils.graph_break_reasons)
+            self._num_graphs = len({(one.co_filename, one.co_firstlineno, one.co_name) for one in metrics})
         return Graphs(
             self._num_graphs,
             tuple(self._breaks.values()),
@@ -98,16 +106,13 @@ class GraphWatch(Watcher):
         finally:
             torch.compiler.set_stance("force_eager")
         self._num_graphs += told.graph_count
-        for reason in told.break_reasons:
+        self._note(told.break_reasons)
+
+    def _note(self, reasons: Iterable[GraphCompileReason]) -> None:
+        for reason in reasons:
             place = places.innermost((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
             if place is not None and reason.graph_break:
                 self._breaks.setdefault(place, Break(place, _short(reason.reason)))
-
-
-def _eager(module: torch.nn.Module, call: Call) -> Call:
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        return module._orig_mod._call_impl
-    return call if not hasattr(call, "_torchdynamo_orig_callable") else module._call_impl
 
 
 def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:

@@ -15,7 +15,7 @@ from holdfast.train.tuning.findings import Finding, Trial
 from holdfast.train.tuning.verdict import LEAST_GAIN
 
 _FEW_ROWS = 16
-_WORTH = 0.10  # of what is computed, from which on another padding is worth a word
+_WORTH = 0.10  # from which on another padding, or another batch and learning rate, is worth a word
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def compare(lengths: Lengths | None) -> Paddings | None:
         flat,
         batch_size=max(len(rows) for rows in lengths.rows),
         max_length=widest,
-        multiple=_multiple(widest),
+        multiple=_multiple(max(flat)),
         pool=len(lengths.rows),
     )
     shapes = {(len(rows), width) for rows, width in zip(lengths.rows, lengths.widths, strict=True)}
@@ -98,10 +98,9 @@ def find_batch(steps: Steps, now: Trial, trials: Sequence[Trial]) -> list[Findin
     """
     loader = steps.loader
     ran = [one for one in (now, *trials) if not one.failure]
-    best_rate = max(one.items_per_s for one in ran)
-    chosen = next(one for one in ran if one.items_per_s >= best_rate * (1 - LEAST_GAIN))
+    chosen = choose(ran)
     gain = chosen.items_per_s / now.items_per_s
-    if loader is None or chosen is now or gain <= 1 + max(now.noise, chosen.noise):
+    if loader is None or chosen is now or gain <= 1 + max(_WORTH, now.noise, chosen.noise):
         return []
     tried = ", ".join(f"{one.value}: {one.items_per_s / now.items_per_s:.2f}x" for one in ran)
     items = statistics.median(step.num_items for step in steps.steps)
@@ -117,6 +116,13 @@ def find_batch(steps: Steps, now: Trial, trials: Sequence[Trial]) -> list[Findin
             share=1 - 1 / gain,
         )
     ]
+
+
+def choose(trials: Sequence[Trial]) -> Trial:
+    """The smallest batch that is as fast as any, within what two steps of one program differ by."""
+    ran = [one for one in trials if not one.failure]
+    best_rate = max(one.items_per_s for one in ran)
+    return next(one for one in ran if one.items_per_s >= best_rate * (1 - LEAST_GAIN))
 
 
 def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts: float) -> str:
@@ -158,7 +164,7 @@ def _memory(trial: Trial) -> str:
 
 
 def _multiple(widest: int) -> int:
-    """Widths are rounded up to an eighth of the widest, as a power of two, from 8 to 64."""
+    """Widths are rounded up to an eighth of the longest row, as a power of two, from 8 to 64."""
     return min(64, max(8, 2 ** math.floor(math.log2(max(1, widest / 8)))))
 
 

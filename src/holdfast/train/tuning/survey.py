@@ -196,8 +196,29 @@ class _Survey:
             found.append(trial)
             if trial.failure or trial.items_per_s < found[-2].items_per_s * (1 + LEAST_GAIN):
                 break
-        self._findings += sizes.find_batch(steps, found[0], found[1:])
+        if sizes.find_batch(steps, found[0], found[1:]):
+            self._findings += self._confirmed(steps, found)
         return found
+
+    def _confirmed(self, steps: Steps, found: Sequence[Trial]) -> list[Finding]:
+        """The finding about the batch, if it holds when both are run once more.
+
+        Two runs of one program differ by more than the steps of one run do, so the best of the batch as it is
+        must be worse than the worst of the other.
+        """
+        loader = steps.loader
+        assert loader is not None
+        chosen = sizes.choose(found)
+        again = []
+        for one in (found[0], chosen):
+            plan = dataclasses.replace(self._plan, loader=loader.index, batch_size=one.value)
+            what = f"batches of {one.value} once more"
+            again.append(self._try(what, plan, one.value, steps.device, per_work=True))
+        if any(one.failure for one in again):
+            return []
+        best_now = max(found[0], again[0], key=lambda one: one.items_per_s)
+        worst = min(chosen, again[1], key=lambda one: one.items_per_s)
+        return sizes.find_batch(steps, best_now, [worst])
 
     def _try(self, what: str, plan: Plan, value: int, device: str, *, per_work: bool = False) -> Trial:
         self._say(what)

@@ -22,11 +22,8 @@ class Texts(Dataset):
 
 
 def collate(rows):
-    width = -(-max(map(len, rows)) // 16) * 16
-    out = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return nn.functional.pad(padded, (0, -padded.shape[1] % 8))
 
 
 class Net(nn.Module):

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import holdfast
-from holdfast.errors import PREEMPTED_STATUS
 from holdfast.train.lengths import PackedBatches, PackedRows
 
 
@@ -36,8 +35,8 @@ def main() -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         train(args, device)
-    except holdfast.Preempted:  # what matters is durable; the next start goes on
-        holdfast.leave(PREEMPTED_STATUS)
+    except holdfast.Preempted as notice:  # what matters is durable; the next start goes on
+        holdfast.leave(notice.code)
     holdfast.leave(0)  # a finished gloo process may otherwise be aborted by its own threads
 
 

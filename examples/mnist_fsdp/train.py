@@ -60,14 +60,13 @@ def main() -> None:
     if args.batch % num_ranks():
         sys.exit(f"a batch of {args.batch} cannot be divided evenly among {num_ranks()} ranks")
     data = load(args.data, args.folder, args.side)
-    status = 0
     try:
         rows = [train(way, data, args, device) for way in args.ways]
         if rank() == 0:
             write(rows, args.home)
     except holdfast.Preempted as notice:  # what was learned is durable; the next start goes on
-        status = int(notice.code or 0)
-    holdfast.leave(status)  # a finished gloo process may otherwise be aborted by its own threads
+        holdfast.leave(notice.code)
+    holdfast.leave(0)  # a finished gloo process may otherwise be aborted by its own threads
 
 
 def train(way: str, data: Digits, args: argparse.Namespace, device: str) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def make_model(name: str, *, dropout: float) -> Any:
         num_layers=2,
         num_heads=4,
         dropout_rate=dropout,
-        decoder_start_token_id=0,
         pad_token_id=0,
         eos_token_id=1,
         use_cache=True,
     )
+    config.decoder_start_token_id = 0
     return T5ForConditionalGeneration(config)

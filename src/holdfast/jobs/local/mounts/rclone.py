@@ -116,7 +116,7 @@ class BucketMount:
                 next(self._path.iterdir(), None)
                 found.append("")
             except OSError as error:
-                found.append(error.strerror)
+                found.append(error.strerror or str(error))
 
         # In a thread: while rclone tries again and again, whoever reads cannot be interrupted.
         reading = threading.Thread(target=read, daemon=True)

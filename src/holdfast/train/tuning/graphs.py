@@ -111,7 +111,7 @@ class GraphWatch(Watcher):
     def _note(self, reasons: Iterable[GraphCompileReason]) -> None:
         for reason in reasons:
             place = places.innermost((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
-            if place is not None and reason.graph_break:
+            if place is not None and places.is_users(place.file) and reason.graph_break:
                 self._breaks.setdefault(place, Break(place, _short(reason.reason)))
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,12 @@ GRAB_BAG = re.compile(r"(^|_)(utils?|helpers?|misc|common|managers?|base|core|to
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file; many tests look at each."""
+    return ast.parse(path.read_text())
+
+
 def part_of(path: Path) -> str:
     """First-level file or folder of the package that `path` belongs to."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -70,7 +77,7 @@ def part_of(path: Path) -> str:
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name (below the package) of every import from inside the package, lazy ones too."""
     here = ["holdfast", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -138,7 +145,7 @@ def test_an_upward_import_would_be_found(tmp_path: Path, monkeypatch: pytest.Mon
 
 @each_file
 def test_file_says_its_job_in_its_first_line(path: Path) -> None:
-    doc = ast.get_docstring(ast.parse(path.read_text()))
+    doc = ast.get_docstring(parsed(path))
     assert doc, "no docstring"
     first = doc.splitlines()[0]
     assert len(first) <= 110, "the job takes more than a line"
@@ -163,7 +170,7 @@ def test_name_is_not_one_of_the_standard_library(path: Path) -> None:
 @each_file
 def test_nothing_is_swallowed(path: Path) -> None:
     """A handler of everything must do something; one that does nothing must name what it passes over."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = ast.unparse(node.type) if node.type else "everything"

@@ -1,6 +1,6 @@
 # Everything a developer runs. The first target that needs it makes .venv; set PYTHON to choose the interpreter.
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := .venv/bin
 DEV := .venv/.dev-installed
 BENCH := .venv/.bench-installed

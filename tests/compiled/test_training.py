@@ -113,6 +113,7 @@ def packs_of(home: Path) -> list[Path]:
     return [home / name for name in sorted(names) if isinstance(parse_name(name), PackName)]
 
 
+@pytest.mark.slow
 def test_an_empty_machine_compiles_nothing_when_home_is_trusted(machine: Machine, home: Path, cold: Any):
     again = machine(home, 2, HOLDFAST_TRUST_HOMES=str(home.parent))
     assert again.status == 0, again.err
@@ -201,6 +202,7 @@ def test_two_ranks_share_what_one_of_them_brings(machine: Machine, tmp_path: Pat
     assert len({rank["weights"] for rank in again.told}) == 1
 
 
+@pytest.mark.slow
 def test_commands_do_not_stumble_over_it(cold: tuple[Path, Start], capsys: pytest.CaptureFixture[str]):
     from holdfast.cli import main
 

@@ -39,6 +39,7 @@ def table(home: Path) -> dict[str, dict[str, Any]]:
     return {row["way"]: row for row in json.loads((home / "table.json").read_text())}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_in_two_ways_and_leave_a_table_and_a_plot(tmp_path: Path) -> None:
     """The ways differ in where parameters are, not in what is learned."""
     home = tmp_path / "home"

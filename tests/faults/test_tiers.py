@@ -189,6 +189,7 @@ def check_random_kills(
     assert playground.check_all_complete_verify(playground.local) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1))
 def test_random_kills(playground: Playground, uninterrupted: str, local: tuple[str, str], seed: int):
     """A few of the kills that the long suite makes by the hundred."""

@@ -59,7 +59,8 @@ def test_the_story_of_a_killed_run_is_what_was_seen(playground: Playground) -> N
     assert story.holding.num_checkpoints == 3
 
 
-@pytest.mark.parametrize("has_local", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_local", [False, True])
 def test_the_curve_of_a_run_that_was_killed_in_all_ways_is_that_of_one_that_was_not(
     tmp_path: Path, playground: Playground, has_local: bool
 ) -> None:

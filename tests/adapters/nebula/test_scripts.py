@@ -18,6 +18,7 @@ def test_the_samples_of_the_documentation_run(home: str) -> None:
     assert holdfast.open(home).verify().is_good
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_save_bit_for_bit(home: str) -> None:
     """It is killed as soon as save() has returned: the keeper finishes what it was handed."""
     whole = run("train", 6, 0, env={WHERE: home + "-whole"}).split()

@@ -260,6 +260,7 @@ done
 """
 
 
+@pytest.mark.slow
 def test_random_kills_of_all_that_looks_after_a_job_end_in_its_success(desk: Desk) -> None:
     """Never do two copies of it run, and none of the kills is taken for an error of the job."""
     chance = random.Random(7)

@@ -203,6 +203,7 @@ def test_all_that_looks_after_a_done_job_may_be_killed_while_its_files_are_sent(
     assert place.names() == {"data-1", "marker-1"}
 
 
+@pytest.mark.slow
 def test_random_kills_of_all_there_is_never_show_a_marker_without_its_data(desk: Desk, place: Place) -> None:
     import random
 

@@ -27,6 +27,7 @@ def found(report: Report) -> set[tuple[str, int]]:
     return {(one.kind, one.place.line if one.place else 0) for one in report.findings}
 
 
+@pytest.mark.slow
 def test_syncs_breaks_and_recompiles_are_found_on_their_lines() -> None:
     script = SCRIPTS / "planted.py"
     report = survey(str(script), questions={"syncs"}, num_steps=9)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 PACKAGES = "apt-get install --no-install-recommends -y slurm-wlm"
 GRACE_S = 15
 """Between Slurm's first word and its SIGTERM when a job is preempted."""
@@ -120,6 +122,16 @@ class OneBox:
             if path.exists():
                 with contextlib.suppress(ProcessLookupError, ValueError):
                     os.kill(int(path.read_text()), signal.SIGTERM)
+        self._end_left_over()
+
+    def _end_left_over(self) -> None:
+        """Kill what is still there of this cluster: steps that nobody watches once slurmd has ended."""
+        room = str(self.room)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                named = any(room in word for word in [*process.cmdline(), *process.environ().values()])
+                if named and process.pid != os.getpid():
+                    process.kill()
 
     def is_idle(self) -> bool:
         """True if all nodes are there and have nothing to do."""

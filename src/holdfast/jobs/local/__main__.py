@@ -18,7 +18,7 @@ def main() -> None:
         from holdfast.jobs.local.folder import NodeFolder
         from holdfast.jobs.local.warden import serve
 
-        serve(NodeFolder(folder))
+        serve(NodeFolder(folder), replaces_controller=True)
     elif role == "porter":
         from holdfast.jobs.local.mounts import porter
 

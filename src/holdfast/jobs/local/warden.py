@@ -30,8 +30,12 @@ _LOOK_S = 1.0
 """Between two looks whether those live who are needed beside the node."""
 
 
-def serve(folder: NodeFolder) -> None:
+def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     """Do what the plan says; the caller holds the node's lock.
+
+    Args:
+        folder: of the node.
+        replaces_controller: start another controller of this machine when the job's is gone.
 
     Blocks: as long as the node's commands run.
     """
@@ -45,7 +49,7 @@ def serve(folder: NodeFolder) -> None:
     write_whole(folder.pid, f"{me.pid} {me.start}")
     ring(Path(plan.bell))
     job = JobFolder(folder.path.parents[2])
-    watch = Watch(job)
+    watch = Watch(job, replaces_controller=replaces_controller)
     with Path(plan.log).open("ab", buffering=0) as log:
         if read_supplies(job):
             watch.hold = Hold(folder.path.parent, Path(plan.log))
@@ -59,15 +63,17 @@ class Watch:
 
     Args:
         job: folder of the job.
+        replaces_controller: as for `serve`.
     """
 
-    def __init__(self, job: JobFolder) -> None:
+    def __init__(self, job: JobFolder, *, replaces_controller: bool) -> None:
         self._job = job
+        self._replaces_controller = replaces_controller
         self.hold: Hold | None = None
 
     def look(self) -> None:
         """Have another controller if the job's was killed, and another porter."""
-        if not locks.is_held(self._job.lock):
+        if self._replaces_controller and not locks.is_held(self._job.lock):
             look_after(self._job)
         if self.hold is not None:
             self.hold.look()

@@ -18,7 +18,7 @@ def main() -> int:
         from holdfast.jobs.slurm.runner import die_with_runner
 
         die_with_runner()
-        serve(NodeFolder(folder))
+        serve(NodeFolder(folder), replaces_controller=False)  # Slurm has its own way to a new one
         return 0
     if role == "sweep":
         from holdfast.jobs.slurm.runner import sweep

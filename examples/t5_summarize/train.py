@@ -86,7 +86,7 @@ def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device:
     bar = tqdm(total=total, desc="train", disable=None if rank() == 0 else True)
     best = holdfast.Checkpointer(args.home / "best", {"model": model}, keep=1, signals=False, quiet=True)
     with best, holdfast.Checkpointer(args.home / "run", state, every=args.every, memory="256MiB") as ckpt:
-        best.restore()  # it goes on in its home too; what the run itself restores below replaces these weights
+        best.restore()  # goes on in its home; what the run restores below replaces these weights
         for step in ckpt.steps(total):
             curve[step] = train_step(model, optimizer, data["train"].batch(next(stream), device))
             schedule.step()

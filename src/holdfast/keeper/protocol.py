@@ -38,7 +38,7 @@ def receive(end: socket.socket) -> tuple[Message | None, list[int]]:
     Blocks: until a message comes.
     """
     try:
-        packet, fds, _, _ = socket.recv_fds(end, MAX_PACKET_BYTES, MAX_FDS)
+        packet, fds, _, _ = _receive_packet(end)
     except ConnectionError:
         return None, []
     if not packet:
@@ -46,3 +46,13 @@ def receive(end: socket.socket) -> tuple[Message | None, list[int]]:
             os.close(fd)
         return None, []
     return json.loads(packet), fds
+
+
+def _receive_packet(end: socket.socket) -> tuple[bytes, list[int], int, Any]:
+    """The next packet, also where its sender has died since."""
+    try:
+        return socket.recv_fds(end, MAX_PACKET_BYTES, MAX_FDS)
+    except ConnectionResetError:
+        # Told once, when the other end died with something unread, and before the packets that it had sent:
+        # they are still there.
+        return socket.recv_fds(end, MAX_PACKET_BYTES, MAX_FDS)

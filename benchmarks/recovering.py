@@ -26,9 +26,9 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 from holdfast.jobs.engine import Job  # noqa: E402
 from holdfast.jobs.environment import mark  # noqa: E402
-from holdfast.jobs.local import processes  # noqa: E402
 from holdfast.jobs.local.engine import LocalEngine  # noqa: E402
-from holdfast.jobs.local.folder import job_folder  # noqa: E402
+from holdfast.jobs.node import processes  # noqa: E402
+from holdfast.jobs.node.folder import job_folder  # noqa: E402
 from holdfast.jobs.place import state_dir  # noqa: E402
 from holdfast.jobs.task.reading import Overrides, parse_task  # noqa: E402
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import sharded
 import torch
 import torch.distributed as dist
 from cputime import cpu_s
@@ -29,8 +30,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 HERE = Path(__file__).resolve().parent
 SHAPE = Shape(layers=8, width=256, heads=8, vocabulary=2048, positions=128)
 BATCH, LENGTH = 4, 128
-GOALS = {"time": 1.03, "memory": 1.01}
-"""What a ratio may be at most: 3 % is what two runs of one and the same thing differ by here."""
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -64,47 +63,22 @@ def main() -> int:
     return _report(options, facts, runs)
 
 
-def _report(options: argparse.Namespace, facts: dict[str, Any], runs: list[dict[str, Any]]) -> int:
-    heads = (
-        "ours, ms a step",
-        "by hand",
-        "time, ratio",
-        "processor time, ratio",
-        "peak, MB",
-        "by hand",
-        "ratio",
-    )
-    table = Table(
-        "", *heads, title=f"{options.ranks} ranks, medians of {options.rounds} rounds [least..greatest]"
-    )
-    missed = 0
-    for run in runs:
-        ratios = {
-            key: [a / b for a, b in zip(run["ours"][key], run["hand"][key], strict=True)]
-            for key in ("s", "cpu_s")
-        }
-        memory = run["ours"]["peak_bytes"] / run["hand"]["peak_bytes"]
-        ms = [f"{statistics.median(run[who]['s']) * 1000:.0f}" for who in ("ours", "hand")]
-        peaks = [f"{run[who]['peak_bytes'] / 1e6:.1f}" for who in ("ours", "hand")]
-        table.add_row(
-            run["layout"], *ms, _spread(ratios["s"]), _spread(ratios["cpu_s"]), *peaks, f"{memory:.3f}"
-        )
-        missed += statistics.median(ratios["s"]) > GOALS["time"] or memory > GOALS["memory"]
+def _report(options: argparse.Namespace, facts: dict[str, Any], runs: list[sharded.Run]) -> int:
+    title = f"{options.ranks} ranks, medians of {options.rounds} rounds [least..greatest]"
+    table = Table("", *sharded.HEADINGS, title=title)
+    for row in sharded.rows(runs):
+        table.add_row(*row)
     console.print(table)
     path = options.out or HERE / "results" / f"sharding_{machine.slug(facts)}_{facts['date'][:10]}.json"
     document = {
         "machine": facts,
         "ranks": options.ranks,
         "rounds": options.rounds,
-        "goals": GOALS,
+        "goals": sharded.GOALS,
         "runs": runs,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
-    return int(missed > 0)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} [{min(values):.3f}..{max(values):.3f}]"
+    return int(any(map(sharded.misses, runs)))
 
 
 def _child(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import columns
+import sharded
 from goals import judge
 from resharded import HEADINGS
 from resharded import rows as resharded_rows
@@ -90,6 +91,13 @@ def render_resharding(documents: list[dict[str, Any]]) -> str:
     return f"{facts}\n\n" + _table(["", *HEADINGS], resharded_rows(document["runs"]))
 
 
+def render_sharding(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of the newest sharding result: a line for each layout."""
+    document = documents[0]
+    facts = f"_{columns.facts(document['machine'], document['rounds'])}_"
+    return f"{facts}\n\n" + _table(["", *sharded.HEADINGS], sharded.rows(document["runs"]))
+
+
 def render_saving(documents: list[dict[str, Any]]) -> str:
     """The Markdown of saving results: for each state a table of its newest, the limits, and all goals."""
     results, measured = _combined(documents)
@@ -160,6 +168,7 @@ RENDERERS = {
     "saving": render_saving,
     "saving in short": render_in_short,
     "resharding": render_resharding,
+    "sharding": render_sharding,
     "scale": render_scale,
     "tiers": render_numbers(
         {

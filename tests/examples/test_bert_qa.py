@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.jobs.engine import Job
-from holdfast.jobs.local.folder import bucket_dir
+from holdfast.jobs.node.folder import bucket_dir
 from holdfast.jobs.place import state_dir
 from holdfast.jobs.status import Status
 from holdfast.report import read_story

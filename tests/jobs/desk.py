@@ -12,10 +12,10 @@ from pathlib import Path
 from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import mark
 from holdfast.jobs.following import Watch
-from holdfast.jobs.local import processes
 from holdfast.jobs.local.engine import LocalEngine
-from holdfast.jobs.local.folder import JobFolder, job_folder
-from holdfast.jobs.local.processes import Process
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.processes import Process
 from holdfast.jobs.place import database, state_dir
 from holdfast.jobs.records import Record, Records
 from holdfast.jobs.status import Status

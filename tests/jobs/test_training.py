@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.engine import Job
-from holdfast.jobs.local import processes
+from holdfast.jobs.node import processes
 from holdfast.jobs.status import Status
 from holdfast.report import read_story
 from holdfast.store import open_store

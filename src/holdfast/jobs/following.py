@@ -78,3 +78,15 @@ class Reader:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def tail(path: Path, num_lines: int) -> list[str]:
+    """The last lines of a log; of a long line the end only."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - (64 << 10)))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return [line[-500:] for line in lines[-num_lines:]]

@@ -1,4 +1,4 @@
-"""Public helpers for tests: the store conformance suite and a store that fails on command."""
+"""Public helpers for tests: the store conformance suite, stores and servers that fail on command."""
 
 from __future__ import annotations
 

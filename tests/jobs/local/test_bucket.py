@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Unsupported
-from holdfast.jobs.local import processes
-from holdfast.jobs.local.mounts import fuse, refusal
-from holdfast.jobs.local.mounts.rclone import rclone_environment, settings
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.mounts import fuse, refusal
+from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
 from holdfast.jobs.status import Status
 from holdfast.store import open_store
 from holdfast.store.address import parse_address

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
-from holdfast.jobs.local import locks, processes
+from holdfast.jobs.node import locks, processes
 from holdfast.jobs.status import Status
 from jobs.desk import Desk
 

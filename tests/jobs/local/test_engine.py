@@ -16,11 +16,11 @@ from holdfast.errors import Conflict, NotFound, RetryLater
 from holdfast.jobs.due import Due
 from holdfast.jobs.environment import Node, mark, mint_task_id, run_environment, setup_environment, share_gpus
 from holdfast.jobs.following import Reader, Watch
-from holdfast.jobs.local import locks, processes
-from holdfast.jobs.local.bell import Bell, ring
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.planning import addresses
 from holdfast.jobs.machine import Kill, Life, Pause, Start, Tell, Terms
+from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node.bell import Bell, ring
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import Records, Spec
 from holdfast.jobs.status import Status

@@ -12,8 +12,8 @@ import pytest
 
 from holdfast.errors import NotFound
 from holdfast.jobs.engine import Job
-from holdfast.jobs.local import processes
-from holdfast.jobs.local.mounts.supply import caches
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.mounts.supply import caches
 from holdfast.jobs.status import Status
 from holdfast.store import Store, open_store
 from holdfast.testing.faultproxy import FaultProxy

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.jobs.local.ignored import ignored
-from holdfast.jobs.local.workdir import copy_without_ignored
+from holdfast.jobs.node.ignored import ignored
+from holdfast.jobs.node.workdir import copy_without_ignored
 from holdfast.jobs.status import Status
 from jobs.desk import Desk
 

@@ -25,7 +25,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.jobs.local import processes
+from holdfast.jobs.node import processes
 from jobs.sky.installed import skypilot
 from jobs.slurm.onebox import OneBox, one_box, own_name
 from jobs.slurm.onebox import missing as missing_of_slurm

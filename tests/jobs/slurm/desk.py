@@ -11,9 +11,9 @@ from pathlib import Path
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import mark
-from holdfast.jobs.local import processes
-from holdfast.jobs.local.folder import job_folder
-from holdfast.jobs.local.processes import Process
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.node.processes import Process
 from holdfast.jobs.place import state_dir
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.slurm.papers import Papers

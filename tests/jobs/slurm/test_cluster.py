@@ -12,7 +12,7 @@ import pytest
 
 from cli.conftest import Command, holdfast
 from holdfast.errors import Conflict
-from holdfast.jobs.local import processes
+from holdfast.jobs.node import processes
 from holdfast.jobs.status import Status
 from jobs.slurm.desk import SlurmDesk, command
 from jobs.test_training import TOTAL, steps, uninterrupted

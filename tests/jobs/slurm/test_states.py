@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.jobs.local.folder import JobFolder
 from holdfast.jobs.machine import Life, Terms
+from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm.commands import Queued
 from holdfast.jobs.slurm.messages import (

@@ -11,7 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.train.batch import rehearse_peak
+from holdfast.train.batch import estimate_peak
 from holdfast.train.batch.holdings import find_holdings
 from holdfast.train.batch.prober import Prober
 from holdfast.train.batch.sample import batch_size_of, resize
@@ -70,7 +70,7 @@ def test_what_is_foretold_is_what_happens(size: int) -> None:
     training = Training(warm=False)
     holdings = find_holdings(training.state)
     before = training.fingerprint()
-    foretold = rehearse_peak(training.step, lambda size: resize(training.sample, size), holdings, size)
+    foretold = estimate_peak(training.step, lambda size: resize(training.sample, size), holdings, size)
     lr = training.optimizer.param_groups[0]["lr"]
     training.scheduler.load_state_dict({**training.scheduler.state_dict(), "last_epoch": 0})
     assert lr < 1e-3  # the scheduler did step: only `fit_batch` puts that back
@@ -84,7 +84,7 @@ def test_a_step_that_reads_a_value_cannot_be_foretold_and_says_why() -> None:
     training = Training(reads=True)
     holdings = find_holdings(training.state)
     with pytest.raises(Unsupported, match="DataDependentOutputException"):
-        rehearse_peak(training.step, lambda size: resize(training.sample, size), holdings, 8)
+        estimate_peak(training.step, lambda size: resize(training.sample, size), holdings, 8)
     assert all(type(one) is nn.Parameter for one in training.model.parameters())
 
 

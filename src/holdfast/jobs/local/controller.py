@@ -12,13 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
-from holdfast.jobs.local import processes
-from holdfast.jobs.local.bell import Bell
-from holdfast.jobs.local.folder import JobFolder, job_folder
-from holdfast.jobs.local.mounts.clearing import Clearing
-from holdfast.jobs.local.mounts.link import attach, detach, read_links
+from holdfast.jobs.following import tail
 from holdfast.jobs.local.nodes import Nodes
-from holdfast.jobs.local.planning import plans, tail
+from holdfast.jobs.local.planning import plans
 from holdfast.jobs.machine import (
     Begin,
     Broke,
@@ -34,6 +30,11 @@ from holdfast.jobs.machine import (
     Waited,
     advance,
 )
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.bell import Bell
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.mounts.clearing import Clearing
+from holdfast.jobs.node.mounts.link import attach, detach, read_links
 from holdfast.jobs.place import database
 from holdfast.jobs.records import Records, Request
 from holdfast.jobs.status import Status

@@ -15,17 +15,17 @@ from holdfast.jobs import engine
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id, share_gpus
 from holdfast.jobs.following import Reader, Watch
-from holdfast.jobs.local.bell import ring
 from holdfast.jobs.local.effects import effects
-from holdfast.jobs.local.folder import job_folder
-from holdfast.jobs.local.forgetting import forget
 from holdfast.jobs.local.gpus import visible_gpus
-from holdfast.jobs.local.mounts.placing import place
-from holdfast.jobs.local.mounts.refusal import check
 from holdfast.jobs.local.planning import write_scripts
-from holdfast.jobs.local.spawning import look_after
-from holdfast.jobs.local.workdir import check_workdir, put_workdir
 from holdfast.jobs.machine import Terms
+from holdfast.jobs.node.bell import ring
+from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.node.forgetting import forget
+from holdfast.jobs.node.mounts.placing import place
+from holdfast.jobs.node.mounts.refusal import check
+from holdfast.jobs.node.spawning import look_after
+from holdfast.jobs.node.workdir import check_workdir, put_workdir
 from holdfast.jobs.place import database, state_dir
 from holdfast.jobs.records import Record, Records, Spec
 from holdfast.jobs.status import Status

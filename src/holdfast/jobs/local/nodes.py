@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.jobs.environment import mark
-from holdfast.jobs.local import locks, processes
-from holdfast.jobs.local.folder import JobFolder, NodeFolder
-from holdfast.jobs.local.mounts.hold import STOPPED
-from holdfast.jobs.local.plan import Plan, read_outcome
-from holdfast.jobs.local.processes import Process
-from holdfast.jobs.local.spawning import spawn
+from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.mounts.hold import STOPPED
+from holdfast.jobs.node.plan import Plan, read_outcome
+from holdfast.jobs.node.processes import Process
+from holdfast.jobs.node.spawning import spawn
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.notice.file import write_notice
 from holdfast.notice.word import Word

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from holdfast.jobs.environment import Node, run_environment, setup_environment
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.plan import Plan, write_whole
 from holdfast.jobs.machine import Life
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.plan import Plan, write_whole
 from holdfast.jobs.records import Record
 from holdfast.jobs.task.contents import Task
 
@@ -80,15 +79,3 @@ def _headline(record: Record, life: Life, rank: int) -> str:
     where = f" on node {rank}" if record.spec.num_nodes > 1 else ""
     why = f", after: {life.reason}" if life.reason else ""
     return f"holdfast: {time.strftime('%F %T')} attempt {life.attempt} of job {record.id} begins{where}{why}"
-
-
-def tail(path: Path, num_lines: int) -> list[str]:
-    """The last lines of a log; of a long line the end only."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - (64 << 10)))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    return [line[-500:] for line in lines[-num_lines:]]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, RetryLater
 from holdfast.jobs.environment import mark
-from holdfast.jobs.local import locks, processes
-from holdfast.jobs.local.folder import JobFolder, job_folder
-from holdfast.jobs.local.mounts import fuse
-from holdfast.jobs.local.mounts.drainer import look_at
-from holdfast.jobs.local.mounts.link import detach
+from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.drainer import look_at
+from holdfast.jobs.node.mounts.link import detach
 from holdfast.jobs.records import Record, Records
 
 _LOCK_LIMIT_S = 10.0

@@ -16,7 +16,11 @@ from holdfast.jobs.environment import MARK
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
-_SERVANTS = (b"controller", b"porter", b"drainer")
+_SERVANTS = (
+    {b"holdfast.jobs.local", b"controller"},
+    {b"holdfast.jobs.node", b"porter"},
+    {b"holdfast.jobs.node", b"drainer"},
+)
 _ROUND_S = 5.0
 """How long killed processes may take to vanish before they are looked for again."""
 
@@ -47,8 +51,8 @@ class Process:
         A controller below a node is of another job, which was launched from within this one, or it took the
         place of this job's.
         """
-        words = self._words
-        return b"holdfast.jobs.local" in words and any(role in words for role in _SERVANTS)
+        words = set(self._words)
+        return any(servant <= words for servant in _SERVANTS)
 
     @property
     def _words(self) -> list[bytes]:
@@ -138,8 +142,8 @@ def _has(pid: int, prefix: bytes) -> bool:
 
 
 def servants(role: str, folder: Path) -> list[Process]:
-    """The living processes of ours that have this role for a folder."""
-    wanted = {b"holdfast.jobs.local", role.encode(), os.fsencode(folder)}
+    """The living processes of `holdfast.jobs.node` that have this role for a folder."""
+    wanted = {b"holdfast.jobs.node", role.encode(), os.fsencode(folder)}
     return [process for process in living().values() if wanted <= set(process._words)]
 
 

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.jobs.environment import MARK
-from holdfast.jobs.local import locks
-from holdfast.jobs.local.folder import JobFolder
+from holdfast.jobs.node import locks
+from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.place import STATE
+
+_ENTRIES = {"controller": "holdfast.jobs.local"}
+"""A warden or drainer whose controller was killed starts another; only local jobs have those."""
 
 
 def spawn(
@@ -25,7 +28,7 @@ def spawn(
     """Start a process of ours, and return its pid.
 
     Args:
-        role: as the entry point has it.
+        role: as the entry of this room has it; or "controller", for that of local jobs.
         folder: what it is to look after.
         log: where its output goes.
         lock: descriptor of a lock that it is to hold from its first moment on.
@@ -34,7 +37,7 @@ def spawn(
     handed = [(os.POSIX_SPAWN_DUP2, lock, locks.HANDED_FD)] if lock is not None else []
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "holdfast.jobs.local", role, str(folder)],
+        [sys.executable, "-m", _ENTRIES.get(role, "holdfast.jobs.node"), role, str(folder)],
         own_environment(environment),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

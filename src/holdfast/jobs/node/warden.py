@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 from holdfast.errors import PREEMPTED_STATUS
-from holdfast.jobs.local import locks, processes
-from holdfast.jobs.local.bell import ring
-from holdfast.jobs.local.folder import JobFolder, NodeFolder
-from holdfast.jobs.local.mounts.hold import Hold
-from holdfast.jobs.local.mounts.supply import read_supplies
-from holdfast.jobs.local.plan import Plan, write_outcome, write_whole
-from holdfast.jobs.local.processes import Process
-from holdfast.jobs.local.spawning import look_after
+from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node.bell import ring
+from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.mounts.hold import Hold
+from holdfast.jobs.node.mounts.supply import read_supplies
+from holdfast.jobs.node.plan import Plan, write_outcome, write_whole
+from holdfast.jobs.node.processes import Process
+from holdfast.jobs.node.spawning import look_after
 from holdfast.jobs.outcome import Outcome, Phase
 
 _PR_SET_PDEATHSIG = 1

@@ -1,4 +1,4 @@
-"""The workdir of a local job: each node's own copy of a folder, or of a repository, or an empty one."""
+"""The workdir of a job: each node's own copy of a folder, or of a repository, or an empty one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from holdfast.errors import NotFound
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.ignored import ignored
-from holdfast.jobs.local.mounts.placing import no_files
-from holdfast.jobs.local.repository import check_git, clone
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.ignored import ignored
+from holdfast.jobs.node.mounts.placing import no_files
+from holdfast.jobs.node.repository import check_git, clone
 from holdfast.jobs.task.contents import Task
 
 

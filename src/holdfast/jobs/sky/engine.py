@@ -14,11 +14,11 @@ from holdfast.jobs import engine
 from holdfast.jobs.due import Due
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id
-from holdfast.jobs.local.folder import job_folder
-from holdfast.jobs.local.forgetting import forget
-from holdfast.jobs.local.plan import write_whole
-from holdfast.jobs.local.workdir import check_workdir
 from holdfast.jobs.machine import Life, Terms
+from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.node.forgetting import forget
+from holdfast.jobs.node.plan import write_whole
+from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.place import database, state_dir
 from holdfast.jobs.records import Record, Records, Spec
 from holdfast.jobs.sky import commands

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.jobs.local.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.folder import JobFolder, NodeFolder
 
 
 def main() -> int:
@@ -14,7 +14,7 @@ def main() -> int:
     role, folder = sys.argv[1], Path(sys.argv[2])
     os.chdir("/")  # hold nobody's directory
     if role == "warden":
-        from holdfast.jobs.local.warden import serve
+        from holdfast.jobs.node.warden import serve
         from holdfast.jobs.slurm.runner import die_with_runner
 
         die_with_runner()

@@ -17,8 +17,7 @@ from typing import TypeVar
 
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.due import Due
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.planning import tail
+from holdfast.jobs.following import tail
 from holdfast.jobs.machine import (
     Begin,
     Broke,
@@ -33,6 +32,7 @@ from holdfast.jobs.machine import (
     Waited,
     advance,
 )
+from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.messages import (

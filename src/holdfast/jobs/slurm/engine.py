@@ -17,14 +17,14 @@ from holdfast.jobs.due import Due
 from holdfast.jobs.engine import Effect, Job, Line
 from holdfast.jobs.environment import mint_task_id
 from holdfast.jobs.following import Reader, Watch
-from holdfast.jobs.local.folder import JobFolder, job_folder
-from holdfast.jobs.local.forgetting import forget
-from holdfast.jobs.local.mounts.link import attach, read_links
-from holdfast.jobs.local.mounts.placing import place
-from holdfast.jobs.local.mounts.refusal import check
-from holdfast.jobs.local.plan import write_whole
-from holdfast.jobs.local.workdir import check_workdir, put_workdir
 from holdfast.jobs.machine import Life, Terms
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.forgetting import forget
+from holdfast.jobs.node.mounts.link import attach, read_links
+from holdfast.jobs.node.mounts.placing import place
+from holdfast.jobs.node.mounts.refusal import check
+from holdfast.jobs.node.plan import write_whole
+from holdfast.jobs.node.workdir import check_workdir, put_workdir
 from holdfast.jobs.place import database, state_dir
 from holdfast.jobs.records import Record, Records, Spec
 from holdfast.jobs.slurm import commands

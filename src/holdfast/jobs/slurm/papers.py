@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.errors import Internal
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.plan import write_whole
 from holdfast.jobs.machine import Life, Terms
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.plan import write_whole
 from holdfast.jobs.records import life_text, read_life, read_terms, terms_text
 
 

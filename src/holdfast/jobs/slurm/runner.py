@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from holdfast.jobs.environment import Node, mark, run_environment, setup_environment
-from holdfast.jobs.local import processes
-from holdfast.jobs.local.bell import Bell
-from holdfast.jobs.local.folder import JobFolder, NodeFolder
-from holdfast.jobs.local.plan import Plan, read_outcome
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.bell import Bell
+from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.plan import Plan, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm.messages import (
     EndedNode,

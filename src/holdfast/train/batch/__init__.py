@@ -1,5 +1,6 @@
 """The batch that fits and the batch that pays: found by measuring, agreed by all ranks, changing nothing."""
 
+from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.finder import fit_batch
 from holdfast.train.batch.fit import BatchFit, Probe, choose_batch
 from holdfast.train.batch.rates import (
@@ -9,7 +10,6 @@ from holdfast.train.batch.rates import (
     say_rates,
     scale_rates,
 )
-from holdfast.train.batch.rehearsal import rehearse_peak
 from holdfast.train.batch.search import Search
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "Search",
     "accumulate_to",
     "choose_batch",
+    "estimate_peak",
     "fit_batch",
-    "rehearse_peak",
     "say_rates",
     "scale_rates",
 ]

@@ -18,7 +18,7 @@ from holdfast.train.batch.holdings import Holdings, count_bytes
 from holdfast.train.batch.sample import tensors_of
 
 
-def rehearse_peak(
+def estimate_peak(
     step: Callable[[Any], object], make: Callable[[int], Any], holdings: Holdings, size: int
 ) -> int:
     """Bytes at the peak of a step on a batch of `size`, without computing or allocating anything.

@@ -14,11 +14,11 @@ import torch
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
 from holdfast.quantity import read_bytes, read_seconds, say_bytes
 from holdfast.ranks import RankGroup, Ranks
+from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.fit import BatchFit, Probe, choose_batch
 from holdfast.train.batch.holdings import Holdings, count_bytes, find_holdings
 from holdfast.train.batch.prober import STEPS_OF_A_PROBE, Prober
 from holdfast.train.batch.rates import accumulate_to, say_rates, scale_rates
-from holdfast.train.batch.rehearsal import rehearse_peak
 from holdfast.train.batch.room import find_limit
 from holdfast.train.batch.sample import batch_size_of, resize
 from holdfast.train.batch.search import Search
@@ -185,7 +185,7 @@ class _Finder:
         search = Search(start=self._least, least=self._least, most=self._most)
         while (size := search.next()) is not None:
             try:
-                verdict: int | str = self._limit_bytes - rehearse_peak(step, make, holdings, size)
+                verdict: int | str = self._limit_bytes - estimate_peak(step, make, holdings, size)
             except Unsupported as error:
                 verdict = str(error)
             verdicts = self._ranks.gather(verdict)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import Conflict
-from holdfast.jobs.local import locks, processes
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.mounts import fuse
-from holdfast.jobs.local.mounts.drainer import UNSENT, Unsent, look_at, read_unsent
-from holdfast.jobs.local.mounts.hold import job_environment
-from holdfast.jobs.local.mounts.porter import LOCK
-from holdfast.jobs.local.mounts.supply import caches, read_supplies
-from holdfast.jobs.local.spawning import spawn
+from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.drainer import UNSENT, Unsent, look_at, read_unsent
+from holdfast.jobs.node.mounts.hold import job_environment
+from holdfast.jobs.node.mounts.porter import LOCK
+from holdfast.jobs.node.mounts.supply import caches, read_supplies
+from holdfast.jobs.node.spawning import spawn
 
 _PORTER_LIMIT_S = 15.0
 """How long a porter that nobody holds may take to unmount."""

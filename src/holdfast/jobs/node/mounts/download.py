@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.jobs.local.plan import write_whole
+from holdfast.jobs.node.plan import write_whole
 from holdfast.quantity import say_bytes
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.address import parse_address

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, NotFound, RetryLater
-from holdfast.jobs.local import locks
-from holdfast.jobs.local.bell import ring
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.mounts.porter import hold_cache, say
-from holdfast.jobs.local.mounts.supply import Supply, caches
-from holdfast.jobs.local.plan import write_whole
-from holdfast.jobs.local.spawning import look_after
+from holdfast.jobs.node import locks
+from holdfast.jobs.node.bell import ring
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.porter import hold_cache, say
+from holdfast.jobs.node.mounts.supply import Supply, caches
+from holdfast.jobs.node.plan import write_whole
+from holdfast.jobs.node.spawning import look_after
 from holdfast.jobs.place import database
 from holdfast.jobs.records import Records
 from holdfast.writeback import Mount, Status, status_of

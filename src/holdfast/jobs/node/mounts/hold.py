@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.jobs.environment import MARK
-from holdfast.jobs.local import locks
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.mounts.porter import HOLDERS, LOCK, THERE
-from holdfast.jobs.local.spawning import spawn
+from holdfast.jobs.node import locks
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.porter import HOLDERS, LOCK, THERE
+from holdfast.jobs.node.spawning import spawn
 
 STOPPED = "stopped"
 """In the folder of an attempt that is to end."""

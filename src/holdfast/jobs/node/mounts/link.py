@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.plan import write_whole
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.plan import write_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.mounts.link import Link, write_links
-from holdfast.jobs.local.mounts.refusal import local_place
-from holdfast.jobs.local.mounts.supply import Kind, Supply, write_supplies
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.link import Link, write_links
+from holdfast.jobs.node.mounts.refusal import local_place
+from holdfast.jobs.node.mounts.supply import Kind, Supply, write_supplies
 from holdfast.jobs.task.contents import FileMount, MountMode, Task
 
 _REMOTE = {

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
-from holdfast.jobs.local.bell import ring
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.mounts.download import download
-from holdfast.jobs.local.mounts.rclone import BucketMount
-from holdfast.jobs.local.mounts.supply import Kind, Supply, read_supplies
-from holdfast.jobs.local.plan import write_whole
+from holdfast.jobs.node.bell import ring
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.download import download
+from holdfast.jobs.node.mounts.rclone import BucketMount
+from holdfast.jobs.node.mounts.supply import Kind, Supply, read_supplies
+from holdfast.jobs.node.plan import write_whole
 from holdfast.jobs.place import database
 from holdfast.jobs.records import Records
 from holdfast.quantity import say_seconds

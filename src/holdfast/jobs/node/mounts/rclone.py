@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.jobs.local.mounts import fuse
-from holdfast.jobs.local.mounts.supply import Supply
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.supply import Supply
 from holdfast.store.address import AZURE, GCS, S3, Address, parse_address
 
 _REMOTE = "HOLDFAST"

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.jobs.local.folder import bucket_dir
-from holdfast.jobs.local.mounts.download import is_anything
+from holdfast.jobs.node.folder import bucket_dir
+from holdfast.jobs.node.mounts.download import is_anything
 from holdfast.jobs.task.contents import FileMount, MountMode, Task
 from holdfast.store import open_store
 

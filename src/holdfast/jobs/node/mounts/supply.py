@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from holdfast.jobs.local.folder import JobFolder
-from holdfast.jobs.local.plan import write_whole
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.plan import write_whole
 
 
 class Kind(str, Enum):

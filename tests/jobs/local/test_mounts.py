@@ -264,12 +264,14 @@ def test_what_keepers_still_write_is_waited_for(desk: Desk) -> None:
     """Something that is called like a keeper outlives `run`, and writes into the mount when it is told to."""
     code = (
         "import pathlib, time\n"
+        "pathlib.Path('up').touch()\n"  # until here it is called like the shell that forked it
         "while not pathlib.Path('go').exists(): time.sleep(0.02)\n"
         "pathlib.Path('out/late').write_text('x')\n"
     )
     (desk.folder / "keeper.py").write_text(code)
     job = desk.submit(
-        f"setsid {sys.executable} {desk.folder}/keeper.py holdfast.keeper & echo early > out/early",
+        f"setsid {sys.executable} {desk.folder}/keeper.py holdfast.keeper & echo early > out/early\n"
+        "until [ -e up ]; do sleep 0.02; done",
         head="file_mounts: {out: {name: results, mode: MOUNT_CACHED}}",
     )
     desk.wait_for(job, lambda: desk.files(job).node(1, 0).ended.exists(), "the end of the node")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-GOALS = {"time": 1.03, "memory": 1.01}
-"""What a ratio may be at most: 3 % is what two runs of one and the same thing differ by here."""
+GOALS = {"time": 1.03, "memory": 1.03}
+"""What a ratio may be at most: two runs of one and the same thing differ by 3 % here. In memory too, for a
+gather that ends earlier or later makes the peak higher or lower by a block."""
 HEADINGS = (
     "ours, ms a step",
     "by hand",
@@ -27,22 +28,19 @@ def rows(runs: list[Run]) -> list[list[str]]:
 
 def misses(run: Run) -> bool:
     """Whether a layout takes longer or more memory than it may."""
-    return statistics.median(_ratios(run, "s")) > GOALS["time"] or _memory(run) > GOALS["memory"]
+    found = {key: statistics.median(_ratios(run, key)) for key in ("s", "peak_bytes")}
+    return found["s"] > GOALS["time"] or found["peak_bytes"] > GOALS["memory"]
 
 
 def _row(run: Run) -> list[str]:
     milliseconds = [f"{statistics.median(run[who]['s']) * 1000:.0f}" for who in ("ours", "hand")]
-    peaks = [f"{run[who]['peak_bytes'] / 1e6:.1f}" for who in ("ours", "hand")]
-    ratios = [_spread(_ratios(run, key)) for key in ("s", "cpu_s")]
-    return [run["layout"], *milliseconds, *ratios, *peaks, f"{_memory(run):.3f}"]
+    peaks = [f"{statistics.median(run[who]['peak_bytes']) / 1e6:.1f}" for who in ("ours", "hand")]
+    ratios = [_spread(_ratios(run, key)) for key in ("s", "cpu_s", "peak_bytes")]
+    return [run["layout"], *milliseconds, *ratios[:2], *peaks, ratios[2]]
 
 
 def _ratios(run: Run, key: str) -> list[float]:
     return [ours / hand for ours, hand in zip(run["ours"][key], run["hand"][key], strict=True)]
-
-
-def _memory(run: Run) -> float:
-    return run["ours"]["peak_bytes"] / run["hand"]["peak_bytes"]
 
 
 def _spread(values: list[float]) -> str:

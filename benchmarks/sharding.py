@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +94,30 @@ def _child(options: argparse.Namespace) -> None:
 
 
 def _measure(layout: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Both in one process, in turns that begin with either; the memory of each by itself first."""
+    """Both in one process, in turns that begin with either: first memory, each by itself, then time."""
     makers: dict[str, Callable[[], Any]] = {"ours": lambda: _ours(layout), "hand": lambda: _by_hand(layout)}
-    run: dict[str, Any] = {"layout": layout}
-    for who, make in makers.items():
-        run[who] = {"peak_bytes": _peak(lambda make=make: _Loop(make()).run(2)), "s": [], "cpu_s": []}
+    run: dict[str, Any] = {
+        "layout": layout,
+        **{who: {"peak_bytes": [], "s": [], "cpu_s": []} for who in makers},
+    }
+    for who in _turns(list(makers), rounds):
+        run[who]["peak_bytes"].append(_peak(lambda make=makers[who]: _Loop(make()).run(2)))
     loops = {who: _Loop(make()) for who, make in makers.items()}
     for loop in loops.values():
         loop.run(2)
-    for number in range(rounds):
-        order = list(loops) if number % 2 == 0 else list(reversed(loops))
-        for who in order:
-            took_s, used_s = loops[who].run(steps)
-            run[who]["s"].append(took_s)
-            run[who]["cpu_s"].append(used_s)
+    for who in _turns(list(loops), rounds):
+        took_s, used_s = loops[who].run(steps)
+        run[who]["s"].append(took_s)
+        run[who]["cpu_s"].append(used_s)
     if dist.get_rank() == 0:
         ratio = statistics.median(run["ours"]["s"]) / statistics.median(run["hand"]["s"])
         console.print(f"{layout}: {ratio:.3f} of the time by hand")
     return run
+
+
+def _turns(names: list[str], rounds: int) -> Iterator[str]:
+    for number in range(rounds):
+        yield from names if number % 2 == 0 else reversed(names)
 
 
 class _Loop:

@@ -37,7 +37,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HOLDFAST_STATE": str(tmp_path / "state"),
-        "HOME": str(tmp_path),  # the task mounts ~/checkpoints
+        "HOME": str(tmp_path),
         "HOLDFAST_NOTICES": "none",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }

@@ -87,12 +87,8 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_it_follows_the_same_curve(
 
 @pytest.mark.slow
 def test_it_runs_as_a_job(tmp_path: Path) -> None:
-    # A home of its own: the task mounts ~/checkpoints, which jobs of other tests do too.
-    own = {"HOLDFAST_STATE": str(tmp_path / "state"), "HOME": str(tmp_path)}
-    env = {**os.environ, **own, "PYTHONPATH": str(ROOT / "src")}
-    env["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), env["PATH"]]
-    )  # torchrun of this environment
+    env = {**os.environ, "HOLDFAST_STATE": str(tmp_path / "state"), "PYTHONPATH": str(ROOT / "src")}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # torchrun of this environment
     words = [
         "launch",
         str(SCRIPT.with_name("task.yaml")),

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.errors import Conflict, RetryLater, Unsupported
+from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
 from holdfast.jobs.choice import find_engine
+from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.place import state_dir
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import Status
 from holdfast.jobs.task.reading import Overrides, parse_task
@@ -139,3 +141,16 @@ def test_what_cannot_be_done_there_is_told(sky: FakeSky) -> None:
     sky.say(status="CANCELLED", start_at=1.0, end_at=2.0)
     with pytest.raises(Conflict, match="has ended already"):
         engine.cancel(number)
+
+
+def test_only_a_job_that_has_ended_is_forgotten(sky: FakeSky) -> None:
+    engine = SkyEngine()
+    number = submit(engine)
+    sky.say(status="RUNNING", start_at=1.0)
+    with pytest.raises(Conflict):
+        engine.forget(number)
+    sky.say(status="SUCCEEDED", start_at=1.0, end_at=2.0)
+    engine.forget(number)
+    with pytest.raises(NotFound):
+        engine.job(number)
+    assert not job_folder(state_dir(), number).path.exists()

@@ -126,6 +126,18 @@ def test_compiling_that_costs_is_advised_against() -> None:
     assert findings.find_compile(compiling, [verdict("own", 1.3)]) == []
 
 
+def test_compiling_for_nothing_is_told_if_a_second_run_says_the_same() -> None:
+    compiling = dataclasses.replace(STEPS, compiled_at=LINE)
+    (one,) = findings.find_compile(compiling, [verdict("own", 1.02), verdict("own", 0.99)])
+    assert "20.0 s to begin" in one.costs
+    assert "Do not compile" in one.change
+    assert one.share is None
+    for again in ([], [verdict("own", 1.05)], [verdict("own", 1.2)]):
+        assert findings.find_compile(compiling, [verdict("own", 1.0), *again]) == []
+    (one,) = findings.find_compile(compiling, [verdict("own", 1.0), verdict("own random", 1.4)])
+    assert "fallback_random" in one.change
+
+
 def test_a_model_that_cannot_be_compiled_in_place_is_advised_otherwise() -> None:
     steps = dataclasses.replace(STEPS, in_place=False)
     (one,) = findings.find_compile(steps, [verdict("whole", 1.5)])

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
+from holdfast.train.lengths import BucketBatches
 from holdfast.train.tuning.loaders import Loaders, Settings
 
 
@@ -44,6 +45,26 @@ def test_settings_change_the_one_loader_that_is_meant(loaders: Loaders) -> None:
     first, second = DataLoader(data(), 4), DataLoader(data(), 4, True, num_workers=2, prefetch_factor=3)
     assert (first.batch_size, second.batch_size, second.num_workers) == (4, 6, 0)
     assert sorted(len(batch) for (batch,) in second) == [6, 6]
+
+
+def test_a_sampler_that_makes_batches_of_a_size_is_known_and_changed(loaders: Loaders) -> None:
+    ours = BucketBatches([1] * 12, 4)
+    assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=ours)] == [4, 4, 4]
+    seen = loaders.last()
+    assert seen is not None
+    assert seen.batch_size == 4
+    assert loaders.waited()[1] == 12
+    theirs = BatchSampler(range(12), 4, drop_last=False)
+    assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=theirs)] == [6, 6]
+    seen = loaders.last()
+    assert seen is not None
+    assert seen.batch_size == 6
+
+
+def test_a_sampler_of_the_user_s_own_has_no_size(loaders: Loaders) -> None:
+    sizes = [len(batch) for (batch,) in DataLoader(data(), batch_sampler=[[0, 1], [2, 3, 4]])]
+    seen = loaders.last()
+    assert (sizes, seen and seen.batch_size) == ([2, 3], None)
 
 
 def test_a_stream_is_known_as_one(loaders: Loaders) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -81,3 +82,14 @@ def test_work_is_processor_time_on_a_cpu_and_the_wall_elsewhere() -> None:
     assert pace(steps, "cpu").work_s == pytest.approx(0.1)
     assert pace(steps, "cuda").work_s == pytest.approx(0.2)
     assert pace(steps, "cpu").wait_share == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "ratio"),
+    [(100, 50, 0.5), (100, 130, 1.3), (100, 0, None), (1000, 3, None), (3, 1000, None), (None, 50, None)],
+)
+def test_memory_is_told_only_where_both_kinds_of_steps_took_some(
+    eager: int | None, compiled: int | None, ratio: float | None
+) -> None:
+    took = dataclasses.replace(race([0.2] * 8, [0.1] * 8), eager_bytes=eager, compiled_bytes=compiled)
+    assert judge(took).memory_ratio == ratio

@@ -74,6 +74,7 @@ class Steps:
     """Where the script calls its model."""
     optimizer: str
     learning_rate: float | None
+    """Of the first group; where there is a schedule, the rate that it begins from."""
     loader: Loader | None
     shapes: tuple[str, ...]
     """Shape of the largest tensor that the model was given, step by step."""

@@ -223,7 +223,8 @@ _HOW = {
 
 def find_compile(steps: Steps, verdicts: Sequence[Verdict]) -> list[Finding]:
     """Compiling, where it should be begun or left."""
-    own = next((one for one in verdicts if one.variant == "own"), None)
+    owns = [one for one in verdicts if one.variant == "own"]
+    own = max(owns, key=lambda one: one.speed_up, default=None)
     best = max((one for one in verdicts if one.pays), key=lambda one: one.speed_up, default=None)
     said = "; ".join(say_verdict(one) for one in verdicts)
     if own is None:
@@ -237,15 +238,19 @@ def find_compile(steps: Steps, verdicts: Sequence[Verdict]) -> list[Finding]:
                 "compile", steps.call, f"the model runs eagerly: {said}", costs, change, _after(best), gained
             )
         ]
-    if not own.costs and not own.failure and (best is None or best.speed_up < own.speed_up * (1 + own.noise)):
+    is_idle = all(one.is_idle for one in owns) and len(owns) > 1
+    is_beaten = best is not None and best.speed_up >= own.speed_up * (1 + own.noise)
+    if not (own.costs or own.failure or is_beaten or is_idle):
         return []
+    warm_up = say_seconds(own.warm_up_s)
     if own.failure:
         costs = "it does not come to an end"
     elif own.costs:
-        warm_up = say_seconds(own.warm_up_s)
         costs = f"a step takes {1 / own.speed_up:.2f} times as long as without, and {warm_up} to begin"
-    else:
+    elif is_beaten:
         costs = "another way to compile is quicker"
+    else:
+        costs = f"{warm_up} to begin, for steps that are as fast without"
     change = _how(steps, best) if best is not None and best is not own else "Do not compile: remove this."
     after = _after(best) if best is not None and best is not own else "1.00x, no warm-up"
     share = 1 - own.speed_up if own.costs else None

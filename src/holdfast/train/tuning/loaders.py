@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from holdfast.train.lengths.batches import Batches
 from holdfast.train.tuning import places
 from holdfast.train.tuning.facts import Loader, Place
 
@@ -79,7 +80,7 @@ class Loaders:
             index=index,
             place=self._places[index] if index >= 0 else None,
             making=making,
-            batch_size=loader.batch_size,
+            batch_size=_batch_size(loader),
             num_workers=loader.num_workers,
             is_iterable=is_iterable,
         )
@@ -115,7 +116,11 @@ class Loaders:
                 for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
                     kwargs.pop(name, None)
         if settings.batch_size is not None:
-            kwargs["batch_size"] = settings.batch_size
+            sampler = kwargs.get("batch_sampler")
+            if sampler is None:
+                kwargs["batch_size"] = settings.batch_size
+            elif isinstance(sampler, (Batches, BatchSampler)):
+                sampler.batch_size = settings.batch_size
         return (dataset,), kwargs
 
     def _iterating(self, before: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Any]:
@@ -144,7 +149,7 @@ class _Timed:
         batch = next(self._iterator)
         self._told.waited_s += time.perf_counter() - began_s
         self._told._last = self._loader
-        self._told.num_loaded += self._loader.batch_size or 0
+        self._told.num_loaded += _batch_size(self._loader) or 0
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -152,3 +157,10 @@ class _Timed:
 
     def __len__(self) -> int:
         return len(self._iterator)  # type: ignore[arg-type]
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Samples in a batch of a loader; of all ranks where they are drawn together. None if nobody can tell."""
+    if loader.batch_size is None and isinstance(loader.batch_sampler, (Batches, BatchSampler)):
+        return loader.batch_sampler.batch_size
+    return loader.batch_size

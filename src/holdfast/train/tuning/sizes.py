@@ -141,7 +141,7 @@ def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts
     if not rate:
         return "The learning rate has to follow (`holdfast.train.batch.scale_rates`)."
     rules = say_rates(scale_rates(rate, batch, chosen, optimizer=optimizer))
-    return f"The learning rate, now {rate:g}, has to follow; try " + ", or ".join(rules.splitlines()) + "."
+    return f"The learning rate, {rate:g} now, has to follow; try " + ", or ".join(rules.splitlines()) + "."
 
 
 def fits_next(tried: Sequence[Trial], value: int, limit_bytes: int) -> bool:

@@ -76,7 +76,7 @@ class Stepping(Watcher):
     def end(self) -> Steps:
         """See `Watcher`."""
         groups = self._scene.optimizer.param_groups
-        rate = groups[0].get("lr")
+        rate = groups[0].get("initial_lr", groups[0].get("lr"))  # a schedule changes "lr"
         found = [modules.inner(one.module) for one in self._scene.modules]
         places = [one.place for one in self._scene.modules if one.place is not None]
         return Steps(

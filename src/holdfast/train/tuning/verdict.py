@@ -11,6 +11,7 @@ from holdfast.train.tuning.facts import Race, Step
 
 LEAST_GAIN = 0.03
 """No smaller difference counts: steps of one and the same program differ by 3 to 4 %."""
+_REUSED = 0.1  # no compiler saves nine tenths of a step's memory: such a difference is the allocator's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class Verdict:
         return not self.failure and self.speed_up > 1 + self.noise
 
     @property
+    def is_idle(self) -> bool:
+        """True if a step is as fast, and what was compiled for it had to be waited for."""
+        return not self.failure and abs(self.speed_up - 1) < LEAST_GAIN and self.warm_up_s > 0
+
+    @property
     def costs(self) -> bool:
         """True if it is slower by more than the noise."""
         return not self.failure and self.speed_up < 1 - self.noise
@@ -50,10 +56,15 @@ def judge(race: Race) -> Verdict:
     speed_up = eager / compiled
     saved_s = race.step_s * (1 - 1 / speed_up)
     even = math.ceil(race.warm_up_s / saved_s) if speed_up > 1 + noise else None
-    ratio = None
-    if race.eager_bytes and race.compiled_bytes and race.eager_bytes > 0 and race.compiled_bytes > 0:
-        ratio = race.compiled_bytes / race.eager_bytes
-    return Verdict(race.variant, speed_up, noise, race.warm_up_s, even, ratio)
+    return Verdict(race.variant, speed_up, noise, race.warm_up_s, even, _memory_ratio(race))
+
+
+def _memory_ratio(race: Race) -> float | None:
+    """Compiled by eager; None where steps of one kind found what they needed still allocated by the other."""
+    peaks = (race.eager_bytes or 0, race.compiled_bytes or 0)
+    if min(peaks) <= _REUSED * max(peaks):
+        return None
+    return peaks[1] / peaks[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

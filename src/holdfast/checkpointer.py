@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import os
@@ -14,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from types import TracebackType
 from typing import Any, SupportsFloat
 
-from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent
+from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent, bring, warn_of_problems
 from holdfast.consensus import Consensus
-from holdfast.ending import leave
+from holdfast.ending import leave_at_exit
 from holdfast.errors import (
     PREEMPTED_STATUS,
     HoldfastError,
@@ -294,7 +293,6 @@ class Checkpointer:
 
     def _stop(self, step: int) -> None:
         """End a preempted run: everything durable, then SystemExit."""
-        global _preempted
         if self._last is None or self._last.step != step:
             self._save(step, must=True)
         self.wait()
@@ -302,7 +300,8 @@ class Checkpointer:
         self._note_end(f"preempted ({reason})")
         self._say(f"preempted ({reason}); step {step} is durable")
         self.close()
-        _preempted = self._ranks.world_size > 1
+        if self._ranks.world_size > 1:  # gloo's threads may abort this rank, and it would look like a crash
+            leave_at_exit(PREEMPTED_STATUS)
         raise Preempted(step, reason)
 
     # -- saving ----------------------------------------------------------------------------------------------
@@ -529,7 +528,8 @@ class Checkpointer:
                 raise keeper.fenced
             if keeper.home_lost is not None:
                 raise keeper.home_lost
-        self._surface_compiled()
+        if self._compiled is not None:
+            warn_of_problems(self._compiled, stacklevel=3)
         self._settle_durable()
         for save in [save for save in self._saves if save.failed is not None]:
             self._saves.remove(save)
@@ -619,12 +619,13 @@ class Checkpointer:
         all_here = self._ranks.all_here()
         local_ranks = self._ranks.beside(self._tiers.local or "")
         world_size = self._ranks.world_size
-        claim = self._on_ranks({0}, lambda: self._tiers.claim(fresh=fresh, world_size=world_size))
+        claim = self._ranks.first_of({0}, lambda: self._tiers.claim(fresh=fresh, world_size=world_size))
+        assert claim is not None
         self._run, self._attempt = claim
         if self._tiers.local is not None:
             firsts = {ranks[0] for ranks in self._ranks.gather(local_ranks)}
             to_join = firsts if len(firsts) > 1 else ()  # alone, rank 0 has done it with its claim
-            self._on_ranks(to_join, lambda: self._tiers.join(*claim, fresh=fresh))
+            self._ranks.first_of(to_join, lambda: self._tiers.join(*claim, fresh=fresh))
         terms = Terms(
             run=claim[0],
             attempt=claim[1],
@@ -639,7 +640,9 @@ class Checkpointer:
             **self._tiers.terms,
         )
         self._keeper = Keeper(terms, released=self._release)
-        self._bring_compiled(self._keeper)
+        if self._compiled is not None:
+            bring(self._compiled, self._ranks, attempt=self._attempt, note=self._keeper.note, say=self._say)
+            warn_of_problems(self._compiled, stacklevel=4)
         return self._keeper
 
     def _open_compiled(self, limit: int | str | bool, trust_home: bool | None) -> CompileCache | None:
@@ -661,55 +664,6 @@ class Checkpointer:
         return CompileCache(
             self._tiers.home_store, self.home, limit_bytes=limit_bytes, trust_home=trust_home, told=told
         )
-
-    def _bring_compiled(self, keeper: Keeper) -> None:
-        """Have compiled code in place before anything is compiled; one rank of each folder does it.
-
-        Ranks: collective.
-        """
-        if self._compiled is None:
-            return
-        first = self._ranks.beside(self._compiled.place)[0]
-        if self._ranks.rank == first:
-            began = time.perf_counter()
-            loaded, line = self._compiled.load()
-            if loaded.num_placed:
-                seconds, detail = time.perf_counter() - began, f"{loaded.num_placed} files"
-                keeper.note(
-                    "compiled-loaded",
-                    step=None,
-                    num_bytes=loaded.num_bytes,
-                    seconds=seconds,
-                    detail=detail,
-                    tier="home",
-                )
-            if line is not None:
-                self._say(line)
-        firsts = sorted(set(self._ranks.gather(first)))  # the others wait here for what is being brought
-        if self._ranks.rank == first:
-            self._compiled.begin(attempt=self._attempt, rank=first, turn=firsts.index(first))
-        self._surface_compiled()
-
-    def _surface_compiled(self) -> None:
-        while self._compiled is not None and self._compiled.problems:
-            warnings.warn(self._compiled.problems.pop(0), UserWarning, stacklevel=4)
-
-    def _on_ranks(self, ranks: Collection[int], work: Callable[[], Any]) -> Any:
-        """The result of `work` on the lowest of some ranks, on every rank; the error of any, too.
-
-        Ranks: collective.
-        """
-        result: tuple[Any, HoldfastError | None] = (None, None)
-        if self._ranks.rank in ranks:
-            try:
-                result = (work(), None)
-            except HoldfastError as error:
-                result = (None, error)
-        results = self._ranks.gather(result)
-        for _, error in results:
-            if error is not None:
-                raise error
-        return results[min(ranks)][0] if ranks else None
 
     # -- restoring -------------------------------------------------------------------------------------------
 
@@ -906,15 +860,3 @@ def _images(plan: Plan, staging: Staging) -> Images:
     return Images(
         plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
     )
-
-
-_preempted = False
-
-
-def _end_as_preempted() -> None:
-    """At interpreter exit: gloo's threads may abort a preempted rank, and the scheduler would see a crash."""
-    if _preempted:
-        leave(PREEMPTED_STATUS)
-
-
-atexit.register(_end_as_preempted)

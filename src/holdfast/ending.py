@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import NoReturn
@@ -24,3 +25,23 @@ def leave(status: int = 0) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+_status_at_exit: int | None = None
+
+
+def leave_at_exit(status: int) -> None:
+    """Have the interpreter's exit be a `leave`, after the handlers that others have registered since.
+
+    For a process that an exception is to end with `status`, which its own threads could turn into a crash.
+    """
+    global _status_at_exit
+    _status_at_exit = status
+
+
+def _leave_if_asked() -> None:
+    if _status_at_exit is not None:
+        leave(_status_at_exit)
+
+
+atexit.register(_leave_if_asked)  # now: handlers run backwards, and those of the user's libraries come first

@@ -8,7 +8,7 @@ import itertools
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from holdfast.errors import InvalidInput, RetryLater
+from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 
 _T = TypeVar("_T")
 _PART_TIMEOUT = datetime.timedelta(seconds=30)
@@ -72,6 +72,26 @@ class RankGroup(ABC):
     @abstractmethod
     def receive(self, data: torch.Tensor, source: int) -> dist.Work:
         """Start receiving a CPU tensor from a rank, which must call `send` for it."""
+
+    def first_of(self, ranks: Collection[int], work: Callable[[], _T]) -> _T | None:
+        """Do `work` on some ranks; the result of the lowest of them on every rank, or None if there is none.
+
+        Raises:
+            HoldfastError: what any of them raised, on every rank.
+
+        Ranks: collective, with the same `ranks`.
+        """
+        result: tuple[_T | None, HoldfastError | None] = (None, None)
+        if self.rank in ranks:
+            try:
+                result = (work(), None)
+            except HoldfastError as error:
+                result = (None, error)
+        results = self.gather(result)
+        for _, error in results:
+            if error is not None:
+                raise error
+        return results[min(ranks)][0] if ranks else None
 
     def all_here(self) -> bool:
         """True if every rank runs on this host.

@@ -1,0 +1,57 @@
+"""Brings the compile cache when an attempt begins: one rank of each directory does it, the others wait."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+from holdfast.compiled.cache import CompileCache
+from holdfast.ranks import RankGroup
+
+
+def bring(
+    cache: CompileCache,
+    ranks: RankGroup,
+    *,
+    attempt: int,
+    note: Callable[..., None],
+    say: Callable[[str], None],
+) -> None:
+    """Have compiled code in place before anything is compiled, and let what is compiled anew be sent.
+
+    Args:
+        cache: of this rank.
+        ranks: that train together.
+        attempt: this start's number.
+        note: writes an event into the history.
+        say: tells people.
+
+    Ranks: collective.
+    Blocks: until every directory has what home has, at most about two minutes.
+    """
+    first = ranks.beside(cache.place)[0]
+    if ranks.rank == first:
+        began = time.perf_counter()
+        loaded, line = cache.load()
+        if loaded.num_placed:
+            seconds, detail = time.perf_counter() - began, f"{loaded.num_placed} files"
+            note(
+                "compiled-loaded",
+                step=None,
+                num_bytes=loaded.num_bytes,
+                seconds=seconds,
+                detail=detail,
+                tier="home",
+            )
+        if line is not None:
+            say(line)
+    firsts = sorted(set(ranks.gather(first)))  # the others wait here for what is being brought
+    if ranks.rank == first:
+        cache.begin(attempt=attempt, rank=first, turn=firsts.index(first))
+
+
+def warn_of_problems(cache: CompileCache, *, stacklevel: int) -> None:
+    """Tell the user what did not work since the last call; training goes on."""
+    while cache.problems:
+        warnings.warn(cache.problems.pop(0), UserWarning, stacklevel=stacklevel + 1)

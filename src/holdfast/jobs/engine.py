@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.jobs.machine import Life
+from holdfast.jobs.records import Record
 from holdfast.jobs.status import Status
 from holdfast.jobs.task.contents import Task
 
@@ -37,6 +39,27 @@ class Job:
     ended_unix_s: float | None
     step: int | None  # of the newest checkpoint that the job has told of
     reason: str  # why it stands where it stands, for people
+
+    @classmethod
+    def of(cls, record: Record, *, step: int | None = None, life: Life | None = None) -> Job:
+        """What there is to see of a record; `life` where more is known than was written down."""
+        life = life or record.life
+        return cls(
+            id=record.id,
+            name=record.name,
+            engine=record.engine,
+            task_id=record.task_id,
+            status=life.status,
+            attempt=life.attempt,
+            recoveries=life.recoveries,
+            restarts_after_errors=life.num_errors,
+            num_nodes=record.spec.num_nodes,
+            submitted_unix_s=record.submitted_unix_s,
+            started_unix_s=record.started_unix_s,
+            ended_unix_s=record.ended_unix_s,
+            step=step,
+            reason=life.reason,
+        )
 
 
 @dataclass(frozen=True, slots=True)

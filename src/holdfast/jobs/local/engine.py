@@ -115,24 +115,8 @@ class LocalEngine(engine.Engine):
             self._look_after(record.id)
 
     def _job(self, record: Record) -> Job:
-        life = record.life
         steps = read_progress(job_folder(self._state, record.id).progress)
-        return Job(
-            id=record.id,
-            name=record.name,
-            engine=record.engine,
-            task_id=record.task_id,
-            status=life.status,
-            attempt=life.attempt,
-            recoveries=life.recoveries,
-            restarts_after_errors=life.num_errors,
-            num_nodes=record.spec.num_nodes,
-            submitted_unix_s=record.submitted_unix_s,
-            started_unix_s=record.started_unix_s,
-            ended_unix_s=record.ended_unix_s,
-            step=max(steps.values(), default=None),
-            reason=life.reason,
-        )
+        return Job.of(record, step=max(steps.values(), default=None))
 
     # -- asking ----------------------------------------------------------------------------------------------
 

@@ -102,12 +102,12 @@ class SkyEngine(engine.Engine):
     def _look(self, found: list[Record]) -> list[Job]:
         """The jobs as they stand now; SkyPilot is asked once, if any has not ended."""
         if all(record.life.status.is_final for record in found):
-            return [_told(record) for record in found]
+            return [Job.of(record) for record in found]
         try:
             managed, trouble = commands.queue(), ""
         except (RetryLater, Unsupported) as error:
             managed, trouble = [], str(error).partition("\n")[0]
-        return [_told(self._now(record, managed, trouble)) for record in found]
+        return [Job.of(self._now(record, managed, trouble)) for record in found]
 
     def _now(self, record: Record, managed: list[Managed], trouble: str) -> Record:
         """A record with what SkyPilot says, which is written down when it is the last word."""
@@ -195,23 +195,4 @@ def _find(record: Record, managed: list[Managed]) -> Managed | None:
             if one.id == record.outer_id or (record.outer_id is None and one.name == name)
         ),
         None,
-    )
-
-
-def _told(record: Record) -> Job:
-    return Job(
-        id=record.id,
-        name=record.name,
-        engine=record.engine,
-        task_id=record.task_id,
-        status=record.life.status,
-        attempt=record.life.attempt,
-        recoveries=record.life.recoveries,
-        restarts_after_errors=record.life.num_errors,
-        num_nodes=record.spec.num_nodes,
-        submitted_unix_s=record.submitted_unix_s,
-        started_unix_s=record.started_unix_s,
-        ended_unix_s=record.ended_unix_s,
-        step=None,
-        reason=record.life.reason,
     )

@@ -189,7 +189,7 @@ class SlurmEngine(engine.Engine):
 
     def _job(self, record: Record, story: Story | None, queued: Queued | None, trouble: str) -> Job:
         if story is None:  # it had ended when it was last looked at
-            return _told(record, record.life, self._step(record))
+            return Job.of(record, step=self._step(record))
         life = self._life(record, story, queued, trouble)
         if life.status.is_final:
             ended_s = story.ended_unix_s or time.time()
@@ -203,7 +203,7 @@ class SlurmEngine(engine.Engine):
             started_unix_s=story.started_unix_s,
             ended_unix_s=(story.ended_unix_s or time.time()) if life.status.is_final else None,
         )
-        return _told(record, life, self._step(record))
+        return Job.of(record, step=self._step(record), life=life)
 
     def _life(self, record: Record, story: Story, queued: Queued | None, trouble: str) -> Life:
         life = story.life
@@ -294,23 +294,4 @@ def _terms(task: Task) -> Terms:
         task.recovery.max_restarts,
         task.recovery.free_codes,
         grace_s=grace_s(wanted_options(task)),
-    )
-
-
-def _told(record: Record, life: Life, step: int | None) -> Job:
-    return Job(
-        id=record.id,
-        name=record.name,
-        engine=record.engine,
-        task_id=record.task_id,
-        status=life.status,
-        attempt=life.attempt,
-        recoveries=life.recoveries,
-        restarts_after_errors=life.num_errors,
-        num_nodes=record.spec.num_nodes,
-        submitted_unix_s=record.submitted_unix_s,
-        started_unix_s=record.started_unix_s,
-        ended_unix_s=record.ended_unix_s,
-        step=step,
-        reason=life.reason,
     )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
     from holdfast.train.batch import BatchFit, fit_batch
-    from holdfast.train.sharding.description import describe
+    from holdfast.train.sharding.reading import describe
     from holdfast.train.sharding.shard import shard
     from holdfast.train.tuning.loop import tune
 
@@ -53,7 +53,7 @@ _PLACES = {
     "Save": "keeper.client",
     "SaveWarning": "errors",
     "Unsupported": "errors",
-    "describe": "train.sharding.description",
+    "describe": "train.sharding.reading",
     "fit_batch": "train.batch",
     "leave": "ending",
     "open": "restore.checkpoint",

@@ -16,8 +16,8 @@ from holdfast.errors import Internal, InvalidInput, Unsupported
 from holdfast.train.sharding import weights as streaming
 from holdfast.train.sharding import world as surroundings
 from holdfast.train.sharding.blocks import Blocks, Where, find_blocks
-from holdfast.train.sharding.description import describe
 from holdfast.train.sharding.layout import Layout, lay_out
+from holdfast.train.sharding.reading import describe
 from holdfast.train.sharding.units import Knobs, make_units
 from holdfast.train.sharding.weights import WeightsLike
 

@@ -31,7 +31,8 @@ test: $(DEV) ## the default tests
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-all: $(DEV) ## the default tests and the slow ones
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu'
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not alone'
+	$(BIN)/python -m pytest -m alone
 
 test-engines-packages: ## as root: what the slow tests of Slurm and SkyPilot need from Debian
 	apt-get install --no-install-recommends -y slurm-wlm openssh-server rsync curl

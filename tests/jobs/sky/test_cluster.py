@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 TRAINING = Path(__file__).parent.parent / "training.py"
 TOTAL = 150
 LIMIT_S = 540.0
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.alone
 
 TASK = """
 name: train

@@ -250,7 +250,7 @@ def find_compile(steps: Steps, verdicts: Sequence[Verdict]) -> list[Finding]:
     elif is_beaten:
         costs = "another way to compile is quicker"
     else:
-        costs = f"{warm_up} to begin, for steps that are as fast without"
+        costs = f"{warm_up} to begin, for steps that are no quicker"
     change = _how(steps, best) if best is not None and best is not own else "Do not compile: remove this."
     after = _after(best) if best is not None and best is not own else "1.00x, no warm-up"
     share = 1 - own.speed_up if own.costs else None

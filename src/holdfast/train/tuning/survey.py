@@ -147,7 +147,8 @@ class _Survey:
         found: list[Verdict] = []
         if steps.compiled_at is not None:
             self._race("own", found)
-            if found and found[0].is_idle:  # two runs of one program differ by more than the steps of one do
+            # Twice if it seems to be for nothing: two runs differ by more than the steps of one do.
+            if found and found[0].is_idle and not found[0].costs:
                 self._race("own", found)
         else:
             self._race("whole", found)

@@ -37,8 +37,8 @@ class Verdict:
 
     @property
     def is_idle(self) -> bool:
-        """True if a step is as fast, and what was compiled for it had to be waited for."""
-        return not self.failure and abs(self.speed_up - 1) < LEAST_GAIN and self.warm_up_s > 0
+        """True if what was compiled had to be waited for, and no step is quicker for it."""
+        return not self.failure and self.speed_up < 1 + LEAST_GAIN and self.warm_up_s > 0
 
     @property
     def costs(self) -> bool:

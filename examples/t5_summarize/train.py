@@ -12,6 +12,7 @@ import argparse
 import itertools
 import os
 import resource
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def prepare(args: argparse.Namespace) -> tuple[str, dict[str, Tokens]]:
 
 def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device: str) -> None:
     """Train to the end from where it stopped; the checkpoint with the best validation loss is kept apart."""
+    # T5's blocks return views of what they compute; neither T5 nor this file changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     torch.manual_seed(args.seed)  # every rank draws the same weights, and keeps its part
     model = make_model(args.model, dropout=args.dropout)
     dtype = "bf16" if args.bf16 else None

@@ -22,6 +22,7 @@ PACKAGES = "apt-get install --no-install-recommends -y slurm-wlm"
 GRACE_S = 15
 """Between Slurm's first word and its SIGTERM when a job is preempted."""
 KILL_WAIT_S = 10
+_LOOKS = 5
 _LIMIT_S = 60.0
 
 _CONF = """\
@@ -125,13 +126,27 @@ class OneBox:
         self._end_left_over()
 
     def _end_left_over(self) -> None:
-        """Kill what is still there of this cluster: steps that nobody watches once slurmd has ended."""
-        room = str(self.room)
+        """Kill what is still there of this cluster: steps that nobody watches once slurmd has ended.
+
+        A daemon on its way out may have begun another one meanwhile, so it is looked for again.
+        """
+        for _ in range(_LOOKS):
+            left = self._left_over()
+            if not left:
+                return
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=_LIMIT_S)
+
+    def _left_over(self) -> list[psutil.Process]:
+        room, found = str(self.room), []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 named = any(room in word for word in [*process.cmdline(), *process.environ().values()])
                 if named and process.pid != os.getpid():
-                    process.kill()
+                    found.append(process)
+        return found
 
     def is_idle(self) -> bool:
         """True if all nodes are there and have nothing to do."""

@@ -642,7 +642,7 @@ class Checkpointer:
         self._keeper = Keeper(terms, released=self._release)
         if self._compiled is not None:
             bring(self._compiled, self._ranks, attempt=self._attempt, note=self._keeper.note, say=self._say)
-            warn_of_problems(self._compiled, stacklevel=4)
+            warn_of_problems(self._compiled, stacklevel=3)
         return self._keeper
 
     def _open_compiled(self, limit: int | str | bool, trust_home: bool | None) -> CompileCache | None:

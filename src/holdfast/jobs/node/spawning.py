@@ -13,31 +13,30 @@ from holdfast.jobs.node import locks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.place import STATE
 
-_ENTRIES = {"controller": "holdfast.jobs.local"}
-"""A warden or drainer whose controller was killed starts another; only local jobs have those."""
-
 
 def spawn(
     role: str,
     folder: Path,
     *,
     log: Path,
+    entry: str = "holdfast.jobs.node",
     lock: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> int:
     """Start a process of ours, and return its pid.
 
     Args:
-        role: as the entry of this room has it; or "controller", for that of local jobs.
+        role: as the entry has it.
         folder: what it is to look after.
         log: where its output goes.
+        entry: the module that is run.
         lock: descriptor of a lock that it is to hold from its first moment on.
         environment: all its variables; by default those of this process.
     """
     handed = [(os.POSIX_SPAWN_DUP2, lock, locks.HANDED_FD)] if lock is not None else []
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", _ENTRIES.get(role, "holdfast.jobs.node"), role, str(folder)],
+        [sys.executable, "-m", entry, role, str(folder)],
         own_environment(environment),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -66,6 +65,7 @@ def look_after(folder: JobFolder) -> bool:
             "controller",
             folder.path,
             log=folder.controller_log,
+            entry="holdfast.jobs.local",
             lock=lock,
             environment={**os.environ, STATE: str(state)},
         )

@@ -1,0 +1,1 @@
+"""Long searches for failures: fuzzing, crash states, torn copies, damage and kills."""

@@ -1,9 +1,13 @@
 # Everything a developer runs. The first target that needs it makes .venv; set PYTHON to choose the interpreter.
+# TORCH=2.6.0 or TORCH=newest runs a target on another torch than the pinned one, in a venv of its own.
 PYTHON ?= python3
 WORKERS ?= 3
-BIN := .venv/bin
-DEV := .venv/.dev-installed
-BENCH := .venv/.bench-installed
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+DEV := $(VENV)/.dev-installed
+BENCH := $(VENV)/.bench-installed
+PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
 .PHONY: help demo test test-all test-engines-packages lint bench docs clean
@@ -14,14 +18,19 @@ help: ## show these targets
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "holdfast needs Python 3.10 or newer")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-$(DEV): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+# Each torch chooses its own sympy and setuptools.
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $@
+	$(if $(filter-out newest,$(TORCH)),echo 'torch==$(TORCH)' >> $@)
+
+$(DEV): pyproject.toml $(PINS) | $(BIN)/python
+	$(BIN)/pip install --quiet -c $(PINS) -e '.[dev]'
 	@touch $@
 
 $(BENCH): $(DEV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/pip install --quiet -c $(PINS) -e '.[bench]'
 	@touch $@
 
 demo: $(DEV) ## train, kill, corrupt and resume before your eyes

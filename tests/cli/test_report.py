@@ -84,7 +84,7 @@ def test_without_the_library_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     said = holdfast("report", interrupted, "-o", tmp_path / "report.html")
     assert said.status == 2
-    assert "pip install 'holdfast[report]'" in said.err
+    assert "pip install 'torch-holdfast[report]'" in said.err
     assert holdfast("report", interrupted).status == 0
 
 

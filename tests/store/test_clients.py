@@ -31,7 +31,7 @@ def settings(url: str) -> Any:
 
 def test_a_missing_library_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(Unsupported, match=r"pip install 'holdfast\[remote\]'"):
+    with pytest.raises(Unsupported, match=r"pip install 'torch-holdfast\[remote\]'"):
         open_store("s3://bucket/run")
 
 

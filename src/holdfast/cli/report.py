@@ -32,7 +32,7 @@ def add_parser(commands: Commands) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="write a page with charts, one HTML file (- for standard output); needs holdfast[report]",
+        help="write a page with charts, one HTML file (- for standard output); needs torch-holdfast[report]",
     )
     parser.add_argument("--title", metavar="TEXT", help="heading of the page (default: the name of HOME)")
     add_json(parser)

@@ -14,7 +14,7 @@ from holdfast.report.story import Story
 
 _LONG = 60  # characters; more are broken into lines
 _NOT_THERE = (
-    "The report page needs a library that draws charts: pip install 'holdfast[report]'. "
+    "The report page needs a library that draws charts: pip install 'torch-holdfast[report]'. "
     "`holdfast report HOME --json` does without."
 )
 

@@ -36,7 +36,7 @@ def load_library() -> Any:
     except ImportError:
         message = (
             "Object stores need the package obstore (Python 3.11 or newer), which is not installed: "
-            "pip install 'holdfast[remote]'."
+            "pip install 'torch-holdfast[remote]'."
         )
         raise Unsupported(message) from None
 

@@ -31,7 +31,7 @@ file_mounts:
 envs: {LR: 1}
 secrets: {TOKEN: null}
 config: {hooks: [{run: echo mine, events: [down]}]}
-setup: pip install holdfast
+setup: pip install torch-holdfast
 run: |
   python train.py
 """
@@ -86,7 +86,7 @@ config:
     timeout: 60
 setup: |-
   export SKYPILOT_TASK_ID="$HOLDFAST_TASK_ID"  # the same after every recovery
-  pip install holdfast
+  pip install torch-holdfast
 run: |
   export SKYPILOT_TASK_ID="$HOLDFAST_TASK_ID"  # the same after every recovery
   python train.py

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Conflict, Corrupt, InvalidInput, RetryLater, Unsupported
 from holdfast.store import Entry, Store
 from holdfast.store.local import LocalStore
 from holdfast.testing import StoreSuite
@@ -403,20 +403,7 @@ def test_file_and_directories_are_synced_before_put_returns(
     assert tmp_path in synced[:at]
 
 
-# Links, listing
-
-
-def test_links_to_files_are_listed_and_read(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "home")
-    store.put("a", b"x")
-    (tmp_path / "elsewhere").write_bytes(b"linked")
-    (tmp_path / "home" / "b").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "home" / "dangling").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "home" / "loop").symlink_to(tmp_path / "home")
-    assert set(store.list()) == {Entry("a", 1), Entry("b", 6)}
-    assert store.get("b") == b"linked"
-    with pytest.raises(NotFound):
-        store.get("dangling")
+# Listing
 
 
 def test_deleting_the_last_object_removes_its_directories_but_never_the_root(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 An object is a file. A put writes a file `.unfinished-PID-RANDOM` beside the target, under an `flock` that
 ends with the process, makes it durable, and then gives it its name by rename(2), or by link(2) where the name
 must be free. `sweep` removes unfinished files whose lock is free.
+
+The root may be reached through symbolic links, which are resolved once. Below it no link is followed, and
+only regular files are read or written: a home may come from a stranger (docs/design/017).
 """
 
 from __future__ import annotations
@@ -20,6 +23,14 @@ from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLate
 from holdfast.killpoint import kill_point
 from holdfast.store import direct
 from holdfast.store.contract import Buffer, Entry, Properties, Store, wrong_length
+from holdfast.store.lookup import (
+    O_PATH,
+    NotRegular,
+    make_folders,
+    open_below,
+    open_regular,
+    opened_folder,
+)
 from holdfast.store.naming import UNFINISHED, check_name, check_prefix
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -27,6 +38,12 @@ _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _CANNOT_FSYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_LINK = (
+    "it is a symbolic link or is reached through one, and links inside a home are not followed. If you made "
+    "the link yourself, put the file or folder in its place."
+)
+_NOT_REGULAR = "it is not a regular file."
+_OTHER_NAMES = "the file has other names (hard links) too."
 _MAX_CREATE_TRIES = 16
 _MAX_DURABLE = 64
 
@@ -54,11 +71,12 @@ class LocalStore(Store):
     def __init__(self, root: str | os.PathLike[str], *, survives_host: bool = False) -> None:
         self.root = Path(root).absolute()
         self.url = str(self.root)
+        self._real = Path(os.path.realpath(self.root))  # a link that is changed later leads nowhere else
         self.properties = Properties(survives_host=survives_host, read_align_bytes=direct.ALIGN_BYTES)
         self._seen: tuple[int, int] | None = None  # device and inode of the root
-        self._durable: dict[Path, tuple[int, int]] = {}  # directories whose names we know to be durable
-        with self._refusing("open", ""):
-            self._check_root()
+        self._durable: dict[str, tuple[int, int]] = {}  # directories whose names we know to be durable
+        with self._refusing("open", ""), self._rooted():
+            pass
 
     def path(self, name: str) -> Path:
         """File that holds the object `name`, whether it exists or not.
@@ -99,40 +117,53 @@ class LocalStore(Store):
 
     def _put(self, name: str, num_bytes: int, write: Callable[[int], None], *, if_absent: bool) -> None:
         target = self.path(name)
-        with self._refusing("write", name, num_bytes):
-            if if_absent and os.path.lexists(target):  # spares writing what cannot be kept; link() decides
+        folder = _folder_of(name)
+        with self._refusing("write", name, num_bytes), self._made_root() as root:
+            if if_absent and _kind(root, name) is not None:  # spares writing what is lost; link() decides
                 raise _taken(target, name)
-            temp, fd = self._create(target.parent)
+            folder_fd, temp, fd = self._create(root, folder)
             try:
                 try:
                     write(fd)
                     kill_point("store.written")
                     os.fsync(fd)  # the data first: a name must never lead to bytes that a power cut takes
                     kill_point("store.synced")
-                    _publish(temp, target, name, if_absent=if_absent)
+                    _publish(folder_fd, temp, target, name, if_absent=if_absent)
                 except BaseException:
                     with suppress(OSError):  # what brought us here says more; sweep() gets the file
-                        temp.unlink()
+                        os.unlink(temp, dir_fd=folder_fd)
                     raise
+                finally:
+                    os.close(fd)  # gives up the lock
+                _sync(folder_fd)  # then the name
             finally:
-                os.close(fd)  # gives up the lock
-            self._sync_up(target.parent)  # then the name
+                os.close(folder_fd)
+            self._sync_up(root, folder)
 
     def link(self, source: str, name: str) -> None:
         """See `Store.link`: a hard link, so the two names share their bytes on the disk."""
         origin, target = self.path(source), self.path(name)
-        with self._refusing("link", name):
-            if not origin.is_file():
+        folder, last = _folder_of(name), target.name
+        with self._refusing("link", name), self._rooted() as root:
+            kind = None if root is None else _kind(root, source)
+            if root is None or kind is None or stat.S_ISDIR(kind):
                 raise NotFound(f"{origin} does not exist.", key=source)
-            self._check_root()
-            self._make_directories(target.parent)
-            temp = target.parent / f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
-            _link(origin, temp, name)
+            if not stat.S_ISREG(kind):
+                raise _refused(f"Cannot link {origin}", source, _NOT_REGULAR)
+            temp = _unfinished()
+            folder_fd = self._enter(root, folder)
             try:
-                temp.replace(target)
+                with opened_folder(root, _folder_of(source)) as source_fd:
+                    _link(source_fd, origin.name, folder_fd, temp, target, name)
+                try:
+                    os.replace(temp, last, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+                finally:
+                    with suppress(FileNotFoundError):  # a rename between two names of one file does nothing
+                        os.unlink(temp, dir_fd=folder_fd)
+                _sync(folder_fd)
             finally:
-                temp.unlink(missing_ok=True)  # a rename between two names of one file does nothing
-            self._sync_up(target.parent)
+                os.close(folder_fd)
+            self._sync_up(root, folder)
 
     def get(self, name: str) -> bytes:
         """See `Store.get`."""
@@ -154,10 +185,14 @@ class LocalStore(Store):
 
     def append(self, name: str, data: bytes) -> None:
         """See `Store.append`."""
-        target = self.path(name)
-        with self._refusing("append to", name, len(data)):
-            fd = self._open_in(target.parent, target, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        check_name(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with self._refusing("append to", name, len(data)), self._made_root() as root:
+            folder_fd, fd = self._open_in(root, _folder_of(name), name.rpartition("/")[2], flags)
+            os.close(folder_fd)
             try:
+                if os.fstat(fd).st_nlink != 1:
+                    raise _refused(f"Cannot append to {self.root / name}", name, _OTHER_NAMES)
                 rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(fd, rest) :]
@@ -165,7 +200,7 @@ class LocalStore(Store):
                 os.close(fd)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See `Store.list`. Links to files are followed, links to directories are not.
+        """See `Store.list`. Symbolic links and special files are listed, and refused when they are read.
 
         Raises:
             RetryLater: the store failed; raised while iterating.
@@ -191,14 +226,16 @@ class LocalStore(Store):
         Raises:
             RetryLater: the store failed; the object may be there or not.
         """
-        target = self.path(name)
-        with self._refusing("delete", name):
-            self._check_root()
-            with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                target.unlink()
-            with suppress(FileNotFoundError, NotADirectoryError):
-                _sync_directory(target.parent)
-            self._remove_empty(target.parent)
+        check_name(name)
+        folder, last = _folder_of(name), name.rpartition("/")[2]
+        with self._refusing("delete", name), self._rooted() as root:
+            if root is None:
+                return
+            with suppress(FileNotFoundError, NotADirectoryError), _opened_for_sync(root, folder) as folder_fd:
+                with suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(last, dir_fd=folder_fd)
+                _sync(folder_fd)
+            self._remove_empty(root, folder)
 
     def sweep(self, prefix: str = "") -> None:
         """See `Store.sweep`; also removes directories left empty.
@@ -206,58 +243,78 @@ class LocalStore(Store):
         Raises:
             RetryLater: the store failed.
         """
-        with self._refusing("sweep", check_prefix(prefix)):
-            for entry in self._walk(prefix):
-                if entry.name.startswith(UNFINISHED) and _remove_if_abandoned(Path(entry.path)):
-                    self._remove_empty(Path(entry.path).parent)
+        with self._refusing("sweep", check_prefix(prefix)), self._rooted() as root:
+            if root is None:
+                return
+            for folder, folder_fd, entry in _walk(root, prefix):
+                if entry.name.startswith(UNFINISHED) and _remove_if_abandoned(folder_fd, entry.name):
+                    self._remove_empty(root, folder)
 
     def _list(self, prefix: str) -> Iterator[Entry]:
-        skip = len(self.url.rstrip("/")) + 1
-        with self._refusing("list", prefix):
-            for entry in self._walk(prefix):
-                name = entry.path[skip:]
+        with self._refusing("list", prefix), self._rooted() as root:
+            if root is None:
+                return
+            for folder, _, entry in _walk(root, prefix):
+                name = f"{folder}/{entry.name}" if folder else entry.name
                 if not name.startswith(prefix) or entry.name.startswith(UNFINISHED):
                     continue
                 with suppress(FileNotFoundError):  # deleted meanwhile
-                    if entry.is_file():
-                        yield Entry(name, entry.stat().st_size)
+                    yield Entry(name, entry.stat(follow_symlinks=False).st_size)
 
-    def _walk(self, prefix: str) -> Iterator[os.DirEntry[str]]:
-        """Everything that is no directory, in the directories that can hold names with this prefix."""
-        if not self._check_root():
-            return
-        parent, _, start = prefix.rpartition("/")
-        pending = [(self.root / parent, start)]
-        while pending:
-            directory, start = pending.pop()
-            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
-                for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        yield entry
-                    elif entry.name.startswith(start):
-                        pending.append((Path(entry.path), ""))
-
-    def _check_root(self) -> bool:
-        """True if the root is there, False if it never was.
+    @contextmanager
+    def _rooted(self) -> Iterator[int | None]:
+        """Open the root for the block; None if it never was there.
 
         Raises:
             RetryLater: it was there before.
             InvalidInput: it is not a directory.
         """
+        fd = self._open_root()
+        try:
+            yield fd
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    @contextmanager
+    def _made_root(self) -> Iterator[int]:
+        """Open the root for the block, made if it never was there."""
+        fd = self._open_root()
+        if fd is None:
+            for level in (*reversed(self._real.parents), self._real):
+                if not level.is_dir():
+                    level.mkdir(exist_ok=True)
+                    _sync_directory(level.parent)
+            fd = self._open_root()
+        if fd is None:
+            raise RetryLater(self._vanished("is gone"))
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _open_root(self) -> int | None:
         seen = self._seen  # before looking: another thread may be making the root
         try:
-            info = self.root.stat()
+            fd = os.open(self._real, O_PATH | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             if seen is None:
-                return False
+                return None
             raise RetryLater(self._vanished("is gone")) from None
+        try:
+            self._check_root(os.fstat(fd), seen)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_root(self, info: os.stat_result, seen: tuple[int, int] | None) -> None:
         if not stat.S_ISDIR(info.st_mode):
             raise InvalidInput(f"{self.root} is a file, so it cannot hold checkpoints; give another place.")
         device, inode = seen or (info.st_dev, info.st_ino)
         if device != info.st_dev and inode != info.st_ino:  # a remount of the same disk keeps the inode
             raise RetryLater(self._vanished("is on another file system than before"))
         self._seen = info.st_dev, info.st_ino
-        return True
 
     def _vanished(self, how: str) -> str:
         return (
@@ -266,78 +323,98 @@ class LocalStore(Store):
             "wrong disk. Bring it back, or open the store again if the loss is meant."
         )
 
-    def _make_directories(self, directory: Path) -> None:
-        """Make `directory` and what leads to it; what is below the root is made durable by `_sync_up`."""
-        if not self._check_root():
-            for level in (*reversed(self.root.parents), self.root):
-                if not level.is_dir():
-                    level.mkdir(exist_ok=True)
-                    _sync_directory(level.parent)
-            self._check_root()
-        for level in reversed(_below(self.root, directory)):
-            level.mkdir(exist_ok=True)
-
-    def _open_in(self, directory: Path, path: Path, flags: int) -> int:
-        """Open a file that may need its directory made, though deletes remove directories that are empty."""
+    def _enter(self, root: int, folder: str) -> int:
+        """Open a folder below the root, made if it is missing; `_sync_up` makes it durable."""
         for _ in range(_MAX_CREATE_TRIES):
             with suppress(FileNotFoundError):
-                return os.open(path, flags | os.O_CLOEXEC, 0o666)
-            with suppress(FileNotFoundError):
-                self._make_directories(directory)
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+                return _open_for_sync(root, folder)
+            with suppress(FileNotFoundError):  # deletes remove folders that are empty
+                make_folders(root, folder)
+        return _open_for_sync(root, folder)
 
-    def _create(self, directory: Path) -> tuple[Path, int]:
-        """A new unfinished file, locked."""
-        self._check_root()
+    def _open_in(self, root: int, folder: str, name: str, flags: int) -> tuple[int, int]:
+        """Open a file whose folder may have to be made; return the folder's descriptor and the file's."""
+        for tries in range(_MAX_CREATE_TRIES):
+            folder_fd = self._enter(root, folder)
+            try:
+                return folder_fd, open_regular(folder_fd, name, flags)
+            except FileNotFoundError:  # the folder was empty and has been removed
+                os.close(folder_fd)
+                if tries == _MAX_CREATE_TRIES - 1:
+                    raise
+            except BaseException:
+                os.close(folder_fd)
+                raise
+        raise AssertionError
+
+    def _create(self, root: int, folder: str) -> tuple[int, str, int]:
+        """Make a new unfinished file, locked; return its folder's descriptor, its name and its own."""
         while True:
-            temp = directory / f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
-            fd = self._open_in(directory, temp, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            temp = _unfinished()
+            folder_fd, fd = self._open_in(root, folder, temp, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 with _ignoring(*_CANNOT_LOCK):  # without locks, sweep() removes nothing
                     fcntl.flock(fd, fcntl.LOCK_EX)
                 if os.fstat(fd).st_nlink:
-                    return temp, fd
+                    return folder_fd, temp, fd
             except BaseException:
                 os.close(fd)
-                temp.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(temp, dir_fd=folder_fd)
+                os.close(folder_fd)
                 raise
             os.close(fd)  # a sweep got in between creation and lock, and took it for abandoned
+            os.close(folder_fd)
 
-    def _sync_up(self, directory: Path) -> None:
-        """Make every name from the root's own down to what is in `directory` durable.
+    def _sync_up(self, root: int, folder: str) -> None:
+        """Make the names of a folder, of those that lead to it and of the root durable.
 
         Each level once, whoever made it: another process may have, and not yet come to its fsync. Twice would
         double the time of a small put, since an fsync without changes still flushes the disk's cache.
         """
-        _sync_directory(directory)
-        for level in (*_below(self.root, directory), self.root):
-            info = level.stat()
+        for level in _levels(folder):
+            info = os.stat(level, dir_fd=root, follow_symlinks=False)
             if self._durable.get(level) != (info.st_dev, info.st_ino):
-                _sync_directory(level.parent)
-                if len(self._durable) >= _MAX_DURABLE:
-                    self._durable.clear()
-                self._durable[level] = info.st_dev, info.st_ino
+                with _opened_for_sync(root, _folder_of(level)) as above:
+                    _sync(above)
+                self._remember(level, info)
+        info = os.fstat(root)
+        if self._durable.get("") != (info.st_dev, info.st_ino):
+            _sync_directory(self._real.parent)
+            self._remember("", info)
 
-    def _remove_empty(self, directory: Path) -> None:
+    def _remember(self, level: str, info: os.stat_result) -> None:
+        if len(self._durable) >= _MAX_DURABLE:
+            self._durable.clear()
+        self._durable[level] = info.st_dev, info.st_ino
+
+    def _remove_empty(self, root: int, folder: str) -> None:
         with suppress(OSError):  # not empty, gone, or not ours: an empty directory does no harm
-            for level in _below(self.root, directory):
-                level.rmdir()
+            for level in _levels(folder):
+                with opened_folder(root, _folder_of(level)) as above:
+                    os.rmdir(level.rpartition("/")[2], dir_fd=above)
                 self._durable.pop(level, None)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
         path = self.path(name)
-        try:
-            self._check_root()
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            raise NotFound(f"{path} does not exist.", key=name) from None
-        try:
-            if path.is_dir():
-                raise NotFound(f"{path} is a directory, not an object.", key=name)
-            yield fd
-        finally:
-            os.close(fd)
+        with self._rooted() as root:
+            if root is None:
+                raise NotFound(f"{path} does not exist.", key=name)
+            try:
+                fd = open_regular(root, name, os.O_RDONLY)
+            except (FileNotFoundError, NotADirectoryError):
+                raise NotFound(f"{path} does not exist.", key=name) from None
+            except IsADirectoryError:
+                raise NotFound(f"{path} is a directory, not an object.", key=name) from None
+            except OSError as error:
+                if not _is_foreign(error):
+                    raise
+                raise Corrupt(f"{path} was not read: {_why_foreign(error)}", key=name) from None
+            try:
+                yield fd
+            finally:
+                os.close(fd)
 
     @contextmanager
     def _refusing(self, verb: str, name: str, num_bytes: int | None = None) -> Iterator[None]:
@@ -348,6 +425,8 @@ class LocalStore(Store):
             raise
         except OSError as error:
             path = self.root / name
+            if _is_foreign(error):
+                raise _refused(f"Cannot {verb} {path}", name, _why_foreign(error)) from None
             if error.errno in _IN_THE_WAY:
                 raise InvalidInput(
                     f"Cannot {verb} {path}: a directory has this name, or a part of the path is a file "
@@ -374,22 +453,35 @@ def _free_space(path: Path) -> str:
     return "Its free space could not be read."
 
 
-def _publish(temp: Path, target: Path, name: str, *, if_absent: bool) -> None:
+def _is_foreign(error: OSError) -> bool:
+    """Return True if the error says that no store has made what has the name."""
+    return isinstance(error, NotRegular) or error.errno == errno.ELOOP
+
+
+def _why_foreign(error: OSError) -> str:
+    return _NOT_REGULAR if isinstance(error, NotRegular) else _LINK
+
+
+def _refused(cannot: str, name: str, why: str) -> InvalidInput:
+    return InvalidInput(f"{cannot}: {why} Nothing was changed.", key=name)
+
+
+def _publish(folder_fd: int, temp: str, target: Path, name: str, *, if_absent: bool) -> None:
     if not if_absent:
-        temp.replace(target)
+        os.replace(temp, target.name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         kill_point("store.linked")
         return
     try:
-        _link(temp, target, name)  # unlike rename, refuses a name that is taken
+        _link(folder_fd, temp, folder_fd, target.name, target, name)  # refuses a name that is taken
     except FileExistsError:
         raise _taken(target, name) from None
     kill_point("store.linked")
-    temp.unlink()
+    os.unlink(temp, dir_fd=folder_fd)
 
 
-def _link(source: Path, target: Path, name: str) -> None:
+def _link(source_fd: int, source: str, folder_fd: int, last: str, target: Path, name: str) -> None:
     try:
-        target.hardlink_to(source)
+        os.link(source, last, src_dir_fd=source_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise
@@ -404,36 +496,98 @@ def _taken(target: Path, name: str) -> Conflict:
     return Conflict(f"{target} exists already; it was left alone.", key=name)
 
 
-def _below(root: Path, directory: Path) -> list[Path]:
-    """`directory` and its parents up to `root`, which is left out."""
-    levels = []
-    while directory != root:
-        levels.append(directory)
-        directory = directory.parent
-    return levels
+def _unfinished() -> str:
+    return f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def _sync_directory(directory: Path) -> None:
+def _folder_of(name: str) -> str:
+    """Return the part of a name before its last slash; "" for the root."""
+    return name.rpartition("/")[0]
+
+
+def _levels(folder: str) -> Iterator[str]:
+    """Yield a folder and those that lead to it, without the root."""
+    while folder:
+        yield folder
+        folder = _folder_of(folder)
+
+
+def _kind(root: int, name: str) -> int | None:
+    """Return the mode bits of anything that has this name, a link's own; None if nothing has it."""
+    with suppress(FileNotFoundError, NotADirectoryError), opened_folder(root, _folder_of(name)) as folder_fd:
+        return os.stat(name.rpartition("/")[2], dir_fd=folder_fd, follow_symlinks=False).st_mode
+    return None
+
+
+def _walk(root: int, prefix: str) -> Iterator[tuple[str, int, os.DirEntry[str]]]:
+    """Yield all but folders, from the folders that can hold names with this prefix.
+
+    Yields:
+        the folder's path, its descriptor, and the entry.
+    """
+    parent, _, start = prefix.rpartition("/")
+    pending = [(parent, start)]
+    while pending:
+        folder, start = pending.pop()
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            opened_folder(root, folder, readable=True) as folder_fd,
+            os.scandir(folder_fd) as entries,
+        ):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    yield folder, folder_fd, entry
+                elif entry.name.startswith(start):
+                    pending.append((f"{folder}/{entry.name}" if folder else entry.name, ""))
+
+
+def _open_for_sync(root: int, folder: str) -> int:
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a directory that may be entered but not read; there is no other way to sync it
-        return
+        return open_below(root, folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # it may be entered but not read; there is no other way to sync it
+        return open_below(root, folder, O_PATH | os.O_DIRECTORY)
+
+
+@contextmanager
+def _opened_for_sync(root: int, folder: str) -> Iterator[int]:
+    fd = _open_for_sync(root, folder)
     try:
-        with _ignoring(*_CANNOT_FSYNC):  # some FUSE file systems have no fsync for directories
-            os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 
 
-def _remove_if_abandoned(temp: Path) -> bool:
+def _sync(folder_fd: int) -> None:
+    with _ignoring(*_CANNOT_FSYNC):  # some FUSE file systems have no fsync for directories
+        os.fsync(folder_fd)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names in a directory above the root durable."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
+    try:
+        _sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_if_abandoned(folder_fd: int, temp: str) -> bool:
     """Remove an unfinished file if its lock is free, that is, if its writer is dead."""
     try:
-        fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock only what can be written
+        fd = open_regular(folder_fd, temp, os.O_RDWR)  # network file systems lock only what can be written
     except (FileNotFoundError, PermissionError):  # finished meanwhile, or somebody else's
         return False
+    except OSError as error:
+        if not _is_foreign(error):
+            raise
+        return False  # no store made it
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        temp.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(temp, dir_fd=folder_fd)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -1,0 +1,272 @@
+"""Hostile homes: links, FIFOs and devices inside a home are refused, and nothing outside is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
+from holdfast.store import Entry, Store, lookup
+from holdfast.store.local import LocalStore
+from holdfast.testing import StoreSuite
+
+SECRET = b"export TOKEN=not-for-you\n"
+LIMIT_S = 20
+
+
+@pytest.fixture(params=["openat2", "by parts"], autouse=True)
+def _lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try everything with the kernel's own call and with the fallback where a sandbox forbids it."""
+    if request.param == "by parts":
+        monkeypatch.setattr(lookup, "_has_openat2", lambda: False)
+    elif not lookup._has_openat2():
+        pytest.skip("this kernel or sandbox has no openat2")
+
+
+@pytest.fixture(autouse=True)
+def _alarm() -> Iterator[None]:
+    """A call that waits for a FIFO's other end fails, rather than hang the suite."""
+
+    def expired(*_: object) -> None:
+        message = "the call hangs"
+        raise TimeoutError(message)
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+class TestLocalStore(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "home")
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder beside the home with a file that nobody may read or change."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "bashrc").write_bytes(SECRET)
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    place = tmp_path / "home"
+    LocalStore(place).put("d/whole", b"whole")
+    return place
+
+
+def _looks(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()
+    }
+
+
+CHANGES = [
+    pytest.param(lambda store, name: store.append(name, b"evil\n"), id="append"),
+    pytest.param(lambda store, name: store.put(name, b"evil\n"), id="put"),
+    pytest.param(lambda store, name: store.put(name, b"evil\n", if_absent=True), id="put if absent"),
+    pytest.param(lambda store, name: store.put_parts(name, [b"evil\n"], 5), id="put parts"),
+    pytest.param(lambda store, name: store.link("d/whole", name), id="link"),
+    pytest.param(lambda store, name: store.delete(name), id="delete"),
+]
+READS = [
+    pytest.param(lambda store, name: store.get(name), id="get"),
+    pytest.param(lambda store, name: store.read_into(name, 0, memoryview(bytearray(5))), id="read_into"),
+    pytest.param(lambda store, name: store.size(name), id="size"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_changed_in_a_folder_that_a_link_leads_to(
+    home: Path, outside: Path, change: Callable[[Store, str], None]
+) -> None:
+    (home / "step-00000001").symlink_to(outside)
+    (home / "d" / "up").symlink_to("../../outside")
+    before = _looks(outside)
+    for name in ("step-00000001/bashrc", "step-00000001/new", "d/up/bashrc", "step-00000001/made/new"):
+        with pytest.raises(InvalidInput, match="symbolic link"):
+            change(LocalStore(home), name)
+    assert _looks(outside) == before
+
+
+@pytest.mark.parametrize("read", READS)
+def test_nothing_is_read_through_a_link(
+    home: Path, outside: Path, read: Callable[[Store, str], object]
+) -> None:
+    (home / "file").symlink_to(outside / "bashrc")
+    (home / "relative").symlink_to("../outside/bashrc")
+    (home / "inside").symlink_to("d/whole")
+    (home / "dangling").symlink_to(outside / "missing")
+    (home / "loop").symlink_to("loop")
+    (home / "folder").symlink_to(outside)
+    for name in ("file", "relative", "inside", "dangling", "loop", "folder", "folder/bashrc"):
+        with pytest.raises(Corrupt, match="symbolic link") as caught:
+            read(LocalStore(home), name)
+        assert str(home / name) in str(caught.value)
+        assert "TOKEN" not in str(caught.value)
+
+
+def test_a_log_that_is_a_link_is_not_appended_to(home: Path, outside: Path) -> None:
+    """A stranger's home had its next history file linked to ~/.bashrc."""
+    (home / "history").mkdir()
+    (home / "history" / "a0002-rank-00000.jsonl").symlink_to(outside / "bashrc")
+    with pytest.raises(InvalidInput, match="symbolic link"):
+        LocalStore(home).append("history/a0002-rank-00000.jsonl", b"$(cmd)\n")
+    assert (outside / "bashrc").read_bytes() == SECRET
+
+
+def test_a_dangling_link_does_not_make_a_file_elsewhere(home: Path, outside: Path) -> None:
+    (home / "log").symlink_to(outside / "made")
+    with pytest.raises(InvalidInput):
+        LocalStore(home).append("log", b"x")
+    assert not (outside / "made").exists()
+
+
+def test_a_put_replaces_a_link_and_leaves_its_target_alone(home: Path, outside: Path) -> None:
+    (home / "file").symlink_to(outside / "bashrc")
+    LocalStore(home).put("file", b"ours")
+    assert LocalStore(home).get("file") == b"ours"
+    assert (outside / "bashrc").read_bytes() == SECRET
+
+
+def test_deleting_a_link_removes_only_the_link(home: Path, outside: Path) -> None:
+    (home / "file").symlink_to(outside / "bashrc")
+    LocalStore(home).delete("file")
+    assert not (home / "file").is_symlink()
+    assert (outside / "bashrc").read_bytes() == SECRET
+
+
+def test_a_log_with_a_second_name_is_not_appended_to(home: Path, outside: Path) -> None:
+    """A hard link needs no permission to read: the file may be anybody's."""
+    os.link(outside / "bashrc", home / "log")
+    with pytest.raises(InvalidInput, match="hard links"):
+        LocalStore(home).append("log", b"x")
+    assert (outside / "bashrc").read_bytes() == SECRET
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
+def test_what_is_no_regular_file_is_neither_read_nor_written(home: Path, kind: str) -> None:
+    _make(kind, home / "odd")
+    store = LocalStore(home)
+    for read in (lambda: store.get("odd"), lambda: store.size("odd")):
+        with pytest.raises(Corrupt, match="not a regular file"):
+            read()
+    for change in (lambda: store.append("odd", b"x"), lambda: store.link("odd", "other")):
+        with pytest.raises(InvalidInput, match="not a regular file"):
+            change()
+    assert Entry("odd", 0) in list(store.list())
+    store.delete("odd")
+    assert {entry.name for entry in store.list()} == {"d/whole"}
+
+
+def test_a_fifo_with_a_reader_is_not_written(home: Path) -> None:
+    os.mkfifo(home / "log")
+    reader = os.open(home / "log", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(InvalidInput, match="not a regular file"):
+            LocalStore(home).append("log", b"x")
+        assert os.read(reader, 10) == b""
+    finally:
+        os.close(reader)
+
+
+def _make(kind: str, path: Path) -> None:
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        try:
+            os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero: endless
+        except PermissionError:
+            pytest.skip("only root may make devices")
+
+
+def test_foreign_unfinished_files_survive_a_sweep(home: Path, outside: Path) -> None:
+    (home / ".unfinished-1-link").symlink_to(outside / "bashrc")
+    os.mkfifo(home / ".unfinished-1-fifo")
+    LocalStore(home).sweep()
+    assert _looks(outside) == {"bashrc": (SECRET, (outside / "bashrc").stat().st_ino)}
+    assert {entry.name for entry in LocalStore(home).list()} == {"d/whole"}
+
+
+def test_linked_folders_are_not_walked(home: Path, outside: Path) -> None:
+    (home / "d" / "up").symlink_to(outside)
+    assert {entry.name for entry in LocalStore(home).list()} == {"d/whole", "d/up"}
+    with pytest.raises(InvalidInput, match="symbolic link"):
+        list(LocalStore(home).list("d/up/"))
+
+
+def test_the_home_itself_may_be_reached_through_links(tmp_path: Path) -> None:
+    """A user's own link to a big disk is fine; its target is taken once, so that one run has one home."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    store = LocalStore(tmp_path / "runs" / "gpt")
+    store.put("a", b"first")
+    (tmp_path / "runs").unlink()
+    (tmp_path / "other" / "gpt").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "other")
+    store.put("b", b"second")
+    assert {path.name for path in (tmp_path / "disk" / "gpt").iterdir()} == {"a", "b"}
+    assert list((tmp_path / "other" / "gpt").iterdir()) == []
+
+
+def test_names_lead_nowhere_else(home: Path) -> None:
+    store = LocalStore(home)
+    for name in ("../outside/bashrc", "/etc/passwd", "d/../../outside/bashrc", ""):
+        with pytest.raises(InvalidInput):
+            store.get(name)
+        with pytest.raises(InvalidInput):
+            store.append(name, b"x")
+
+
+def test_a_folder_that_becomes_a_link_during_writes_leads_nowhere(home: Path, outside: Path) -> None:
+    """An attacker swaps a folder for a link and back while objects are written."""
+    store, stop = LocalStore(home), threading.Event()
+
+    def swap() -> None:
+        place, kept = home / "t", home / "kept"
+        while not stop.is_set():
+            with suppress(OSError):
+                place.rename(kept)
+            with suppress(OSError):
+                place.symlink_to(outside)
+                place.unlink()
+            with suppress(OSError):
+                kept.rename(place)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    written = 0
+    try:
+        for number in range(300):
+            with suppress(HoldfastError):
+                store.append(f"t/log-{number}", b"x")
+                written += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert written
+    assert {path.name for path in outside.iterdir()} == {"bashrc"}
+    assert (outside / "bashrc").read_bytes() == SECRET
+
+
+def test_missing_names_are_still_just_missing(home: Path) -> None:
+    with pytest.raises(NotFound):
+        LocalStore(home).get("d/none")
+    with pytest.raises(NotFound):
+        LocalStore(home).get("none/none")
+    assert LocalStore(home).size("none/none") is None

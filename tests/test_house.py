@@ -25,8 +25,8 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
     errors killpoint surroundings | quantity | policy format | store
-    | state stage notice ending ranks consensus | keeper restore metrics | claim writeback compiled | tiers
-    | checkpointer exchange jobs train | report | adapters cli testing
+    | state stage notice ending ranks consensus reentry leaving | keeper restore metrics
+    | claim writeback compiled | tiers | checkpointer exchange jobs train | report | adapters cli testing
 """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 

@@ -34,11 +34,12 @@ from holdfast.killpoint import kill_point
 from holdfast.metrics import Metrics
 from holdfast.notice import Notices
 from holdfast.policy import Every, Keep, Meter, Pace, single_policies
-from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
+from holdfast.quantity import read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
+from holdfast.reentry import Reentry
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
-from holdfast.state import Captured, Load, State, catalog_of
+from holdfast.state import Captured, Load, State, catalog_of, stepping
 from holdfast.surroundings import tell_progress
 from holdfast.tiers import Tiers
 
@@ -153,7 +154,7 @@ class Checkpointer:
         self._share_reads = share_reads
         self._rank_from = rank_from
         self._quiet = quiet
-        self._pid = os.getpid()
+        self._pid, self._calls = os.getpid(), Reentry()
         self._arenas = Arenas(read_bytes(memory, "memory"))
         world = None if group is None else (group.rank, group.world_size)
         self._objects = State(state, world=world)
@@ -201,6 +202,7 @@ class Checkpointer:
 
         Ranks: collective; every rank runs the same steps.
         """
+        total = read_step(total, "steps()")
         step = self.restore() or 0
         self._pace = Pace(step=step, now_s=time.monotonic(), saved_step=step, saved_s=time.monotonic())
         while step < total:
@@ -224,10 +226,17 @@ class Checkpointer:
         Args:
             step: optimizer steps completed.
 
+        Raises:
+            InvalidInput: `step` is no whole number from 0, or a call is under way in this thread.
+
         Ranks: collective; every rank calls it after every step.
         Blocks: hardly; the ranks exchange two flags beside the step.
         """
         self._check_process()
+        with self._calls.guard("should_save()"):
+            return self._ask_if_due(read_step(step, "should_save()"))
+
+    def _ask_if_due(self, step: int) -> bool:
         self._metrics.num_done = step
         now_s = time.monotonic()
         if self._step_ended_s is not None:
@@ -280,16 +289,19 @@ class Checkpointer:
                 counts.
 
         Raises:
-            InvalidInput: a value is no number, a name cannot be one, or there are too many.
+            InvalidInput: a value is no number, a name cannot be one, or there are too many; or `step` is no
+                whole number from 0.
 
         Ranks: not collective.
         Blocks: no. What cannot be written is told as a SaveWarning, and training goes on.
         """
         self._check_process()
-        if self._ranks.rank == 0:
-            self._metrics.add(self._metrics.num_done + 1 if step is None else step, values)
-            if self._keeper is not None:
-                self._metrics.tell_if_due(self._keeper.tell_metrics)
+        with self._calls.guard("record()"):
+            step = self._metrics.num_done + 1 if step is None else read_step(step, "record()")
+            if self._ranks.rank == 0:
+                self._metrics.add(step, values)
+                if self._keeper is not None:
+                    self._metrics.tell_if_due(self._keeper.tell_metrics)
 
     def _stop(self, step: int) -> None:
         """End a preempted run: everything durable, then SystemExit."""
@@ -317,8 +329,9 @@ class Checkpointer:
             to_home: bring it home whether or not `home_every` is due; alike on every rank.
 
         Raises:
-            InvalidInput: a value that cannot be saved, named with its key path; or the step is not new; or
-                the home holds checkpoints and `restore` was not called.
+            InvalidInput: a value that cannot be saved, named with its key path; or `step` is no whole number
+                from 0, or not new; or the home holds checkpoints and `restore` was not called; or a call is
+                under way in this thread, which a signal handler has interrupted.
             Conflict: a newer attempt has taken over the home.
             RetryLater: more than `max_failures` saves have failed in a row.
 
@@ -326,7 +339,17 @@ class Checkpointer:
             nothing was restored or saved before.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
-        return self._save(step, must=False, to_home=to_home)
+        self._check_process()
+        with self._calls.guard("save()", alone=True):
+            step = read_step(step, "save()")
+            if (optimizer := stepping()) is not None:
+                raise InvalidInput(
+                    f"save({step}) was called in the middle of {optimizer}.step(), by a signal handler or by "
+                    "the step itself, when only some parameters have been updated. Nothing was saved. Save "
+                    "between two steps: let the handler set a flag that the loop checks.",
+                    step=step,
+                )
+            return self._save(step, must=False, to_home=to_home)
 
     def forget(self) -> None:
         """Let go of the memory of the objects saved last, which else stays taken until the next save.
@@ -340,6 +363,7 @@ class Checkpointer:
 
         Ranks: every rank calls it; not collective.
         """
+        step = read_step(step, "send_home()")
         if self._keeper is not None and self._tiers.local is not None:
             self._keeper.drain_other(self._attempt, step)
 
@@ -490,8 +514,9 @@ class Checkpointer:
 
         Blocks: for about 1 s per GB of memory that the machine has not touched before.
         """
-        self._prepare_in_background()
-        self._arenas.wait_prepared()
+        with self._calls.guard("prepare()"):
+            self._prepare_in_background()
+            self._arenas.wait_prepared()
 
     def _prepare_in_background(self) -> None:
         captured = self._objects.capture()
@@ -558,6 +583,10 @@ class Checkpointer:
         Blocks: until the keepers are done.
         """
         self._check_process()
+        with self._calls.guard("wait()"):
+            self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for save in list(self._saves):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -695,6 +724,18 @@ class Checkpointer:
         Blocks: until the state is restored.
         """
         self._check_process()
+        with self._calls.guard("restore()", alone=True):
+            step = None if step is None else read_step(step, "restore()")
+            return self._restore(step, strict=strict, only=only, rename=rename)
+
+    def _restore(
+        self,
+        step: int | None,
+        *,
+        strict: bool,
+        only: Collection[str] | None,
+        rename: Mapping[str, str] | Callable[[str], str] | None,
+    ) -> int | None:
         if self._last is not None:
             self._end_attempt()  # what is saved after going back must not mix with what was saved before
         keeper = self._begin(fresh=False)
@@ -774,7 +815,7 @@ class Checkpointer:
 
     def _end_attempt(self) -> None:
         with contextlib.suppress(HoldfastError):
-            self.wait()  # a failed save does not matter any more: we are going back
+            self._wait()  # a failed save does not matter any more: we are going back
         self._stager.wait()
         if self._keeper is not None:
             self._note_end("went back")
@@ -804,9 +845,13 @@ class Checkpointer:
         """
         if self._closed or os.getpid() != self._pid:
             return
+        with self._calls.guard("close()"):
+            self._close(timeout_s)
+
+    def _close(self, timeout_s: float | None) -> None:
         try:
             self._stager.wait()
-            self.wait(timeout_s)
+            self._wait(timeout_s)
             self._note_end("closed")
             self._ranks.part()
         except BaseException:

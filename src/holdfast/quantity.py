@@ -1,14 +1,17 @@
-"""Reads sizes ("8GiB") and durations ("10m") as people write them, and writes them back."""
+"""Conversion of sizes ("8GiB"), durations ("10m") and step numbers from and to what people write."""
 
 from __future__ import annotations
 
 import datetime
+import operator
 import re
 
 from holdfast.errors import InvalidInput
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|d)\s*", re.IGNORECASE)
+MAX_STEP = 2**53 - 1
+"""The greatest step; every JSON reader holds integers up to here exactly."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -39,6 +42,35 @@ def read_seconds(value: str | float | datetime.timedelta, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
         raise InvalidInput(f"{what} must be a duration like '10m' or a timedelta, got {value!r}.")
     return float(value)
+
+
+def read_step(value: object, what: str) -> int:
+    """Return a number of steps as a plain int.
+
+    Args:
+        value: an int, or any integer scalar: of numpy, or a torch tensor with one integer.
+        what: name of the call or argument, for the error.
+
+    Raises:
+        InvalidInput: not an integer, or outside 0 to `MAX_STEP`. Truth values and floats are refused.
+
+    Blocks: on the device of a tensor that is not on the CPU.
+    """
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    try:
+        step = operator.index(value)  # pyright: ignore[reportArgumentType] the error below is for the others
+    except (TypeError, ValueError, RuntimeError):
+        is_bool, step = True, 0
+    if not is_bool and 0 <= step <= MAX_STEP:
+        return step
+    kind = type(value).__name__
+    fix = ""
+    if isinstance(value, float) and value.is_integer() and 0 <= value <= MAX_STEP:
+        fix = f" Write int(...) around it, here {int(value)}."
+    raise InvalidInput(
+        f"{what}: a step is a whole number from 0 to 2**53 - 1, found {value!r:.80} ({kind}). "
+        f"Nothing was done.{fix}"
+    )
 
 
 def say_bytes(num_bytes: float) -> str:

@@ -5,6 +5,7 @@ from holdfast.state.capture import Captured
 from holdfast.state.listing import catalog_of
 from holdfast.state.live import State
 from holdfast.state.load import Load, Target
+from holdfast.state.optimizers import stepping
 from holdfast.state.sharding import Sharding, local_of, sharding_of
 from holdfast.state.spread import per_rank, replicated
 from holdfast.state.tensors import dtype_name, torch_dtype
@@ -22,5 +23,6 @@ __all__ = [
     "per_rank",
     "replicated",
     "sharding_of",
+    "stepping",
     "torch_dtype",
 ]

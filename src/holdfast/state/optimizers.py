@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from holdfast.format.values import encode
 from holdfast.state.capture import Sink
@@ -21,6 +24,8 @@ from holdfast.state.table import Role
 from holdfast.state.tree import graft, meet, references, strip, update
 
 Names = Callable[[], dict[int, str]]
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
+"""Code of the function that torch puts around every step(), which runs its hooks."""
 
 
 def is_plain(optimizer: Optimizer) -> bool:
@@ -41,6 +46,32 @@ def is_plain(optimizer: Optimizer) -> bool:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """True if `register_step_pre_hook` works on an optimizer; some wrappers skip the base constructor."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "param_groups")
+
+
+def stepping() -> str | None:
+    """Return the optimizer class whose step() this thread is in the middle of; None if there is none.
+
+    Hooks that an optimizer runs after its step are not in the middle of it.
+    """
+    inner, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and inner is not None:
+            optimizer = frame.f_locals["args"][0]
+            if inner.f_code not in _codes_after_step(optimizer):
+                return type(optimizer).__qualname__
+        inner, frame = frame, frame.f_back
+    return None
+
+
+def _codes_after_step(optimizer: Optimizer) -> set[object]:
+    """Return the code objects of the hooks that an optimizer runs after its step."""
+    hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+    hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
+    functions = [
+        hook if hasattr(hook, "__code__") else getattr(hook, "__func__", type(hook).__call__)
+        for hook in hooks
+    ]
+    return {getattr(function, "__code__", None) for function in functions}
 
 
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -1,0 +1,344 @@
+"""Signals in real processes: several Checkpointers, forked children, handlers of users, calls from them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 120.0
+
+TRAIN = """
+import os, signal, sys
+import torch
+import holdfast
+
+def send(number, to=0):
+    os.kill(to or os.getpid(), number)
+
+def train(home, total=1000, at=5, number=signal.SIGTERM):
+    state = {"x": torch.zeros(1)}
+    with holdfast.Checkpointer(home, state, every=1000, quiet=True) as ckpt:
+        for step in ckpt.steps(total):
+            state["x"] += 1
+            if step == at:
+                send(number)
+"""
+
+
+def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own; its exit status is negative if a signal ended it."""
+    (folder / "script.py").write_text(TRAIN + textwrap.dedent(script))
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_a_second_checkpointer_does_not_swallow_the_signal_of_the_first(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        other = holdfast.Checkpointer("other", {"y": torch.zeros(1)}, quiet=True)
+        train("home")
+        """,
+    )
+    assert done.returncode == 75, done.stderr
+
+
+def test_a_checkpointer_made_and_closed_within_the_loop_leaves_the_first_watching(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        state = {"x": torch.zeros(1)}
+        with holdfast.Checkpointer("home", state, quiet=True) as ckpt:
+            for step in ckpt.steps(1000):
+                state["x"] += 1
+                if step == 3:
+                    holdfast.Checkpointer("other", {"y": torch.zeros(1)}, quiet=True).close()
+                if step == 5:
+                    send(signal.SIGTERM)
+        """,
+    )
+    assert done.returncode == 75, done.stderr
+
+
+def test_the_first_closed_first_leaves_the_second_watching_and_then_the_default(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        first = holdfast.Checkpointer("a", {"y": torch.zeros(1)}, quiet=True)
+        second = holdfast.Checkpointer("b", {"y": torch.zeros(1)}, quiet=True)
+        first.close()
+        send(signal.SIGTERM)
+        assert second.should_save(1) and second.preempted == "SIGTERM"
+        second.close()
+        print("both closed", flush=True)
+        send(signal.SIGTERM)
+        """,
+    )
+    assert done.stdout == "both closed\n", done.stderr
+    assert done.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_forked_child_dies_of_signals_as_if_holdfast_were_not_there(tmp_path: Path, number: int) -> None:
+    done = run(
+        tmp_path,
+        f"""
+        ckpt = holdfast.Checkpointer("home", {{"y": torch.zeros(1)}}, quiet=True)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(write, b".")
+                signal.pause()
+            except KeyboardInterrupt:
+                os._exit(130)
+            os._exit(3)
+        os.read(read, 1)
+        send({int(number)}, child)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        ckpt.close()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == (130 if number == signal.SIGINT else -number)
+
+
+def test_terminate_ends_a_process_forked_by_multiprocessing(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        import multiprocessing, time
+        with holdfast.Checkpointer("home", {"y": torch.zeros(1)}, quiet=True) as ckpt:
+            context = multiprocessing.get_context("fork")
+            ready = context.Event()
+            def sleep():
+                ready.set()
+                time.sleep(600)
+            process = context.Process(target=sleep)
+            process.start()
+            assert ready.wait(60)
+            process.terminate()
+            process.join()
+            print(process.exitcode)
+        """,
+    )
+    assert done.stdout == "-15\n", done.stderr
+
+
+def test_a_forked_child_can_train_and_be_preempted_itself(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        ckpt = holdfast.Checkpointer("parent", {"y": torch.zeros(1)}, quiet=True)
+        child = os.fork()
+        if child == 0:
+            train("child", number=signal.SIGINT)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        ckpt.close()
+        """,
+    )
+    assert "75" in done.stdout.splitlines(), done.stderr
+
+
+def test_the_first_ctrl_c_leaves_the_workers_of_a_data_loader_at_work(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to all processes; the step under way still needs its batch."""
+    done = run(
+        tmp_path,
+        """
+        os.setpgid(0, 0)
+        from torch.utils.data import DataLoader
+        state = {"x": torch.zeros(1)}
+        with holdfast.Checkpointer("home", state, quiet=True) as ckpt:
+            numbers, how = torch.arange(4000.0), {"num_workers": 2, "multiprocessing_context": "fork"}
+            loader = DataLoader(numbers, batch_size=1, **how)
+            for step, batch in zip(ckpt.steps(3000), loader):
+                state["x"] += batch
+                if step == 5:
+                    os.killpg(0, signal.SIGINT)
+        """,
+    )
+    assert done.returncode == 75, done.stderr
+
+
+def test_a_handler_from_before_is_called_too(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        signal.signal(signal.SIGTERM, lambda number, frame: print("mine", number, flush=True))
+        train("home")
+        """,
+    )
+    assert (done.stdout, done.returncode) == ("mine 15\n", 75), done.stderr
+
+
+def test_a_handler_from_before_that_exits_is_obeyed(tmp_path: Path) -> None:
+    done = run(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\ntrain('home')")
+    assert done.returncode == 9, done.stderr
+
+
+def test_a_handler_installed_later_replaces_ours_and_may_call_it(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        ckpt = holdfast.Checkpointer("home", {"x": torch.zeros(1)}, quiet=True)
+        ours = signal.getsignal(signal.SIGTERM)
+        theirs = lambda number, frame: (print("theirs", flush=True), ours(number, frame))
+        signal.signal(signal.SIGTERM, theirs)
+        another = holdfast.Checkpointer("another", {"x": torch.zeros(1)}, quiet=True)
+        send(signal.SIGTERM)
+        assert ckpt.should_save(1) and another.should_save(1)
+        another.close()
+        ckpt.close()
+        assert signal.getsignal(signal.SIGTERM) is theirs
+        send(signal.SIGTERM)
+        """,
+    )
+    assert done.stdout == "theirs\ntheirs\n", done.stderr
+    assert done.returncode == -signal.SIGTERM, "nobody watches any more: the default"
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    done = run(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntrain('home', total=20)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_handler_of_c_code_is_left_alone_with_a_warning(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        import faulthandler as handlers
+        handlers.register(signal.SIGUSR1)
+        train("home", total=20, number=signal.SIGUSR1)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SIGUSR1 is no preemption notice" in done.stderr
+    assert "most recent call first" in done.stderr, "its own handler has run"
+
+
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        with holdfast.Checkpointer("home", {"x": torch.zeros(1)}, quiet=True) as ckpt:
+            for step in ckpt.steps(10):
+                send(signal.SIGINT)
+                send(signal.SIGINT)
+                print("not reached")
+        """,
+    )
+    assert done.returncode != 0
+    assert "KeyboardInterrupt" in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "call", ["save(9)", "record(9, loss=1.0)", "wait()", "close()", "should_save(9)", "restore()"]
+)
+def test_a_call_from_a_handler_that_interrupts_a_save_is_refused_and_the_save_goes_on(
+    tmp_path: Path, call: str
+) -> None:
+    """The handler runs in the middle of the copy, where it would otherwise wait for the copy for ever."""
+    done = run(
+        tmp_path,
+        f"""
+        from holdfast.stage import stager
+        ckpt = holdfast.Checkpointer("home", {{"x": torch.arange(5.0)}}, quiet=True)
+        def handler(*_):
+            try:
+                ckpt.{call}
+            except holdfast.InvalidInput as error:
+                print(error, flush=True)
+        signal.signal(signal.SIGUSR2, handler)
+        copy = stager._copy_in_threads
+        def copy_interrupted(*args):
+            stager._copy_in_threads = copy
+            send(signal.SIGUSR2)
+            copy(*args)
+        stager._copy_in_threads = copy_interrupted
+        ckpt.save(5).wait_durable()
+        ckpt.save(6).wait_durable()
+        ckpt.close()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "while save() was running in the same thread" in done.stdout
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "home").glob("step-*")) == [5, 6]
+
+
+def test_handlers_that_save_at_random_moments_neither_block_the_training_nor_tear_a_copy(
+    tmp_path: Path,
+) -> None:
+    done = run(
+        tmp_path,
+        """
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ckpt = holdfast.Checkpointer("home", {"model": model, "optimizer": optimizer}, every=5, quiet=True)
+        seen = {"done": 0, "refused": 0, "step": 0}
+        def handler(*_):
+            try:
+                ckpt.save(seen["step"])
+                seen["done"] += 1
+            except holdfast.InvalidInput:
+                seen["refused"] += 1
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        for step in range(1, 400):
+            model(torch.randn(8, 64)).sum().backward()
+            optimizer.step()
+            seen["step"] = step
+            ckpt.record(step, loss=1.0)
+            if ckpt.should_save(step):
+                ckpt.save(step)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        ckpt.close()
+        print(seen["done"] + seen["refused"])
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+    assert "dropped" not in done.stderr
+
+
+def test_a_save_from_a_handler_that_interrupts_an_optimizer_is_refused(tmp_path: Path) -> None:
+    """Half of its parameters may have been updated."""
+    done = run(
+        tmp_path,
+        """
+        model = torch.nn.Linear(64, 64)
+        class Interrupted(torch.optim.SGD):
+            def _init_group(self, *args):
+                send(signal.SIGUSR2)
+                return super()._init_group(*args)
+        optimizer = Interrupted(model.parameters(), lr=0.1)
+        ckpt = holdfast.Checkpointer("home", {"model": model, "optimizer": optimizer}, quiet=True)
+        def handler(*_):
+            try:
+                ckpt.save(1)
+            except holdfast.InvalidInput as error:
+                print(error, flush=True)
+        signal.signal(signal.SIGUSR2, handler)
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        ckpt.save(2)
+        optimizer.register_step_post_hook(lambda *_: ckpt.save(3))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        optimizer.step()
+        ckpt.close()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in the middle of Interrupted.step()" in done.stdout
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "home").glob("step-*")) == [2, 3]

@@ -1,0 +1,71 @@
+"""Numbers of steps are checked where they come in: what is refused loses nothing, and the keeper lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import InvalidInput
+from holdfast.quantity import MAX_STEP, read_step
+from stage.training import make_checkpointer
+
+WRONG = [
+    *(True, np.bool_(True), torch.tensor(True), "5", None, 5.0, np.float32(5), torch.tensor(5.0)),
+    *(float("nan"), float("inf"), -1, np.int64(-3), torch.tensor(-3), MAX_STEP + 1, 2**63, 2**200),
+    *([5], (5,), np.array([1, 2]), torch.tensor([1, 2]), torch.empty(0), b"5", 5j, object()),
+]
+RIGHT = [5, np.int64(5), np.uint8(5), np.array(5), torch.tensor(5), torch.tensor(5, dtype=torch.int32)]
+CALLS: dict[str, Callable[[holdfast.Checkpointer, Any], object]] = {
+    "save": lambda ckpt, step: ckpt.save(step),
+    "should_save": lambda ckpt, step: ckpt.should_save(step),
+    "record": lambda ckpt, step: ckpt.record(step, loss=1.0),
+    "restore": lambda ckpt, step: ckpt.restore(step=step),
+    "steps": lambda ckpt, step: next(iter(ckpt.steps(step)), None),
+    "send_home": lambda ckpt, step: ckpt.send_home(step),
+}
+MAY_BE_NONE = ("record", "restore")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_step_is_refused_and_the_next_save_is_durable(tmp_path: Path, call: str) -> None:
+    with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
+        ckpt.save(1).wait_durable()
+        assert ckpt._keeper is not None
+        keeper = ckpt._keeper.pid
+        for wrong in WRONG:
+            if wrong is None and call in MAY_BE_NONE:
+                continue
+            with pytest.raises(InvalidInput, match=r"a step is a whole number.*Nothing was done"):
+                CALLS[call](ckpt, wrong)
+        ckpt.save(2).wait_durable()
+        assert ckpt._keeper.pid == keeper
+    assert holdfast.open(tmp_path / "home").step == 2
+
+
+@pytest.mark.parametrize("step", RIGHT, ids=lambda step: type(step).__name__)
+def test_any_integer_scalar_is_a_step(tmp_path: Path, step: Any) -> None:
+    with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
+        ckpt.should_save(step)
+        save = ckpt.save(step)
+        assert (save.step, type(save.step)) == (5, int)
+        save.wait_durable()
+        assert ckpt.restore(step=step) == 5
+        ckpt.record(step, loss=1.0)
+    assert holdfast.open(tmp_path / "home").step == 5
+
+
+def test_a_whole_float_is_refused_with_the_call_that_works() -> None:
+    with pytest.raises(InvalidInput, match=r"found 5\.0 \(float\).*Write int\(\.\.\.\) around it, here 5"):
+        read_step(5.0, "save()")
+
+
+def test_the_greatest_step_can_be_saved_and_restored(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
+        ckpt.save(MAX_STEP).wait_durable()
+        assert ckpt.restore() == MAX_STEP

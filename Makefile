@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages lint bench docs clean
+.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states docs clean
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -53,6 +53,11 @@ lint: $(DEV) ## formatting, lint and types
 
 bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
+
+campaigns: crash-states ## every long search for failures, with its defaults
+
+crash-states: $(DEV) ## states that a power cut may leave; needs strace
+	$(BIN)/python -m campaigns.crash_states
 
 docs: $(DEV) ## check every link, code block and command of the documents
 	$(BIN)/python -m pytest tests/docs

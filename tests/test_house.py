@@ -36,6 +36,7 @@ PUBLIC = [
     "Checkpointer",
     "Conflict",
     "Corrupt",
+    "Denied",
     "Every",
     "EveryAuto",
     "EverySteps",

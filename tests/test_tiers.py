@@ -27,6 +27,7 @@ def make_tiers(folder: Path, **options: Any) -> Tiers:
         "home_every": None,
         "bandwidth": None,
         "patience": "1h",
+        "restore_patience": "2m",
         "hold": None,
     }
     given = usual | options

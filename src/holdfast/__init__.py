@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.errors import (
         Conflict,
         Corrupt,
+        Denied,
         HoldfastError,
         Internal,
         InvalidInput,
@@ -39,6 +40,7 @@ _PLACES = {
     "Checkpointer": "checkpointer",
     "Conflict": "errors",
     "Corrupt": "errors",
+    "Denied": "errors",
     "Every": "policy",
     "EveryAuto": "policy",
     "EverySteps": "policy",
@@ -70,6 +72,7 @@ __all__ = [
     "Checkpointer",
     "Conflict",
     "Corrupt",
+    "Denied",
     "Every",
     "EveryAuto",
     "EverySteps",

@@ -37,6 +37,7 @@ from holdfast.policy import Every, Keep, Meter, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.reentry import Reentry
+from holdfast.restore.find import Passed
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of, stepping
@@ -67,6 +68,8 @@ class Checkpointer:
             Without `local` a save is durable only when it is there, and holds its staging memory until then.
         home_patience: how long home may fail before `save` raises, with `local` or where home is a bucket.
             Training goes on meanwhile.
+        restore_patience: how long `restore` tries again what cannot be read, before it raises. What cannot be
+            read may be whole, so no older checkpoint is restored in its place.
         hold: how long the last save stays in memory for the next start on this host when this process dies;
             by default what HOLDFAST_HOLD says, else "2m".
         memory: cap of this rank's staging memory in all, in bytes or as "8GiB".
@@ -113,6 +116,7 @@ class Checkpointer:
         home_every: int | str | datetime.timedelta | Every | None = None,
         home_bandwidth: int | str | None = None,
         home_patience: str | float | datetime.timedelta = "1h",
+        restore_patience: str | float | datetime.timedelta = "2m",
         hold: str | float | datetime.timedelta | None = None,
         memory: int | str = "8GiB",
         when_full: str | None = None,
@@ -138,6 +142,7 @@ class Checkpointer:
             home_every=home_every,
             bandwidth=home_bandwidth,
             patience=home_patience,
+            restore_patience=restore_patience,
             hold=hold,
         )
         self.home = self._tiers.home
@@ -717,6 +722,8 @@ class Checkpointer:
 
         Raises:
             Corrupt: there are checkpoints, but none of them verifies. Nothing was restored for use.
+            RetryLater: the newest checkpoint, or that of `step`, could not be read for `restore_patience`.
+            Denied: a store refuses access.
             InvalidInput: the checkpoint does not fit the state; says what differs.
             NotFound: no checkpoint of `step`.
 
@@ -755,6 +762,15 @@ class Checkpointer:
                 own_rank=own_rank,
             )
 
+        def mark(passed: Sequence[Passed], restored: tuple[int, int] | None) -> None:
+            self._tiers.mark(
+                passed,
+                restored,
+                run=self._run,
+                rank=self._ranks.rank,
+                is_scattered=keeper.terms.is_scattered,
+            )
+
         with self._tiers.reading() as store:
             found = restore_newest(
                 store,
@@ -768,6 +784,8 @@ class Checkpointer:
                 rank_from=self._rank_from,
                 own_local=self._tiers.local_store if keeper.terms.is_scattered else None,
                 say=self._say,
+                patience_s=self._tiers.restore_patience_s,
+                mark=mark,
             )
         if found is None:
             return None

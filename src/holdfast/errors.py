@@ -2,6 +2,7 @@
 
 HoldfastError
 ├── RetryLater      the same call may succeed later: a busy or unreachable store, a wait that ran out
+├── Denied          the store refuses access: permissions or credentials have to change first
 ├── NotFound        what was asked for is not there (also a FileNotFoundError)
 ├── Corrupt         bytes are there but are not the bytes that were written
 ├── Conflict        somebody else owns the name, or a newer attempt has taken over
@@ -54,6 +55,15 @@ class RetryLater(HoldfastError):
     """The same call may succeed later."""
 
     kind = "retry-later"
+
+
+class Denied(HoldfastError, PermissionError):
+    """The store refuses access; permissions or credentials have to change before the same call succeeds."""
+
+    kind = "denied"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class NotFound(HoldfastError, FileNotFoundError):

@@ -6,22 +6,24 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 from holdfast.claim import check_run, claim_attempt, claim_run, copy_claim
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.errors import Denied, InvalidInput, Unsupported
 from holdfast.keeper import HeldStore
 from holdfast.policy import Every, Keep, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes
-from holdfast.restore.find import candidates, list_home
+from holdfast.restore.find import Passed, candidates, list_home
+from holdfast.restore.passed import drop_note, note_passed
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
 from holdfast.store.nearest import Nearest
 from holdfast.surroundings import rehearsed
 
 Duration = str | float | datetime.timedelta
+Id = tuple[int, int]  # (attempt, step), the order of checkpoints
 
 
 class TierTerms(TypedDict):
@@ -45,6 +47,7 @@ class Tiers:
         home_every: which saves go home; None for all.
         bandwidth: bytes per second that may be sent home; None for no limit.
         patience: how long home may fail.
+        restore_patience: how long a restore tries again what cannot be read.
         hold: how long a keeper offers what it has in memory after the trainer's death; None for what
             HOLDFAST_HOLD says, else two minutes.
 
@@ -62,6 +65,7 @@ class Tiers:
         home_every: int | str | datetime.timedelta | Every | None,
         bandwidth: int | str | None,
         patience: Duration,
+        restore_patience: Duration,
         hold: Duration | None,
     ) -> None:
         self.home = rehearsed(_absolute(home))
@@ -88,6 +92,7 @@ class Tiers:
             patience_s=read_seconds(patience, "home_patience"),
             hold_s=_hold_seconds(hold),
         )
+        self.restore_patience_s = read_seconds(restore_patience, "restore_patience")
         self.home_store = open_store(self.home)
         self._local_store = None if self.local is None else open_store(self.local)
         now_s = time.monotonic()
@@ -196,6 +201,35 @@ class Tiers:
         tiers = [held, *self.durable_stores()] if held else self.durable_stores()
         yield tiers[0] if len(tiers) == 1 else Nearest(tiers)
         held.end()
+
+    def mark(
+        self,
+        passed: Sequence[Passed],
+        restored: Id | None,
+        *,
+        run: str | None,
+        rank: int,
+        is_scattered: bool,
+    ) -> None:
+        """Note durably what a restore passed over, in every place of this rank where retention deletes.
+
+        Args:
+            passed: checkpoints that did not verify, or could not be read.
+            restored: (attempt, step) of the one whose every byte verified; a note about it is dropped.
+            run: id of the run.
+            rank: this rank.
+            is_scattered: hosts have local folders of their own; else rank 0 does it for all.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        stores = self.durable_stores() if rank == 0 else self.durable_stores()[:-1] if is_scattered else []
+        for store in stores:
+            with contextlib.suppress(Denied):  # it takes no saves either, so nothing is deleted there
+                note_passed(store, passed, run)
+                if restored is not None:
+                    attempt, step = restored
+                    drop_note(store, step, attempt)
 
     def name_of(self, sources: Mapping[str, int]) -> str:
         """The tier that most bytes came from, given bytes by URL: "memory", "local" or "home"."""

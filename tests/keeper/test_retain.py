@@ -16,7 +16,8 @@ from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.process import Desk, Job, Work
 from holdfast.keeper.retain import Id, Retention, ShareRetention
 from holdfast.policy import Keep
-from holdfast.restore.find import candidates, list_home
+from holdfast.restore.find import Passed, candidates, list_home
+from holdfast.restore.passed import drop_note, note_passed
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
@@ -63,6 +64,49 @@ def test_the_newest_and_the_multiples_stay() -> None:
     assert listed(store) == [(1, 100), (1, 200), (1, 300), (1, 350)]
     assert check_all_verify(store) == 4
     assert not has_files(store, 1, 150)
+
+
+def note(store: FaultyStore, attempt: int, step: int) -> None:
+    note_passed(store, [Passed(step, attempt, "chunk 3 is damaged")], "run")
+
+
+def test_what_was_passed_over_stays_and_does_not_count() -> None:
+    """Attempt 2 resumed from 10, since 20 and 30 did not verify; it has made them anew, and more."""
+    later = [(2, step, FROM_10) for step in (20, 30, 40, 50)]
+    store = make_store((1, 10, ()), (1, 20, ()), (1, 30, ()), *later)
+    note(store, 1, 20)
+    note(store, 1, 30)
+    list(Retention(store, Keep(2)).apply((2, 50), FROM_10, ()))
+    assert listed(store) == [(1, 20), (1, 30), (2, 40), (2, 50)]
+    assert check_all_verify(store) == 4
+
+
+def test_a_note_is_gone_with_its_checkpoint_once_it_was_restored_after_all() -> None:
+    store = make_store((1, 10, ()), (1, 20, ()), (1, 30, ()), (1, 40, ()))
+    note(store, 1, 20)
+    drop_note(store, 20, 1)
+    list(Retention(store, Keep(2)).apply((1, 40), (), ()))
+    assert listed(store) == [(1, 30), (1, 40)]
+    note(store, 1, 20)  # there is nothing any more that it could be about
+    assert not has_files(store, 1, 20)
+
+
+def test_what_was_passed_over_of_the_three_newest_attempts_stays() -> None:
+    """Else a disk that damages one checkpoint after the other would be full in the end."""
+    saved = [(attempt, 20, FROM_10) for attempt in (2, 3, 4, 5, 6)]
+    store = make_store((1, 10, ()), *saved, (7, 30, FROM_10))
+    for attempt, step, _ in saved:
+        note(store, attempt, step)
+    list(Retention(store, Keep(1)).apply((7, 30), FROM_10, ()))
+    assert listed(store) == [(4, 20), (5, 20), (6, 20), (7, 30)]
+
+
+def test_a_share_keeps_what_was_passed_over() -> None:
+    store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
+    note(store, 1, 20)
+    terms = Terms("home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,))
+    list(ShareRetention(store, Keep(1), terms).apply((1, 40), ()))
+    assert {step for step in (10, 20, 30, 40) if has_files(store, 1, step)} == {20, 40}
 
 
 def test_half_done_checkpoints_go_unless_they_are_in_work() -> None:

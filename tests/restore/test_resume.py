@@ -14,19 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.cuts import whole
 from holdfast.format.manifest import Manifest
 from holdfast.format.sealed import dumps
 from holdfast.restore.find import finish_commit, list_home
-from holdfast.restore.resume import RankFrom, Restored, restore_newest
+from holdfast.restore.resume import Mark, RankFrom, Restored, restore_newest
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
+from holdfast.store.nearest import Nearest
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home, reseal
+
+IGNORE: Mark = lambda passed, restored: None  # noqa: E731 - a default
 
 
 class Silent:
@@ -114,11 +117,25 @@ class Plan:
         self.live.finished.append(self.step)
 
 
-def restore(store: Store, live: Live, step: int | None = None) -> Restored | None:
-    return restore_newest(store, live.load, rank=0, world_size=1, group=Alone(), step=step, num_threads=2)
+def restore(
+    store: Store, live: Live, step: int | None = None, *, patience_s: float = 60.0, mark: Mark = IGNORE
+) -> Restored | None:
+    return restore_newest(
+        store,
+        live.load,
+        rank=0,
+        world_size=1,
+        group=Alone(),
+        step=step,
+        num_threads=2,
+        patience_s=patience_s,
+        mark=mark,
+    )
 
 
-def on_ranks(store: Store, lives: list[Live], rank_from: RankFrom | None = None) -> list[Any]:
+def on_ranks(
+    store: Store, lives: list[Live], rank_from: RankFrom | None = None, *, patience_s: float = 60.0
+) -> list[Any]:
     """What each rank's restore returns or raises."""
     threads = Threads(len(lives))
 
@@ -133,6 +150,7 @@ def on_ranks(store: Store, lives: list[Live], rank_from: RankFrom | None = None)
                 group=member,
                 num_threads=2,
                 rank_from=rank_from,
+                patience_s=patience_s,
             )
         except Exception as error:  # noqa: BLE001 - the test looks at it
             return error
@@ -294,23 +312,127 @@ def test_a_commit_is_finished_before_the_newest_is_chosen() -> None:
     assert store.size(names.manifest(400, 1)) is not None
 
 
-def test_a_commit_that_cannot_be_finished_is_told() -> None:
-    class Full(MemoryStore):
-        full = False
-
-        def put(self, name: str, data: Any, *, if_absent: bool = False) -> None:
-            if self.full:
-                raise RetryLater("disk full")
-            super().put(name, data, if_absent=if_absent)
-
-    store = Full()
+def uncommitted_400() -> FaultyStore:
+    store = FaultyStore(MemoryStore())
     make_checkpoint(store, 300, 1, [state_of(300)])
     make_checkpoint(store, 400, 1, [state_of(400)], commit=False)
-    store.full = True
+    return store
+
+
+def test_a_commit_is_finished_once_the_store_takes_it() -> None:
+    store = uncommitted_400()
+    store.fail("put", RetryLater("disk full"), times=2)
+    restored = restore(store, empty_live())
+    assert restored is not None
+    assert restored.step == 400
+
+
+def test_a_commit_that_the_store_never_takes_stops_the_restore() -> None:
+    store = uncommitted_400()
+    store.fail("put", RetryLater("disk full"), times=None)
+    with pytest.raises(RetryLater, match="Step 400 lacks only its manifest") as caught:
+        restore(store, empty_live(), patience_s=0)
+    assert caught.value.step == 400
+    by_hand = restore(store, empty_live(), step=300, patience_s=0)
+    assert by_hand is not None, "another step needs no manifest of 400"
+    assert by_hand.step == 300
+
+
+def test_a_commit_in_a_home_that_may_only_be_read_is_passed_over() -> None:
+    store = uncommitted_400()
+    store.fail("put", Denied("read-only"), times=None)
     restored = restore(store, empty_live())
     assert restored is not None
     assert restored.step == 300
-    assert [(one.step, "disk full" in one.reason) for one in restored.passed] == [(400, True)]
+    assert [(one.step, "read-only" in one.reason) for one in restored.passed] == [(400, True)]
+
+
+FAILING = {
+    "manifest": ("get", names.manifest(300, 1)),
+    "part": ("get", names.part(300, 1, 0)),
+    "data": ("read_into", names.data(300, 1, 0)),
+    "listing of the home": ("list", ""),
+    "listing of the step": ("list", names.step_dir(300)),
+    "run": ("get", names.RUN),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_passing_error_makes_no_older_checkpoint_the_newest(what: str) -> None:
+    store = FaultyStore(make_store())
+    method, name = FAILING[what]
+    store.fail(method, RetryLater("stale file handle"), times=2, matching=name)
+    noted: list[Any] = []
+    restored = restore(store, live := empty_live(), mark=lambda *said: noted.append(said))
+    assert restored is not None
+    assert restored.step == 300
+    assert not restored.passed
+    assert not noted
+    assert torch.equal(live.tensors["w"], state_of(300)["w"])
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_lasting_error_stops_the_restore_and_says_how_to_take_an_older_one(what: str) -> None:
+    store = FaultyStore(make_store())
+    method, name = FAILING[what]
+    store.fail(method, RetryLater("stale file handle"), times=None, matching=name)
+    noted: list[Any] = []
+    with pytest.raises(RetryLater, match="stale file handle") as caught:
+        restore(store, empty_live(), patience_s=0, mark=lambda *said: noted.append(said))
+    if what in ("manifest", "part", "data", "listing of the step"):
+        assert caught.value.step == 300
+        assert "restore(step=200)" in str(caught.value)
+        ((passed, restored),) = noted
+        assert [(one.step, one.attempt) for one in passed] == [(300, 1)]
+        assert restored is None
+        by_hand = restore(store, empty_live(), step=200)
+        assert by_hand is not None
+        assert by_hand.step == 200
+
+
+def test_damage_that_is_certain_counts_although_another_rank_could_not_read() -> None:
+    store = FaultyStore(two_rank_store())
+    flip(store, names.part(200, 1, 0))
+    store.fail("get", RetryLater("no answer"), matching=names.part(200, 1, 1), times=None)
+    lives = [rank_live(), rank_live()]
+    assert [one.step for one in on_ranks(store, lives)] == [100, 100]
+
+
+def test_a_near_copy_that_is_damaged_does_not_condemn_a_far_one_that_cannot_be_read() -> None:
+    near, far = FaultyStore(make_store()), FaultyStore(make_store())
+    flip(near, names.data(300, 1, 0))
+    far.fail("read_into", RetryLater("no answer"), matching=names.data(300, 1, 0), times=2)
+    restored = restore(Nearest([near, far]), empty_live())
+    assert restored is not None
+    assert restored.step == 300
+
+
+def test_a_near_tier_that_cannot_be_read_does_no_harm_where_the_far_one_is_whole() -> None:
+    near, far = FaultyStore(make_store()), make_store()
+    for method in ("get", "read_into", "size"):
+        near.fail(method, RetryLater("input/output error"), times=None)
+    near.fail("list", RetryLater("input/output error"), times=None, matching="step-")
+    restored = restore(Nearest([near, far]), empty_live(), patience_s=0)
+    assert restored is not None
+    assert restored.step == 300
+
+
+def test_a_store_that_refuses_access_is_told_at_once() -> None:
+    store = FaultyStore(make_store())
+    store.fail("get", Denied("no permission"), matching=names.manifest(300, 1), times=None)
+    with pytest.raises(Denied, match="no permission"):
+        restore(store, empty_live())
+
+
+def test_what_does_not_verify_is_noted_and_what_is_superseded_is_not() -> None:
+    store, noted = make_store(), []
+    make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
+    flip(store, names.data(200, 2, 0))
+    restored = restore(store, empty_live(), mark=lambda *said: noted.append(said))
+    assert restored is not None
+    ((passed, good),) = noted
+    assert [(one.attempt, one.step) for one in passed] == [(2, 200)]
+    assert good == (1, 100)
 
 
 def test_a_dead_branch_is_not_fallen_back_to() -> None:
@@ -523,20 +645,37 @@ def test_damage_that_one_rank_alone_meets_makes_both_fall_back() -> None:
     assert [live.finished for live in lives] == [[100], [100]]
 
 
-def test_a_rank_whose_store_fails_makes_both_fall_back() -> None:
-    class Flaky(MemoryStore):
-        def get(self, name: str) -> bytes:
-            if name == names.part(200, 1, 1) and threading.current_thread().name.endswith("_1"):
-                raise RetryLater("unreachable")
-            return super().get(name)
+class Flaky(MemoryStore):
+    """A store that rank 1 alone cannot reach, for some calls."""
 
+    num_left = 0
+
+    def get(self, name: str) -> bytes:
+        is_rank_1 = threading.current_thread().name.endswith("_1")
+        if name == names.part(200, 1, 1) and is_rank_1 and self.num_left:
+            self.num_left -= 1
+            raise RetryLater("unreachable")
+        return super().get(name)
+
+
+def flaky_store(num_failures: int) -> Flaky:
     base, store = two_rank_store(), Flaky()
     for entry in base.list():
         store.put(entry.name, base.get(entry.name))
-    lives = [rank_live(), rank_live()]
-    results = on_ranks(store, lives)
-    assert [one.step for one in results] == [100, 100]
-    assert "unreachable" in results[0].passed[0].reason
+    store.num_left = num_failures
+    return store
+
+
+def test_both_ranks_try_again_what_one_could_not_read() -> None:
+    results = on_ranks(flaky_store(3), [rank_live(), rank_live()])
+    assert [one.step for one in results] == [200, 200]
+    assert [one.passed for one in results] == [(), ()]
+
+
+def test_both_ranks_stop_where_one_cannot_read() -> None:
+    results = on_ranks(flaky_store(10**9), [rank_live(), rank_live()], patience_s=0.3)
+    assert all(isinstance(one, RetryLater) and one.step == 200 for one in results)
+    assert all("rank 1: unreachable" in str(one) for one in results)
 
 
 def test_none_good_raises_on_every_rank() -> None:
@@ -574,8 +713,8 @@ def test_a_foreign_error_while_finishing_is_raised_on_every_rank() -> None:
 
 def test_a_home_that_rank_0_cannot_read_is_told_to_every_rank() -> None:
     store = FaultyStore(two_rank_store())
-    store.fail("get", RetryLater("no answer"), matching=names.RUN)
-    results = on_ranks(store, [rank_live(), rank_live()])
+    store.fail("get", RetryLater("no answer"), matching=names.RUN, times=None)
+    results = on_ranks(store, [rank_live(), rank_live()], patience_s=0)
     assert all(isinstance(one, RetryLater) for one in results)
     assert "Rank 0 could not look into" in str(results[1])
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
-from holdfast.format import names
+from holdfast.format import names, run
 from holdfast.format.manifest import Manifest
 from holdfast.policy import Line, line_of
 from holdfast.restore.find import (
@@ -25,8 +25,11 @@ from holdfast.store import Store, open_store
 from holdfast.store.nearest import Nearest
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
-DAMAGED, UNSUPPORTED = "damaged", "unsupported"
-"""States. Damaged: the manifest cannot be read, or a file it names is missing or has another size."""
+DAMAGED, UNSUPPORTED, PASSED = "damaged", "unsupported", "passed over"
+"""States. Damaged: the manifest cannot be read, or a file it names is missing or has another size.
+
+Passed over: a restore has found it damaged or could not read it; retention leaves it alone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,11 @@ def read_run_id(store: Store) -> str | None:
     except Corrupt as error:
         print(f"holdfast: {error} Going on with what the rest of the home says.", file=sys.stderr)
     try:
-        run = read_run(store)
+        found = read_run(store)
     except (Corrupt, Unsupported) as error:
         print(f"holdfast: {error} Going on without it.", file=sys.stderr)
         return None
-    return run.id if run else None
+    return found.id if found else None
 
 
 def open_tiers(place: str, local: str) -> tuple[Store, Home, dict[str, Home]]:
@@ -139,18 +142,35 @@ def take_inventory(store: Store, home: Home, tiers: Mapping[str, Home] | None = 
             check_files(list(tiers.values()) if tiers else [home], manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
             wrong[key] = error
-    found = {(one.attempt, one.step): one.ancestors for one in manifests.values()}
+    passed = {key: _passed_reason(store, *key) for key, saved in home.saved.items() if saved.was_passed}
+    found = {(a, s): one.ancestors for (s, a), one in manifests.items() if (s, a) not in passed}
     line = line_of(found, max(found), found[max(found)]) if found else Line((), ())
     superseded = {(step, attempt) for attempt, step in line.superseded}
-    whole = (key for key in manifests if key not in wrong and key not in superseded)
+    whole = (key for key in manifests if key not in wrong and key not in superseded and key not in passed)
     newest = max(whole, key=lambda key: (key[1], key[0]), default=None)
     order = sorted(home.saved, key=lambda key: (key[1], key[0]), reverse=True)
     rows = (
         _row(home.saved[key], manifests.get(key), wrong.get(key), key in superseded, key == newest)
         for key in order
     )
+    rows = (
+        replace(row, state=PASSED, reason=passed[row.step, row.attempt])
+        if (row.step, row.attempt) in passed
+        else row
+        for row in rows
+    )
     placed = (replace(row, tiers=_tiers_of(row, tiers or {})) for row in rows)
     return Inventory(home, run_id, tuple(placed))
+
+
+def _passed_reason(store: Store, step: int, attempt: int) -> str:
+    """Return why a checkpoint was passed over, as the note about it says."""
+    name = names.passed(step, attempt)
+    try:
+        reason = run.parse(run.Passed, store.get(name), name).reason
+    except (Corrupt, NotFound, Unsupported) as error:
+        reason = str(error)
+    return f"passed over by a restore: {reason}"
 
 
 def _tiers_of(row: Row, tiers: Mapping[str, Home]) -> tuple[str, ...]:

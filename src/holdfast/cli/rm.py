@@ -9,6 +9,7 @@ from holdfast.cli.inventory import (
     COMPLETE,
     DAMAGED,
     INCOMPLETE,
+    PASSED,
     SUPERSEDED,
     Inventory,
     Row,
@@ -101,7 +102,11 @@ def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) ->
 
 
 def _is_named(row: Row, args: argparse.Namespace) -> bool:
-    old = args.before is not None and row.step < args.before and row.state in (COMPLETE, SUPERSEDED, DAMAGED)
+    old = (
+        args.before is not None
+        and row.step < args.before
+        and row.state in (COMPLETE, SUPERSEDED, DAMAGED, PASSED)
+    )
     return (
         row.step == args.step
         or old
@@ -161,4 +166,5 @@ def delete(store: Store, inventory: Inventory, row: Row) -> None:
         store.delete(names.frozen(row.step, row.attempt, rank))
     for rank in saved.data:
         store.delete(names.data(row.step, row.attempt, rank))
+    store.delete(names.passed(row.step, row.attempt))  # last: what is left of it stays noted
     store.sweep(f"{names.step_dir(row.step)}/")  # what a killed writer left there is in no listing

@@ -19,6 +19,7 @@ _ATTEMPT = re.compile(rf"attempts/{_A}\.json")
 _HISTORY = re.compile(rf"history/{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,}})\.jsonl")
 _MANIFEST = re.compile(rf"{_STEP}/manifest-{_A}\.json")
 _REFUSAL = re.compile(rf"{_STEP}/refused-{_A}\.json")
+_PASSED = re.compile(rf"{_STEP}/passed-{_A}\.json")
 _RANK_FILE = re.compile(
     rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
 )
@@ -44,6 +45,11 @@ def manifest(step: int, attempt_number: int) -> str:
 def refusal(step: int, attempt_number: int) -> str:
     """`step-00000500/refused-a0003.json`."""
     return f"{step_dir(step)}/refused-a{attempt_number:04d}.json"
+
+
+def passed(step: int, attempt_number: int) -> str:
+    """Return `step-00000500/passed-a0003.json`."""
+    return f"{step_dir(step)}/passed-a{attempt_number:04d}.json"
 
 
 def data(step: int, attempt_number: int, rank: int) -> str:
@@ -76,7 +82,7 @@ def parse_history(name: str) -> tuple[int, int] | None:
 class Parsed:
     """Facts that an object's name tells.
 
-    `kind` is one of: attempt, manifest, part, data, frozen, refusal, step-other.
+    `kind` is one of: attempt, manifest, part, data, frozen, refusal, passed, step-other.
     """
 
     kind: str
@@ -93,6 +99,8 @@ def parse(name: str) -> Parsed | None:
         return Parsed(_KINDS[found[4]], step=int(found[1]), rank=int(found[2]), attempt=int(found[3]))
     if found := _REFUSAL.fullmatch(name):
         return Parsed("refusal", step=int(found[1]), attempt=int(found[2]))
+    if found := _PASSED.fullmatch(name):
+        return Parsed("passed", step=int(found[1]), attempt=int(found[2]))
     if found := _ATTEMPT.fullmatch(name):
         return Parsed("attempt", attempt=int(found[1]))
     if found := _STEP_DIR.fullmatch(name.partition("/")[0]):

@@ -1,4 +1,4 @@
-"""The small sealed documents of a run: the run itself, an attempt's claim, the done marker, a refusal."""
+"""The small sealed documents of a run: the run, an attempt's claim, the done marker, a refusal, a note."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.format.part import check_kind
 from holdfast.format.sealed import dumps, seal, unseal
 
 VERSION = 1
-_T = TypeVar("_T", "Run", "Attempt", "Done", "Refusal")
+_T = TypeVar("_T", "Run", "Attempt", "Done", "Refusal", "Passed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,18 @@ class Refusal:
     key: str | None  # the tensor
 
 
-def document(value: Run | Attempt | Done | Refusal) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """`step-NNNNNNNN/passed-aNNNN.json`: a restore has passed this checkpoint over; it is kept."""
+
+    run: str
+    attempt: int  # that saved the checkpoint
+    step: int
+    reason: str
+    noted_unix_s: float
+
+
+def document(value: Run | Attempt | Done | Refusal | Passed) -> bytes:
     """The sealed document of a value."""
     return seal(dumps({"format": _kind(type(value)), "version": VERSION, **asdict(value)}))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
@@ -17,6 +17,7 @@ from holdfast.policy import Keep, line_of
 from holdfast.store import Store
 
 Id = tuple[int, int]  # (attempt, step), the order of checkpoints
+_MAX_PASSED_ATTEMPTS = 3  # attempts whose passed-over checkpoints stay, the newest of those that have any
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,11 @@ class Retention:
         complete = {
             found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names
         }
+        passed = passed_over(files)
         self._readable.add(newest)  # it need not be read back
-        line = line_of((found for found in complete if self._is_readable(found)), newest, ancestors)
-        kept = self.keep.kept(line.current) | {newest} | set(in_work)
+        counted = (found for found in complete - passed if self._is_readable(found))
+        line = line_of(counted, newest, ancestors)
+        kept = self.keep.kept(line.current) | {newest} | set(in_work) | passed
         doomed = {found for found in line.current if found not in kept}
         doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
         half_done = {found for found in files if found not in complete and found < newest} - kept
@@ -107,10 +110,11 @@ class ShareRetention:
             RetryLater: the store failed; what was not deleted yet is found again next time.
         """
         files = files_of(self.store, self._is_mine)
+        passed = passed_over(files)
         saved = {one for one, its_names in files.items() if any(name.endswith(".json") for name in its_names)}
-        older = [one for one in saved if one <= complete]
+        older = [one for one in saved - passed if one <= complete]
         line = line_of(older, complete, self._ancestors(files.get(complete, [])))
-        kept = self.keep.kept(line.current) | {complete} | set(needed)
+        kept = self.keep.kept(line.current) | {complete} | set(needed) | passed
         doomed = set(line.current) | {one for one in line.superseded if one[1] <= complete[1]}
         half_done = {one for one in files if one not in saved and one < complete}
         for one in sorted((doomed | half_done) - kept):
@@ -120,6 +124,8 @@ class ShareRetention:
             yield Deleted(*one, was_complete=one in saved)
 
     def _is_mine(self, facts: names.Parsed) -> bool:
+        if facts.kind == "passed":
+            return True
         rank = 0 if facts.kind in ("manifest", "refusal") else facts.rank  # left by one host on its own
         return self._terms.is_mine(rank)
 
@@ -133,6 +139,22 @@ class ShareRetention:
         return ()
 
 
+def passed_over(files: Mapping[Id, Sequence[str]]) -> set[Id]:
+    """Return the checkpoints that a restore has passed over, and that nobody has decided about since.
+
+    Those of the newest `_MAX_PASSED_ATTEMPTS` attempts that have any, so that a disk that damages one
+    checkpoint after the other is not filled by them. An attempt leaves no more of them than were kept.
+
+    Args:
+        files: names of all files of checkpoints, see `files_of`.
+    """
+    found = {
+        one for one, its_names in files.items() if names.passed(one[1], one[0]) in its_names and its_names[1:]
+    }
+    attempts = sorted({attempt for attempt, _ in found}, reverse=True)[:_MAX_PASSED_ATTEMPTS]
+    return {one for one in found if one[0] in attempts}
+
+
 def files_of(store: Store, chosen: Callable[[names.Parsed], bool] = lambda _: True) -> dict[Id, list[str]]:
     """Names of all files of checkpoints, complete or not, by checkpoint.
 
@@ -143,7 +165,7 @@ def files_of(store: Store, chosen: Callable[[names.Parsed], bool] = lambda _: Tr
     files: dict[Id, list[str]] = {}
     for entry in store.list("step-"):
         facts = names.parse(entry.name)
-        if facts and facts.kind in ("manifest", "part", "data", "frozen", "refusal") and chosen(facts):
+        if facts and facts.kind not in ("attempt", "step-other") and chosen(facts):
             files.setdefault((facts.attempt, facts.step), []).append(entry.name)
     return files
 

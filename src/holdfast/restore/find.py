@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
+from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import manifest as manifest_format
 from holdfast.format import names, run
 from holdfast.format import part as part_format
@@ -31,6 +31,7 @@ class Saved:
     parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
+    was_passed: bool = False  # a restore has passed it over, see `holdfast.restore.passed`
 
     @property
     def is_committed(self) -> bool:
@@ -61,6 +62,7 @@ class Passed:
     step: int
     attempt: int
     reason: str
+    is_superseded: bool = False  # a newer attempt resumed from an older one: nothing speaks against its bytes
 
 
 def list_home(store: Store, *, step: int | None = None) -> Home:
@@ -76,6 +78,7 @@ def list_home(store: Store, *, step: int | None = None) -> Home:
     attempts: list[int] = []
     foreign: list[str] = []
     saved: dict[tuple[int, int], Saved] = {}
+    passed: list[tuple[int, int]] = []
     for entry in store.list("" if step is None else names.step_dir(step) + "/"):
         facts = names.parse(entry.name)
         if facts is None:
@@ -85,6 +88,9 @@ def list_home(store: Store, *, step: int | None = None) -> Home:
             continue
         if facts.kind == "refusal":
             continue  # a word between keepers
+        if facts.kind == "passed":
+            passed.append((facts.step, facts.attempt))
+            continue
         if facts.kind == "step-other":
             foreign.append(entry.name)
             continue
@@ -94,6 +100,9 @@ def list_home(store: Store, *, step: int | None = None) -> Home:
         else:
             files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
             files[facts.rank] = entry.num_bytes
+    for key in passed:
+        if key in saved:  # else only the note about it is left
+            saved[key].was_passed = True
     return Home(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
 
 
@@ -209,6 +218,35 @@ def check_files(listings: Sequence[Home], manifest: Manifest) -> None:
         if file.frozen_bytes is not None:
             sizes = [(file.frozen_bytes, one.frozen.get(rank)) for one in copies]
             _check_sizes(names.frozen(*key, rank), sizes, manifest.step, rank)
+
+
+def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Home] = ()) -> None:
+    """Check by listings that some copy of every file of a checkpoint has the right size.
+
+    Args:
+        store: the home, in one copy or several.
+        manifest: the checkpoint.
+        besides: listings of nearer places.
+
+    Raises:
+        NotFound: a file is missing.
+        Corrupt: a file has another size.
+        RetryLater, Denied: a copy could not be listed, and the others do not have every file.
+    """
+    listings, unread = list(besides), []
+    for copy in store.copies():
+        try:
+            listings.append(list_home(copy, step=manifest.step))
+        except (Denied, RetryLater) as error:
+            unread.append(error)
+    if not listings:
+        raise unread[0]
+    try:
+        check_files(listings, manifest)
+    except (Corrupt, NotFound):
+        if unread:
+            raise unread[0] from None
+        raise
 
 
 def _check_sizes(name: str, sizes: list[tuple[int, int | None]], step: int, rank: int) -> None:

@@ -15,6 +15,7 @@ from holdfast.errors import Corrupt, HoldfastError, Internal, InvalidInput, NotF
 from holdfast.format.hashes import digest
 from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
+from holdfast.store.nearest import verdict
 
 READ_BYTES = 8 << 20
 """Adjacent chunks are read together up to this many bytes, at least one chunk; a store may say otherwise."""
@@ -159,7 +160,15 @@ def _nearest(store: Store, job: Job) -> Store:
     """The copy that a job's file will be read from, unless that is damaged."""
     *nearer, last = store.copies()
     name = job.part.file_name(frozen=job.frozen)
-    return next((copy for copy in nearer if copy.size(name) is not None), last)
+    return next((copy for copy in nearer if _has(copy, name)), last)
+
+
+def _has(store: Store, name: str) -> bool:
+    """Return whether a copy is known to have an object; one that cannot answer is not."""
+    try:
+        return store.size(name) is not None
+    except HoldfastError:
+        return False
 
 
 def plan_reads(job: Job, read_bytes: int = READ_BYTES) -> list[Read]:
@@ -267,8 +276,10 @@ class _Crew:
 
     def _hand_on(self, one: Read, fetched: Fetched) -> None:
         if fetched.view is None:
+            if self._on_error is None:
+                raise verdict(fetched.errors)
             for error in fetched.errors:
-                self._report(error)
+                self._report(error, self._on_error)
             return
         num_bytes = deliver(one, fetched.view)
         with self._lock:
@@ -276,11 +287,9 @@ class _Crew:
             self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(fetched.view)
             self.mended += map(str, fetched.errors)
 
-    def _report(self, error: HoldfastError) -> None:
-        if self._on_error is None:
-            raise error
+    def _report(self, error: HoldfastError, on_error: Callable[[HoldfastError], None]) -> None:
         with self._lock:
-            self._on_error(error)
+            on_error(error)
 
 
 class Fetched(NamedTuple):

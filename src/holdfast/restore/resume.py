@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from holdfast.errors import (
     Conflict,
     Corrupt,
+    Denied,
     HoldfastError,
     Internal,
     InvalidInput,
@@ -21,18 +23,20 @@ from holdfast.errors import (
 )
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
+from holdfast.quantity import say_seconds
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.find import (
     Home,
     Passed,
     candidates,
-    check_files,
+    check_listed,
     finish_commit,
     list_home,
     read_manifest,
     read_run,
 )
 from holdfast.restore.parts import Parts
+from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.restore.read import Job, ReadStats, read
 from holdfast.restore.scattered import Holding, Scattered, assemble, find_holdings, put_together, read_texts
 from holdfast.restore.share import Exchange, Lending, read_shared
@@ -41,11 +45,20 @@ from holdfast.store.contract import Store
 from holdfast.store.nearest import Nearest
 
 _PASSABLE = (Corrupt, NotFound, Unsupported, RetryLater)
-"""What speaks against a checkpoint; any other error speaks against the caller or us, and is raised."""
+"""What speaks against a checkpoint; any other error speaks against the caller or us, and is raised.
+
+For RetryLater alone a checkpoint is tried again, and never passed over: it may be whole.
+"""
 _KINDS = {
     kind.kind: kind
-    for kind in (Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater, Unsupported, HoldfastError)
+    for kind in (
+        *(Conflict, Corrupt, Denied, Internal, InvalidInput),
+        *(NotFound, RetryLater, Unsupported, HoldfastError),
+    )
 }
+
+Mark = Callable[[Sequence[Passed], "tuple[int, int] | None"], None]
+"""Notes what was passed over, and drops the note about the (attempt, step) that was restored, if any."""
 
 
 class Group(Exchange, Protocol):
@@ -134,8 +147,13 @@ def restore_newest(
     rank_from: RankFrom | None = None,
     own_local: Store | None = None,
     say: Callable[[str], None] = lambda _: None,
+    patience_s: float = LIMIT_S,
+    mark: Mark = lambda passed, restored: None,
 ) -> Restored | None:
-    """Fill live objects from the newest checkpoint that every rank can read and verify.
+    """Fill live objects from the newest checkpoint that every rank can verify.
+
+    A checkpoint is passed over when it does not verify on some rank. One that cannot be read may be whole: it
+    is tried again for `patience_s`, and then the restore ends with an error.
 
     Saves that lack only their manifest are committed first. A checkpoint that a newer attempt went back
     behind is not fallen back to; it can be asked for by its step.
@@ -155,6 +173,9 @@ def restore_newest(
         own_local: this rank's local folder, if other ranks have others: then what lies in all of them and in
             home counts together, and ranks pass on what others lack.
         say: told in a line of each save that is newer than what is restored, and not all there.
+        patience_s: seconds for which what cannot be read is tried again.
+        mark: notes durably what was passed over, so that retention keeps it. Called on every rank, tried
+            again while it raises RetryLater.
 
     Returns:
         What was restored; None if the home holds no checkpoint, so that training starts afresh.
@@ -163,7 +184,9 @@ def restore_newest(
         NotFound: there is no checkpoint of `step`.
         Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
             Or what can be restored does not hold tensors that a damaged one had already been read into.
-        RetryLater, NotFound, Unsupported: there are checkpoints, all passed over for this kind of reason.
+        RetryLater: the home, or the newest checkpoint, could not be read on some rank within `patience_s`.
+        Denied: a store refuses access.
+        NotFound, Unsupported: there are checkpoints, all passed over for this kind of reason.
         InvalidInput: the live objects do not fit the checkpoint, on some rank.
         HoldfastError: another rank failed with an error that is none of Holdfast's.
 
@@ -171,8 +194,11 @@ def restore_newest(
     Blocks: until all ranks are restored.
     """
     began = time.perf_counter()
-    survey = _survey(store, rank, group, alone=own_local is None)
-    scattered, lacking = _spread(own_local, rank, group, survey) if own_local is not None else ({}, {})
+    patience = Patience(patience_s, say)
+    survey = _survey(store, rank, group, patience, step=step, alone=own_local is None)
+    scattered, lacking = (
+        _spread(own_local, rank, group, survey, patience) if own_local is not None else ({}, {})
+    )
     every, passed = _choose(store.url, survey, scattered, step)
     one = _Restore(
         store,
@@ -187,19 +213,33 @@ def restore_newest(
         rank_from=rank_from,
         scattered=scattered,
     )
-    kinds = [RetryLater.kind] * len(passed)
+    kinds = [Denied.kind] * len(passed)
     lines: dict[int, dict[int, int]] = {}  # attempt -> the last step of each attempt that it continues
     for attempt, number in every:
-        behind = [
-            newer for newer, line in lines.items() if newer > attempt and number > line.get(attempt, -1)
-        ]
+        behind = _attempts_resumed_before(attempt, number, lines)
         if step is None and behind:
             base = list(lines[behind[0]].values())[-1:] or [0]
             reason = f"superseded: attempt {behind[0]} went on from step {base[0]}"
-            passed.append(Passed(number, attempt, reason))
+            passed.append(Passed(number, attempt, reason, is_superseded=True))
             kinds.append("superseded")
             continue
         tried = one.attempt(number, attempt)
+        while tried.is_unread and group.share(patience.lasts()):
+            patience.pause(f"step {number} of attempt {attempt}", tried.reason)
+            tried = one.attempt(number, attempt)
+        if tried.is_unread:
+            with suppress(HoldfastError):  # an older one may be asked for by its number next
+                mark([Passed(number, attempt, tried.reason)], None)
+            if tried.ancestors is not None:
+                lines[attempt] = dict(tried.ancestors)
+            older = [
+                s
+                for a, s in every
+                if (a, s) < (attempt, number) and not _attempts_resumed_before(a, s, lines)
+            ]
+            newest = Passed(number, attempt, tried.reason)
+            raise _unread(store.url, newest, patience.spent_s, older if step is None else (), one.touched)
+        patience.reset()
         if tried.kinds:
             passed.append(Passed(number, attempt, tried.reason))
             kinds += tried.kinds
@@ -207,6 +247,9 @@ def restore_newest(
                 lines[attempt] = dict(tried.ancestors)
             continue
         _tell_lacking(lacking, (attempt, number), say)
+        marked = [one for one in passed if not one.is_superseded]
+        if marked or [attempt, number] in map(list, survey["marked"]):
+            one.mark(partial(mark, marked, (attempt, number)), patience)
         return Restored(
             step=number,
             attempt=attempt,
@@ -225,22 +268,29 @@ def restore_newest(
     raise _none_good(store.url, passed, kinds, one.touched, step)
 
 
-def _survey(store: Store, rank: int, group: Group, *, alone: bool) -> dict[str, Any]:
+def _survey(
+    store: Store, rank: int, group: Group, patience: Patience, *, step: int | None, alone: bool
+) -> dict[str, Any]:
     """Rank 0's look at the home, on every rank.
 
     Args:
         store: all tiers of this rank.
         rank: this rank.
         group: the ranks.
+        patience: for what cannot be read.
+        step: complete saves of this step only; None for all.
         alone: all ranks see the same tiers; else rank 0 looks into home only.
     """
     result, found = _Result(), {}
     if rank == 0:
+        seen = store if alone else store.copies()[-1]
         with _stage(result):
-            found = _look(store if alone else store.copies()[-1])
+            found = patience.spend(store.url, lambda: _look(seen, step))
             if not alone:
                 besides = {(a, s) for a, s in found["candidates"]}
-                in_home = find_holdings(store.copies()[-1], found["run"], besides=besides)
+                in_home = patience.spend(
+                    store.url, lambda: find_holdings(seen, found["run"], besides=besides)
+                )
                 found["holdings"] = [one.wire() for one in in_home]
     shared = group.share([result.wire(), found])
     if shared[0][0]:
@@ -251,34 +301,67 @@ def _survey(store: Store, rank: int, group: Group, *, alone: bool) -> dict[str, 
     return shared[1]
 
 
-def _look(store: Store) -> dict[str, Any]:
+def _look(store: Store, step: int | None) -> dict[str, Any]:
     run = read_run(store)
     run_id = run.id if run else None
-    found: set[tuple[int, int]] = set()
-    passed: list[list[Any]] = []
-    finished: list[list[Any]] = []
-    for copy in store.copies():
-        home = list_home(copy)
-        here = _finish_commits(copy, home, run_id, passed)
+    homes = [(copy, list_home(copy)) for copy in store.copies()]
+    complete = {found for _, home in homes for found in candidates(home)}
+    marked = {(one.attempt, one.step) for _, home in homes for one in home.saved.values() if one.was_passed}
+    found, passed, finished = set(complete), [], []
+    for copy, home in homes:
+        here = _finish_commits(copy, home, run_id, complete, passed, step)
         finished += here
         found.update(candidates(list_home(copy) if here else home))
-    return {"run": run_id, "candidates": sorted(found, reverse=True), "passed": passed, "finished": finished}
+    return {
+        "run": run_id,
+        "candidates": sorted(found, reverse=True),
+        "passed": passed,
+        "finished": finished,
+        "marked": sorted(marked),
+    }
 
 
-def _finish_commits(store: Store, home: Home, run_id: str | None, passed: list[list[Any]]) -> list[list[Any]]:
-    """Commit what lacks only its manifest; which there were. What could not be is added to `passed`."""
+def _finish_commits(
+    store: Store,
+    home: Home,
+    run_id: str | None,
+    complete: Collection[tuple[int, int]],
+    passed: list[list[Any]],
+    step: int | None,
+) -> list[list[Any]]:
+    """Commit what lacks only its manifest, and return it as (step, attempt, URL).
+
+    Args:
+        store: one copy.
+        home: its listing.
+        run_id: the run.
+        complete: checkpoints that some copy has whole; a failure to complete them here does no harm.
+        passed: gets what could not be completed, since the store may not be written to.
+        step: complete saves of this step only; None for all.
+
+    Raises:
+        RetryLater: the store failed.
+    """
     finished: list[list[Any]] = []
     for (saved_step, attempt), saved in sorted(home.saved.items()):
+        if step not in (None, saved_step):
+            continue
         try:
             if finish_commit(store, saved, run_id):
                 finished.append([saved_step, attempt, store.url])
+        except Denied as error:
+            if (attempt, saved_step) not in complete:
+                reason = f"its manifest is missing and could not be written: {error}"
+                passed.append([saved_step, attempt, reason])
         except RetryLater as error:
-            passed.append([saved_step, attempt, f"its manifest is missing and could not be written: {error}"])
+            if (attempt, saved_step) not in complete:
+                message = f"Step {saved_step} lacks only its manifest, which could not be written: {error}"
+                raise RetryLater(message, step=saved_step) from error
     return finished
 
 
 def _spread(
-    own_local: Store, rank: int, group: Group, survey: dict[str, Any]
+    own_local: Store, rank: int, group: Group, survey: dict[str, Any], patience: Patience
 ) -> tuple[dict[tuple[int, int], Scattered], dict[tuple[int, int], list[int]]]:
     """What all folders and home hold together: the complete checkpoints, and what others lack.
 
@@ -288,7 +371,10 @@ def _spread(
     result, mine = _Result(), []
     besides = {(attempt, step) for attempt, step in survey["candidates"]}
     with _stage(result):
-        mine = [one.wire() for one in find_holdings(own_local, survey["run"], besides=besides)]
+        holdings = patience.spend(
+            own_local.url, lambda: find_holdings(own_local, survey["run"], besides=besides)
+        )
+        mine = [one.wire() for one in holdings]
     rows = group.gather([result.wire(), mine])
     for other, ((kind, text, _), _) in enumerate(rows):
         if kind and other == rank and result.error is not None:
@@ -345,6 +431,11 @@ class _Tried:
     saved_world_size: int = 0
     stats: ReadStats = _NO_READ
 
+    @property
+    def is_unread(self) -> bool:
+        """True if some rank could not read it, and none found anything wrong with its bytes."""
+        return bool(self.kinds) and all(kind == RetryLater.kind for kind in self.kinds)
+
 
 class _Restore:
     """One rank's side of a restore over several candidates."""
@@ -392,8 +483,7 @@ class _Restore:
                 store = Nearest([assemble(spread, _texts_of(told)), *store.copies()])
             manifest = read_manifest(store, step, attempt, self._run_id)
             lines.append(manifest.ancestors)
-            listings += [list_home(copy, step=step) for copy in store.copies()]
-            check_files(listings, manifest)
+            check_listed(store, manifest, besides=listings)
             parts = Parts(store, manifest)
             source = self._source(manifest)
             values = [parts.part(rank).values for rank in parts.structures(source)]
@@ -483,6 +573,17 @@ class _Restore:
         own = read(self._store, near, num_threads=self._num_threads, on_bytes=self._on_bytes)
         return lent.plus(own)
 
+    def mark(self, mark: Callable[[], None], patience: Patience) -> None:
+        """Note what was passed over, on every rank.
+
+        Raises:
+            HoldfastError: some rank could not: retention would delete what was passed over.
+        """
+        result = _Result()
+        with _stage(result, passable=()):
+            patience.spend("The note about what was passed over", mark)
+        self._agree(result, [])
+
     def _check_left_over(self, loading: Loading, manifest: Manifest) -> None:
         left = sorted(self.touched - loading.targets.keys())
         if left:
@@ -526,6 +627,43 @@ def _texts_of(told: list[tuple[_Result, dict[int, str]]]) -> dict[int, str]:
             message = f"rank {rank} could not tell the parts that it has: {result.message}"
             raise _KINDS.get(result.kind, HoldfastError)(message, rank=rank)
     return {rank: text for _, texts in told for rank, text in texts.items()}
+
+
+def _unread(url: str, newest: Passed, seconds: float, older: Sequence[int], touched: set[str]) -> RetryLater:
+    """Return the error for a checkpoint that cannot be read.
+
+    Args:
+        url: of the home.
+        newest: the checkpoint, and why it could not be read.
+        seconds: for which it was tried.
+        older: steps that can be restored in its place, newest first.
+        touched: names of live tensors that may hold bytes of it.
+    """
+    step = newest.step
+    choice = (
+        f" To resume from an older one instead, call restore(step={older[0]}); step {step} then stays until "
+        f"you delete it with `holdfast rm {url} --step {step}`."
+        if older
+        else ""
+    )
+    mixed = f" {_some(sorted(touched), 3)} may hold bytes of it: do not train with them." if touched else ""
+    message = (
+        f"Step {step} of attempt {newest.attempt} in {url} could not be read for {say_seconds(seconds)}: "
+        f"{newest.reason} It may be whole, so no older one was restored in its place.{mixed} Start again "
+        f"when the store answers.{choice}"
+    )
+    return RetryLater(message, step=step)
+
+
+def _attempts_resumed_before(attempt: int, step: int, lines: Mapping[int, Mapping[int, int]]) -> list[int]:
+    """Return the attempts that resumed from an earlier step than this one of `attempt`: they superseded it.
+
+    Args:
+        attempt: that saved the checkpoint.
+        step: of the checkpoint.
+        lines: for some attempts, the last step of each attempt that they continue.
+    """
+    return [newer for newer, line in lines.items() if newer > attempt and step > line.get(attempt, -1)]
 
 
 class _Nothing:

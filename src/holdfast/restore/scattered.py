@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
@@ -14,6 +15,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.restore.find import Home, Saved, list_home, read_draft
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
+from holdfast.store.nearest import first_good
 
 Id = tuple[int, int]  # (attempt, step), the order of checkpoints
 
@@ -143,20 +145,16 @@ def read_texts(store: Store, files: Iterable[Holding]) -> dict[int, str]:
     texts: dict[int, str] = {}
     for file in files:
         name = names.part(file.step, file.attempt, file.rank)
-        good = next((text for copy in store.copies() if (text := _text(copy, name, file)) is not None), None)
-        if good is None:
-            message = f"{name} has changed or gone since it was found by this start."
-            raise Corrupt(message, step=file.step, rank=file.rank, key=name)
-        texts[file.rank] = good.decode()
+        texts[file.rank] = first_good(store, partial(_text, name, file)).decode()
     return texts
 
 
-def _text(store: Store, name: str, file: Holding) -> bytes | None:
-    try:
-        text = store.get(name)
-    except NotFound:
-        return None
-    return text if digest(text) == file.part_xxh3 else None
+def _text(name: str, file: Holding, copy: Store) -> bytes:
+    text = copy.get(name)
+    if digest(text) != file.part_xxh3:
+        message = f"{copy.url}/{name} has changed since it was found by this start."
+        raise Corrupt(message, step=file.step, rank=file.rank, key=name)
+    return text
 
 
 def assemble(found: Scattered, texts: Mapping[int, str]) -> MemoryStore:

@@ -16,6 +16,7 @@ from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.format.part import Part
 from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, fetch
 from holdfast.store.contract import Store
+from holdfast.store.nearest import verdict
 
 OTHER_RANKS = "other ranks"
 """Stands among the sources of a read for bytes that came from folders of other hosts."""
@@ -339,7 +340,7 @@ class _Ahead:
     def _fetch(self, one: Read, view: memoryview) -> HoldfastError | None:
         fetched = fetch(self._store, one, view)
         if fetched.view is None:
-            return fetched.errors[0]
+            return verdict(fetched.errors)
         if fetched.view is not view:
             view[:] = fetched.view
         self.num_bytes += len(view)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
+from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater
 from holdfast.store.contract import Entry, Store
 from holdfast.store.readonly import ReadOnly
 
 _T = TypeVar("_T")
-_ELSEWHERE = (NotFound, Corrupt, RetryLater)
+_ELSEWHERE = (NotFound, Corrupt, Denied, RetryLater)
 """What one tier says that another may not."""
 
 
@@ -62,8 +62,7 @@ def first_good(store: Store, take: Callable[[Store], _T]) -> _T:
     """What `take` makes of the first copy that it finds good.
 
     Raises:
-        NotFound, Corrupt, RetryLater: no copy is good; what was wrong with the nearest that has the object,
-            else with the nearest.
+        NotFound, Corrupt, RetryLater: no copy is good; the error that counts, see `verdict`.
     """
     errors: list[HoldfastError] = []
     for copy in store.copies():
@@ -71,4 +70,15 @@ def first_good(store: Store, take: Callable[[Store], _T]) -> _T:
             return take(copy)
         except _ELSEWHERE as error:
             errors.append(error)
-    raise next((error for error in errors if not isinstance(error, NotFound)), errors[0])
+    raise verdict(errors)
+
+
+def verdict(errors: Sequence[HoldfastError]) -> HoldfastError:
+    """Return the error that counts of those of several copies, of which none is good.
+
+    A copy that could not be read may be whole, so its error counts before damage, and damage counts before
+    absence.
+    """
+    unread = (error for error in errors if not isinstance(error, (Corrupt, NotFound)))
+    there = (error for error in errors if not isinstance(error, NotFound))
+    return next(unread, None) or next(there, errors[0])

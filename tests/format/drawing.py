@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from holdfast.format.catalog import Catalog, Tensor
 from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.limits import RUN_ID
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 tensor_names = text.filter(lambda name: name != "__metadata__" and "@" not in name)
+run_ids = st.from_regex(RUN_ID, fullmatch=True)
 dtypes = st.sampled_from(sorted(ITEM_BYTES))
 
 

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from format.drawing import catalogs, text
+from format.drawing import catalogs, run_ids, text
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.format import manifest
 from holdfast.format.catalog import Catalog, catalog_text
 from holdfast.format.cuts import Box, Boxes, Cut, whole
 from holdfast.format.hashes import digest
+from holdfast.format.limits import MAX_ATTEMPT, MAX_STEP
 from holdfast.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
 from holdfast.format.part import DataFile, Part
 from holdfast.format.sealed import dumps, seal
@@ -180,7 +181,11 @@ def manifests(draw: st.DrawFn) -> Manifest:
     shapes = st.lists(st.integers(0, 9), max_size=2).map(tuple)
     own = [[(name, "F32", draw(shapes), 0) for name in names] for _ in ranks]
     ancestors = tuple(draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99)), max_size=3)))
-    facts = {"run": draw(text), "step": draw(st.integers(0)), "attempt": draw(st.integers(1))}
+    facts = {
+        "run": draw(run_ids),
+        "step": draw(st.integers(0, MAX_STEP)),
+        "attempt": draw(st.integers(1, MAX_ATTEMPT)),
+    }
     parts = [
         (dataclasses.replace(part, ancestors=ancestors, **facts), document)
         for part, document in parts_of([common] * len(ranks), own)

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.format import names
+from holdfast.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
 from holdfast.format.names import Parsed
 from holdfast.store.naming import check_name
 
-numbers = st.integers(0, 10**12)
+steps, attempts, ranks = (st.integers(0, most) for most in (MAX_STEP, MAX_ATTEMPT, MAX_RANKS - 1))
 
 
-@given(numbers, numbers, numbers)
+@given(steps, attempts, ranks)
 def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
     facts = {
         names.manifest(step, attempt): Parsed("manifest", step, attempt),
@@ -29,7 +30,7 @@ def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
     assert names.parse_history(names.history(attempt, rank)) == (attempt, rank)
 
 
-@given(st.lists(st.tuples(numbers, numbers, numbers), unique=True))
+@given(st.lists(st.tuples(steps, attempts, ranks), unique=True))
 def test_different_facts_have_different_names(facts: list[tuple[int, int, int]]) -> None:
     kinds = (names.data, names.part, names.frozen)
     assert len({kind(*fact) for kind in kinds for fact in facts}) == 3 * len(facts)
@@ -55,6 +56,9 @@ def test_names_sort_as_steps_do(steps: list[int]) -> None:
         *(
             "attempts/a1.json",
             "attempts/a0001.json\n",
+            f"attempts/a{MAX_ATTEMPT + 1}.json",
+            f"attempts/a{'9' * 240}.json",
+            f"step-{MAX_STEP + 1}/manifest-a0001.json",
             "attempts/a00001.json",
             "attempts/a0001.json.tmp",
             "x/attempts",

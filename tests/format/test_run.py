@@ -6,17 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from format.drawing import run_ids
 from holdfast.errors import Corrupt, Unsupported
+from holdfast.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
 from holdfast.format.run import Attempt, Done, Run, document, parse
 from holdfast.format.sealed import dumps, seal
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+runs = run_ids
 times = st.floats(0, 1e12)
-counts = st.integers(0, 1 << 40)
+counts = st.integers(0, MAX_ATTEMPT)
+sizes = st.integers(1, MAX_RANKS)
+steps = st.integers(0, MAX_STEP)
 values = (
-    st.builds(Run, text, times)
-    | st.builds(Attempt, counts, text, counts, text, counts, times)
-    | st.builds(Done, text, counts, counts, times)
+    st.builds(Run, runs, times)
+    | st.builds(Attempt, counts, runs, sizes, text, counts, times)
+    | st.builds(Done, runs, counts, steps, times)
 )
 
 

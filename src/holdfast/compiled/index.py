@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.compiled.facts import Facts
+from holdfast.documents import is_text, read_integers, shown
 from holdfast.errors import Corrupt, InvalidInput
+from holdfast.format.catalog import columns
+from holdfast.format.hashes import DIGITS
+from holdfast.format.limits import HASH, MAX_ATTEMPT, MAX_RANKS
 from holdfast.format.part import check_kind
-from holdfast.format.sealed import dumps, is_text, seal, unseal
+from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.store.naming import check_name
 
 FOLDER = "compiled/"
@@ -19,10 +23,12 @@ VERSION = 1
 _KIND = "holdfast-compiled"
 MAX_FILE_BYTES = 256 << 20
 """A larger file does not travel."""
+MAX_INDEX_BYTES = 64 << 20
+MAX_PATH_CHARS = 1024
 
 _KEY = r"compiled/([0-9a-f]{32})/"
-_A = r"a([0-9]{4}|[1-9][0-9]{4,})"
-_INDEX = re.compile(rf"{_KEY}{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,}})-([0-9]{{4}}|[1-9][0-9]{{4,}})\.json")
+_A = r"a([0-9]{4}|[1-9][0-9]{4,8})"
+_INDEX = re.compile(rf"{_KEY}{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-([0-9]{{4}}|[1-9][0-9]{{4,8}})\.json")
 _PACK = re.compile(rf"{_KEY}{_A}-([0-9a-f]{{32}})\.pack")
 
 
@@ -122,15 +128,18 @@ def parse(text: bytes, name: str) -> Index:
         Corrupt: its bytes have changed, it is not what its name says, or a path leads out of a directory.
         Unsupported: written by a newer format.
     """
-    body = unseal(text, name)
+    body = unseal(text, name, max_bytes=MAX_INDEX_BYTES)
     check_kind(body, _KIND, VERSION, name)
+    attempt = body.integer("attempt", at_most=MAX_ATTEMPT)
+    rank = body.integer("rank", at_most=MAX_RANKS - 1)
+    number = body.integer("number")
     try:
-        packs = [str(one) for one in body["packs"]]
-        files = tuple(_file(row, packs) for row in body["files"])
-        facts = {str(fact): str(value) for fact, value in body["facts"].items()}
-        index = Index(body["attempt"], body["rank"], body["number"], facts, files)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise Corrupt(f"{name} is sealed but is no index of compiled files: {error!r}.", key=name) from error
+        packs = body.texts("packs", max_chars=DIGITS)
+        facts = {fact: body.fields("facts").text(fact) for fact in body.fields("facts").members}
+        files = tuple(_file(row, packs) for row in body.array("files"))
+    except (Corrupt, ValueError) as error:
+        raise Corrupt(f"{name} is sealed but is no index of compiled files: {error}.", key=name) from error
+    index = Index(attempt, rank, number, facts, files)
     told = parse_name(name)
     if not isinstance(told, IndexName) or (told.attempt, told.rank, told.number) != (
         index.attempt,
@@ -142,12 +151,14 @@ def parse(text: bytes, name: str) -> Index:
     return index
 
 
-def _file(row: list[Any], packs: list[str]) -> Packed:
-    path, num_bytes, file_hash, pack, offset, packed_bytes = row
-    numbers = num_bytes, pack, offset, packed_bytes
-    if not all(type(one) is int and one >= 0 for one in numbers) or num_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"{path!r} has impossible sizes {numbers}")
-    return Packed(check_path(path), num_bytes, str(file_hash), packs[pack], offset, packed_bytes)
+def _file(row: Any, packs: Sequence[str]) -> Packed:
+    path, num_bytes, file_hash, pack, offset, packed_bytes = columns(row, 6, "a file")
+    read_integers([num_bytes, packed_bytes], at_most=MAX_FILE_BYTES)
+    read_integers([pack], at_most=len(packs) - 1)
+    read_integers([offset])
+    if type(file_hash) is not str or not HASH.fullmatch(file_hash):
+        raise ValueError(f"{shown(path)} has the hash {shown(file_hash)}")
+    return Packed(check_path(path), num_bytes, file_hash, packs[pack], offset, packed_bytes)
 
 
 def check_path(path: str) -> str:
@@ -156,8 +167,8 @@ def check_path(path: str) -> str:
     Raises:
         InvalidInput: it does not, or no file system takes it.
     """
-    if not isinstance(path, str) or "\\" in path or not is_text(path):
-        raise InvalidInput(f"{path!r} is no path of a file in a compile cache.")
+    if not isinstance(path, str) or len(path) > MAX_PATH_CHARS or "\\" in path or not is_text(path):
+        raise InvalidInput(f"{shown(path)} is no path of a file in a compile cache.")
     return check_name(path)
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.errors import InvalidInput
 from holdfast.format.catalog import Catalog, Tensor, parse_catalog
-from holdfast.format.cuts import Box, Boxes, Cut
+from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
+from holdfast.format.limits import MAX_CUT_DIMS
 
 Row = tuple[int, Box]
+
+_MIN_WORK = 300_000  # corners, and one more for each byte of the catalogs
+_MAX_COMPARISONS = 200_000  # of boxes, to name the region that an error is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,17 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
         InvalidInput: ranks disagree about a tensor, or its boxes do not cover it exactly once; tensor, ranks
             and region are named.
     """
+    ranks_of: list[list[int]] = [[] for _ in texts]
+    for rank, index in enumerate(catalog_of):
+        ranks_of[index].append(rank)
+    if not all(ranks_of):
+        raise InvalidInput(f"Catalog {ranks_of.index([])} is that of no rank.")
     catalogs = [
-        parse_catalog(text, f"the catalog of rank {catalog_of.index(i)}") for i, text in enumerate(texts)
+        parse_catalog(text, f"the catalog of rank {ranks[0]}")
+        for text, ranks in zip(texts, ranks_of, strict=True)
     ]
-    ranks_of = [tuple(r for r, i in enumerate(catalog_of) if i == index) for index in range(len(texts))]
-    tensors, disputed = _unite(catalogs, ranks_of)
+    work = _Work(_MIN_WORK + sum(map(len, texts)))
+    tensors, disputed = _unite(catalogs, ranks_of, work)
     tied: dict[str, str] = {}
     for catalog in catalogs:
         tied.update(catalog.tied)
@@ -51,39 +61,69 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
     for name, (rank_a, rank_b) in disputed.items():
         message = f"Ranks {rank_a} and {rank_b} disagree about which rank writes which region of {name}."
         raise InvalidInput(message, rank=rank_b, key=name)
-    counts = _check_cuts(tensors, len(catalog_of))
+    counts = _check_cuts(tensors, len(catalog_of), work)
     return Agreement(tensors, tied, tuple(counts[rank] for rank in range(len(catalog_of))))
 
 
-def _check_cuts(tensors: dict[str, Tensor], world_size: int) -> Counter[int]:
+class _Work:
+    """Limit on the work that checking listed boxes may take, in corners of boxes.
+
+    A stranger's short catalogs can ask for any amount of it, since many tensors can share few lists. Of what
+    ranks write, each list is counted once and is longer than its corners are many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def count(self, corners: int, name: str) -> None:
+        """Count corners.
+
+        Raises:
+            InvalidInput: they are too many.
+        """
+        self._left -= corners
+        if self._left < 0:
+            message = f"The regions of {name} and of tensors before it are too many to be checked."
+            raise InvalidInput(message, key=name)
+
+
+def _check_cuts(tensors: dict[str, Tensor], world_size: int, work: _Work) -> Counter[int]:
     """Every tensor is covered exactly once, by ranks that hold it; how many boxes each rank wrote."""
-    alike: dict[tuple[int, int], list[str]] = {}  # by id: thousands of tensors share a few cuts and holders
-    counts: Counter[int] = Counter()
+    # By id: thousands of tensors share a few cuts and holders.
+    uses: Counter[int] = Counter()
+    cuts: dict[int, AnyCut] = {}
+    writers: set[tuple[int, int]] = set()
+    covered: dict[int, tuple[int, ...]] = {}  # id of boxes -> shape that they cover
     for name, tensor in tensors.items():
-        if isinstance(tensor.cut, Boxes):
-            _check_writers(name, tensor.cut.ranks, tensor.held_by)
-            _check_boxes(name, tensor.shape, tensor.cut.rows)
-            counts.update(tensor.cut.ranks)
-        else:
-            alike.setdefault((id(tensor.cut), id(tensor.held_by)), []).append(name)
-    for names in alike.values():
-        first = tensors[names[0]]
-        assert isinstance(first.cut, Cut)
-        _check_cut(names[0], first.cut, world_size)
-        _check_writers(names[0], first.cut.ranks, first.held_by)
-        counts.update(dict.fromkeys(first.cut.ranks, len(names)))
+        cut = tensor.cut
+        assert cut is not None
+        if id(cut) not in cuts:
+            cuts[id(cut)] = cut
+            if isinstance(cut, Cut):
+                _check_cut(name, cut, world_size)
+        uses[id(cut)] += 1
+        if (id(cut), id(tensor.held_by)) not in writers:
+            writers.add((id(cut), id(tensor.held_by)))
+            _check_writers(name, cut.ranks, tensor.held_by)
+        if isinstance(cut, Boxes) and covered.get(id(cut)) != tensor.shape:
+            _check_boxes(name, tensor.shape, cut.rows, work)
+            covered[id(cut)] = tensor.shape
+    counts: Counter[int] = Counter()
+    for key, cut in cuts.items():
+        counts.update(dict.fromkeys(cut.ranks, uses[key]))
     return counts
 
 
 def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) -> None:
-    others = sorted({*writers} - {*held_by})
-    if others:
+    holders = set(held_by)
+    if not holders.issuperset(writers):
+        others = sorted({*writers} - holders)
         message = f"Ranks {_some(others)} are to write {name}, which is said to be on ranks {_some(held_by)}."
         raise InvalidInput(message, rank=others[0], key=name)
 
 
 def _unite(
-    catalogs: Sequence[Catalog], ranks_of: Sequence[tuple[int, ...]]
+    catalogs: Sequence[Catalog], ranks_of: Sequence[Sequence[int]], work: _Work
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
     """The tensors of all catalogs; those that are cut by no rule get the boxes of all of them.
 
@@ -92,8 +132,9 @@ def _unite(
         another cut: the spreading over them came out otherwise, since one of them lacks a tensor or has one
         more; which one is better told by who holds what.
     """
+    is_same = _Comparison()
     disputed: dict[str, tuple[int, int]] = {}
-    listed: dict[str, tuple[dict[Row, None], set[int]]] = {}  # boxes and holders, as all ranks list them
+    listed: dict[str, list[Tensor]] = {}  # as all ranks list them, those that no rule cuts
     tensors = dict(catalogs[0].tensors)
     first_in = dict.fromkeys(tensors, 0)
     for index, catalog in enumerate(catalogs[1:], 1):
@@ -101,22 +142,74 @@ def _unite(
             known = tensors.setdefault(name, tensor)
             if known is tensor:
                 first_in[name] = index
-            elif known != tensor:
+            elif not (
+                (known.dtype, known.shape, known.frozen) == (tensor.dtype, tensor.shape, tensor.frozen)
+                and is_same(known.cut, tensor.cut)
+                and is_same(known.held_by, tensor.held_by)
+            ):
                 pair = ranks_of[first_in[name]][0], ranks_of[index][0]
-                _check_alike(name, known, tensor, pair)
+                _check_alike(name, known, tensor, pair, is_same)
                 if isinstance(known.cut, Boxes) and isinstance(tensor.cut, Boxes):
-                    new = dict.fromkeys(known.cut.rows), {*known.held_by}
-                    rows, holders = listed.setdefault(name, new)
-                    rows.update(dict.fromkeys(tensor.cut.rows))
-                    holders.update(tensor.held_by)
-                elif known.cut != tensor.cut:
+                    listed.setdefault(name, [known]).append(tensor)
+                elif not is_same(known.cut, tensor.cut):
                     disputed.setdefault(name, pair)
-    for name, (rows, holders) in listed.items():
-        tensors[name] = replace(tensors[name], cut=Boxes(tuple(rows)), held_by=tuple(sorted(holders)))
+    united = _Union(work)
+    for name, found in listed.items():
+        cut, held_by = united.of(name, found)
+        tensors[name] = replace(tensors[name], cut=cut, held_by=held_by)
     return tensors, disputed
 
 
-def _check_alike(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> None:
+class _Comparison:
+    """Equality of things that live longer, each pair compared once: a cut of a thousand ranks is long."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, a: object, b: object) -> bool:
+        if a is b:
+            return True
+        key = id(a), id(b)
+        if key not in self._found:
+            self._found[key] = a == b
+        return self._found[key]
+
+
+class _Union:
+    """Boxes and holders that several catalogs list together, made once for all tensors listed alike."""
+
+    def __init__(self, work: _Work) -> None:
+        self._work = work
+        self._found: dict[tuple[int, ...], tuple[Boxes, tuple[int, ...]]] = {}
+
+    def of(self, name: str, listed: Sequence[Tensor]) -> tuple[Boxes, tuple[int, ...]]:
+        """Return all boxes of a tensor, and the ranks that hold it.
+
+        Raises:
+            InvalidInput: a rank holds two of them, or they are too many.
+        """
+        key = tuple(id(thing) for one in listed for thing in (one.cut, one.held_by))
+        if key not in self._found:
+            boxes: dict[int, Box] = {}
+            holders: set[int] = set()
+            for one in listed:
+                assert isinstance(one.cut, Boxes)
+                self._work.count(len(one.cut.rows) + len(one.held_by), name)
+                for rank, box in one.cut.rows:
+                    if boxes.setdefault(rank, box) != box:
+                        raise _twice(name, rank)
+                holders.update(one.held_by)
+            self._found[key] = Boxes(tuple(boxes.items())), tuple(sorted(holders))
+        return self._found[key]
+
+
+def _twice(name: str, rank: int) -> InvalidInput:
+    return InvalidInput(f"Rank {rank} holds two regions of {name}; it can hold one.", rank=rank, key=name)
+
+
+def _check_alike(
+    name: str, a: Tensor, b: Tensor, ranks: tuple[int, int], is_same: Callable[[object, object], bool]
+) -> None:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise InvalidInput(
             f"Ranks disagree about {name}: rank {ranks[0]} has {a.dtype}{list(a.shape)}, rank {ranks[1]} has "
@@ -124,7 +217,7 @@ def _check_alike(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Non
             rank=ranks[1],
             key=name,
         )
-    if a.held_by != b.held_by and not (isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes)):
+    if not is_same(a.held_by, b.held_by) and not (isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes)):
         raise InvalidInput(
             f"Ranks disagree about who holds {name}: rank {ranks[0]} says {_some(a.held_by)}, rank "
             f"{ranks[1]} says {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
@@ -135,7 +228,7 @@ def _check_alike(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int]) -> Non
 
 
 def _check_held(
-    tensors: dict[str, Tensor], catalogs: Sequence[Catalog], ranks_of: Sequence[tuple[int, ...]]
+    tensors: dict[str, Tensor], catalogs: Sequence[Catalog], ranks_of: Sequence[Sequence[int]]
 ) -> None:
     """Every rank that is said to hold a tensor lists it, in the same way."""
     index_of = {rank: index for index, ranks in enumerate(ranks_of) for rank in ranks}
@@ -176,48 +269,80 @@ def _check_cut(name: str, cut: Cut, world_size: int) -> None:
         raise InvalidInput(message, key=name)
 
 
-def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row]) -> None:
-    """Inside the shape, without overlap, and as many elements as the shape has: then nothing is missing."""
+def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work) -> None:
+    """Each element of the shape is in exactly one box, and each box is that of another rank."""
+    work.count(len(rows), name)
     for rank, box in rows:
         if not box.is_inside(shape):
             message = (
                 f"Rank {rank} holds {_region(box)} of {name}, which is not inside its shape {list(shape)}."
             )
             raise InvalidInput(message, rank=rank, key=name)
-    ranks = [rank for rank, _ in rows]
-    if len(set(ranks)) < len(ranks):
-        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-        raise InvalidInput(
-            f"Rank {twice} holds two regions of {name}; it can hold one.", rank=twice, key=name
-        )
+    ranks = Counter(rank for rank, _ in rows)
+    if len(ranks) < len(rows):
+        raise _twice(name, ranks.most_common(1)[0][0])
     held = [(rank, box) for rank, box in rows if box.num_items]
+    if _cover_once(name, shape, [box for _, box in held], work):
+        return
     if clash := _find_overlap(held):
         (rank_a, a), (rank_b, b) = clash
         both = a.overlap(b)
         assert both is not None
         message = f"Ranks {rank_b} and {rank_a} both hold the region {_region(both)} of {name}."
         raise InvalidInput(message, rank=rank_a, key=name)
-    if sum(box.num_items for _, box in held) != math.prod(shape):
-        gap = _find_gap(shape, [box for _, box in held])
+    gap = _find_gap(shape, [box for _, box in held])
+    if gap is None:
+        message = f"The regions of {name} do not cover its shape {list(shape)} exactly once."
+    else:
         message = f"No rank holds the region {_region(gap)} of {name}, whose shape is {list(shape)}."
+    raise InvalidInput(message, key=name)
+
+
+def _cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Box], work: _Work) -> bool:
+    """Return whether each element is in exactly one of the boxes, none of which is empty.
+
+    How often an element is covered is a function of its place, which is zero outside and so is determined by
+    its differences along all dimensions. Those of one box are +1 and -1 at its corners. So the boxes cover a
+    shape once if all their corners, with their signs, add up to the corners of the shape. Takes n * log n
+    steps for n corners, where comparing boxes with each other takes n * n, or a number of cells that is
+    exponential in the dimensions.
+    """
+    if not math.prod(shape):
+        return not boxes
+    whole = Box.whole(shape)
+    cut = [d for d in range(len(shape)) if any(b.lengths[d] != shape[d] for b in boxes)]
+    if len(cut) > MAX_CUT_DIMS:
+        message = f"{name} is cut along {len(cut)} dimensions; at most {MAX_CUT_DIMS} are allowed."
         raise InvalidInput(message, key=name)
+    work.count(len(boxes) << len(cut), name)
+    signs = [math.prod(corner) for corner in itertools.product((1, -1), repeat=len(cut))]
+    signed: list[tuple[tuple[int, ...], int]] = []
+    for box, sign in itertools.chain(((whole, -1),), ((box, 1) for box in boxes)):
+        sides = [(box.offsets[d], box.offsets[d] + box.lengths[d]) for d in cut]
+        signed += ((corner, sign * one) for corner, one in zip(itertools.product(*sides), signs, strict=True))
+    signed.sort()  # not a dict: a stranger can choose corners whose hashes are the same
+    groups = itertools.groupby(signed, key=lambda row: row[0])
+    return not any(sum(one for _, one in rows) for _, rows in groups)
 
 
 def _find_overlap(held: list[Row]) -> tuple[Row, Row] | None:
-    """Two boxes that overlap, if any.
+    """Two boxes that overlap; None if there are none, or none is found within a limit on steps.
 
     Sweeps along the dimension that is cut most often, and compares a box only with those that reach its
-    start: n * log n steps for n boxes under the usual shardings, where comparing all pairs of a thousand
-    ranks would take minutes.
+    start.
     """
     dims = range(len(held[0][1].lengths)) if held else range(0)
     dim = max(dims, key=lambda d: len({box.offsets[d] for _, box in held}), default=None)
     if dim is None:  # no dimension: every box is the one element
         return (held[1], held[0]) if len(held) > 1 else None
+    left = _MAX_COMPARISONS
     reaching: list[Row] = []
     for rank, box in sorted(held, key=lambda row: row[1].offsets[dim]):
         start = box.offsets[dim]
         reaching = [other for other in reaching if other[1].offsets[dim] + other[1].lengths[dim] > start]
+        left -= len(reaching)
+        if left < 0:
+            return None
         for other in reaching:
             if box.overlap(other[1]):
                 return (rank, box), other
@@ -225,17 +350,21 @@ def _find_overlap(held: list[Row]) -> tuple[Row, Row] | None:
     return None
 
 
-def _find_gap(shape: tuple[int, ...], boxes: list[Box]) -> Box:
-    """A region that no box covers, when there is one: the first cell of the grid that all borders make."""
+def _find_gap(shape: tuple[int, ...], boxes: list[Box]) -> Box | None:
+    """A region that no box covers: the first such cell of the grid that all borders make.
+
+    None if there is none, or none is found within a limit on steps.
+    """
     borders = [
         sorted({0, size, *(b.offsets[d] for b in boxes), *(b.offsets[d] + b.lengths[d] for b in boxes)})
         for d, size in enumerate(shape)
     ]
-    for cell in itertools.product(*(itertools.pairwise(edges) for edges in borders)):
+    cells = itertools.product(*(itertools.pairwise(edges) for edges in borders))
+    for cell in itertools.islice(cells, 1 + _MAX_COMPARISONS // (1 + len(boxes))):
         one = Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
         if not any(one.overlap(box) for box in boxes):
             return one
-    return Box.whole(shape)
+    return None
 
 
 def _region(box: Box) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from holdfast.documents import Fields, decode_object, read_integers, shown
 from holdfast.errors import Corrupt
 from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 from holdfast.format.dtypes import ITEM_BYTES
-from holdfast.format.sealed import dumps, read_integers
+from holdfast.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_SPLITS
+from holdfast.format.sealed import dumps
 
 EACH, SPLIT = "each", "split"
 """Owners that are no rank: every rank has its own / several ranks hold boxes."""
@@ -49,11 +50,15 @@ class Catalog:
 
     def written_by(self, rank: int) -> Iterator[tuple[str, Tensor, Box]]:
         """What a rank wrote: (name, tensor, box) in the order of the catalog, empty boxes included."""
+        index_in: dict[int, int | None] = {}  # by id of a cut: thousands of tensors share a few
         for name, tensor in self.tensors.items():
-            assert tensor.cut is not None
-            box = tensor.cut.box_of(rank, tensor.shape)
-            if box is not None:
-                yield name, tensor, box
+            cut = tensor.cut
+            assert cut is not None
+            if id(cut) not in index_in:
+                index_in[id(cut)] = cut.index_of(rank)
+            index = index_in[id(cut)]
+            if index is not None:
+                yield name, tensor, cut.box_at(index, tensor.shape)
 
 
 def catalog_text(catalog: Catalog) -> bytes:
@@ -81,20 +86,20 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
     """
     try:
         return _parse(text)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Corrupt(
-            f"{what} is sealed but has no catalog that can be read: {error!r}.", key=what
-        ) from error
+    except (ValueError, Corrupt) as error:
+        message = f"{what} is sealed but has no catalog that can be read: {error}."
+        raise Corrupt(message, key=what) from error
 
 
 @lru_cache(maxsize=4)  # all parts of a checkpoint hold the same few, and so does its manifest
 def _parse(text: bytes) -> Catalog:
-    body = json.loads(text)
-    cuts = [_cut(row) for row in body["cuts"]]
-    groups = [read_integers(group) for group in body["groups"]]
+    body = decode_object(text, "the catalog", max_bytes=MAX_DOCUMENT_BYTES)
+    cuts = [_cut(Fields(row, "a cut")) for row in body.array("cuts")]
+    groups = [read_integers(group, at_most=MAX_RANKS - 1) for group in body.array("groups")]
     num_dims = [_num_dims(cut) for cut in cuts]
-    tensors = {name: _tensor(row, cuts, groups, num_dims) for name, row in body["tensors"].items()}
-    return Catalog(tensors, _tied(body["tied"]))
+    rows = body.fields("tensors").members
+    tensors = {name: _tensor(name, row, cuts, groups, num_dims) for name, row in rows.items()}
+    return Catalog(tensors, _tied(body.fields("tied").members))
 
 
 class _Numbered:
@@ -121,23 +126,41 @@ def _cut_body(cut: AnyCut) -> dict[str, Any]:
     return {"boxes": [[rank, *box] for rank, box in cut.rows]}
 
 
-# What a stranger has sealed may be anything: what is read here is what the rest of the code may rely on.
+# A stranger can seal anything: the rest of the code relies on what is checked here.
 
 
-def _cut(body: Mapping[str, Any]) -> AnyCut:
+def _cut(body: Fields) -> AnyCut:
     if "boxes" in body:
-        rows = (
-            (*read_integers([rank]), read_integers(at), read_integers(long))
-            for rank, at, long in body["boxes"]
-        )
-        return Boxes(tuple((rank, Box(at, long)) for rank, at, long in rows))
-    splits = tuple(read_integers([dim, parts]) for dim, parts in body["splits"])
-    if not all(dim >= 0 and parts > 0 for dim, parts in splits):
-        raise ValueError(f"a tensor cannot be cut by {splits!r:.100}")
-    ranks = read_integers(body["ranks"])
+        return Boxes(tuple(_box_row(row) for row in body.array("boxes")))
+    splits = tuple(_split(row) for row in body.array("splits", max_items=MAX_SPLITS))
+    ranks = body.integers("ranks", at_most=MAX_RANKS - 1)
     if not ranks:
-        raise ValueError(f"a cut {splits} that no rank has written")
-    return Cut(tuple((dim, parts) for dim, parts in splits), ranks)
+        raise ValueError(f"a cut of {len(splits)} splits that no rank has written")
+    return Cut(splits, ranks)
+
+
+def _split(row: Any) -> tuple[int, int]:
+    dim, parts = columns(row, 2, "a split")
+    (dim,) = read_integers([dim], at_most=MAX_DIMS - 1)
+    (parts,) = read_integers([parts], at_least=1, at_most=MAX_RANKS)
+    return dim, parts
+
+
+def _box_row(row: Any) -> tuple[int, Box]:
+    rank, offsets, lengths = columns(row, 3, "a box")
+    (rank,) = read_integers([rank], at_most=MAX_RANKS - 1)
+    return rank, Box(read_integers(offsets, max_items=MAX_DIMS), read_integers(lengths, max_items=MAX_DIMS))
+
+
+def columns(row: Any, count: int, what: str) -> list[Any]:
+    """Return a row of a document.
+
+    Raises:
+        ValueError: it is no array of `count` items.
+    """
+    if type(row) is not list or len(row) != count:
+        raise ValueError(f"{what} should be an array of {count} items, found {shown(row)}")
+    return row
 
 
 def _num_dims(cut: AnyCut) -> tuple[int, int]:
@@ -149,22 +172,39 @@ def _num_dims(cut: AnyCut) -> tuple[int, int]:
 
 
 def _tensor(
-    row: Sequence[Any],
+    name: str,
+    row: Any,
     cuts: Sequence[AnyCut],
     groups: Sequence[tuple[int, ...]],
     num_dims: Sequence[tuple[int, int]],
 ) -> Tensor:
-    dtype, sizes, cut, group, frozen = row
-    shape = read_integers(sizes)
-    if dtype not in ITEM_BYTES or min(shape, default=0) < 0:
-        raise ValueError(f"a tensor that is {dtype!r:.100}{list(shape)!r:.100}")
+    dtype, sizes, cut, group, frozen = columns(row, 5, "a tensor")
+    shape = read_integers(sizes, max_items=MAX_DIMS)
+    check_facts(name, dtype)
+    if type(cut) is not int or type(group) is not int or type(frozen) not in (int, bool):
+        raise ValueError(f"tensor {shown(name)} has cut {shown(cut)} of group {shown(group)}")
+    if not (0 <= cut < len(cuts) and 0 <= group < len(groups)):
+        raise ValueError(f"tensor {shown(name)} has cut {shown(cut)} of group {shown(group)}: there is none")
     least, most = num_dims[cut]
-    if cut < 0 or group < 0 or not least <= len(shape) <= most:
-        raise ValueError(f"a tensor of {len(shape)} dimensions with cut {cut} of group {group}")
+    if not least <= len(shape) <= most:
+        raise ValueError(f"tensor {shown(name)} of {len(shape)} dimensions has cut {cut}, which has others")
     return Tensor(dtype, shape, cuts[cut], groups[group], bool(frozen))
 
 
-def _tied(body: Mapping[str, Any]) -> dict[str, str]:
-    if not all(isinstance(name, str) for name in body.values()):
-        raise TypeError(f"aliases of what is no name: {body!r:.100}")
-    return dict(body)
+def check_facts(name: Any, dtype: Any) -> None:
+    """Check the name and dtype that a document gives a tensor.
+
+    Raises:
+        ValueError: the name is no text or too long, or there is no such dtype.
+    """
+    if type(name) is not str or len(name) > MAX_NAME_CHARS:
+        raise ValueError(f"the name of a tensor should be a text of up to {MAX_NAME_CHARS} characters")
+    if type(dtype) is not str or dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {shown(name)} has the dtype {shown(dtype)}, which is none")
+
+
+def _tied(body: dict[str, Any]) -> dict[str, str]:
+    for alias, name in body.items():
+        if type(name) is not str:
+            raise ValueError(f"{shown(alias)} is an alias of {shown(name)}, which is no name")
+    return body

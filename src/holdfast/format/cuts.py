@@ -60,9 +60,14 @@ class Cut:
 
     def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
         """The box that a rank wrote, perhaps empty; None if it wrote none."""
+        index = self.index_of(rank)
+        return None if index is None else self.box_at(index, shape)
+
+    def index_of(self, rank: int) -> int | None:
+        """Return the number of the box that a rank wrote; None if it wrote none."""
         if not self.splits:
-            return Box.whole(shape) if rank == self.ranks[0] else None
-        return self.box_at(self.ranks.index(rank), shape) if rank in self.ranks else None
+            return 0 if rank == self.ranks[0] else None
+        return self.ranks.index(rank) if rank in self.ranks else None
 
     def box_at(self, index: int, shape: tuple[int, ...]) -> Box:
         """The box number `index`, in the order of `ranks`."""
@@ -122,6 +127,14 @@ class Boxes:
     def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
         """The box that a rank wrote; None if it wrote none."""
         return next((box for one, box in self.rows if one == rank), None)
+
+    def index_of(self, rank: int) -> int | None:
+        """Return the number of the first box that a rank wrote; None if it wrote none."""
+        return next((index for index, (one, _) in enumerate(self.rows) if one == rank), None)
+
+    def box_at(self, index: int, shape: tuple[int, ...]) -> Box:
+        """Return the box number `index`."""
+        return self.rows[index][1]
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         """Every (rank, box)."""

@@ -9,9 +9,9 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.documents import is_text
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.dtypes import ITEM_BYTES
-from holdfast.format.sealed import is_text
 
 BLOCK_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # safetensors readers refuse more

@@ -6,13 +6,24 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput
+from holdfast.documents import Fields, decode_object, read_integers, shown
+from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.agreement import Agreement, agree
-from holdfast.format.catalog import EACH, SPLIT, Tensor
+from holdfast.format.catalog import EACH, SPLIT, Tensor, check_facts, columns
 from holdfast.format.hashes import digest
+from holdfast.format.limits import (
+    HASH,
+    MAX_ATTEMPT,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_DOCUMENT_BYTES,
+    MAX_RANKS,
+    MAX_STEP,
+    RUN_ID,
+)
 from holdfast.format.part import Ancestors, Part, check_kind, read_ancestors
 from holdfast.format.part import parse as parse_part
-from holdfast.format.sealed import dumps, loads, read_integers, seal, unseal_lines
+from holdfast.format.sealed import dumps, seal, unseal_lines
 
 __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "merge_documents", "parse"]
 
@@ -116,6 +127,7 @@ class _Merging:
     def __init__(self) -> None:
         self.files: list[PartFile] = []
         self.catalogs: dict[str, bytes] = {}  # by digest
+        self._numbers: dict[str, int] = {}  # of catalogs, by digest
         self.each: dict[str, tuple[Tensor, int]] = {}  # as the first rank has it, and which rank that is
         self._num_pieces: list[int] = []  # by rank
         self._first: Part | None = None
@@ -136,7 +148,7 @@ class _Merging:
             raise InvalidInput(message, rank=part.rank)
         self.catalogs.setdefault(part.catalog_digest, part.catalog_text)
         frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
-        catalog = list(self.catalogs).index(part.catalog_digest)
+        catalog = self._numbers.setdefault(part.catalog_digest, len(self._numbers))
         self.files.append(
             PartFile(part.rank, len(text), digest(text), part.file.num_bytes, frozen_bytes, catalog)
         )
@@ -181,12 +193,6 @@ def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
             raise InvalidInput(message, key=alias)
 
 
-def _each_tensor(dtype: Any, shape: Any) -> Tensor:
-    if not isinstance(dtype, str):
-        raise TypeError(f"a tensor of dtype {dtype!r:.100}")
-    return Tensor(dtype, read_integers(shape), None)
-
-
 def document(manifest: Manifest) -> bytes:
     """The manifest's sealed document."""
     each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.cut is None}
@@ -219,29 +225,52 @@ def parse(text: bytes, what: str) -> Manifest:
         Unsupported: written by a newer format.
     """
     head, *catalogs = unseal_lines(text, what)
-    body = loads(head, what)
+    body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
     check_kind(body, FORMAT, VERSION, what)
     try:
         return _parse(body, tuple(catalogs))
-    except (LookupError, TypeError, ValueError, AttributeError, HoldfastError) as error:
-        raise Corrupt(f"{what} is sealed but lacks what a manifest holds: {error!r}.", key=what) from error
+    except (Corrupt, ValueError) as error:
+        raise Corrupt(f"{what} is sealed but lacks what a manifest holds: {error}", key=what) from error
 
 
-def _parse(body: dict[str, Any], catalogs: tuple[bytes, ...]) -> Manifest:
-    parts = tuple(PartFile(*row) for row in body["parts"])
+def _parse(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
+    rows = body.array("parts", max_items=MAX_RANKS)
+    world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
+    parts = tuple(_part_file(row, rank, len(catalogs)) for rank, row in enumerate(rows))
+    if len(parts) != world_size:
+        raise ValueError(f"it says {world_size} ranks but lists the parts of {len(parts)}")
     agreed = agree(catalogs, tuple(part.catalog for part in parts))
-    each = {name: _each_tensor(*row) for name, row in body["each"].items()}
+    each = {name: _each_tensor(name, row) for name, row in body.fields("each").members.items()}
+    if both := each.keys() & agreed.tensors.keys():
+        raise ValueError(f"{shown(min(both))} is a tensor of each rank and one that ranks share")
     _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
     return Manifest(
-        id=body["id"],
-        run=body["run"],
-        step=body["step"],
-        attempt=body["attempt"],
-        world_size=body["world_size"],
-        ancestors=read_ancestors(body["ancestors"]),
-        created_unix_s=body["created_unix_s"],
+        id=body.text("id", max_chars=128),
+        run=body.text("run", pattern=RUN_ID),
+        step=body.integer("step", at_most=MAX_STEP),
+        attempt=body.integer("attempt", at_most=MAX_ATTEMPT),
+        world_size=world_size,
+        ancestors=read_ancestors(body),
+        created_unix_s=body.number("created_unix_s", at_least=0.0),
         parts=parts,
         tensors=agreed.tensors | each,
         tied=agreed.tied,
         catalogs=catalogs,
     )
+
+
+def _part_file(row: Any, expected_rank: int, num_catalogs: int) -> PartFile:
+    rank, part_bytes, part_xxh3, data_bytes, frozen_bytes, catalog = columns(row, 6, "a part")
+    if rank != expected_rank:
+        raise ValueError(f"expected the part of rank {expected_rank}, found that of {shown(rank)}")
+    read_integers([rank, part_bytes, data_bytes, 0 if frozen_bytes is None else frozen_bytes])
+    read_integers([catalog], at_most=num_catalogs - 1)
+    if type(part_xxh3) is not str or not HASH.fullmatch(part_xxh3):
+        raise ValueError(f"the part of rank {rank} has the hash {shown(part_xxh3)}")
+    return PartFile(rank, part_bytes, part_xxh3, data_bytes, frozen_bytes, catalog)
+
+
+def _each_tensor(name: str, row: Any) -> Tensor:
+    dtype, shape = columns(row, 2, "a tensor of each rank")
+    check_facts(name, dtype)
+    return Tensor(dtype, read_integers(shape, max_items=MAX_DIMS), None)

@@ -10,18 +10,18 @@ RUN = "holdfast.json"
 DONE = "done.json"
 """The durable word that the run has finished."""
 
-# Only what the functions below write: ASCII digits, and leading zeros only up to the fixed width, so that no
-# two names mean the same.
-_STEP = r"step-([0-9]{8}|[1-9][0-9]{8,})"
-_A = r"a([0-9]{4}|[1-9][0-9]{4,})"
+# Only what the functions below write: ASCII digits, leading zeros only up to the fixed width, so that no
+# two names mean the same, and numbers within the limits of the format.
+_STEP = r"step-([0-9]{8}|[1-9][0-9]{8,14})"
+_A = r"a([0-9]{4}|[1-9][0-9]{4,8})"
 _STEP_DIR = re.compile(_STEP)
 _ATTEMPT = re.compile(rf"attempts/{_A}\.json")
-_HISTORY = re.compile(rf"history/{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,}})\.jsonl")
+_HISTORY = re.compile(rf"history/{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})\.jsonl")
 _MANIFEST = re.compile(rf"{_STEP}/manifest-{_A}\.json")
 _REFUSAL = re.compile(rf"{_STEP}/refused-{_A}\.json")
 _PASSED = re.compile(rf"{_STEP}/passed-{_A}\.json")
 _RANK_FILE = re.compile(
-    rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
+    rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
 )
 
 _KINDS = {".json": "part", ".safetensors": "data", "-frozen.safetensors": "frozen"}

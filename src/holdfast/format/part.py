@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from holdfast.documents import Fields, decode_object, read_integers, shown
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import names
-from holdfast.format.catalog import Catalog, parse_catalog
-from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.catalog import Catalog, check_facts, columns, parse_catalog
 from holdfast.format.hashes import DIGITS, digest
 from holdfast.format.layout import Piece
-from holdfast.format.sealed import dumps, loads, read_integers, seal, unseal_lines
+from holdfast.format.limits import (
+    HASH,
+    MAX_ATTEMPT,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_DOCUMENT_BYTES,
+    MAX_RANKS,
+    MAX_STEP,
+    RUN_ID,
+)
+from holdfast.format.sealed import dumps, seal, unseal_lines
 
 FORMAT, VERSION = "holdfast-part", 1
 
@@ -162,81 +172,93 @@ def parse(document: bytes, what: str) -> Part:
         Unsupported: written by a newer format.
     """
     head, *lines = unseal_lines(document, what)
-    body = loads(head, what)
+    body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
     check_kind(body, FORMAT, VERSION, what)
     try:
-        catalog, *hashes = lines
-        return _parse(body, catalog, hashes, what)
-    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise Corrupt(f"{what} is sealed but lacks what a part holds: {error!r}.", key=what) from error
+        return _parse(body, lines, what)
+    except (Corrupt, ValueError) as error:
+        raise Corrupt(f"{what} is sealed but lacks what a part holds: {error}", key=what) from error
 
 
-def _parse(body: dict[str, Any], catalog: bytes, hashes: list[bytes], what: str) -> Part:
-    if digest(catalog) != body["catalog"]:
+def _parse(body: Fields, lines: list[bytes], what: str) -> Part:
+    # Not as JSON: a commit reads the parts of all ranks, and would spend most of its time on the hashes.
+    sizes = [body.integers("file", max_items=2)]
+    if "frozen" in body:
+        sizes.append(body.integers("frozen", max_items=2))
+    catalog_digest = body.text("catalog", pattern=HASH)
+    if len(lines) != 1 + len(sizes):
+        raise ValueError(f"it has {1 + len(lines)} lines, expected {2 + len(sizes)}")
+    catalog, *hashes = lines
+    if digest(catalog) != catalog_digest:
         message = "its catalog is not the one that it names"
         raise ValueError(message)
-    # Not as JSON: a commit reads the parts of all ranks, and would spend most of its time on these.
-    sizes = [body["file"]] if body["frozen"] is None else [body["file"], body["frozen"]]
-    file, *frozen = (_file(read_integers(size), line) for size, line in zip(sizes, hashes, strict=True))
-    step, attempt, rank, world_size = read_integers(
-        [body[k] for k in ("step", "attempt", "rank", "world_size")]
-    )
+    file, *frozen = (_file(size, line) for size, line in zip(sizes, hashes, strict=True))
+    world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     return Part(
-        run=body["run"],
-        step=step,
-        attempt=attempt,
-        rank=rank,
+        run=body.text("run", pattern=RUN_ID),
+        step=body.integer("step", at_most=MAX_STEP),
+        attempt=body.integer("attempt", at_most=MAX_ATTEMPT),
+        rank=body.integer("rank", at_most=world_size - 1),
         world_size=world_size,
-        ancestors=read_ancestors(body["ancestors"]),
-        values=body["values"],
-        own=tuple(_own(*row) for row in body["own"]),
-        catalog_starts=read_integers(body["starts"]),
+        ancestors=read_ancestors(body),
+        values=body.fields("values").members,
+        own=tuple(_own(row) for row in body.array("own")),
+        catalog_starts=body.integers("starts"),
         file=file,
         frozen=frozen[0] if frozen else None,
-        catalog_digest=body["catalog"],
+        catalog_digest=catalog_digest,
         catalog_text=catalog,
         what=what,
     )
 
 
-def read_ancestors(rows: list[list[int]]) -> Ancestors:
-    """Ancestors from JSON.
+def read_ancestors(body: Fields) -> Ancestors:
+    """Return the ancestors in a document.
 
     Raises:
-        TypeError: they are none.
-        ValueError: they are none.
+        Corrupt: they are missing or something else.
+        ValueError: an item is no (attempt, step).
     """
-    return tuple((attempt, step) for attempt, step in map(read_integers, rows))
+    return tuple(_ancestor(row) for row in body.array("ancestors"))
 
 
-def _own(name: Any, dtype: Any, shape: Any, start: Any) -> tuple[str, str, tuple[int, ...], int]:
-    if not isinstance(name, str) or dtype not in ITEM_BYTES:
-        raise TypeError(f"a tensor {name!r:.100} of dtype {dtype!r:.100}")
-    (at,) = read_integers([start])
-    return name, dtype, read_integers(shape), at
+def _ancestor(row: Any) -> tuple[int, int]:
+    attempt, step = columns(row, 2, "an ancestor")
+    (attempt,) = read_integers([attempt], at_most=MAX_ATTEMPT)
+    (step,) = read_integers([step], at_most=MAX_STEP)
+    return attempt, step
+
+
+def _own(row: Any) -> tuple[str, str, tuple[int, ...], int]:
+    name, dtype, shape, start = columns(row, 4, "a tensor")
+    check_facts(name, dtype)
+    (start,) = read_integers([start])
+    return name, dtype, read_integers(shape, max_items=MAX_DIMS), start
 
 
 def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
-    num_bytes, chunk_bytes = sizes
-    if num_bytes < 0 or chunk_bytes <= 0:
+    num_bytes, chunk_bytes = columns(list(sizes), 2, "the sizes of a file")
+    if chunk_bytes <= 0:
         raise ValueError(f"a file of {num_bytes} bytes in chunks of {chunk_bytes}")
-    hashes = line.decode()
     num_chunks = -(-num_bytes // chunk_bytes)
-    if hashes[:1] + hashes[-1:] != '""' or len(hashes) != DIGITS * num_chunks + 2:
-        raise ValueError(f"{len(hashes) - 2} digits of chunk hashes for {num_chunks} chunks")
-    return DataFile(num_bytes, chunk_bytes, hashes[1:-1])
+    if line[:1] + line[-1:] != b'""' or len(line) != DIGITS * num_chunks + 2:
+        raise ValueError(f"{len(line) - 2} digits of chunk hashes for {num_chunks} chunks")
+    return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
 
 
-def check_kind(body: dict[str, Any], kind: str, version: int, what: str) -> None:
+def check_kind(body: Fields, kind: str, version: int, what: str) -> None:
     """Refuse a document of another kind or of a newer format.
 
     Raises:
         Corrupt: another kind of document.
         Unsupported: a newer version.
     """
-    if body.get("format") != kind:
-        raise Corrupt(f"{what} is a {body.get('format')!r} document, expected {kind!r}.", key=what)
-    found = body.get("version")
-    if not isinstance(found, int) or found > version:
-        message = f"{what} has format version {found}; this Holdfast reads up to {version}. Upgrade it."
+    found_kind = body.members.get("format")
+    if found_kind != kind:
+        raise Corrupt(f"{what} is a {shown(found_kind)} document, expected {kind!r}.", key=what)
+    found = body.members.get("version")
+    if type(found) is not int or not 0 < found <= version:
+        message = (
+            f"{what} has format version {shown(found)}; this Holdfast reads up to {version}. Upgrade it."
+        )
         raise Unsupported(message, key=what)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from holdfast.errors import Corrupt
+from holdfast.documents import Fields
+from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_SMALL_BYTES, MAX_STEP, RUN_ID
 from holdfast.format.part import check_kind
 from holdfast.format.sealed import dumps, seal, unseal
 
@@ -78,12 +80,66 @@ def parse(cls: type[_T], text: bytes, what: str) -> _T:
         Corrupt: its bytes have changed, or it is another kind of document.
         Unsupported: written by a newer format.
     """
-    body: dict[str, Any] = unseal(text, what)
+    body = unseal(text, what)
     check_kind(body, _kind(cls), VERSION, what)
-    try:
-        return cls(**{name: body[name] for name in cls.__dataclass_fields__})
-    except KeyError as error:
-        raise Corrupt(f"{what} is sealed but lacks {error}.", key=what) from error
+    return cls(**_READERS[cls](body))
+
+
+def _run(body: Fields) -> dict[str, Any]:
+    return {
+        "id": body.text("id", pattern=RUN_ID),
+        "created_unix_s": body.number("created_unix_s", at_least=0.0),
+    }
+
+
+def _attempt(body: Fields) -> dict[str, Any]:
+    return {
+        "number": body.integer("number", at_most=MAX_ATTEMPT),
+        "run": body.text("run", pattern=RUN_ID),
+        "world_size": body.integer("world_size", at_least=1, at_most=MAX_RANKS),
+        "host": body.text("host", max_chars=1024),
+        "pid": body.integer("pid"),
+        "started_unix_s": body.number("started_unix_s", at_least=0.0),
+    }
+
+
+def _done(body: Fields) -> dict[str, Any]:
+    return {
+        "run": body.text("run", pattern=RUN_ID),
+        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
+        "step": body.integer("step", at_most=MAX_STEP),
+        "finished_unix_s": body.number("finished_unix_s", at_least=0.0),
+    }
+
+
+def _refusal(body: Fields) -> dict[str, Any]:
+    return {
+        "run": body.text("run", pattern=RUN_ID),
+        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
+        "step": body.integer("step", at_most=MAX_STEP),
+        "reason": body.text("reason", max_chars=MAX_SMALL_BYTES),
+        "rank": body.integer("rank", at_most=MAX_RANKS - 1) if "rank" in body else None,
+        "key": body.text("key", max_chars=MAX_NAME_CHARS) if "key" in body else None,
+    }
+
+
+def _passed(body: Fields) -> dict[str, Any]:
+    return {
+        "run": body.text("run", pattern=RUN_ID),
+        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
+        "step": body.integer("step", at_most=MAX_STEP),
+        "reason": body.text("reason", max_chars=MAX_SMALL_BYTES),
+        "noted_unix_s": body.number("noted_unix_s", at_least=0.0),
+    }
+
+
+_READERS: dict[type, Callable[[Fields], dict[str, Any]]] = {
+    Run: _run,
+    Attempt: _attempt,
+    Done: _done,
+    Refusal: _refusal,
+    Passed: _passed,
+}
 
 
 def _kind(cls: type) -> str:

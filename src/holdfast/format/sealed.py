@@ -7,8 +7,10 @@ from typing import Any
 
 import xxhash
 
+from holdfast.documents import Fields, decode_object
 from holdfast.errors import Corrupt
 from holdfast.format.hashes import digest
+from holdfast.format.limits import MAX_DEPTH, MAX_DOCUMENT_BYTES, MAX_SMALL_BYTES
 
 _OPEN = b'{"xxh3_128":"'
 _HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
@@ -17,29 +19,9 @@ _HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
 def dumps(value: Any) -> bytes:
     """Canonical JSON: no white space, keys in the given order, UTF-8, no NaN.
 
-    Every string must be text as `is_text` tells.
+    Every string must be valid Unicode, see `documents.is_text`.
     """
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
-def is_text(text: str) -> bool:
-    """False for a string with lone surrogates (a file name that is not UTF-8), which `dumps` cannot write."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def read_integers(value: Any) -> tuple[int, ...]:
-    """The items of an array of JSON integers.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise TypeError(f"expected an array of integers, found {value!r:.100}")
-    return tuple(value)
 
 
 def seal(body: bytes) -> bytes:
@@ -51,25 +33,30 @@ def seal(body: bytes) -> bytes:
     return _OPEN + digest(body).encode() + b'",' + body[1:]
 
 
-def unseal(document: bytes, what: str) -> dict[str, Any]:
-    """The object in a sealed document of one line, after checking the seal.
+def unseal(document: bytes, what: str, *, max_bytes: int = MAX_SMALL_BYTES) -> Fields:
+    """Return the members of a sealed document of one line, after checking the seal.
 
     Args:
         document: the document.
         what: its name, for the error.
+        max_bytes: limit on its length.
 
     Raises:
-        Corrupt: not a sealed document, or its bytes have changed.
+        Corrupt: not a sealed document, its bytes have changed, or it exceeds a limit.
     """
-    return loads(b"\n".join(unseal_lines(document, what)), what)
+    line = b"\n".join(unseal_lines(document, what, max_bytes=max_bytes))
+    return decode_object(line, what, max_bytes=max_bytes, max_depth=MAX_DEPTH)
 
 
-def unseal_lines(document: bytes, what: str) -> list[bytes]:
-    """The lines of a sealed document, the first without its seal, which has been checked.
+def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[bytes]:
+    """Return the lines of a sealed document, the first without its seal, which has been checked.
 
     Raises:
-        Corrupt: not a sealed document, or its bytes have changed.
+        Corrupt: not a sealed document, its bytes have changed, or it is longer than `max_bytes`.
     """
+    if len(document) > max_bytes:
+        message = f"{what} is not read: it has {len(document)} bytes; at most {max_bytes} are allowed."
+        raise Corrupt(message, key=what)
     document = bytes(document)
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
@@ -88,18 +75,3 @@ def _digest_of_rest(document: bytes) -> str:
     hashing = xxhash.xxh3_128(b"{")
     hashing.update(memoryview(document)[_HEAD_BYTES:])
     return hashing.hexdigest()
-
-
-def loads(line: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in a line of a sealed document.
-
-    Raises:
-        Corrupt: it is none, so somebody else has sealed it.
-    """
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{what} is sealed but is not JSON: {error}.", key=what) from error
-    if not isinstance(value, dict):
-        raise Corrupt(f"{what} is sealed but is no JSON object.", key=what)
-    return value

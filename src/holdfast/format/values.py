@@ -12,16 +12,30 @@ import datetime
 import importlib
 import math
 import pathlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format.sealed import is_text
+from holdfast.documents import (
+    MAX_NUMBER_CHARS,
+    MAX_TEXT_CHARS,
+    is_text,
+    read_integers,
+    shown,
+)
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES, MAX_VALUE_DEPTH
 
 _SAFE_INT = 2**53
 _MAX_INT_BITS = 8192  # Python reads and writes decimal integers up to 4300 digits
+_MAX_INT_DIGITS = 2467  # of these many bits
+_INT = re.compile(rf"-?[0-9]{{1,{_MAX_INT_DIGITS}}}")
+_DTYPE = re.compile(r"[<>|=]?[biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+_MAX_CLASHES = 10**7  # comparisons of items with the same hash, in one set or dict
+_MAX_SIZE = 2**63 - 1
+_MAX_EMPTY_ITEMS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,39 @@ def encode(value: Any, path: str) -> Any:
     Raises:
         InvalidInput: a type, or a value of it, that cannot be written, named with its key path.
     """
+    try:
+        encoded = _encode(value, path)
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    if _is_deeper(encoded, MAX_VALUE_DEPTH):
+        raise _too_deep(path)
+    return encoded
+
+
+def _too_deep(path: str) -> InvalidInput:
+    message = (
+        f"{path} contains itself, or containers in it are nested too deeply (as JSON, more than "
+        f"{MAX_VALUE_DEPTH} arrays and objects in each other), so it cannot be saved. Nothing was written."
+    )
+    return InvalidInput(message, key=path)
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            item
+            for one in level
+            if type(one) in (dict, list)
+            for item in (one.values() if type(one) is dict else one)
+            if type(item) in (dict, list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _encode(value: Any, path: str) -> Any:
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -50,7 +97,7 @@ def encode(value: Any, path: str) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
-        return [encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if kind is dict:
         return _encode_dict(value, path)
     if encoder := _ENCODERS.get(kind):
@@ -71,20 +118,32 @@ def decode(value: Any) -> Any:
 
     Raises:
         Unsupported: a tag that this version does not know.
+        Corrupt: what is under a tag is not what `encode` writes.
     """
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
+    try:
+        return _decode(value)
+    except (_Refused, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise Corrupt(f"A value cannot be decoded: {str(error)[:200]}.") from error
+
+
+class _Refused(Exception):
+    pass
+
+
+def _decode(value: Any) -> Any:
+    if type(value) is list:
+        return [_decode(item) for item in value]
+    if type(value) is not dict:
         return value
     if len(value) == 1:
         ((tag, body),) = value.items()
         if tag.startswith("$"):
             if tag not in _DECODERS:
                 raise Unsupported(
-                    f"Unknown value tag {tag!r}: written by a newer Holdfast? Upgrade to read it."
+                    f"Unknown value tag {shown(tag)}: written by a newer Holdfast? Upgrade to read it."
                 )
             return _DECODERS[tag](body)
-    return {key: decode(item) for key, item in value.items()}
+    return {key: _decode(item) for key, item in value.items()}
 
 
 def _checked_text(value: str, path: str) -> str:
@@ -107,30 +166,30 @@ def _encode_int(value: int, path: str) -> Any:
 def _encode_dict(value: dict[Any, Any], path: str) -> Any:
     if all(type(key) is str for key in value) and not any(key.startswith("$") for key in value):
         return {
-            _checked_text(key, f"{path}.<key {key!r}>"): encode(item, f"{path}.{key}" if path else key)
+            _checked_text(key, f"{path}.<key {key!r}>"): _encode(item, f"{path}.{key}" if path else key)
             for key, item in value.items()
         }
     return {"$dict": _encode_items(value, path)}
 
 
 def _encode_items(value: Any, path: str) -> list[Any]:
-    return [[encode(k, f"{path}.<key {k!r}>"), encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
+    return [[_encode(k, f"{path}.<key {k!r}>"), _encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
 
 
 def _encode_sequence(tag: str) -> Callable[[Any, str], Any]:
-    return lambda value, path: {tag: [encode(item, f"{path}[{i}]") for i, item in enumerate(value)]}
+    return lambda value, path: {tag: [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]}
 
 
 def _encode_set(tag: str) -> Callable[[Any, str], Any]:
     def encoder(value: Any, path: str) -> Any:
-        items = [encode(item, f"{path}.<item {item!r}>") for item in value]
+        items = [_encode(item, f"{path}.<item {item!r}>") for item in value]
         return {tag: sorted(items, key=repr)}  # sets have no order: sort, so that equal sets give equal bytes
 
     return encoder
 
 
 def _encode_deque(value: Any, path: str) -> Any:
-    return {"$deque": [value.maxlen, [encode(item, f"{path}[{i}]") for i, item in enumerate(value)]]}
+    return {"$deque": [value.maxlen, [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]]}
 
 
 def _encode_timedelta(value: datetime.timedelta, path: str) -> Any:
@@ -156,25 +215,88 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     pathlib.PurePosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
 }
 
+# What is under a tag may be anything: each decoder checks what it relies on.
+
+
+def _text(body: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
+    if type(body) is not str or len(body) > max_chars:
+        raise _Refused(f"expected a text of at most {max_chars} characters, found {shown(body)}")
+    return body
+
+
+def _array(body: Any, count: int | None = None) -> list[Any]:
+    if type(body) is not list or count not in (None, len(body)):
+        raise _Refused(f"expected an array{'' if count is None else f' of {count}'}, found {shown(body)}")
+    return body
+
+
+def _integer(body: Any) -> int:
+    if type(body) is not int:
+        raise _Refused(f"expected an integer, found {shown(body)}")
+    return body
+
+
+def _bytes(body: Any) -> bytes:
+    return base64.b64decode(_text(body, MAX_DOCUMENT_BYTES), validate=True)
+
+
+def _decode_int(body: Any) -> int:
+    digits = _text(body, _MAX_INT_DIGITS + 1)
+    if not _INT.fullmatch(digits):
+        raise _Refused(f"expected an integer, found {shown(digits)}")
+    return int(digits)
+
+
+def _decode_float(body: Any) -> float:
+    return float(_text(body, MAX_NUMBER_CHARS))
+
+
+def _hashable(items: Iterable[Any]) -> list[Any]:
+    """Return the items, unless so many have the same hash that a set of them would take very long."""
+    found = list(items)
+    alike = collections.Counter(map(hash, found))
+    if sum(count * count for count in alike.values() if count > 1) > _MAX_CLASHES:
+        raise _Refused(f"too many of {len(found)} items have the same hash")
+    return found
+
+
+def _decode_pairs(body: Any) -> list[tuple[Any, Any]]:
+    rows = [_array(row, 2) for row in _array(body)]
+    keys = _hashable(_decode(key) for key, _ in rows)
+    return [(key, _decode(value)) for key, (_, value) in zip(keys, rows, strict=True)]
+
+
+def _decode_deque(body: Any) -> Any:
+    length, items = _array(body, 2)
+    if length is not None and not 0 <= _integer(length) <= sys.maxsize:
+        raise _Refused(f"a deque of length {shown(length)}")
+    return collections.deque((_decode(item) for item in _array(items)), maxlen=length)
+
+
+def _decode_timedelta(body: Any) -> datetime.timedelta:
+    days, seconds, microseconds = map(_integer, _array(body, 3))
+    return datetime.timedelta(days, seconds, microseconds)
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$tensor": TensorRef,
-    "$int": int,
-    "$float": float,
-    "$tuple": lambda body: tuple(decode(item) for item in body),
-    "$set": lambda body: {decode(item) for item in body},
-    "$frozenset": lambda body: frozenset(decode(item) for item in body),
-    "$bytes": base64.b64decode,
-    "$bytearray": lambda body: bytearray(base64.b64decode(body)),
-    "$complex": lambda body: complex(float(body[0]), float(body[1])),
-    "$range": lambda body: range(*body),
-    "$dict": lambda body: {decode(k): decode(v) for k, v in body},
-    "$odict": lambda body: collections.OrderedDict((decode(k), decode(v)) for k, v in body),
-    "$counter": lambda body: collections.Counter({decode(k): decode(v) for k, v in body}),
-    "$deque": lambda body: collections.deque((decode(item) for item in body[1]), maxlen=body[0]),
-    "$datetime": datetime.datetime.fromisoformat,
-    "$date": datetime.date.fromisoformat,
-    "$timedelta": lambda body: datetime.timedelta(*body),
-    "$path": pathlib.Path,
+    "$tensor": lambda body: TensorRef(_text(body)),
+    "$int": _decode_int,
+    "$float": _decode_float,
+    "$tuple": lambda body: tuple(_decode(item) for item in _array(body)),
+    "$set": lambda body: set(_hashable(_decode(item) for item in _array(body))),
+    "$frozenset": lambda body: frozenset(_hashable(_decode(item) for item in _array(body))),
+    "$bytes": _bytes,
+    "$bytearray": lambda body: bytearray(_bytes(body)),
+    "$complex": lambda body: complex(*map(_decode_float, _array(body, 2))),
+    "$range": lambda body: range(*map(_integer, _array(body, 3))),
+    "$dict": lambda body: dict(_decode_pairs(body)),
+    "$odict": lambda body: collections.OrderedDict(_decode_pairs(body)),
+    "$counter": lambda body: collections.Counter(dict(_decode_pairs(body))),
+    "$deque": _decode_deque,
+    "$datetime": lambda body: datetime.datetime.fromisoformat(_text(body, 64)),
+    "$date": lambda body: datetime.date.fromisoformat(_text(body, 64)),
+    "$timedelta": _decode_timedelta,
+    "$path": lambda body: pathlib.Path(_text(body)),
     "$ndarray": lambda body: _decode_ndarray(body),
     "$npscalar": lambda body: _decode_ndarray(body)[()],
     "$torch": lambda body: _decode_torch(body),
@@ -207,10 +329,18 @@ def _encode_numpy(value: Any, path: str) -> Any:
 
 def _decode_ndarray(body: Any) -> Any:
     numpy = importlib.import_module("numpy")
-    dtype, shape, data = numpy.dtype(body[0]), body[1], base64.b64decode(body[2])
-    if not dtype.itemsize or 0 in shape:  # frombuffer takes neither
-        return numpy.zeros(shape, dtype)
-    return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
+    name, sizes, text = _array(body, 3)
+    if not _DTYPE.fullmatch(_text(name, 32)):
+        raise _Refused(f"expected a plain numpy dtype, found {shown(name)}")
+    dtype, shape, data = numpy.dtype(name), read_integers(sizes, max_items=MAX_DIMS), _bytes(text)
+    num_items = math.prod(shape)
+    if dtype.itemsize and num_items:
+        if dtype.itemsize * num_items != len(data):
+            raise _Refused(f"an array {name}{list(shape)} of {len(data)} bytes")
+        return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
+    if num_items > _MAX_EMPTY_ITEMS:  # items without bytes, for which numpy takes memory
+        raise _Refused(f"an array of {num_items} items without bytes")
+    return numpy.zeros(shape, dtype)  # frombuffer takes neither
 
 
 def _encode_torch(value: Any, path: str) -> Any:
@@ -221,12 +351,15 @@ def _encode_torch(value: Any, path: str) -> Any:
 
 def _decode_torch(body: Any) -> Any:
     torch = importlib.import_module("torch")
-    kind, text = body
+    kind, value = _array(body, 2)
     if kind == "size":
-        return torch.Size(text)
+        return torch.Size(read_integers(value, at_least=-_MAX_SIZE, at_most=_MAX_SIZE))
     if kind == "device":
-        return torch.device(text)
-    dtype = getattr(torch, text, None) if kind == "dtype" else None
+        try:
+            return torch.device(_text(value, 64))
+        except RuntimeError as error:
+            raise _Refused(f"no device of torch is called {shown(value)}") from error
+    dtype = vars(torch).get(_text(value, 64)) if kind == "dtype" else None  # not getattr: that may import
     if not isinstance(dtype, torch.dtype):
-        raise Unsupported(f"Unknown torch value {body!r} in a checkpoint.")
+        raise Unsupported(f"Unknown torch {shown(kind)} {shown(value)} in a checkpoint.")
     return dtype

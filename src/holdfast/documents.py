@@ -1,0 +1,356 @@
+"""JSON from outside: decoded within limits, and its members read with their types checked; pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection
+from typing import Any, NoReturn, final
+
+from holdfast.errors import Corrupt
+
+MAX_BYTES = 1 << 20
+"""Bytes of a document whose kind has no limit of its own."""
+MAX_DEPTH = 64
+"""Arrays and objects that may be nested in each other."""
+MAX_DIGITS = 20
+"""Digits of an integer; 2**64 has 20."""
+MAX_NUMBER_CHARS = 64
+"""Characters of a number with a fraction or exponent; Python writes 24."""
+MAX_COUNT = 2**53 - 1
+"""Greatest count, size and offset: the greatest integer that every JSON reader keeps exactly."""
+MAX_TEXT_CHARS = 1 << 16
+"""Characters of a text whose member has no limit of its own."""
+
+_LONG_INTEGER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MAX_NUMBER = 1.7e308
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
+
+
+class _Refused(ValueError):
+    pass
+
+
+def decode(
+    text: bytes | bytearray | memoryview | str,
+    what: str,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+) -> Any:
+    """Return the value of a JSON text.
+
+    Every text in it is valid Unicode, every number is finite, and no key is in an object twice.
+
+    Args:
+        text: UTF-8, or a string.
+        what: its name, for errors.
+        max_bytes: limit on its length.
+        max_depth: limit on nested arrays and objects.
+
+    Raises:
+        Corrupt: it is not JSON, or exceeds a limit.
+    """
+    if len(text) > max_bytes:
+        message = f"{what} is not read: it has {len(text)} bytes; at most {max_bytes} are allowed."
+        raise Corrupt(message, key=what)
+    try:
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        bare = _STRING.sub(b"", data)
+        _check_depth(bare, max_depth)
+        value = (_SLOW if _LONG_INTEGER.search(bare) else _FAST).decode(data.decode())
+        if _ESCAPED_SURROGATE.search(data):
+            _check_texts(value)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{what} is not JSON that can be read: {_reason(error)}.", key=what) from error
+    return value
+
+
+def decode_object(
+    text: bytes | bytearray | memoryview | str,
+    what: str,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+) -> Fields:
+    """Return the members of a JSON object.
+
+    Raises:
+        Corrupt: it is not a JSON object, or exceeds a limit.
+    """
+    return Fields(decode(text, what, max_bytes=max_bytes, max_depth=max_depth), what)
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"[:200]
+
+
+def _check_depth(bare: bytes, max_depth: int) -> None:
+    brackets = bare.translate(None, _NO_BRACKETS)
+    left = brackets
+    for _ in range(max_depth // 2):  # each turn removes at most two levels
+        if not left:
+            return
+        left = left.replace(b"[]", b"").replace(b"{}", b"")
+    depth = 0
+    for bracket in brackets if left else b"":
+        depth += 1 if bracket in b"[{" else -1
+        if depth > max_depth:
+            raise _Refused(f"it is nested more than {max_depth} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise _Refused(f"the key {shown(twice)} is in an object twice")
+    return members
+
+
+def _integer(digits: str) -> int:
+    if len(digits.removeprefix("-")) > MAX_DIGITS:
+        raise _Refused(f"it holds an integer of {len(digits)} digits; at most {MAX_DIGITS} are allowed")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    if len(digits) > MAX_NUMBER_CHARS:
+        raise _Refused(
+            f"it holds a number of {len(digits)} characters; at most {MAX_NUMBER_CHARS} are allowed"
+        )
+    number = float(digits)
+    if not math.isfinite(number):
+        raise _Refused(f"it holds the number {digits}, which is not finite")
+    return number
+
+
+def _constant(name: str) -> NoReturn:
+    raise _Refused(f"it holds {name}, which is not JSON")
+
+
+_FAST = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant)
+_SLOW = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=_number, parse_constant=_constant, parse_int=_integer
+)
+
+
+def _check_texts(value: Any) -> None:
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            if not one.isascii():
+                one.encode()
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, dict):
+            left += one
+            left += one.values()
+
+
+def is_text(text: str) -> bool:
+    """Return False for a string with lone surrogates, such as a file name that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """Return a value in a few words, however large, deep or strange it is."""
+    if value is None or isinstance(value, (bool, float)):
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 80 else f"{value[:60]!r}... ({len(value)} characters)"
+    if isinstance(value, (list, tuple)):
+        return f"an array of {len(value)} items"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} members"
+    return f"a {type(value).__name__}"
+
+
+def refuse(what: str, name: str, expected: str, found: object) -> NoReturn:
+    """Raise the error for a member that is not as expected.
+
+    Raises:
+        Corrupt: always.
+    """
+    raise Corrupt(f"{what}: {name} should be {expected}, found {shown(found)}.", key=what)
+
+
+def read_integers(
+    value: Any, *, at_least: int = 0, at_most: int = MAX_COUNT, max_items: int | None = None
+) -> tuple[int, ...]:
+    """Return the items of an array of integers.
+
+    Raises:
+        ValueError: it is something else, or exceeds a limit.
+    """
+    if type(value) is list and (max_items is None or len(value) <= max_items):
+        for item in value:
+            if type(item) is not int or not at_least <= item <= at_most:
+                break
+        else:
+            return tuple(value)
+    most = "" if max_items is None else f"at most {max_items} "
+    bad = (
+        value
+        if type(value) is not list
+        else next((one for one in value if type(one) is not int or not at_least <= one <= at_most), value)
+    )
+    message = f"expected an array of {most}integers from {at_least} to {at_most}, found {shown(bad)}"
+    raise ValueError(message)
+
+
+@final
+class Fields:
+    """Members of a JSON object, whose types are checked when they are read.
+
+    Args:
+        value: a value that `decode` has returned.
+        what: its name, for errors.
+
+    Raises:
+        Corrupt: it is not an object.
+    """
+
+    __slots__ = ("members", "what")
+
+    def __init__(self, value: Any, what: str) -> None:
+        if type(value) is not dict:
+            raise Corrupt(f"{what} is no JSON object but {shown(value)}.", key=what)
+        self.members: dict[str, Any] = value
+        self.what = what
+
+    def __contains__(self, name: str) -> bool:
+        """Return True for a member that is there and is not null."""
+        return self.members.get(name) is not None
+
+    def value(self, name: str) -> Any:
+        """Return a member of any type.
+
+        Raises:
+            Corrupt: there is none.
+        """
+        if name not in self.members:
+            raise Corrupt(f"{self.what} lacks {name!r}.", key=self.what)
+        return self.members[name]
+
+    def integer(self, name: str, *, at_least: int = 0, at_most: int = MAX_COUNT) -> int:
+        """Return an integer.
+
+        Raises:
+            Corrupt: it is missing, something else or out of range.
+        """
+        value = self.value(name)
+        if type(value) is not int or not at_least <= value <= at_most:
+            refuse(self.what, name, f"an integer from {at_least} to {at_most}", value)
+        return value
+
+    def number(self, name: str, *, at_least: float = -math.inf) -> float:
+        """Return a finite number.
+
+        Raises:
+            Corrupt: it is missing, something else or too small.
+        """
+        value = self.value(name)
+        if type(value) not in (int, float) or not at_least <= value or abs(value) > _MAX_NUMBER:
+            least = "" if at_least == -math.inf else f" of at least {at_least:g}"
+            refuse(self.what, name, f"a finite number{least}", value)
+        return float(value)
+
+    def text(
+        self, name: str, *, max_chars: int = MAX_TEXT_CHARS, pattern: re.Pattern[str] | None = None
+    ) -> str:
+        """Return a text.
+
+        Args:
+            name: the member.
+            max_chars: limit on its length.
+            pattern: regular expression that all of it must match.
+
+        Raises:
+            Corrupt: it is missing, something else, too long or does not match.
+        """
+        value = self.value(name)
+        if type(value) is not str or len(value) > max_chars:
+            refuse(self.what, name, f"a text of at most {max_chars} characters", value)
+        if pattern is not None and not pattern.fullmatch(value):
+            refuse(self.what, name, f"a text like {pattern.pattern}", value)
+        return value
+
+    def choice(self, name: str, choices: Collection[str]) -> str:
+        """Return one of several texts.
+
+        Raises:
+            Corrupt: it is missing or something else.
+        """
+        value = self.value(name)
+        if type(value) is not str or value not in choices:
+            refuse(self.what, name, "one of " + ", ".join(sorted(choices)), value)
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Return true or false.
+
+        Raises:
+            Corrupt: it is missing or something else.
+        """
+        value = self.value(name)
+        if type(value) is not bool:
+            refuse(self.what, name, "true or false", value)
+        return value
+
+    def array(self, name: str, *, max_items: int | None = None) -> list[Any]:
+        """Return an array of anything.
+
+        Raises:
+            Corrupt: it is missing, something else or too long.
+        """
+        value = self.value(name)
+        if type(value) is not list or (max_items is not None and len(value) > max_items):
+            most = "" if max_items is None else f" of at most {max_items} items"
+            refuse(self.what, name, f"an array{most}", value)
+        return value
+
+    def integers(
+        self, name: str, *, at_least: int = 0, at_most: int = MAX_COUNT, max_items: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the items of an array of integers.
+
+        Raises:
+            Corrupt: it is missing, something else, too long, or an item is out of range.
+        """
+        try:
+            return read_integers(self.value(name), at_least=at_least, at_most=at_most, max_items=max_items)
+        except ValueError as error:
+            raise Corrupt(f"{self.what}: {name}: {error}.", key=self.what) from error
+
+    def texts(
+        self, name: str, *, max_items: int | None = None, max_chars: int = MAX_TEXT_CHARS
+    ) -> tuple[str, ...]:
+        """Return the items of an array of texts.
+
+        Raises:
+            Corrupt: it is missing, something else or exceeds a limit.
+        """
+        items = self.array(name, max_items=max_items)
+        for item in items:
+            if type(item) is not str or len(item) > max_chars:
+                refuse(self.what, name, f"an array of texts of at most {max_chars} characters", item)
+        return tuple(items)
+
+    def fields(self, name: str) -> Fields:
+        """Return the members of an object.
+
+        Raises:
+            Corrupt: it is missing or something else.
+        """
+        return Fields(self.value(name), f"{self.what}: {name}")

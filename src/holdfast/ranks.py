@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.format.messages import pack, unpack
 
 _T = TypeVar("_T")
 _PART_TIMEOUT = datetime.timedelta(seconds=30)
@@ -153,12 +154,20 @@ class Ranks(RankGroup):
         """
         if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        mine = bytearray(pack(value))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+            longest = max(int(size) for size in sizes)
+            rooms = [bytearray(longest) for _ in sizes]
+            padded = mine.ljust(longest, b" ")
+            dist.all_gather([_tensor(room) for room in rooms], _tensor(padded), group=self._group)
         except RuntimeError as error:
             raise self._silent(error) from error
-        return values
+        return [
+            unpack(room[: int(size)], f"rank {rank}")
+            for rank, (room, size) in enumerate(zip(rooms, sizes, strict=True))
+        ]
 
     def share(self, value: _T) -> _T:
         """Rank 0's value, on every rank.
@@ -171,12 +180,15 @@ class Ranks(RankGroup):
         """
         if self._group is None:
             return value
-        values = [value]
+        room = bytearray(pack(value) if self.rank == 0 else b"")
+        size = torch.tensor([len(room)])
         try:
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            dist.broadcast(size, src=0, group=self._group)
+            room = room if self.rank == 0 else bytearray(int(size))
+            dist.broadcast(_tensor(room), src=0, group=self._group)
         except RuntimeError as error:
             raise self._silent(error) from error
-        return values[0]
+        return unpack(room, "rank 0")
 
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
         """Start sending a CPU tensor to a rank, which must call `receive` for it.
@@ -277,3 +289,8 @@ class Ranks(RankGroup):
 
 def _this_host() -> tuple[str, str]:
     return socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+
+
+def _tensor(room: bytearray) -> torch.Tensor:
+    """Return a tensor that shares its memory with `room`."""
+    return torch.frombuffer(room, dtype=torch.uint8)

@@ -86,13 +86,13 @@ def load(path: Path) -> Any:
 
 
 def weights_only(source: Any, what: str, **options: Any) -> Any:
-    """`torch.load(weights_only=True)` on the CPU, with its failures in our words."""
+    """Call `torch.load(weights_only=True)`, on the CPU unless `options` say otherwise."""
     import pickle
 
     import torch
 
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, **options)
+        return torch.load(source, **{"map_location": "cpu", **options, "weights_only": True})
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         if found is None:
@@ -101,7 +101,7 @@ def weights_only(source: Any, what: str, **options: Any) -> Any:
         message = (
             f"{what} needs {refused}, and loading that could run code; it was not loaded. If you trust its "
             "author, load it with the program that wrote it, and save tensors and plain values anew with "
-            "torch.save."
+            "torch.save; or allow the name by torch.serialization.add_safe_globals."
         )
         raise Unsupported(message, key=refused) from error
     except Exception as error:  # a damaged file can fail in any way, also by a seek to where no file is

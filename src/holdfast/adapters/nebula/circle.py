@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
-import pickle
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar, final
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from holdfast.errors import RetryLater, Unsupported
+from holdfast.format.messages import pack, unpack
 from holdfast.ranks import RankGroup
 
 _T = TypeVar("_T")
@@ -51,8 +50,8 @@ class Circle(RankGroup):
         if self.world_size == 1:
             return [value]
         key = self._next()
-        self._store.set(f"{key}/{self.rank}", _text(value))
-        return [_value(self._wait(f"{key}/{rank}", rank)) for rank in range(self.world_size)]
+        self._store.set(f"{key}/{self.rank}", pack(value).decode())
+        return [self._value(f"{key}/{rank}", rank) for rank in range(self.world_size)]
 
     def share(self, value: _T) -> _T:
         """See `RankGroup.share`.
@@ -63,12 +62,16 @@ class Circle(RankGroup):
             return value
         key = self._next()
         if self.rank == 0:
-            self._store.set(key, _text(value))
+            self._store.set(key, pack(value).decode())
             return value
-        return _value(self._wait(key, 0))
+        return self._value(key, 0)
 
     def _next(self) -> str:
         return f"{self._name}/{next(self._numbers)}"
+
+    def _value(self, key: str, rank: int) -> Any:
+        # Any process that reaches the port can write to the store, so this is decoded as from a stranger.
+        return unpack(self._wait(key, rank), f"rank {self._members[rank]}")
 
     def _wait(self, key: str, rank: int) -> bytes:
         """What a rank has put under a key; asked for again and again: a blocking get blocks the store."""
@@ -114,12 +117,3 @@ class Circle(RankGroup):
         """
         message = "Ranks that meet at a store exchange no tensors."
         raise Unsupported(message)
-
-
-def _text(value: object) -> str:
-    """A value as a text: a pickle, as in torch's all_gather_object, between processes of one training."""
-    return base64.b64encode(pickle.dumps(value)).decode()
-
-
-def _value(text: bytes) -> Any:
-    return pickle.loads(base64.b64decode(text))

@@ -19,6 +19,7 @@ from holdfast.adapters.nebula.markers import Marker
 from holdfast.adapters.nebula.settings import place_of
 from holdfast.adapters.nebula.tags import EXPLICIT
 from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.exchange.torch_files import weights_only
 
 _ASKED_FOR = "torch_nebula"
 _ENGINES = "deepspeed.runtime.checkpoint_engine"
@@ -154,13 +155,14 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
         Raises:
             NotFound: there is none.
             Corrupt: damage was found.
+            Unsupported: loading the file of torch's could run code.
         """
         place = Path(path)
         tag = place.parent.name
         is_first = self._first_tag in (None, tag)
         if place.is_file() and Marker.read(place) is None and (not self._reads_here and is_first):
             self._first_tag = tag
-            return torch.load(path, map_location=map_location, weights_only=False)
+            return weights_only(place, str(place), map_location=map_location)
         checkpoint = self._find(tag)
         if checkpoint is None:
             message = f"There is no checkpoint {tag!r} in {self._load_path} or nearer, and no other one."

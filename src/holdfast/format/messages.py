@@ -1,0 +1,74 @@
+"""Messages between ranks: JSON with tagged types and errors, so that receiving one runs no code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from holdfast import errors
+from holdfast.errors import Corrupt, HoldfastError
+from holdfast.format.sealed import dumps
+from holdfast.format.values import decode, encode
+
+MAX_BYTES = 256 << 20
+"""Longest message that is decoded. The longest in use hold the parts of a checkpoint, a few MB each."""
+
+_KINDS: dict[str, type[HoldfastError]] = {
+    kind.kind: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, HoldfastError)
+}
+
+
+def pack(value: Any) -> bytes:
+    """Return a value as bytes that `unpack` understands.
+
+    Args:
+        value: what `values.encode` takes, a `HoldfastError`, or a tuple of these.
+
+    Raises:
+        InvalidInput: something else is in it.
+    """
+    return dumps(_packed(value))
+
+
+def unpack(data: bytes | bytearray, sender: str) -> Any:
+    """Return the value in a message.
+
+    Args:
+        data: the message.
+        sender: name of the sender, for the error.
+
+    Raises:
+        Corrupt: it is no message of Holdfast, or it is longer than `MAX_BYTES`.
+    """
+    if len(data) > MAX_BYTES:
+        raise Corrupt(f"A message from {sender} has {len(data)} bytes; {MAX_BYTES} is the most.")
+    try:
+        return _unpacked(json.loads(data))
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, HoldfastError) as error:
+        message = (
+            f"A message from {sender} is not Holdfast's: {type(error).__name__}. Another version of Holdfast "
+            "on that rank, or another program, sent it. Nothing of it was used."
+        )
+        raise Corrupt(message) from error
+
+
+def _packed(value: Any) -> dict[str, Any]:
+    if isinstance(value, HoldfastError):
+        return {"error": [value.kind, str(value), value.step, value.rank, value.key]}
+    if type(value) is tuple:
+        return {"tuple": [_packed(item) for item in value]}
+    return {"value": encode(value, "message")}
+
+
+def _unpacked(body: Any) -> Any:
+    ((form, content),) = body.items() if isinstance(body, dict) else ()
+    if form == "tuple":
+        return tuple(_unpacked(item) for item in content)
+    if form == "error":
+        kind, text, step, rank, key = content
+        return _KINDS[kind](str(text), step=step, rank=rank, key=key)
+    if form != "value":
+        raise KeyError(form)
+    return decode(content)

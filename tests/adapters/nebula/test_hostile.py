@@ -1,0 +1,123 @@
+"""Other users of a machine: nothing that they can put in a trainer's way runs as code."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.adapters.nebula.circle import Circle
+from holdfast.errors import Corrupt, RetryLater
+from holdfast.format.messages import pack, unpack
+
+
+class _Bomb:
+    """An object whose pickle runs a command when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.mark),))
+
+
+def test_what_another_process_puts_into_the_store_is_not_unpickled(tmp_path: Path) -> None:
+    """Whoever reaches the port of torch's TCPStore can write to it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stranger = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    circle = Circle(server, "holdfast/nebula/x", (0, 1), 0, timeout_s=20)
+    bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
+    stranger.set("holdfast/nebula/x/0/1", base64.b64encode(bomb).decode())
+    with pytest.raises(Corrupt, match="message from rank 1 is not Holdfast's"):
+        circle.gather("mine")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        (1, "two", [3.5, None], {"a": (1, 2)}),
+        ((("run", 3), None), b"\0\xff", float("inf"), 2**70),
+        (None, RetryLater("not now", step=3, rank=1)),
+        {1: {"x"}, "$odd": ()},
+    ],
+)
+def test_messages_come_back_as_they_were(value: Any) -> None:
+    found = unpack(pack(value), "rank 1")
+    if isinstance(value, tuple) and isinstance(value[-1], RetryLater):
+        assert (type(found[1]), str(found[1]), found[1].step) == (RetryLater, "not now", 3)
+    else:
+        assert found == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"value":1,"tuple":[]}',
+        b'{"error":[1]}',
+        b'{"error":["none","x",null,null,null]}',
+        b'{"value":{"$none":1}}',
+        b'{"value":{"$int":"' + b"9" * 5000 + b'"}}',
+        b'{"value":' + b"[" * 100_000,
+        b'{"tuple":[' * 50_000,
+        b'{"tuple":7}',
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(Corrupt, match="rank 1"):
+        unpack(data, "rank 1")
+
+
+def test_a_file_that_deepspeed_would_unpickle_is_refused(tmp_path: Path) -> None:
+    """`enable_nebula_load: false` leads to DeepSpeed's own files, which may come from anybody."""
+    package = tmp_path / "site" / "deepspeed" / "runtime" / "checkpoint_engine"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "checkpoint_engine.py").write_text(
+        "class CheckpointEngine:\n    def __init__(self, config_params=None): pass\n"
+    )
+    file = tmp_path / "ds" / "step2" / "mp_rank_00_model_states.pt"
+    file.parent.mkdir(parents=True)
+    torch.save({"module": {"w": torch.ones(2)}}, file.with_name("good.pt"))
+    torch.save({"module": _Bomb(tmp_path / "ran")}, file)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(tmp_path / "home"), str(file)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ones [1.0, 1.0]" in done.stdout
+    assert "Unsupported" in done.stdout
+    assert "add_safe_globals" in done.stdout
+    assert not (tmp_path / "ran").exists()
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+import holdfast
+from holdfast.adapters.nebula import deepspeed
+engine = deepspeed.HoldfastCheckpointEngine(
+    deepspeed.Block(persistent_storage_path=sys.argv[1], enable_nebula_load=False)
+)
+bad = Path(sys.argv[2])
+print("ones", engine.load(str(bad.with_name("good.pt")))["module"]["w"].tolist())
+try:
+    engine.load(str(bad))
+except holdfast.HoldfastError as error:
+    print(type(error).__name__, error)
+"""

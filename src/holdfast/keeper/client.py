@@ -7,16 +7,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from holdfast import errors
+from holdfast.entry import command
 from holdfast.errors import HoldfastError, Internal, RetryLater
 from holdfast.keeper import protocol
 from holdfast.keeper.presence import Presence, Trace, process_start
@@ -314,24 +313,14 @@ class Keeper:
         ours, theirs = protocol.pair()
         self._end = ours
         self._stderr = os.memfd_create("holdfast-keeper-stderr")  # read if it dies; leaves no file behind
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         presence = Presence.claim(self.terms.home, self._trace())
         # A process inherits its maker's mask: blocked here, they cannot end the keeper before it ignores
         # them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "holdfast.keeper",
-                    str(theirs.fileno()),
-                    str(presence.fd),
-                    str(presence.path),
-                ],
-                env={**os.environ, "PYTHONPATH": path},
-                cwd="/",  # neither hold the user's directory nor import modules from it
+                command("holdfast.keeper", str(theirs.fileno()), str(presence.fd), str(presence.path)),
+                cwd="/",  # hold nobody's directory
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,

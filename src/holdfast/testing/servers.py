@@ -24,6 +24,7 @@ from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
+from holdfast.entry import command
 from holdfast.errors import RetryLater, Unsupported
 
 BUCKET = "test"
@@ -97,7 +98,7 @@ def ministack() -> Iterator[Server]:
         message = "The package ministack is not installed: pip install ministack."
         raise Unsupported(message)
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret"}
-    argv = [sys.executable, "-m", "ministack"]
+    argv = command("ministack")
     env = {"BIND_HOST": "127.0.0.1", "SERVICES": "s3", "GATEWAY_PORT": "{port}", "S3_PERSIST": "0"}
     with _running(argv, env) as (port, pid):
         request("PUT", f"http://127.0.0.1:{port}/{BUCKET}")
@@ -213,7 +214,7 @@ def start(argv: Sequence[str], env: Mapping[str, str] | None, said: object) -> s
         env: all its variables, None for those of this process.
         said: file for its output.
     """
-    wrapped = [sys.executable, "-S", "-E", "-c", _END_WITH_PARENT, str(os.getpid()), *argv]
+    wrapped = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid()), *argv]
     return subprocess.Popen(
         wrapped,
         env=env,

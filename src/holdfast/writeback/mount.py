@@ -8,7 +8,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast import errors
+from holdfast.entry import command
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.store import open_store
 from holdfast.writeback.journal import FOLDER, Journal
@@ -221,15 +221,7 @@ def _start(folder: Path, terms: Terms, timeout_s: float | None) -> None:
     try:
         with (folder / LOG).open("ab") as log:
             subprocess.run(  # returns when the uploader has left it: it is nobody's child
-                [
-                    sys.executable,
-                    "-m",
-                    "holdfast.writeback",
-                    "--terms",
-                    terms.text(),
-                    "--ready",
-                    str(writing),
-                ],
+                command("holdfast.writeback", "--terms", terms.text(), "--ready", str(writing)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -55,7 +55,7 @@ SCRIPT = """\
 told= controller=
 trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
 trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
-/opt/venv/bin/python -m holdfast.jobs.slurm controller /shared/jobs/3 &
+/opt/venv/bin/python /opt/holdfast/entry.py holdfast.jobs.slurm controller /shared/jobs/3 &
 controller=$!
 if [ -n "$told" ]; then kill "-$told" "$controller"; fi
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
@@ -80,7 +80,13 @@ def test_the_script_says_what_slurm_has_to_know() -> None:
         "task-id",
         asked.num_nodes,
         wanted_options(asked),
-        "/opt/venv/bin/python",
+        (
+            "/opt/venv/bin/python",
+            "/opt/holdfast/entry.py",
+            "holdfast.jobs.slurm",
+            "controller",
+            "/shared/jobs/3",
+        ),
         "/shared/jobs/3",
         "/shared/jobs/3/slurm.log",
     )
@@ -89,10 +95,10 @@ def test_the_script_says_what_slurm_has_to_know() -> None:
 
 
 def test_names_with_spaces_stay_one_word() -> None:
-    script = Script("my job's", "id", 1, {}, "/a b/python", "/c d", "/c d/log").text()
+    script = Script("my job's", "id", 1, {}, ("/a b/python", "controller", "/c d"), "/c d", "/c d/log").text()
     assert """#SBATCH --job-name='my job'"'"'s'""" in script
     assert "#SBATCH --chdir='/c d'" in script
-    assert "'/a b/python' -m holdfast.jobs.slurm controller '/c d' &" in script
+    assert "'/a b/python' controller '/c d' &" in script
 
 
 def fake_controller(folder: Path, body: str, state: str = "RUNNING") -> Path:
@@ -105,7 +111,7 @@ def fake_controller(folder: Path, body: str, state: str = "RUNNING") -> Path:
     for path in (controller, scontrol, squeue):
         path.chmod(0o755)
     script = folder / "sbatch.sh"
-    script.write_text(Script("n", "id", 1, {}, str(controller), str(folder), str(folder / "log")).text())
+    script.write_text(Script("n", "id", 1, {}, (str(controller),), str(folder), str(folder / "log")).text())
     return script
 
 

@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from holdfast.entry import command
 from holdfast.errors import RetryLater
 from holdfast.quantity import say_seconds
 
@@ -45,11 +44,9 @@ class Child:
         self.said: list[str] = []
         self._began = time.monotonic()
         reading, writing = os.pipe()
-        package = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.training", *options, "--progress", str(writing)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            command(f"{__package__}.training", *options, "--progress", str(writing)),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

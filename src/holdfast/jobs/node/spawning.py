@@ -8,10 +8,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from holdfast.entry import command
 from holdfast.jobs.environment import MARK
 from holdfast.jobs.node import locks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.place import STATE
+
+_PATH = "PYTHONPATH"
 
 
 def spawn(
@@ -36,7 +39,7 @@ def spawn(
     handed = [(os.POSIX_SPAWN_DUP2, lock, locks.HANDED_FD)] if lock is not None else []
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", entry, role, str(folder)],
+        command(entry, role, str(folder)),
         own_environment(environment),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -75,14 +78,12 @@ def look_after(folder: JobFolder) -> bool:
 
 
 def own_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of our own processes: they find this package, and are in no node.
+    """Return the environment of our own processes, which are in no node.
 
     Args:
         environment: what it is made from; by default that of this process.
     """
     given = os.environ if environment is None else environment
-    package = str(Path(__file__).resolve().parents[3])
+    kept = {name: value for name, value in given.items() if name not in (MARK, _PATH)}
     # Not the job's own path: it may hold other versions of what we import.
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    kept = {name: value for name, value in given.items() if name != MARK}
-    return {**kept, "PYTHONPATH": path}
+    return {**kept, _PATH: os.environ[_PATH]} if _PATH in os.environ else kept

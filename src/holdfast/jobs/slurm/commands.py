@@ -7,11 +7,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.entry import command
 from holdfast.errors import RetryLater, Unsupported
 
 _TIMEOUT_S = 60.0
@@ -43,8 +43,8 @@ def submit(script: Path) -> str:
         RetryLater: Slurm did not take it.
     """
     environment = dict(os.environ)
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    if paths != [""]:
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if paths:
         # The job runs in another folder, and relative paths would mean others there.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
     inherited = [name for name in environment if name.startswith("SLURM_") and name != "SLURM_CONF"]
@@ -119,7 +119,7 @@ def sweep(num_nodes: int, folder: Path) -> None:
     """
     words = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     with contextlib.suppress(RetryLater):  # a node that is gone has no processes
-        _run([*words, sys.executable, "-m", "holdfast.jobs.slurm", "sweep", str(folder)])
+        _run([*words, *command("holdfast.jobs.slurm", "sweep", str(folder))])
 
 
 def addresses(nodelist: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from holdfast.entry import command
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.due import Due
 from holdfast.jobs.following import tail
@@ -337,8 +338,9 @@ class _Step:
                 "--kill-on-bad-exit=1",  # a runner never fails: it was killed, and its peers wait in vain
                 "--wait=0",
                 "--unbuffered",
-                *(sys.executable, "-m", "holdfast.jobs.slurm", "runner", str(folder.path)),
-                *(str(attempt), ",".join(addresses)),
+                *command(
+                    "holdfast.jobs.slurm", "runner", str(folder.path), str(attempt), ",".join(addresses)
+                ),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

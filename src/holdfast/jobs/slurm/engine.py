@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import getpass
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.entry import command
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs import engine
 from holdfast.jobs.due import Due
@@ -144,7 +144,8 @@ class SlurmEngine(engine.Engine):
         folder = self._state / "jobs" / number
         output = Papers(JobFolder(folder)).output
         options = wanted_options(task)
-        return Script(task.name, task_id, task.num_nodes, options, sys.executable, str(folder), str(output))
+        controller = tuple(command("holdfast.jobs.slurm", "controller", str(folder)))
+        return Script(task.name, task_id, task.num_nodes, options, controller, str(folder), str(output))
 
     def _is_in_use(self, number: int, target: str) -> bool:
         """True if another job that has not ended needs its link at this path."""

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from holdfast.entry import command
 from holdfast.jobs.environment import Node, mark, run_environment, setup_environment
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.bell import Bell
@@ -141,7 +142,7 @@ class _Runner:
         self._plan.write(self._node.plan)
         self._warden = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "holdfast.jobs.slurm", "warden", str(self._node.path)],
+            command("holdfast.jobs.slurm", "warden", str(self._node.path)),
             dict(os.environ),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

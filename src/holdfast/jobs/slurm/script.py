@@ -14,7 +14,7 @@ _BODY = """\
 told= controller=
 trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
 trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
-{python} -m holdfast.jobs.slurm controller {folder} &
+{controller} &
 controller=$!
 if [ -n "$told" ]; then kill "-$told" "$controller"; fi
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
@@ -36,14 +36,14 @@ class Script:
     task_id: str
     num_nodes: int
     options: Options
-    python: str  # interpreter, at the same path on every node
+    controller: tuple[str, ...]  # command line of the controller, with paths that every node has
     folder: str  # of the job, on a file system that all nodes share
     output: str  # file for what the controller and Slurm itself have to say
 
     def text(self) -> str:
         """The script."""
         head = "\n".join(["#!/bin/bash", *self._lines()])
-        return f"{head}\n\n" + _BODY.format(python=shlex.quote(self.python), folder=shlex.quote(self.folder))
+        return f"{head}\n\n" + _BODY.format(controller=shlex.join(self.controller))
 
     def _lines(self) -> Iterator[str]:
         ours: Options = {

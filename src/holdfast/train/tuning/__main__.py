@@ -82,7 +82,7 @@ def _run(plan: Plan) -> None:
     """Run the script as `python SCRIPT ARGS` would."""
     path = Path(plan.script)
     sys.argv = [plan.script, *plan.args]
-    sys.path[0] = str(path.resolve().parent)
+    sys.path.insert(0, str(path.resolve().parent))
     module = types.ModuleType("__main__")
     module.__file__ = plan.script
     module.__dict__["__builtins__"] = __builtins__

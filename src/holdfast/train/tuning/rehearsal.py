@@ -8,12 +8,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.entry import command
 from holdfast.errors import InvalidInput
 from holdfast.surroundings import NOTICES, PROGRESS, REHEARSAL
 from holdfast.train.tuning.facts import revive
@@ -86,7 +86,7 @@ class Rehearsals:
         self.logs.append(log)
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*self._launcher(), "-m", "holdfast.train.tuning", str(own)],
+                self._command(own),
                 env=self._environment(own),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -117,13 +117,12 @@ class Rehearsals:
             )  # what is told is told; a rank that waits for one that has left does not matter
         return is_told
 
-    def _launcher(self) -> list[str]:
+    def _command(self, own: Path) -> list[str]:
+        script = command("holdfast.train.tuning", str(own))
         if self._ranks is None:
-            return [sys.executable]
-        return [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-            *("--nproc-per-node", str(self._ranks)),
-        ]
+            return script
+        options = ("--standalone", "--max-restarts", "0", "--nproc-per-node", str(self._ranks))
+        return command("torch.distributed.run", *options, *script[1:])  # it starts Python itself
 
     def _environment(self, own: Path) -> Mapping[str, str]:
         env = {name: value for name, value in os.environ.items() if name != PROGRESS}

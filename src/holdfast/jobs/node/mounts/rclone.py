@@ -104,7 +104,7 @@ class BucketMount:
         words = ["rclone", "mount", f"{_REMOTE}:{address.bucket}/{address.prefix}", str(self._path)]
         options = ["--config", os.devnull, "--vfs-cache-mode", "off", "--dir-cache-time", "10s"]
         read_only = ["--read-only"] if self._supply.is_read_only else []
-        ends = [sys.executable, "-S", "-E", "-c", _END_WITH_PARENT, str(os.getpid())]
+        ends = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid())]
         return [*ends, *words, *options, *read_only]
 
     def _look(self, is_wanted: Callable[[], bool]) -> None:

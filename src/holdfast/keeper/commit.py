@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 
@@ -107,11 +106,15 @@ def publish(store: Store, terms: Terms, step: int, name: str, document: bytes) -
 
     Blocks: until the manifest is durable.
     """
-    # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
-    # parts.
-    with contextlib.suppress(Conflict):
+    # Visible is not yet durable: other ranks' keepers may not have come to the fsync of their files' names.
+    folder = names.step_dir(step)
+    store.sync(folder)
+    try:
         # The commit: before this object exists the checkpoint does not, afterwards it is complete.
         store.put(name, document, if_absent=True)
+    except Conflict:
+        # An earlier keeper of this rank, or the attempt after us, has made it of the same parts.
+        store.sync(folder)
     kill_point("keeper.manifest")
     try:
         check_not_fenced(store, terms.attempt)
@@ -148,7 +151,7 @@ def check_not_refused(store: Store, terms: Terms, step: int) -> None:
 
 
 def is_committed(store: Store, terms: Terms, step: int) -> bool:
-    """True if the manifest of `step` of this attempt exists."""
+    """True if the manifest of `step` of this attempt is visible; `Store.sync` makes it durable."""
     return store.size(names.manifest(step, terms.attempt)) is not None
 
 

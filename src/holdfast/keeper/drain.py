@@ -181,6 +181,7 @@ class Drain:
             if there != before:
                 news_s, before = time.monotonic(), there
             self._wait_for_others(cargo, step, there, time.monotonic() - news_s)
+        self._home.sync(names.step_dir(step))  # who wrote the manifest may not have come to that
         ancestors = cargo.ancestors() if self._terms.rank == 0 else ()
         return Drained(attempt, step, num_bytes, time.monotonic() - began, ancestors)
 

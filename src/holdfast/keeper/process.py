@@ -388,11 +388,12 @@ class Work:
             job.ancestors = ()
             return True  # nobody sees all parts here: home gets the manifest when it has them
         if is_committed(self.store, self.terms, job.step):
+            self.store.sync(names.step_dir(job.step))  # rank 0's keeper may not have come to that
             name = names.manifest(job.step, self.terms.attempt)
             job.ancestors = manifests.parse(self.store.get(name), name).ancestors
             return True
         missing = missing_ranks(self.store, self.terms, job.step)
-        if self.terms.rank in missing and newest_committed(self.store, self.terms) > job.step:
+        if self.terms.rank in missing and self._is_behind_newer(job.step):
             return True  # committed and, while we did not look, retained away in favour of newer ones
         # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
         # while another deletes it.
@@ -402,6 +403,13 @@ class Work:
         check_not_refused(self.store, self.terms, job.step)
         self._give_up_if_hopeless(job, missing)
         return False
+
+    def _is_behind_newer(self, step: int) -> bool:
+        """Return whether a newer save of this attempt is durable."""
+        newest = newest_committed(self.store, self.terms)
+        if newest > step:
+            self.store.sync(names.step_dir(newest))
+        return newest > step
 
     def _give_up_if_hopeless(self, job: Job, missing: list[int]) -> None:
         waited_s = time.monotonic() - job.received_s

@@ -372,10 +372,12 @@ def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
         return False
     if run_id is not None and merged.run != run_id:
         return False
+    folder = names.step_dir(saved.step)
+    store.sync(folder)  # its parts are visible, and their writers dead before the fsync perhaps
     try:
         store.put(names.manifest(saved.step, saved.attempt), manifest_format.document(merged), if_absent=True)
-    except Conflict:
-        return True  # its own keeper, or another rank's restore, was first
+    except Conflict:  # its own keeper, or another rank's restore, was first
+        store.sync(folder)
     return True
 
 

@@ -21,6 +21,7 @@ from holdfast.errors import (
     RetryLater,
     Unsupported,
 )
+from holdfast.format import names
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.quantity import say_seconds
@@ -247,6 +248,7 @@ def restore_newest(
                 lines[attempt] = dict(tried.ancestors)
             continue
         _tell_lacking(lacking, (attempt, number), say)
+        _make_durable(store, number, rank)
         marked = [one for one in passed if not one.is_superseded]
         if marked or [attempt, number] in map(list, survey["marked"]):
             one.mark(partial(mark, marked, (attempt, number)), patience)
@@ -266,6 +268,13 @@ def restore_newest(
     if not every and step is None and not passed:
         return None
     raise _none_good(store.url, passed, kinds, one.touched, step)
+
+
+def _make_durable(store: Store, step: int, rank: int) -> None:
+    """Make the names of a restored checkpoint durable, whose writer may have been killed before that."""
+    for copy in store.copies() if rank == 0 else ():
+        with suppress(HoldfastError):  # every byte verified, and saving will find out that the store fails
+            copy.sync(names.step_dir(step))
 
 
 def _survey(

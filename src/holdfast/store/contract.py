@@ -175,6 +175,22 @@ class Store(ABC):
     def sweep(self, prefix: str = "") -> None:
         """Remove what unfinished puts of dead processes left under `prefix`; live objects stay."""
 
+    def sync(self, folder: str) -> None:
+        """Make every name in a folder durable, and the folder's own, whoever wrote them.
+
+        An object may be visible before its name is durable. Call this before relying on what another process
+        has put. Places where a visible object is durable have nothing to do: this default does nothing.
+
+        Args:
+            folder: the part of names before their last slash; nothing happens if there is none.
+
+        Raises:
+            RetryLater: the store failed; names in the folder may not survive a power cut.
+
+        Blocks: until the names would survive a power cut.
+        """
+        return
+
     def check(self) -> None:
         """Find out whether this place can be written to and keeps what `if_absent` promises.
 

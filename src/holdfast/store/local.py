@@ -36,7 +36,7 @@ from holdfast.store.naming import UNFINISHED, check_name, check_prefix
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_CANNOT_FSYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+_CANNOT_FSYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EROFS)
 _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _LINK = (
     "it is a symbolic link or is reached through one, and links inside a home are not followed. If you made "
@@ -237,6 +237,20 @@ class LocalStore(Store):
                 _sync(folder_fd)
             self._remove_empty(root, folder)
 
+    def sync(self, folder: str) -> None:
+        """See `Store.sync`; what this process has made durable before is made so again.
+
+        Another process may have removed the folder since and made it anew.
+        """
+        with self._refusing("sync", folder), self._rooted() as root:
+            if root is None:
+                return
+            with suppress(FileNotFoundError, NotADirectoryError):
+                for level in (folder, *map(_folder_of, _levels(folder))):
+                    with _opened_for_sync(root, level) as fd:
+                        _sync(fd)
+            self._sync_up(root, "")
+
     def sweep(self, prefix: str = "") -> None:
         """See `Store.sweep`; also removes directories left empty.
 
@@ -380,7 +394,10 @@ class LocalStore(Store):
                 self._remember(level, info)
         info = os.fstat(root)
         if self._durable.get("") != (info.st_dev, info.st_ino):
-            _sync_directory(self._real.parent)
+            for level in self._real.parents:  # whoever made them; above a mount point nothing is ours
+                if level.stat().st_dev != info.st_dev and level != self._real.parent:
+                    break
+                _sync_directory(level)
             self._remember("", info)
 
     def _remember(self, level: str, info: os.stat_result) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.store.contract import Buffer, Entry, Store
 
-METHODS = ("put", "link", "get", "read_into", "append", "list", "size", "delete", "sweep")
+METHODS = ("put", "link", "get", "read_into", "append", "list", "size", "delete", "sweep", "sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,12 @@ class FaultyStore(Store):
         """See `Store.delete`."""
         after = self._begin(Call("delete", name))
         self.inner.delete(name)
+        _do(after)
+
+    def sync(self, folder: str) -> None:
+        """See `Store.sync`."""
+        after = self._begin(Call("sync", folder))
+        self.inner.sync(folder)
         _do(after)
 
     def check(self) -> None:

@@ -116,7 +116,7 @@ def _durable(results: Results, state: str, contestant: str) -> str:
 
 def _lost(results: Results, state: str, contestant: str) -> str:
     lost = results.spread(state, contestant, "lost_s")
-    times = results.paired(state, contestant, "limits", lambda own, raw: own["lost_s"] / raw["memcpy_s"])
+    times = results.training_lost(state, contestant)
     if lost is None or times is None:
         return NONE
     # a save that outlived the steps counted has slowed down more of them

@@ -62,7 +62,7 @@ def _large(results: Results, state: str, paired: _Paired) -> list[Verdict]:
         Verdict(
             "training lost per save, in memcpys",
             1.5,
-            paired("holdfast", lambda own, _: own["lost_s"] / own["near_memcpy_s"]),
+            results.training_lost(state, "holdfast"),
             "x",
         ),
         Verdict(

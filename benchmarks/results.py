@@ -70,6 +70,17 @@ class Results:
         except KeyError:  # a number that is not measured on this state
             return None
 
+    def training_lost(self, state: str, contestant: str) -> Spread | None:
+        """Return the training time lost by one save, in copies of the state in memory.
+
+        Every table and goal takes it from here. One unit holds for all contestants and rounds: the
+        median of the raw limit. A ratio taken round by round would let one slow copy halve the loss.
+        """
+        lost, copy = self.spread(state, contestant, "lost_s"), self.spread(state, "limits", "memcpy_s")
+        if lost is None or copy is None:
+            return None
+        return Spread(lost.median / copy.median, lost.least / copy.median, lost.most / copy.median)
+
     def trouble(self, state: str, contestant: str) -> str | None:
         """Why a contestant has no numbers, if it has none."""
         runs = self.of(state, contestant)

@@ -37,8 +37,11 @@ def main() -> int:
     """Rewrite the file named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("markdown", type=Path)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with 1 if a table is not the newest"
+    )
     options = parser.parse_args()
-    text = options.markdown.read_text()
+    before = text = options.markdown.read_text()
     asked = [name for name in RENDERERS if f"<!-- {name} -->" in text.splitlines()]
     if not asked:
         markers = ", ".join(f"<!-- {name} -->" for name in RENDERERS)
@@ -53,6 +56,8 @@ def main() -> int:
         else:
             sys.stderr.write(f"No {kind} results in {RESULTS}: its table is left as it is. Run it first.\n")
             is_whole = False
+    if options.check:
+        return 0 if is_whole and text == before else 1
     options.markdown.write_text(text)
     return 0 if is_whole else 1
 

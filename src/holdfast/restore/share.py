@@ -8,12 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.format.part import Part
+from holdfast.rawbytes import view_bytes
 from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, fetch
 from holdfast.store.contract import Store
 from holdfast.store.nearest import verdict
@@ -264,8 +265,7 @@ def _number(error: HoldfastError) -> int:
 
 def _view(data: torch.Tensor) -> memoryview:
     """The bytes of a block, without the last one, which says whether they are good."""
-    raw: Any = data.numpy()
-    return memoryview(raw)[:-1]
+    return view_bytes(data)[:-1]
 
 
 def _said(data: torch.Tensor, block: Block, one: Read) -> HoldfastError | None:

@@ -12,6 +12,7 @@ import torch
 
 from holdfast.errors import InvalidInput
 from holdfast.format.values import TensorRef, encode
+from holdfast.rawbytes import view_bytes
 from holdfast.state.capture import Sink
 from holdfast.state.spread import Spread
 
@@ -67,7 +68,7 @@ def derive(values: dict[str, Any], *, rank: int, world_size: int) -> str:
     The seed is a hash of the saved torch seed and state, the rank and the world size: two ranks never get
     the same stream, the same restore always gives the same streams, and no stream of earlier steps returns.
     """
-    facts = f"{values['seed']}/{rank}/{world_size}/".encode() + values["torch"].cpu().numpy().tobytes()
+    facts = f"{values['seed']}/{rank}/{world_size}/".encode() + bytes(view_bytes(values["torch"].cpu()))
     seed = int.from_bytes(hashlib.sha256(facts).digest()[:8], "little")
     random.seed(seed)
     torch.manual_seed(seed)  # seeds CUDA too

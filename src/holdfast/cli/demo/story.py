@@ -138,15 +138,18 @@ class Story:
         """Everything that happens to the survivor."""
         self.screen.say("both trainings start: the reference without Holdfast, the survivor with it")
         child = self._start("survivor")
+        self._write_raw_beside(child, self.every * 3 // 2)
         self._blow(child, signal.SIGKILL, "kill -9 while saving", saving_from=self.every * NUM_SAVES // 4)
         self.screen.say("survivor starts again")
         # With nothing held in memory: there the damaged file would still be whole.
         child = self._start("survivor", hold="0")
+        self._write_raw_beside(child, self.every * NUM_SAVES // 4 + self.every // 2)
         at_step = self.every * NUM_SAVES * 5 // 12 + self.every * 3 // 4
         self._blow(child, signal.SIGKILL, "kill -9 between saves", at_step=at_step)
         damage = self._damage_newest()
         self.screen.say("survivor starts again")
         child = self._start("survivor")
+        self._write_raw_beside(child, self.every * NUM_SAVES // 2)
         self._blow(
             child, signal.SIGTERM, "preempted while saving", saving_from=self.every * NUM_SAVES * 2 // 3
         )
@@ -195,10 +198,15 @@ class Story:
         self.blows.append(Blow(what, status, child.step, saving))
         self.screen.say(f"survivor ended with {status} after step {child.step}")
         self.wait_for_keepers()
-        self.raw_writes.append(write_raw(self.folder, self._data_bytes()))
         if self.is_far:
             shutil.rmtree(self.near)
             self.screen.say("the machine's own folder is gone; what is left is in home")
+
+    def _write_raw_beside(self, child: Child, at_step: int) -> None:
+        """Time a raw write while both trainings run, as they do beside a keeper's write."""
+        name = f"step {at_step}, with no save being written"
+        child.wait_for(lambda: child.step >= at_step and self._unfinished(0) is None, name)
+        self.raw_writes.append(write_raw(self.folder, self._data_bytes()))
 
     def _unfinished(self, from_step: int) -> int | None:
         """The newest step, if its save has begun to write and has no manifest yet."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import holdfast
+from holdfast.rawbytes import view_bytes
 
 CONTEXT, WIDTH, HEADS, BLOCKS, BATCH = 64, 192, 6, 4, 8
 CORPUS_BYTES = 4 << 20
@@ -92,9 +93,11 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """sha256 over every byte of the weights and of the optimizer's state."""
     text = hashlib.sha256()
     for name, weight in model.named_parameters():
-        text.update(name.encode() + weight.detach().numpy().tobytes())
+        text.update(name.encode())
+        text.update(view_bytes(weight.detach()))
         for key, value in sorted(optimizer.state[weight].items()):
-            text.update(key.encode() + value.numpy().tobytes())
+            text.update(key.encode())
+            text.update(view_bytes(value))
     return text.hexdigest()
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import InvalidInput
+from holdfast.rawbytes import view_bytes
 
 Unit = TypeVar("Unit")
 
@@ -206,4 +207,4 @@ def cut_epoch(
 def fingerprint(lengths: Sequence[int]) -> str:
     """A short mark of these lengths, so that other data are noticed."""
     data = torch.as_tensor(lengths, dtype=torch.int64)
-    return f"{len(lengths)} of {int(data.sum())} tokens, {zlib.crc32(data.numpy().tobytes()):08x}"
+    return f"{len(lengths)} of {int(data.sum())} tokens, {zlib.crc32(view_bytes(data.contiguous())):08x}"

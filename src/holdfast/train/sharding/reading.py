@@ -47,19 +47,23 @@ def describe(model: nn.Module) -> Description:
         layout=layout,
         device="" if mesh is None else mesh.device_type,
         backend="" if mesh is None else backends_of(mesh.get_group(mesh.ndim - 1)).get(mesh.device_type, ""),
-        dtype=None if first is None else first.mp_policy.param_dtype,
+        dtype=_compute_dtype(states.values()),
         is_offloaded=first is not None and isinstance(first.offload_policy, CPUOffloadPolicy),
         num_params=sum(u.num_params for u in units.values()) + sum(p.numel() for p in plain.values()),
         num_bytes=sum(u.num_bytes for u in units.values()) + plain_bytes,
         local_bytes=sum(u.local_bytes for u in units.values()) + plain_bytes,
         units=units,
         root=root,
-        notes=tuple(_notes(model, layout, plain.values(), first)),
+        notes=tuple(_notes(model, layout, plain.values(), first, _compute_dtype(states.values()))),
     )
 
 
 def _notes(
-    model: nn.Module, layout: Layout | None, plain: Iterable[torch.Tensor], first: Any
+    model: nn.Module,
+    layout: Layout | None,
+    plain: Iterable[torch.Tensor],
+    first: Any,
+    compute: torch.dtype | None,
 ) -> Iterable[str]:
     if layout is None:
         yield _unsharded(model)
@@ -70,7 +74,6 @@ def _notes(
         yield "there is one rank: nothing is shared or sent"
     if isinstance(first.offload_policy, CPUOffloadPolicy) and first.device.type == "cpu":
         yield "the parameters are in host memory as it is: offload changes nothing here"
-    compute = first.mp_policy.param_dtype
     floats = [name for name, one in model.named_buffers() if one.is_floating_point() and one.dtype != compute]
     if floats and compute is not None:
         yield (
@@ -135,13 +138,15 @@ def _unit(module: Any, *, is_root: bool) -> Unit:
     held = [one for group in _groups(module) for one in group.fsdp_params]
     params = [one.sharded_param for one in held]
     group = next(iter(_groups(module)), None)
-    compute = None if group is None else group.mp_policy.param_dtype
     inner = _unwrapped(module)
     return Unit(
         num_params=sum(p.numel() for p in params),
         num_bytes=sum(p.numel() * p.element_size() for p in params),
         local_bytes=sum(local_of(p).nbytes for p in params),
-        gathered_bytes=sum(p.numel() * (compute or p.dtype).itemsize for p in params),
+        gathered_bytes=sum(
+            one.sharded_param.numel() * (one.mp_policy.param_dtype or one.sharded_param.dtype).itemsize
+            for one in held
+        ),
         is_kept=group is None or group.post_forward_mesh_info is None or (is_root and _is_undecided(module)),
         is_recomputed=inner is not module,
         is_compiled=module._compiled_call_impl is not None,
@@ -158,6 +163,13 @@ def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def _compute_dtype(modules: Iterable[Any]) -> torch.dtype | None:
+    """Return the dtype in which the first unit computes; None for that of its parameters."""
+    held = (one for module in modules for group in _groups(module) for one in group.fsdp_params)
+    first = next(held, None)
+    return None if first is None else first.mp_policy.param_dtype
 
 
 def _first_group(modules: Iterable[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import xxhash
 from torch import nn
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
+from holdfast.rawbytes import view_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.state.sharding import is_dtensor, local_of, sharding_of
@@ -314,7 +314,7 @@ def _device(kind: str) -> torch.device:
 def _feed(digest: Any, tensor: torch.Tensor) -> None:
     flat = tensor.detach().cpu().contiguous()
     if flat.nbytes:
-        digest.update((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+        digest.update(view_bytes(flat))
 
 
 def _of_first(value: _T) -> _T:

@@ -1,0 +1,33 @@
+"""The tables of measurements in the documents: written from the newest results, alike in all documents."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TABLE = [sys.executable, str(ROOT / "benchmarks" / "table.py")]
+
+
+@pytest.mark.parametrize("document", ["README.md", "benchmarks/RESULTS.md"])
+def test_tables_are_those_of_the_newest_results(document: str) -> None:
+    done = subprocess.run(
+        [*TABLE, "--check", str(ROOT / document)], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run `python benchmarks/table.py {document}`\n{done.stderr}"
+
+
+def test_a_number_that_was_edited_is_found(tmp_path: Path) -> None:
+    copy = tmp_path / "page.md"
+    copy.write_text((ROOT / "README.md").read_text().replace("| holdfast | ", "| holdfast | 0", 1))
+    assert subprocess.run([*TABLE, "--check", str(copy)], check=False).returncode == 1
+
+
+def test_training_lost_is_one_figure_in_tables_and_goals() -> None:
+    lines = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    goal = next(line for line in lines if "training lost per save, in memcpys" in line).split(" | ")[2]
+    row = next(line for line in lines if line.startswith("| holdfast | ")).split(" | ")[4]
+    assert f"{float(goal.split(' ')[0]):.1f}" == row.split(" ")[0]

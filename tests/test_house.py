@@ -181,8 +181,20 @@ def test_nothing_is_swallowed(path: Path) -> None:
             )
 
 
+@each_file
+def test_warnings_point_at_the_users_line(path: Path) -> None:
+    """Only `callsite.warn` issues warnings: a `stacklevel` counts frames, which change."""
+    calls = [
+        node.lineno
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr == "warn" and ast.unparse(node.value) == "warnings"
+    ]
+    assert not calls, f"lines {calls}: use holdfast.callsite.warn"
+
+
 def test_all_is_exactly_what_is_public() -> None:
     assert list(holdfast.__all__) == PUBLIC
+    assert dir(holdfast) == sorted(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

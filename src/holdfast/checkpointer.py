@@ -7,12 +7,12 @@ import datetime
 import os
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, SupportsFloat
 
+from holdfast.callsite import warn
 from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent, bring, warn_of_problems
 from holdfast.consensus import Consensus
 from holdfast.ending import leave_at_exit
@@ -461,7 +461,7 @@ class Checkpointer:
             f"step {save.step} was skipped: earlier saves still hold all staging "
             f"memory ({self.num_skipped} so far)"
         )
-        warnings.warn(f"{message}. Raise memory=, or save less often.", SaveWarning, stacklevel=3)
+        warn(f"{message}. Raise memory=, or save less often.", SaveWarning)
         assert self._keeper is not None
         self._keeper.note("skipped", step=save.step, detail=message)
         return save
@@ -553,13 +553,13 @@ class Checkpointer:
         keeper = self._keeper
         if keeper is not None:
             while keeper.problems:
-                warnings.warn(keeper.problems.pop(0), SaveWarning, stacklevel=3)
+                warn(keeper.problems.pop(0), SaveWarning)
             if keeper.fenced is not None:
                 raise keeper.fenced
             if keeper.home_lost is not None:
                 raise keeper.home_lost
         if self._compiled is not None:
-            warn_of_problems(self._compiled, stacklevel=3)
+            warn_of_problems(self._compiled)
         self._settle_durable()
         for save in [save for save in self._saves if save.failed is not None]:
             self._saves.remove(save)
@@ -569,7 +569,7 @@ class Checkpointer:
                 self._failing_since_s = time.monotonic()
             if save.failed is not None and self._is_too_much(save.failed, self._failing_since_s):
                 raise save.failed
-            warnings.warn(str(save.failed), SaveWarning, stacklevel=3)
+            warn(str(save.failed), SaveWarning)
 
     def _is_too_much(self, error: HoldfastError, failing_since_s: float) -> bool:
         """True if training shall not go on without saves any longer."""
@@ -676,7 +676,7 @@ class Checkpointer:
         self._keeper = Keeper(terms, released=self._release)
         if self._compiled is not None:
             bring(self._compiled, self._ranks, attempt=self._attempt, note=self._keeper.note, say=self._say)
-            warn_of_problems(self._compiled, stacklevel=3)
+            warn_of_problems(self._compiled)
         return self._keeper
 
     def _open_compiled(self, limit: int | str | bool, trust_home: bool | None) -> CompileCache | None:

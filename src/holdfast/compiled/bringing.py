@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 
+from holdfast.callsite import warn
 from holdfast.compiled.cache import CompileCache
 from holdfast.ranks import RankGroup
 
@@ -51,7 +51,7 @@ def bring(
         cache.begin(attempt=attempt, rank=first, turn=firsts.index(first))
 
 
-def warn_of_problems(cache: CompileCache, *, stacklevel: int) -> None:
+def warn_of_problems(cache: CompileCache) -> None:
     """Tell the user what did not work since the last call; training goes on."""
     while cache.problems:
-        warnings.warn(cache.problems.pop(0), UserWarning, stacklevel=stacklevel + 1)
+        warn(cache.problems.pop(0), UserWarning)

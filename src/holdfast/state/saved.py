@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
+from holdfast.callsite import warn
 from holdfast.errors import InvalidInput
 from holdfast.state.load import PARAMETER_MARK, Plan
 from holdfast.state.tree import references
@@ -80,7 +80,7 @@ class SavedOptimizer:
                 f"{self._key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
                 "different options; it takes those of the first. Set what you want after the restore."
             )
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warn(message, UserWarning)
             plan.notes.append(message)
         return sources[0]
 

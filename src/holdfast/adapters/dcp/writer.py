@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from holdfast.adapters.dcp import documents
 from holdfast.adapters.dcp.claim import Claim, claim
 from holdfast.adapters.dcp.image import stage
 from holdfast.adapters.dcp.place import Place
+from holdfast.callsite import warn
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.format import names
 from holdfast.format.layout import lay_out
@@ -212,7 +212,7 @@ class HoldfastWriter(StorageWriter):
         except HoldfastError as error:
             history.record("retain-failed", step=newest[1], detail=str(error))
             message = f"Step {newest[1]} is durable, but older checkpoints could not be deleted: {error}"
-            warnings.warn(message, SaveWarning, stacklevel=2)
+            warn(message, SaveWarning)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

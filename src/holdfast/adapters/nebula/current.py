@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 from typing import Any
 
 from holdfast.adapters.nebula.session import Session
 from holdfast.adapters.nebula.settings import read_settings
+from holdfast.callsite import warn
 from holdfast.errors import SaveWarning
 
 _current: Session | None = None
@@ -48,7 +48,7 @@ def init(
     if _current is not None and _current.is_usable and _current.home == settings.home:
         if _current.settings != settings:
             message = f"There is a session of {settings.home} already; it goes on as it was begun."
-            warnings.warn(message, SaveWarning, stacklevel=2)
+            warn(message, SaveWarning)
         return
     before, _current = _current, None
     if before is not None:

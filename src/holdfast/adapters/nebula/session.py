@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 import time
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from holdfast.adapters.nebula.settings import Settings, place_of
 from holdfast.adapters.nebula.shelf import Shelf, Tier, Volume, meta_of
 from holdfast.adapters.nebula.tags import EXPLICIT, META, goes_back, key_of, named_step, next_step
 from holdfast.adapters.nebula.writer import RANKS_S, Writer, local_folder, run_of
+from holdfast.callsite import warn
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
 from holdfast.keeper import HeldStore, wait_for_orphans
 from holdfast.store import open_store
@@ -140,7 +140,7 @@ class Session:
             f"{tag} is complete and holds {name!r} already; it was not saved again. Use another tag for "
             "another state."
         )
-        warnings.warn(message, SaveWarning, stacklevel=5)
+        warn(message, SaveWarning)
         return False
 
     def _extend(self, tag: str, name: str, packed: Packed) -> bool:
@@ -215,7 +215,7 @@ class Session:
                 return self._complete(draft)
             if tag not in self._done:
                 message = f"commit() of {tag}, of which nothing was saved here: there is nothing to complete."
-                warnings.warn(message, SaveWarning, stacklevel=4)
+                warn(message, SaveWarning)
             return tag in self._done
 
     def _complete(self, draft: Draft) -> bool:
@@ -484,7 +484,7 @@ class Session:
                         "were saved "
                         f"here, and num_of_files is {draft.num_files}."
                     )
-                    warnings.warn(message, SaveWarning, stacklevel=2)
+                    warn(message, SaveWarning)
                 if self._writer is not None:
                     self._writer.close()
         if self._board is not None and self._writer is not None:

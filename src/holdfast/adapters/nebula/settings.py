@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.callsite import warn
 from holdfast.errors import InvalidInput, SaveWarning
 from holdfast.quantity import read_seconds
 
@@ -59,7 +59,7 @@ def place_of(path: Any) -> str:
             f"The path is a tuple, {path!r}: a comma stands behind it. Its one element is taken; remove the "
             "comma."
         )
-        warnings.warn(message, SaveWarning, stacklevel=5)
+        warn(message, SaveWarning)
         path = path[0]
     if path is None or path == "":
         message = (

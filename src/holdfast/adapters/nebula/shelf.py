@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.adapters.nebula.location import MapLocation, place
 from holdfast.adapters.nebula.packing import Packed, rebuild, unpack
 from holdfast.adapters.nebula.tags import META, named_step
+from holdfast.callsite import warn
 from holdfast.errors import Corrupt, NotFound, SaveWarning, Unsupported
 from holdfast.policy import line_of
 from holdfast.restore.checkpoint import Checkpoint
@@ -218,7 +218,7 @@ class Shelf:
                 message = (
                     f"{volume.tag} is taken as the newest checkpoint, since a newer one is damaged: {one}"
                 )
-                warnings.warn(message, SaveWarning, stacklevel=4)
+                warn(message, SaveWarning)
             return volume
         if passed:
             told = "".join(f"\n  {one}" for one in passed)

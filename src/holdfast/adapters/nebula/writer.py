@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import stat
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from holdfast.adapters.nebula.board import Plan
 from holdfast.adapters.nebula.circle import Circle
 from holdfast.adapters.nebula.settings import Settings
+from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
 from holdfast.claim import claim_run
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
@@ -64,7 +64,7 @@ class Writer:
                 if self.local is None:
                     raise
                 message = f"Checkpoints go straight to {self._settings.home}, without a nearer copy: {error}"
-                warnings.warn(message, SaveWarning, stacklevel=4)
+                warn(message, SaveWarning)
                 self.local = None
                 self._open(plan, circle)
         else:
@@ -166,7 +166,7 @@ def local_folder(settings: Settings, run: str | None) -> str | None:
         f"{settings.home}. "
         "Set HOLDFAST_LOCAL to a folder on this host's fast disk."
     )
-    warnings.warn(message, SaveWarning, stacklevel=4)
+    warn(message, SaveWarning)
     return None
 
 

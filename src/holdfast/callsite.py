@@ -1,0 +1,52 @@
+"""Warnings that point at the line of the user's script, not at a line of this package."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+_PASSED_THROUGH = frozenset(
+    {
+        "holdfast",
+        "torch",
+        "contextlib",
+        "functools",
+        "deepspeed",
+        "lightning",
+        "pytorch_lightning",
+        "transformers",
+    }
+)
+"""Packages whose frames are between the user's line and ours."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Issue a warning for the innermost line outside this package and the frameworks that call it.
+
+    The line is found by walking the stack: a fixed `stacklevel` is wrong as soon as a function is called from
+    two places. Without such a line, as in a thread of our own, the warning points at its outermost frame.
+
+    Args:
+        message: text of the warning.
+        category: class of the warning.
+    """
+    frame = _user_frame()
+    facts = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=facts.get("__name__", "<unknown>"),
+        registry=facts.setdefault("__warningregistry__", {}),
+    )
+
+
+def _user_frame() -> FrameType:
+    frame = sys._getframe(2)
+    while (
+        frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_THROUGH and frame.f_back is not None
+    ):
+        frame = frame.f_back
+    return frame

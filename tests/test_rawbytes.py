@@ -1,0 +1,75 @@
+"""Views of a tensor's bytes, and an installation without numpy."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.rawbytes import view_bytes
+
+WITHOUT_NUMPY = """
+import sys, warnings
+sys.modules["numpy"] = None  # as where it is not installed
+warnings.simplefilter("ignore")  # torch's own, of that
+import torch
+import holdfast
+from holdfast.cli.demo.training import digest
+from holdfast.state import rng
+from holdfast.train.lengths.batches import fingerprint
+
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(2, 64)).sum().backward()
+optimizer.step()
+state = {"model": model, "optimizer": optimizer}
+with holdfast.Checkpointer(sys.argv[1], state) as ckpt:
+    ckpt.save(1)
+before = digest(model, optimizer)
+with torch.no_grad():
+    model.weight.zero_()
+with holdfast.Checkpointer(sys.argv[1], state) as ckpt:
+    assert ckpt.restore() == 1
+assert digest(model, optimizer) == before
+assert holdfast.open(sys.argv[1]).verify().problems == ()
+assert fingerprint([3, 1, 2]).startswith("3 of 6 tokens")
+values = {"seed": 1, "torch": torch.get_rng_state()}
+assert "seeded" in rng.derive(values, rank=1, world_size=2)
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn])
+def test_a_view_shares_the_bytes_of_any_dtype(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 5).to(dtype)
+    view = view_bytes(tensor)
+    assert (len(view), view.format, view.readonly) == (tensor.nbytes, "B", False)
+    assert bytes(view) == bytes(tensor.view(torch.uint8).flatten().tolist())
+    view[:] = bytes(len(view))
+    assert not tensor.view(torch.uint8).any()
+
+
+def test_a_view_keeps_its_tensor_alive() -> None:
+    view = view_bytes(torch.arange(1000))
+    gc.collect()
+    torch.zeros(1000, dtype=torch.int64).add_(7)
+    assert view.cast("q")[999] == 999
+
+
+def test_an_empty_tensor_has_an_empty_view() -> None:
+    assert len(view_bytes(torch.empty(0))) == 0
+
+
+def test_what_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        view_bytes(torch.ones(2, 3).t())
+
+
+def test_nothing_needs_numpy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMPY, tmp_path / "home"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

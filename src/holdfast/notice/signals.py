@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from holdfast.callsite import warn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
@@ -134,11 +135,10 @@ def _install(number: int) -> None:
             return
         before = before.before
     if before is None or (before == signal.SIG_DFL and _is_caught(number)):
-        warnings.warn(
+        warn(
             f"{signal.Signals(number).name} is no preemption notice in this process: code that is not Python "
             "has installed a handler for it, which was left alone.",
             RuntimeWarning,
-            stacklevel=5,
         )
     elif before != signal.SIG_IGN:
         signal.signal(number, _Handler(number, before))

@@ -179,7 +179,7 @@ class _NoKeeper:
         return lambda *_, **__: None
 
 
-def restore(home: Path, local: Path | None, workload: Workload) -> Restored:
+def restore(home: Path, local: Path | None, workload: Workload, *, quiet: bool = True) -> Restored:
     """Restore as a training does, in this process and without a keeper, and compare what came back.
 
     Raises:
@@ -190,7 +190,7 @@ def restore(home: Path, local: Path | None, workload: Workload) -> Restored:
     real, checkpointer.Keeper = checkpointer.Keeper, _NoKeeper  # pyright: ignore[reportAttributeAccessIssue]
     try:
         made = holdfast.Checkpointer(
-            home, state, local=local, notices="none", signals=False, quiet=True, compile_cache=False
+            home, state, local=local, notices="none", signals=False, quiet=quiet, compile_cache=False
         )
         step = made.restore(only=list(state))
         made.close()
@@ -214,6 +214,45 @@ def resume(folder: Path, workload: Workload, promises: Promises) -> list[str]:
 
     Blocks: about a second.
     """
+
+    def work() -> list[str]:
+        home, local = folder / "home", folder / "local" if workload.has_local else None
+        found, problems = save_on_top(home, local, workload)
+        problems += _too_old("restore()", found, max(promises.durable, default=None))
+        check_visible(home, problems)
+        left = [str(path) for path in home.glob("step-*/.unfinished-*")]
+        if left:
+            problems.append(f"unfinished files stay for ever: {left[:3]}")
+        return problems
+
+    return in_a_process(work)
+
+
+def save_on_top(home: Path, local: Path | None, workload: Workload) -> tuple[Restored, list[str]]:
+    """Restore, save the next step, and restore again; return what came first, and what is wrong.
+
+    Raises:
+        HoldfastError: no checkpoint could be restored, or the save failed.
+    """
+    state = trainer.state_of(0, 0, trainer.WIDE if workload.is_wide else trainer.SHAPES)
+    branch = 100  # after every recorded one
+    with holdfast.Checkpointer(
+        home, state, local=local, keep=2, notices="none", signals=False, quiet=True
+    ) as made:
+        step = made.restore(only=list(state))
+        first = _restored(state, step)
+        following = (step or 0) + 1
+        trainer.set_state(state, branch, following)
+        made.save(following).wait_durable()
+        made.wait()
+    again = restore(home, local, workload)
+    if again.place == (branch, following):
+        return first, []
+    return first, [f"step {following} was saved on top, and restore() gave {again.place}"]
+
+
+def in_a_process(work: Callable[[], list[str]]) -> list[str]:
+    """Return what `work` finds in a fork of this process; an error or a hang in it is a problem too."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -221,13 +260,10 @@ def resume(folder: Path, workload: Workload, promises: Promises) -> list[str]:
         try:
             os.close(reading)
             signal.alarm(_RESUME_TIMEOUT_S)  # a hang becomes a failure
-            problems = _resume(folder, workload, promises)
-            os.write(writing, json.dumps(problems).encode()[:60000])
+            os.write(writing, json.dumps(work()).encode()[:60000])
             status = 0
-        except BaseException:  # noqa: BLE001 - the child must not return into the explorer
-            os.write(
-                writing, json.dumps([f"a resumed process failed: {traceback.format_exc()[-1500:]}"]).encode()
-            )
+        except BaseException:  # noqa: BLE001 - the child must not return into the campaign
+            os.write(writing, json.dumps([f"a process failed: {traceback.format_exc()[-1500:]}"]).encode())
         finally:
             sys.stderr.flush()
             os._exit(status)
@@ -235,28 +271,4 @@ def resume(folder: Path, workload: Workload, promises: Promises) -> list[str]:
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()
     _, status = os.waitpid(pid, 0)
-    return json.loads(text) if text else [f"a resumed process ended with status {status} and no word"]
-
-
-def _resume(folder: Path, workload: Workload, promises: Promises) -> list[str]:
-    home, local = folder / "home", folder / "local" if workload.has_local else None
-    problems: list[str] = []
-    state = trainer.state_of(0, 0, trainer.WIDE if workload.is_wide else trainer.SHAPES)
-    branch = 1 + max((place[0] for place in promises.durable), default=0) + 100  # after every recorded one
-    with holdfast.Checkpointer(
-        home, state, local=local, keep=2, notices="none", signals=False, quiet=True
-    ) as made:
-        step = made.restore(only=list(state))
-        problems += _too_old("restore()", _restored(state, step), max(promises.durable, default=None))
-        following = (step or 0) + 1
-        trainer.set_state(state, branch, following)
-        made.save(following).wait_durable()
-        made.wait()
-    again = restore(home, local, workload)
-    if again.place != (branch, following):
-        problems.append(f"step {following} was saved on top, and restore() gave {again.place}")
-    check_visible(home, problems)
-    left = [str(path) for path in home.glob("step-*/.unfinished-*")]
-    if left:
-        problems.append(f"unfinished files stay for ever: {left[:3]}")
-    return problems
+    return json.loads(text) if text else [f"a process ended with status {status} and no word"]

@@ -132,11 +132,12 @@ def save_frozen(folder: Path, branch: int, first: int, last: int, keep: int) -> 
             mark("durable", branch, step)
 
 
-def save_rank(folder: Path, branch: int, first: int, last: int, keep: int) -> None:
+def save_rank(folder: Path, branch: int, first: int, last: int, keep: int, is_tiered: int = 0) -> None:
     """Save as one of several gloo ranks."""
     torch.distributed.init_process_group("gloo")
     state = state_of(branch, 0)
-    with make(folder, state, keep=keep) as checkpointer:
+    local = folder / "local" if is_tiered else None
+    with make(folder, state, keep=keep, local=local) as checkpointer:
         if branch > 1:
             checkpointer.restore()
         for step in range(first, last + 1):

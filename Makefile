@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states docs clean
+.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills docs clean
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -54,10 +54,16 @@ lint: $(DEV) ## formatting, lint and types
 bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
 
-campaigns: crash-states ## every long search for failures, with its defaults
+campaigns: crash-states damage kills ## every long search for failures, with its defaults
 
 crash-states: $(DEV) ## states that a power cut may leave; needs strace
 	$(BIN)/python -m campaigns.crash_states
+
+damage: $(DEV) ## thousands of damaged homes
+	$(BIN)/python -m campaigns.damage
+
+kills: $(DEV) ## kill -9 of trainers and keepers at random moments
+	$(BIN)/python -m campaigns.kills
 
 docs: $(DEV) ## check every link, code block and command of the documents
 	$(BIN)/python -m pytest tests/docs

@@ -17,6 +17,9 @@ from resharded import HEADINGS
 from resharded import rows as resharded_rows
 from results import Results
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from campaigns import counts
+
 RESULTS = Path(__file__).resolve().parent / "results"
 TITLES = {
     "gpt2-124m": "GPT-2 124M with AdamW, fp32",
@@ -50,7 +53,7 @@ def main() -> int:
     is_whole = True
     for name in asked:
         kind = name.partition(" ")[0]
-        documents = newest(RESULTS, kind)
+        documents = list(counts.read_all().values()) if kind == "reliability" else newest(RESULTS, kind)
         if documents:
             text = insert(text, RENDERERS[name](documents), name, what=str(options.markdown))
         else:
@@ -170,6 +173,8 @@ def _table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 RENDERERS = {
+    "reliability": lambda _: counts.render(),
+    "reliability in short": lambda _: counts.render_in_short(),
     "saving": render_saving,
     "saving in short": render_in_short,
     "resharding": render_resharding,

@@ -7,6 +7,7 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -50,3 +51,35 @@ def read(path: Path) -> list[Count]:
         return [Count(**count) for count in json.loads(path.read_text())["counts"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no counts of a campaign: {error}") from error
+
+
+def read_all(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Return the documents of all campaigns that have been run, by campaign."""
+    documents = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    return {document["campaign"]: document for document in documents}
+
+
+def render(folder: Path = RESULTS) -> str:
+    """Return the Markdown table of all counts: a line for each kind of each campaign."""
+    lines = ["| campaign | kind | cases | failures | | run |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, document in read_all(folder).items():
+        run = f"{document['date']}, Linux {document['kernel']}"
+        for one in document["counts"]:
+            cells = _words(name), one["kind"], f"{one['cases']:,}", f"{one['failures']:,}", one["detail"], run
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def render_in_short(folder: Path = RESULTS) -> str:
+    """Return the Markdown table of sums: a line for each campaign."""
+    lines = ["| campaign | kinds | cases | failures | run |", "| --- | --- | --- | --- | --- |"]
+    for name, document in read_all(folder).items():
+        found = document["counts"]
+        cases, failures = (sum(one[key] for one in found) for key in ("cases", "failures"))
+        cells = f"{len(found)} | {cases:,} | {failures:,} | {document['date']}"
+        lines.append(f"| {_words(name)} | {cells} |")
+    return "\n".join(lines)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -63,24 +63,6 @@ def test_a_finished_run_yields_nothing_and_saves_nothing_more(home: Path) -> Non
     assert json.loads((home / "done.json").read_text())["step"] == 4
 
 
-def test_a_loop_that_is_left_goes_on_in_the_next_attempt(home: Path) -> None:
-    state = {"x": torch.zeros(1)}
-    with make_checkpointer(home, state, every=2) as ckpt:
-        for step in ckpt.steps(10):
-            if step == 5:
-                break
-            state["x"] += 1
-    assert not (home / "done.json").exists()
-    state = {"x": torch.zeros(1)}
-    with make_checkpointer(home, state, every=2) as ckpt:
-        seen = []
-        for step in ckpt.steps(10):
-            seen.append(step)
-            state["x"] += 1
-    assert seen == [4, 5, 6, 7, 8, 9]
-    assert state["x"].item() == 10
-
-
 def test_steps_and_time_make_a_save_due_each_by_its_own_rule(home: Path) -> None:
     """Steps are counted, time is measured; policies compose to any depth."""
     hour = EveryTime(3600)

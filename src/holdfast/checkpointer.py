@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, cast
 
 from holdfast.callsite import warn
 from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent, bring, warn_of_problems
@@ -31,9 +31,11 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.keeper import Images, Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
 from holdfast.killpoint import kill_point
+from holdfast.leaving import is_orderly, looping
 from holdfast.metrics import Metrics
 from holdfast.notice import Notices
 from holdfast.policy import Every, Keep, Meter, Pace, single_policies
+from holdfast.position import Position
 from holdfast.quantity import read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.reentry import Reentry
@@ -178,8 +180,7 @@ class Checkpointer:
         self._consensus = Consensus()  # on the newest save that every rank has
         self._saves: deque[Save] = deque()  # not yet settled
         self._last: Save | None = None
-        self._failures = 0
-        self._failing_since_s: float | None = None
+        self._failures, self._failing_since_s = 0, cast("float | None", None)
         self.num_skipped = 0
         """Saves that were skipped because no staging memory was free."""
         self.waited_for_memory_s = 0.0
@@ -187,10 +188,11 @@ class Checkpointer:
         self._step_ended_s: float | None = None
         self._pulse_step = 0
         self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
-        self._has_told_end = False
-        self._closed = False
-        if signals:
-            self._notices.watch()
+        self._has_told_end, self._closed = False, False
+        self._position = Position(lambda: (self._stager.num_steps, self._objects.marks()))
+        self._done: runs.Done | None = None
+        self._around = id(sys.exc_info()[1])  # an exception that is being handled all the time
+        self._watches_signals = signals and self._notices.watch()
         self._notices.listen()
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -199,29 +201,109 @@ class Checkpointer:
         """Steps of a training loop from where the run stopped, up to `total`.
 
         Restores first. Yields the number of steps completed so far: the loop's body makes it one more. Saves
-        when due and at the end, which is when the run's done marker is written.
+        when due, and at the end, where it calls `finish`. A loop that is left by `break` or `return` is saved
+        too, and is not finished; one that is left by an exception is not saved, since its last step may be
+        half done. A run that has all its steps already yields nothing.
 
         Raises:
+            InvalidInput: `total` is no whole number from 0.
             Preempted: after a preemption notice, when the save of the agreed step is durable, unless that is
                 the last step. It is a SystemExit with status 75; let it pass.
 
         Ranks: collective; every rank runs the same steps.
         """
-        total = read_step(total, "steps()")
+        total, around = read_step(total, "steps()"), sys.exc_info()[1]
+        if self._watches_signals:
+            self._notices.watch()
         step = self.restore() or 0
         self._pace = Pace(step=step, now_s=time.monotonic(), saved_step=step, saved_s=time.monotonic())
+        self._say_what_is_left(step, total)
+        self._stager.watch(self._objects.optimizers())
         while step < total:
-            yield step
+            self._position.reach(step, is_counted=True)
+            loop = looping()
+            try:
+                yield step
+            except GeneratorExit as leaving:
+                self._leave(is_orderly=is_orderly(leaving, loop, around))
+                raise
             step += 1
             if self.should_save(step):
                 self.save(step)
             if self.preempted and step < total:  # else it is done, and has nothing to come back for
                 self._stop(step)
-        if (self._last is None or self._last.step != step) and step != self._base_step():
-            self._save(step, must=True)
-        self.wait()
-        self._note_end("finished")
-        self._mark_done(step)
+        self.finish(step)
+
+    def _leave(self, *, is_orderly: bool | None) -> None:
+        """Save at the end of a loop that was left early; None: `close` decides whether it was in order."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._notices.rest()
+        if is_orderly is None:
+            return
+        try:
+            with self._calls.guard("the save at the end of the loop"):
+                if is_orderly and (save := self._save_rest()) is not None:
+                    save.wait_staged()  # the process may end at once
+        except HoldfastError as error:  # an error raised here would be lost with the generator
+            warnings.warn(f"The last steps of the loop were not saved: {error}", SaveWarning, stacklevel=3)
+        self._position.clear()
+
+    def _save_rest(self) -> Save | None:
+        """Save what training has done since the last save, if it is known which step that is."""
+        newest = self._last.step if self._last is not None else self._base_step() or 0
+        step = self._position.step_now()
+        if step is None and self._position.step is not None:
+            self._say(
+                f"training has gone on after step {self._position.step}, and up to which step is not known; "
+                f"the newest save is that of step {newest}. Call finish(step) to save the end"
+            )
+        if step is None or step <= newest:
+            return None
+        return self._save(step, must=True)
+
+    def finish(self, step: int | None = None) -> None:
+        """Save the last step, wait until it is durable, and mark the run as finished.
+
+        `steps` calls it at its end. A loop of your own calls it once, after its last step.
+
+        Args:
+            step: optimizer steps completed; by default the newest that `should_save` was asked about.
+
+        Raises:
+            InvalidInput: `step` is no whole number from 0; or it is not given, and not known.
+            HoldfastError: the save failed.
+
+        Ranks: not collective, but waits for every rank's parts; every rank calls it.
+        Blocks: until the newest save is durable in home.
+        """
+        self._check_process()
+        with self._calls.guard("finish()"):
+            step = self._last_step() if step is None else read_step(step, "finish()")
+            if (self._last is None or self._last.step != step) and step != self._base_step():
+                self._save(step, must=True)
+            self._wait()
+            self._note_end("finished")
+            self._mark_done(step)
+            self._position.clear()
+            self._notices.rest()
+
+    def _last_step(self) -> int:
+        """Return the step that the state is of.
+
+        Raises:
+            InvalidInput: it is not known.
+        """
+        step = self._position.step_now()
+        if step is None and self._position.step is None:
+            step = self._last.step if self._last is not None else self._base_step()
+        if step is None:
+            message = (
+                "finish(): the last step is not known, since training has gone on after the newest call of "
+                "should_save(), or never called it. Nothing was done. Write finish(step)."
+            )
+            raise InvalidInput(message)
+        return step
 
     def should_save(self, step: int) -> bool:
         """True if a checkpoint of `step` should be saved now: due by policy, or a preemption notice came.
@@ -239,7 +321,10 @@ class Checkpointer:
         """
         self._check_process()
         with self._calls.guard("should_save()"):
-            return self._ask_if_due(read_step(step, "should_save()"))
+            step = read_step(step, "should_save()")
+            is_due = self._ask_if_due(step)
+            self._position.reach(step)
+            return is_due
 
     def _ask_if_due(self, step: int) -> bool:
         self._metrics.num_done = step
@@ -310,9 +395,10 @@ class Checkpointer:
 
     def _stop(self, step: int) -> None:
         """End a preempted run: everything durable, then SystemExit."""
-        if self._last is None or self._last.step != step:
-            self._save(step, must=True)
-        self.wait()
+        with self._calls.guard("the save after a preemption notice"):
+            if self._last is None or self._last.step != step:
+                self._save(step, must=True)
+            self._wait()
         reason = self.preempted or "notice"
         self._note_end(f"preempted ({reason})")
         self._say(f"preempted ({reason}); step {step} is durable")
@@ -354,7 +440,9 @@ class Checkpointer:
                     "between two steps: let the handler set a flag that the loop checks.",
                     step=step,
                 )
-            return self._save(step, must=False, to_home=to_home)
+            save = self._save(step, must=False, to_home=to_home)
+            self._position.follow(step)
+            return save
 
     def forget(self) -> None:
         """Let go of the memory of the objects saved last, which else stays taken until the next save.
@@ -412,6 +500,7 @@ class Checkpointer:
         save.blocked_s = time.perf_counter() - began
         waited_s = self.waited_for_memory_s - waited_before_s
         detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _TOLD_WAIT_S else ""
+        self._unmark_done()
         keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
         now_s = self._step_ended_s = time.monotonic()
         self._pace = Pace(step, now_s, saved_step=step, saved_s=now_s)
@@ -818,9 +907,22 @@ class Checkpointer:
         for line in (*passed, *found.mended):
             self._say(line)
         rate = f"{say_bytes(found.num_bytes)} in {say_seconds(found.seconds)}"
-        self._say(
-            f"restored step {found.step} from {self._tiers.say_sources(found.sources)} ({rate}, verified)"
-        )
+        where = f"from {self._tiers.say_sources(found.sources)} ({rate}, verified)"
+        self._done = self._read_done()
+        if self._done is not None and self._done.step == found.step:
+            self._say(f"this run was finished at step {found.step}; restored that step {where}")
+        else:
+            self._say(f"restored step {found.step} {where}")
+
+    def _say_what_is_left(self, step: int, total: int) -> None:
+        is_finished = self._done is not None and self._done.step == step
+        if step and step >= total:
+            self._say(
+                f"all {total} steps are done, so nothing is trained; to train on, raise the total: "
+                f"steps({total}) asks for no more"
+            )
+        elif is_finished:
+            self._say(f"training goes on from step {step} to step {total}")
 
     def _note_end(self, how: str) -> None:
         """Have the history tell how this attempt ends; the first word counts."""
@@ -843,16 +945,34 @@ class Checkpointer:
         self._consensus = Consensus()
         self._saves.clear()
 
+    def _read_done(self) -> runs.Done | None:
+        """Return the marker of a finished run, on rank 0; None if there is none that can be read."""
+        if self._ranks.rank != 0:
+            return None
+        try:
+            return runs.parse(runs.Done, self._tiers.home_store.get(names.DONE), names.DONE)
+        except HoldfastError:  # it only chooses a line of text; `finish` writes it anew
+            return None
+
+    def _unmark_done(self) -> None:
+        """Delete the marker of a finished run that is trained on."""
+        if self._done is not None:
+            self._tiers.home_store.delete(names.DONE)
+            self._done = None
+
     def _mark_done(self, step: int) -> None:
         """Write the durable word that the run has finished; an exit status alone is not to be trusted."""
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and (self._done is None or self._done.step != step):
             done = runs.Done(self._run or "", self._attempt, step, finished_unix_s=time.time())
             self._tiers.home_store.put(names.DONE, runs.document(done))
 
     # -- ending ----------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until everything saved is durable, and let the keeper end.
+        """Save the last step, wait until everything saved is durable, and let the keeper end.
+
+        The last step is saved if `should_save` was asked about it and training has not gone on since; not
+        while an exception is being handled, and not after a loop over `steps` that an exception has ended.
 
         Raises:
             HoldfastError: the newest save failed.
@@ -863,11 +983,16 @@ class Checkpointer:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        with self._calls.guard("close()"):
-            self._close(timeout_s)
+        self._end(timeout_s, is_orderly=id(sys.exc_info()[1]) == self._around)
 
-    def _close(self, timeout_s: float | None) -> None:
+    def _end(self, timeout_s: float | None, *, is_orderly: bool) -> None:
+        with self._calls.guard("close()"):
+            self._close(timeout_s, is_orderly=is_orderly)
+
+    def _close(self, timeout_s: float | None, *, is_orderly: bool) -> None:
         try:
+            if is_orderly:
+                self._save_rest()
             self._stager.wait()
             self._wait(timeout_s)
             self._note_end("closed")
@@ -894,7 +1019,8 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            self.close()
+            if not self._closed and os.getpid() == self._pid:
+                self._end(None, is_orderly=True)
         elif not self._closed and os.getpid() == self._pid:
             self._note_end(kind.__name__)
             # The keeper finishes what was staged; the error must not wait for it.

@@ -54,6 +54,10 @@ class Notices:
             thread.start()
             self._threads.append(thread)
 
+    def rest(self) -> None:
+        """Stop noting signals until the next `watch`: no loop is left that could stop because of them."""
+        self._signals.unwatch()
+
     def unwatch(self) -> None:
         """Give the signals back to whoever had them before, and ask nobody any more.
 

@@ -47,11 +47,13 @@ class Staging:
 class Stager:
     """Runs the copies of one process, one after the other, and makes the optimizers wait for them.
 
-    `waited_s` is the time that optimizers have spent waiting, in all.
+    `waited_s` is the time that optimizers have spent waiting, in all, and `num_steps` how many steps they
+    have begun.
     """
 
     def __init__(self) -> None:
         self.waited_s = 0.0
+        self.num_steps = 0
         self._current: Staging | None = None
         # By id, with the object itself: an id alone may come back with another optimizer.
         self._hooks: dict[int, tuple[weakref.ref[Optimizer], RemovableHandle]] = {}
@@ -70,6 +72,7 @@ class Stager:
                 self._hooks[id(optimizer)] = weakref.ref(optimizer), optimizer.register_step_pre_hook(before)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.num_steps += 1
         staging = self._current
         if staging is None or staging.done.is_set():
             return

@@ -133,6 +133,23 @@ class State:
         """The optimizers whose next step may change tensors that `Captured.owned` names."""
         return self._hooked(self._current())
 
+    def marks(self) -> object:
+        """Return a value that differs from an earlier one if training has changed the state since.
+
+        Empty where `optimizers` has all optimizers: these are better counted as they step. Else it is made of
+        the version counters of what the others train; without any optimizer, of those of all tensors and of
+        all plain values. Objects with a state_dict() are not asked.
+        """
+        entries = self._current()
+        found = [entry.value for entry in entries.values() if isinstance(entry.value, torch.optim.Optimizer)]
+        if found:
+            own = [one for one in found if not has_step_hooks(one) and hasattr(one, "param_groups")]
+            return tuple(_version(tensor) for one in own for tensor in parameters(one))
+        sink = Sink(*self._world(), self._checked)
+        kinds = (ModuleEntry, TensorEntry, ValueEntry)
+        values = {key: _capture(key, one, sink) for key, one in entries.items() if isinstance(one, kinds)}
+        return values, [(tensor.data_ptr(), _version(tensor)) for tensor in sink.table.tensors.values()]
+
     def load(
         self,
         tensors: Mapping[str, Tensor],
@@ -270,6 +287,10 @@ def _capture(key: str, entry: Entry, sink: Sink) -> Any:
         return entry.capture(sink)
     except RecursionError as error:
         raise InvalidInput(f"{key} contains itself, or is too deeply nested.", key=key) from error
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _layout(name: str, tensor: torch.Tensor) -> Layout | None:

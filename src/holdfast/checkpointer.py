@@ -246,7 +246,7 @@ class Checkpointer:
                 if is_orderly and (save := self._save_rest()) is not None:
                     save.wait_staged()  # the process may end at once
         except HoldfastError as error:  # an error raised here would be lost with the generator
-            warnings.warn(f"The last steps of the loop were not saved: {error}", SaveWarning, stacklevel=3)
+            warn(f"The last steps of the loop were not saved: {error}", SaveWarning)
         self._position.clear()
 
     def _save_rest(self) -> Save | None:

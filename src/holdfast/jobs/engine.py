@@ -86,7 +86,7 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, task: Task) -> None:
-        """Refuse what cannot be run here, before anything is done.
+        """Refuse what cannot be run here, before anything is done; sends nothing over a network.
 
         Raises:
             Unsupported: this version cannot.

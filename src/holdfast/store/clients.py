@@ -12,12 +12,8 @@ from typing import Any
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.store.address import AZURE, GCS, S3, Address
 from holdfast.store.credentials import shared_credentials, shared_region
+from holdfast.store.endpoints import NAMED_BY
 
-_ENDPOINTS = {
-    S3: ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    GCS: ("GOOGLE_BASE_URL",),
-    AZURE: ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
 _CONNECT_TIMEOUT_S = 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _MANY_TRIES = 10_000  # the time limit ends them
@@ -93,7 +89,7 @@ class Clients:
 
 def _make_client(address: Address, *, patient: bool) -> Any:
     stores = importlib.import_module("obstore.store")
-    endpoint = address.option("endpoint_url") or _first_set(_ENDPOINTS[address.protocol])
+    endpoint = address.option("endpoint_url") or _first_set(NAMED_BY[address.protocol])
     settings: dict[str, Any] = {"skip_signature": True} if address.is_on("anonymous") else {}
     make, own = {
         S3: (stores.S3Store, _s3_settings),

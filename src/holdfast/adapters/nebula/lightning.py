@@ -14,6 +14,7 @@ from holdfast.adapters.nebula.interface import get_checkpoint
 from holdfast.adapters.nebula.markers import Marker
 from holdfast.adapters.nebula.tags import named_step
 from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.store.endpoints import check_endpoint
 
 PARTITION = "checkpoint"
 """The partition that holds what Lightning saves."""
@@ -148,6 +149,8 @@ def _tag_of(checkpoint: dict[str, Any], place: Path) -> str:
 
 def _load(marker: Marker, label: str, map_location: Any) -> Any:
     """The newest checkpoint that was saved for a path; after it was moved, the newest of its tag."""
+    if not has_session() or session().home != marker.home:
+        check_endpoint(marker.home, f"The file {label}")
     here = session_for(marker.home)
     for volume in here.shelf(marker.home).volumes():
         if volume.label == label and volume.tag == marker.tag:

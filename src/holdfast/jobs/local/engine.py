@@ -23,7 +23,7 @@ from holdfast.jobs.node.bell import ring
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.forgetting import forget
 from holdfast.jobs.node.mounts.placing import place
-from holdfast.jobs.node.mounts.refusal import check
+from holdfast.jobs.node.mounts.refusal import check, check_sources
 from holdfast.jobs.node.spawning import look_after
 from holdfast.jobs.node.workdir import check_workdir, put_workdir
 from holdfast.jobs.place import database, state_dir
@@ -63,6 +63,7 @@ class LocalEngine(engine.Engine):
     def submit(self, task: Task) -> Job:
         """See Engine.submit."""
         self.check(task)
+        check_sources(task)
         now_s = time.time()
         spec = _spec(task)
         terms = Terms(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)

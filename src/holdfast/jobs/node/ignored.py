@@ -12,6 +12,16 @@ from holdfast.errors import RetryLater
 
 _SKYIGNORE = ".skyignore"
 _LIMIT_S = 60.0
+_IGNORED = ("--others", "--ignored", "--exclude-standard", "--directory")
+_GITLINK = "160000 "
+# The folder may be somebody else's, and its .git/config may name programs for git to run.
+_NO_PROGRAMS = (
+    *("-c", "core.fsmonitor="),
+    *("-c", f"core.hooksPath={os.devnull}"),
+    *("-c", "core.pager=cat"),
+    *("-c", "core.sshCommand=false"),
+    *("-c", "protocol.allow=never"),
+)
 
 
 def ignored(folder: Path) -> frozenset[str]:
@@ -46,25 +56,32 @@ def _by_patterns(folder: Path, text: str) -> frozenset[str]:
 def _by_git(folder: Path) -> frozenset[str]:
     if shutil.which("git") is None:
         return frozenset()
-    modules = _git(folder, "submodule", "foreach", "--recursive", "-q", r'printf "$displaypath\0"')
-    if modules is None:
-        return frozenset()  # no work tree
     found: set[str] = set()
-    for module in ("", *(name for name in modules if not name.startswith("../"))):
-        words = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
-        for name in _git(folder / module, *words) or ():
+    pending = [""]  # the folder, and submodules below it
+    while pending:
+        module = pending.pop()
+        names = _git(folder / module, "ls-files", "-z", *_IGNORED)
+        if names is None:
+            continue  # no work tree
+        for name in names:
             if not module and name == "./":
                 return frozenset()  # all of it is ignored, by a repository around it: that cannot be meant
             found.add(os.path.normpath(Path(module, name)))
+        pending += [name for name in _submodules(folder, module) if (folder / name / ".git").exists()]
     return frozenset(found)
+
+
+def _submodules(folder: Path, module: str) -> list[str]:
+    rows = _git(folder / module, "ls-files", "-z", "--stage") or []
+    return [str(Path(module, row.partition("\t")[2])) for row in rows if row.startswith(_GITLINK)]
 
 
 def _git(folder: Path, *words: str) -> list[str] | None:
     """What git says, apart at null bytes; None if the folder is in no work tree."""
-    environment = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    environment = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words],
+            ["git", *_NO_PROGRAMS, "-C", str(folder), *words],
             capture_output=True,
             check=False,
             timeout=_LIMIT_S,

@@ -90,7 +90,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
     try:
         return subprocess.run(
-            ["git", *words],
+            ["git", "-c", "protocol.ext.allow=never", *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

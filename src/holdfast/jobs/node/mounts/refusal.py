@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
@@ -11,6 +13,8 @@ from holdfast.jobs.node.folder import bucket_dir
 from holdfast.jobs.node.mounts.download import is_anything
 from holdfast.jobs.task.contents import FileMount, MountMode, Task
 from holdfast.store import open_store
+from holdfast.store.address import hide_secrets
+from holdfast.store.endpoints import check_endpoint
 
 _FUSE = Path("/dev/fuse")
 
@@ -26,9 +30,10 @@ def check(task: Task, state: Path) -> None:
         Unsupported: this machine lacks what is needed.
         NotFound: a source is not there.
         Conflict: something is at a target.
-        InvalidInput: nothing is named, or not as it must be.
+        InvalidInput: nothing is named, or not as it must be; or keys would go to a server that only the task
+            file names.
 
-    Blocks: while stores of which copies are to be made are asked, some seconds if they do not answer.
+    Blocks: never on a network, so that a dry run of a stranger's file sends nothing.
     """
     for mount in task.file_mounts:
         where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
@@ -45,6 +50,30 @@ def check(task: Task, state: Path) -> None:
         target = Path(mount.target).expanduser()
         if target.is_absolute() and target.exists() and not target.is_symlink():
             raise Conflict(f"{where}: {target} is there already, and was left alone. Choose another path.")
+
+
+def check_sources(task: Task) -> None:
+    """Refuse copies of what no store has.
+
+    Raises:
+        NotFound: there is nothing at a URL.
+
+    Blocks: while stores answer; some seconds if they do not.
+    """
+    for mount in task.file_mounts:
+        if mount.is_remote and mount.source is not None and mount.mode is MountMode.COPY:
+            where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
+            with _located(where):
+                if not _may_be_there(mount.source):
+                    raise NotFound(f"there is nothing at {hide_secrets(mount.source)}. Nothing was started.")
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except HoldfastError as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def local_path(source: str) -> Path:
@@ -70,12 +99,9 @@ def _check_folder(path: Path, where: str) -> None:
 
 def _check_remote(mount: FileMount, where: str) -> None:
     assert mount.source is not None
-    try:
-        store = open_store(mount.source)
-        if mount.mode is MountMode.COPY and not _may_be_there(mount.source):
-            raise NotFound(f"there is nothing at {store.url}. Nothing was started.")
-    except HoldfastError as error:
-        raise type(error)(f"{where}: {error}") from error
+    with _located(where):
+        check_endpoint(mount.source, "The task file")
+        open_store(mount.source)
     if mount.mode is MountMode.MOUNT:
         _check_rclone(where, mount.source)
 

@@ -1,0 +1,161 @@
+"""Task files and folders of strangers: looking at them runs nothing and sends nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.adapters.nebula import lightning
+from holdfast.adapters.nebula.markers import Marker
+from holdfast.entry import command
+from holdfast.errors import InvalidInput
+from holdfast.jobs.node.ignored import ignored
+from holdfast.store.endpoints import check_endpoint
+
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+    "AWS_SECRET_ACCESS_KEY": "not-for-strangers",
+    "AWS_SESSION_TOKEN": "session-token",
+    "AZURE_STORAGE_ACCOUNT_NAME": "me",
+    "AZURE_STORAGE_SAS_TOKEN": "sv=1&sig=secret",
+}
+
+
+@pytest.fixture
+def stranger() -> Iterator[socket.socket]:
+    """A server of somebody else, that waits for whoever calls."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def _endpoint(server: socket.socket) -> str:
+    return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def _was_called(server: socket.socket) -> bool:
+    try:
+        server.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _git(folder: Path, *words: str) -> None:
+    who = {f"GIT_{role}_{what}": "x@y" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, env=os.environ | who)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("dry", [True, False])
+def test_keys_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
+    tmp_path: Path, stranger: socket.socket, scheme: str, dry: bool
+) -> None:
+    """Even `launch --dry-run` sent a bearer token to an address of the file's choice."""
+    task = tmp_path / "task.yaml"
+    url = f"{scheme}://bucket/data?endpoint_url={_endpoint(stranger)}"
+    task.write_text(f"file_mounts:\n  data: {url}\nrun: 'true'\n")
+    words = command("holdfast.cli", "launch", str(task), *(["--dry-run"] if dry else []))
+    env = {**os.environ, **KEYS, "HOLDFAST_STATE": str(tmp_path / "state")}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert not _was_called(stranger)
+    assert done.returncode != 0
+    assert "names the endpoint" in done.stderr
+    assert "HOLDFAST_TRUST_ENDPOINTS" in done.stderr
+
+
+def test_a_dry_run_sends_nothing_even_to_an_endpoint_of_ones_own(
+    tmp_path: Path, stranger: socket.socket
+) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text("file_mounts:\n  data: s3://bucket/data\nrun: 'true'\n")
+    env = {
+        **os.environ,
+        **KEYS,
+        "HOLDFAST_STATE": str(tmp_path / "state"),
+        "AWS_ENDPOINT_URL": _endpoint(stranger),
+    }
+    words = command("holdfast.cli", "launch", str(task), "--dry-run")
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not _was_called(stranger)
+
+
+def test_keys_are_not_sent_to_an_endpoint_that_only_a_marker_names(
+    tmp_path: Path, stranger: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file `last.ckpt` of somebody else may stand for a checkpoint in any place."""
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    home = f"s3://bucket/run?endpoint_url={_endpoint(stranger)}"
+    Marker(home, "global_step1", "checkpoint").write(tmp_path / "last.ckpt")
+    marker = Marker.read(tmp_path / "last.ckpt")
+    assert marker is not None
+    with pytest.raises(InvalidInput, match="names the endpoint"):
+        lightning._load(marker, str(tmp_path / "last.ckpt"), None)
+    assert not _was_called(stranger)
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "is_fine"),
+    [
+        ("s3://b/p?endpoint_url=https://h:9", {}, False),
+        ("s3a://b/p?endpoint_url=https://h:9", {}, False),
+        ("s3://b/p?endpoint_url=https://h:9&anonymous=no", {}, False),
+        ("s3://b/p?endpoint_url=https://h:9&anonymous=yes", {}, True),
+        ("s3://b/p?endpoint_url=https://h:9", {"AWS_ENDPOINT_URL": "https://h:9/"}, True),
+        ("s3://b/p?endpoint_url=http://h:9", {"AWS_ENDPOINT_URL": "https://h:9"}, False),
+        ("s3://b/p?endpoint_url=https://h:9", {"AWS_ENDPOINT_URL": "https://h"}, False),
+        ("s3://b/p?endpoint_url=https://h", {"AWS_ENDPOINT_URL_S3": "https://h:443"}, True),
+        ("gs://b/p?endpoint_url=https://h:9", {"AWS_ENDPOINT_URL": "https://h:9"}, False),
+        ("gs://b/p?endpoint_url=https://h:9", {"HOLDFAST_TRUST_ENDPOINTS": "https://a, https://h:9"}, True),
+        ("s3://b/p?endpoint_url=https://h.evil", {"HOLDFAST_TRUST_ENDPOINTS": "https://h"}, False),
+        ("s3://b/p", {}, True),
+        ("/a/folder", {}, True),
+    ],
+)
+def test_an_endpoint_needs_the_users_word(
+    url: str, environment: dict[str, str], is_fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if is_fine:
+        check_endpoint(url, "It")
+    else:
+        with pytest.raises(InvalidInput, match="names the endpoint"):
+            check_endpoint(url, "It")
+
+
+def test_asking_git_what_is_ignored_runs_no_program_of_the_folder(tmp_path: Path) -> None:
+    """A `.git/config` of somebody else can name programs that git runs when it looks at files."""
+    work, module = tmp_path / "work", tmp_path / "module"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    for folder in (module, work):
+        folder.mkdir()
+        (folder / "kept").write_text("x")
+        _git(folder, "init", "--quiet")
+        _git(folder, "add", ".")
+        _git(folder, "commit", "--quiet", "-m", "1")
+    _git(work, "-c", "protocol.file.allow=always", "submodule", "add", "--quiet", str(module), "deep/sub")
+    for folder in (work, work / "deep" / "sub"):
+        (folder / ".gitignore").write_text("skip\n")
+        (folder / "skip").write_text("x")
+        for name in ("core.fsmonitor", "core.sshCommand", "core.pager", "core.askPass", "diff.external"):
+            _git(folder, "config", name, str(program))
+        hooks = Path(work, ".git") if folder == work else Path(work, ".git", "modules", "deep", "sub")
+        hook = hooks / "hooks" / "post-index-change"
+        hook.parent.mkdir(exist_ok=True)
+        hook.write_text(program.read_text())
+        hook.chmod(0o755)
+    (tmp_path / "ran").unlink(missing_ok=True)
+    assert ignored(work) == {"skip", "deep/sub/skip"}
+    assert not (tmp_path / "ran").exists()

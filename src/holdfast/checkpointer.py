@@ -593,7 +593,6 @@ class Checkpointer:
             save.mark_failed(RetryLater(message, step=save.step))
             return
         kill_point("trainer.handed")
-        save.mark_staged()
         keeper.note("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
 
     def _release(self, number: int) -> None:

@@ -57,13 +57,10 @@ class RetryLater(HoldfastError):
     kind = "retry-later"
 
 
-class Denied(HoldfastError, PermissionError):
+class Denied(HoldfastError):
     """The store refuses access; permissions or credentials have to change before the same call succeeds."""
 
     kind = "denied"
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class NotFound(HoldfastError, FileNotFoundError):

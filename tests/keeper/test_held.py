@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import holdfast
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.keeper.held import HeldStore, Image, offer
 from holdfast.keeper.presence import Presence, Trace, home_dir, living, process_start, wait_for_orphans
 from holdfast.restore.fill import fill
 from holdfast.restore.find import read_manifest
+from holdfast.stage import Arena
 from holdfast.state.load import Target
 from holdfast.store.memory import MemoryStore
 from holdfast.store.nearest import Nearest
@@ -44,7 +49,7 @@ class Holder:
         self.presence.leave()
 
     def wait_until_offered(self) -> None:
-        while not any(trace.held for _, trace in living(HOME)):
+        while not any(trace.held and path == self.presence.path for path, trace in list(living(HOME))):
             self.thread.join(0.001)
             assert self.thread.is_alive()
 
@@ -164,3 +169,38 @@ def test_restoring_takes_what_is_good_in_memory_and_the_rest_from_elsewhere(
     assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})
     assert len(stats.mended) == is_overwritten
     assert sum(stats.sources.values()) == stats.num_bytes
+
+
+@pytest.mark.parametrize("harm", ["truncated to nothing", "truncated", "given back"])
+def test_an_arena_that_has_lost_its_memory_is_passed_over(hold: Callable[..., Holder], harm: str) -> None:
+    """The trainer gave it back for a larger one, and was killed before its keeper was told."""
+    holder = hold(b"a" * 8192, (Image("a", 0, 8192), Image("b", 4096, 4096)))
+    hold(b"cccc", (Image("c", 0, 4),))
+    if harm == "given back":
+        arena = Arena(1, 8192)
+        os.dup2(holder.fd, arena.fd)
+        arena.free()
+    else:
+        os.ftruncate(holder.fd, 0 if "nothing" in harm else 5000)
+    held = HeldStore(HOME)
+    assert {entry.name for entry in held.list()} == {"c"}
+    assert held.get("c") == b"cccc"
+
+
+def test_a_restart_after_the_state_has_grown_restores_from_the_next_tier(tmp_path: Path) -> None:
+    """The save before was of a smaller state: its arena was given back before the trainer was killed."""
+    script = """
+import os, signal, sys, torch, holdfast
+state = {"x": torch.arange(1000.0)}
+ckpt = holdfast.Checkpointer(sys.argv[1], state, quiet=True, memory="40MiB", hold="1m")
+ckpt.save(1).wait_durable()
+state["x"] = torch.arange(8_000_000.0)
+ckpt._arenas.acquire(32_100_000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "home")]
+    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+    state = {"x": torch.zeros(1000)}
+    with holdfast.Checkpointer(tmp_path / "home", state, quiet=True) as ckpt:
+        assert ckpt.restore() == 1
+    assert torch.equal(state["x"], torch.arange(1000.0))

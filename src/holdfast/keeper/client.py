@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,18 +12,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast import errors
 from holdfast.entry import command
-from holdfast.errors import HoldfastError, Internal, RetryLater
+from holdfast.errors import HoldfastError, RetryLater
 from holdfast.keeper import protocol
+from holdfast.keeper.outbox import Outbox
 from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
 from holdfast.keeper.terms import IGNORED_SIGNALS, Terms
+from holdfast.quantity import say_seconds
 
 _MAX_DEATHS = 5
-"""Keepers that may die in a row without completing a save before saving is given up."""
+"""Keepers that may die in a row without completing a save before the saves that they were sent are failed."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
+"""Pauses before another keeper is started, from the second death in a row on; each doubles."""
+_LOOK_S = 1.0  # between two looks whether the keeper answers
+_SILENT_LOOKS = 20  # in a row without an answer, after which it is replaced
+_REAP_S = 5.0  # how long a killed keeper may take to end
 _MAX_UNSAVED = 64
 """Notes since the last save that a keeper's successor is told again; older ones have long been written."""
 
@@ -127,6 +135,7 @@ class Save:
     def mark_durable(self) -> None:
         """Called when the checkpoint is committed."""
         self.durable_s = time.monotonic() - self._began
+        self._staged.set()
         self._ended.set()
 
     def mark_home(self) -> None:
@@ -170,6 +179,17 @@ class _Pending:
     persisted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A keeper process, and the ways to it."""
+
+    process: subprocess.Popen[bytes]
+    end: socket.socket
+    outbox: Outbox
+    stderr: int
+    trace: Path
+
+
 class Keeper:
     """The keeper process of this rank, as the trainer sees it.
 
@@ -191,14 +211,20 @@ class Keeper:
         self._complete: tuple[int, int] | None = None  # what was told last
         self._unsaved: deque[Message] = deque(maxlen=_MAX_UNSAVED)  # notes since the last save
         self._closing = False
-        self._given_up: HoldfastError | None = None
+        self._goodbye = False
+        self._woken = threading.Event()  # it is closing: no other keeper need be started
+        self._ended = threading.Event()  # the last keeper has ended, or was left to the system
         self._deaths = 0
-        self._start()
+        try:
+            self._adopt(self._start())
+        except OSError as error:
+            message = f"The keeper of rank {terms.rank} could not be started: {error}. Nothing was saved."
+            raise RetryLater(message, rank=terms.rank) from error
 
     @property
     def pid(self) -> int:
         """Process id of the keeper that serves now."""
-        return self._process.pid
+        return self._keeper.process.pid
 
     # -- handing over ----------------------------------------------------------------------------------------
 
@@ -222,10 +248,6 @@ class Keeper:
             to_home: drain it, if there is a nearer tier.
         """
         with self._lock:
-            if self._given_up is not None:
-                save.mark_failed(self._given_up)
-                self._released(arena)
-                return
             notes = tuple(self._unsaved)
             self._unsaved.clear()
             pending = _Pending(save, arena, arena_fd, images, draft, to_home, notes)
@@ -246,7 +268,7 @@ class Keeper:
                 "to_home": pending.to_home,
                 **asdict(pending.images),
             }
-            self._send(message, (pending.arena_fd, draft_fd))
+            self._keeper.outbox.send(message, (pending.arena_fd, draft_fd), sent=pending.save.mark_staged)
         finally:
             os.close(draft_fd)
 
@@ -302,42 +324,52 @@ class Keeper:
             self._unsaved.append(message)
             self._send(message)
 
-    def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        # A keeper that is gone is noticed by the listener, which tells its successor all that is pending.
-        with contextlib.suppress(OSError):
-            protocol.send(self._end, message, fds)
+    def _send(self, message: Message) -> None:
+        # A keeper that is gone is noticed by the listener, which sends its successor all that is pending.
+        self._keeper.outbox.send(message)
 
     # -- the process -----------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        ours, theirs = protocol.pair()
-        self._end = ours
-        self._stderr = os.memfd_create("holdfast-keeper-stderr")  # read if it dies; leaves no file behind
+    def _start(self) -> _Started:
+        """Start a keeper, which is not yet sent anything but its terms.
+
+        Raises:
+            OSError: the system refused a process or a descriptor.
+            Denied, RetryLater: the folder for its trace cannot be used.
+        """
         presence = Presence.claim(self.terms.home, self._trace())
+        ours, theirs = protocol.pair()
+        stderr = os.memfd_create("holdfast-keeper-stderr")  # read if it dies; leaves no file behind
         # A process inherits its maker's mask: blocked here, they cannot end the keeper before it ignores
         # them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command("holdfast.keeper", str(theirs.fileno()), str(presence.fd), str(presence.path)),
                 cwd="/",  # hold nobody's directory
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
+                stderr=stderr,
                 pass_fds=(theirs.fileno(), presence.fd),
                 start_new_session=True,  # Ctrl-C and SIGTERM to the trainer's process group do not reach it
             )
         except OSError:
             presence.path.unlink(missing_ok=True)
-            os.close(self._stderr)
+            os.close(stderr)
             ours.close()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
             presence.let_go()
-        self._send({"terms": self.terms.text()})
-        listener = threading.Thread(target=self._listen, args=(ours,), name="holdfast-listen", daemon=True)
+        outbox = Outbox(ours)
+        outbox.send({"terms": self.terms.text()})
+        return _Started(process, ours, outbox, stderr, presence.path)
+
+    def _adopt(self, keeper: _Started) -> None:
+        """Use a keeper that was just started."""
+        self._keeper = keeper
+        listener = threading.Thread(target=self._listen, args=(keeper,), name="holdfast-listen", daemon=True)
         listener.start()
 
     def _trace(self) -> Trace:
@@ -345,23 +377,59 @@ class Keeper:
         # Busy until it says otherwise: what we send it while it starts is its work already.
         return Trace(self.terms.attempt, self.terms.rank, pid, process_start(pid) or 0, busy=True)
 
-    def _listen(self, end: socket.socket) -> None:
-        while True:
-            message, _ = protocol.receive(end)
-            if message is None:
-                break
-            self._on_event(message)
-        with self._lock:
-            if not self._closing:
-                self._replace()
-                return
-            self._forsake()
-        self._process.wait()
-        os.close(self._stderr)
-        end.close()
+    def _listen(self, keeper: _Started) -> None:
+        """Take a keeper's answers until it has ended or does not answer any more, and start another one."""
+        is_silent = self._take_events(keeper)
+        if is_silent:
+            keeper.process.kill()  # also where it is stopped or frozen: it runs no instruction any more
+        told = self._bury(keeper, is_silent=is_silent)
+        self._replace(told)
+
+    def _take_events(self, keeper: _Started) -> bool:
+        """Return True when the keeper has not answered for too long, False when it has ended."""
+        answers, num_looks = select.poll(), 0
+        answers.register(keeper.end, select.POLLIN)
+        while num_looks < _SILENT_LOOKS:
+            # Looks are counted and no clock is read: this process may have been stopped itself.
+            if answers.poll(_LOOK_S * 1000):
+                message, _ = protocol.receive(keeper.end)
+                if message is None:
+                    return False
+                num_looks = 0
+                if message["event"] != "pong":
+                    self._on_event(message)
+            elif self._pending or self._towards_home or self._closing or keeper.outbox:
+                num_looks += 1
+                if not keeper.outbox:
+                    keeper.outbox.send({"op": "ping"})
+        return True
+
+    def _bury(self, keeper: _Started, *, is_silent: bool) -> str:
+        """Let go of a keeper that has ended or was killed, and return what happened to it."""
+        pid = keeper.process.pid
+        keeper.outbox.close()
+        try:
+            status = keeper.process.wait(_REAP_S)
+            why = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        except subprocess.TimeoutExpired:  # frozen by its control group: it ends before it runs again
+            keeper.process.kill()
+            keeper.trace.unlink(missing_ok=True)  # nobody need wait for it
+            why = "killed, and not yet ended"
+        said = os.pread(keeper.stderr, 4000, max(0, os.fstat(keeper.stderr).st_size - 4000))
+        os.close(keeper.stderr)
+        keeper.end.close()
+        if is_silent:
+            limit = say_seconds(_SILENT_LOOKS * _LOOK_S)
+            return (
+                f"The keeper of rank {self.terms.rank} (pid {pid}) did not answer for {limit}, as if it were "
+                "stopped or frozen, and was killed."
+            )
+        told = f"The keeper of rank {self.terms.rank} (pid {pid}) died ({why})."
+        words = said.decode(errors="replace").strip()
+        return f"{told} Its last words: {words}" if words else told
 
     def _forsake(self) -> None:
-        """The keeper has ended after `close`: what it has not told of will not be told any more."""
+        """Fail what the keeper did not report before it ended after `close`."""
         for pending in list(self._pending.values()):
             message = (
                 f"The keeper of rank {self.terms.rank} (pid {self.pid}) ended before it told what became of "
@@ -369,36 +437,52 @@ class Keeper:
                 f"{pending.save.step}; it may be complete. Earlier checkpoints stand."
             )
             self._finish(pending.save.step, RetryLater(message, step=pending.save.step))
+        self._ended.set()
 
-    def _replace(self) -> None:
-        """Start another keeper in place of a dead one and tell it all that is pending."""
-        status = self._process.wait()
-        why = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        said = os.pread(self._stderr, 4000, max(0, os.fstat(self._stderr).st_size - 4000)).decode(
-            errors="replace"
-        )
-        os.close(self._stderr)
-        self._end.close()
+    def _replace(self, told: str) -> None:
+        """Start another keeper in place of one that is gone, and send it all that is pending."""
+        while True:
+            with self._lock:
+                if self._closing:
+                    self._forsake()
+                    return
+                pause_s = self._note_death(told)
+            self._woken.wait(pause_s)
+            try:
+                keeper = self._start()
+            except (OSError, HoldfastError) as error:
+                told = f"{told.partition(' No other could')[0]} No other could be started ({error})."
+                continue
+            with self._lock:
+                self._adopt(keeper)
+                self._tell_all_pending()
+                if self._closing:
+                    self._send({"op": "close", "goodbye": self._goodbye})
+                self.problems.append(
+                    f"{told} Another one (pid {self.pid}) has taken over its {len(self._pending)} unfinished "
+                    "saves."
+                )
+            return
+
+    def _note_death(self, told: str) -> float:
+        """Count a death, and return the seconds to wait before another keeper is started."""
         self._deaths += 1
-        told = f"The keeper of rank {self.terms.rank} (pid {self._process.pid}) died ({why})."
-        if said.strip():
-            told += f" Its last words: {said.strip()}"
-        if self._deaths > _MAX_DEATHS:
-            self._give_up(Internal(f"{told} It was the {self._deaths}th in a row; saving is given up."))
-            return
-        try:
-            self._start()
-        except OSError as error:
-            self._give_up(RetryLater(f"{told} No other could be started ({error}); saving is given up."))
-            return
         still_read = {pending.arena for pending in self._pending.values() if not pending.persisted}
         for arena in self._held - still_read:  # it died before it could say so
             self._release(arena)
-        self._tell_all_pending()
-        count = len(self._pending)
-        self.problems.append(
-            f"{told} Another one (pid {self.pid}) has taken over its {count} unfinished saves."
-        )
+        if self._deaths == 1:
+            return 0.0
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._deaths - 2, 30), _LAST_PAUSE_S)
+        if self._deaths > _MAX_DEATHS:  # one of the saves may be the reason
+            message = (
+                f"{told} It was the {self._deaths}th in a row; the saves that it had are given up, and "
+                f"another one is started in {say_seconds(pause_s)}. Earlier checkpoints stand."
+            )
+            for pending in list(self._pending.values()):
+                self._finish(pending.save.step, RetryLater(message, step=pending.save.step))
+            for arena in list(self._held):
+                self._release(arena)
+        return pause_s
 
     def _tell_all_pending(self) -> None:
         """Have a new keeper know what the one before may not have done."""
@@ -416,13 +500,6 @@ class Keeper:
             self.drain_other(self.terms.attempt, step)
         if self._complete is not None:
             self.tell_complete(*self._complete)
-
-    def _give_up(self, error: HoldfastError) -> None:
-        self._given_up = error
-        for pending in list(self._pending.values()):
-            self._finish(pending.save.step, error)
-        for arena in list(self._held):
-            self._release(arena)
 
     # -- what became of them ---------------------------------------------------------------------------------
 
@@ -502,19 +579,18 @@ class Keeper:
         Blocks: until it has ended, at most `timeout_s`; it ends by itself in any case.
         """
         with self._lock:
-            self._closing = True
+            self._closing, self._goodbye = True, goodbye
             _let_go[self.pid] = self
-            if goodbye:
-                self._send({"op": "goodbye"})
-            with contextlib.suppress(OSError):  # it may be gone already
-                self._end.shutdown(socket.SHUT_WR)  # our messages are over, its answers still come
+            self._send({"op": "close", "goodbye": goodbye})
+            if not self._pending:
+                self._woken.set()
         self.wait_ended(timeout_s)
 
     def wait_ended(self, timeout_s: float | None) -> None:
         """Wait until the process that was let go has ended, at most `timeout_s`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-            _let_go.pop(self.pid, None)
+        if self._ended.wait(timeout_s):
+            for pid in [pid for pid, keeper in _let_go.items() if keeper is self]:
+                _let_go.pop(pid, None)
 
 
 def _note(

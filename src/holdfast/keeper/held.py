@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import Corrupt, NotFound
+from holdfast.errors import Corrupt, HoldfastError, NotFound
 from holdfast.keeper import protocol
 from holdfast.keeper.presence import Presence, living
 from holdfast.store.contract import Entry, Properties
 from holdfast.store.readonly import ReadOnly
 
+_UNUSABLE = (OSError, ValueError, TypeError, LookupError)
+"""What using a keeper's answer may raise."""
 _ANSWER_S = 5.0  # a keeper that is asked answers at once, or it is about to end
 
 
@@ -89,21 +91,37 @@ class HeldStore(ReadOnly):
         )
         self._home = home
         self._images: dict[str, memoryview] = {}
-        for end in _doors(home):
-            with end, contextlib.suppress(OSError):
-                protocol.send(end, {"op": "take"})
-                self._take(end)
+        # Whatever is wrong with what a keeper offers, or with its trace: there is a next tier.
+        with contextlib.suppress(HoldfastError, *_UNUSABLE):
+            for end in _doors(home):
+                with end, contextlib.suppress(*_UNUSABLE):
+                    protocol.send(end, {"op": "take"})
+                    self._take(end)
 
     def _take(self, end: socket.socket) -> None:
         while True:
             message, fds = protocol.receive(end)
             if message is None or message["images"] is None:
                 return
-            # Copy on write: sinks need writable memory to read from, and nothing of it shall change.
-            mapped = memoryview(mmap.mmap(fds[0], 0, access=mmap.ACCESS_COPY))
-            os.close(fds[0])
-            for name, offset, num_bytes in message["images"]:
-                self._images[name] = mapped[offset : offset + num_bytes]
+            try:
+                self._map(fds[0], message["images"])
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _map(self, fd: int, images: Iterable[tuple[str, int, int]]) -> None:
+        """Take the images of one arena that are still whole there."""
+        there = [
+            Image(name, offset, num_bytes)
+            for name, offset, num_bytes in images
+            if _has(fd, offset, num_bytes)
+        ]
+        if not there:
+            return
+        # Copy on write: sinks need writable memory to read from, and nothing of it shall change.
+        mapped = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        for image in there:
+            self._images[image.name] = mapped[image.offset : image.offset + image.num_bytes]
 
     def __bool__(self) -> bool:
         return bool(self._images)
@@ -112,9 +130,10 @@ class HeldStore(ReadOnly):
         """Tell the keepers that they need not hold anything any more. Views that were taken stay."""
         images, self._images = self._images, {}
         threading.Thread(target=images.clear, name="holdfast-unmap").start()  # 40 ms for 1.5 GB here
-        for end in _doors(self._home):
-            with end, contextlib.suppress(OSError):
-                protocol.send(end, {"op": "end"})
+        with contextlib.suppress(HoldfastError, *_UNUSABLE):
+            for end in _doors(self._home):
+                with end, contextlib.suppress(OSError):
+                    protocol.send(end, {"op": "end"})
 
     def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
         """See `Store.lend`: the keeper's own memory, which stays as long as the view."""
@@ -151,6 +170,16 @@ class HeldStore(ReadOnly):
     def why(self) -> str:
         """See `ReadOnly.why`."""
         return "the memory of a dead trainer's keeper is only read."
+
+
+def _has(fd: int, offset: int, num_bytes: int) -> bool:
+    """Return whether an arena has memory for an image; its trainer may have given the pages back."""
+    if offset < 0 or num_bytes < 1 or offset + num_bytes > os.fstat(fd).st_size:
+        return False
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) == offset
+    except OSError:  # nothing but a hole from there on
+        return False
 
 
 def _doors(home: str) -> Iterator[socket.socket]:

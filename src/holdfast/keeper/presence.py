@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.errors import Unsupported
+from holdfast.errors import Denied, RetryLater, Unsupported
 
 _POLL_S = 0.02
 _TRACE_BYTES = 512
@@ -43,7 +45,8 @@ def runtime_dir() -> Path:
     """
     named = os.environ.get("HOLDFAST_RUNTIME_DIR")
     folder = Path(named) if named else Path(f"/tmp/holdfast-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _usable(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise Unsupported(f"{folder} belongs to another user. Set HOLDFAST_RUNTIME_DIR to a folder of yours.")
     return folder
@@ -51,9 +54,29 @@ def runtime_dir() -> Path:
 
 def home_dir(home: str) -> Path:
     """The folder for the traces of one home."""
-    folder = runtime_dir() / hashlib.sha256(home.encode()).hexdigest()[:16]
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = runtime_dir() / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+    with _usable(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Turn errors of the folder for traces into ours.
+
+    Raises:
+        Denied: it may not be written to.
+        RetryLater: it is full, or failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = Denied if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else RetryLater
+        raise kind(
+            f"{folder}, where keepers leave their traces, cannot be used: {error.strerror}. Nothing was "
+            "saved. Make room or set permissions there, or set HOLDFAST_RUNTIME_DIR to another folder of "
+            "this host."
+        ) from error
 
 
 def process_start(pid: int) -> int | None:
@@ -80,8 +103,19 @@ class Presence:
 
     @classmethod
     def claim(cls, home: str, trace: Trace) -> Presence:
-        """A new trace, locked by this process."""
+        """A new trace, locked by this process.
+
+        Raises:
+            Denied: the folder for traces may not be written to.
+            RetryLater: it is full, or failed.
+            Unsupported: it belongs to somebody else.
+        """
         folder = home_dir(home)
+        with _usable(folder):
+            return cls._claim(folder, trace)
+
+    @classmethod
+    def _claim(cls, folder: Path, trace: Trace) -> Presence:
         while True:
             fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -110,12 +144,14 @@ class Presence:
         """Say whether this keeper still has data that is not in the store."""
         if busy != self._trace.busy:
             self._trace = dataclasses.replace(self._trace, busy=busy)
-            self._write()
+            with contextlib.suppress(OSError):  # a stale trace makes a successor wait, and loses nothing
+                self._write()
 
     def set_done(self, *, held: str = "") -> None:
         """Say that the next attempt need not wait for this keeper, and where to ask for what it holds."""
         self._trace = dataclasses.replace(self._trace, busy=False, is_done=True, held=held)
-        self._write()
+        with contextlib.suppress(OSError):
+            self._write()
 
     def _write(self) -> None:
         text = json.dumps(asdict(self._trace)).encode()

@@ -128,6 +128,9 @@ class Desk:
         message, fds = protocol.receive(self.end)
         if message is None:
             return False
+        if message.get("op") == "ping":
+            self.tell({"event": "pong"})
+            return True
         with self.changed:
             self._take(message, fds)
             self.changed.notify_all()
@@ -143,8 +146,9 @@ class Desk:
         if message["op"] == "known":
             self.known.append((message["attempt"], message["step"]))
             return
-        if message["op"] == "goodbye":
-            self.said_goodbye = True
+        if message["op"] == "close":  # messages that ask whether we live still come
+            self.said_goodbye = message["goodbye"]
+            self.trainer_gone = True
             return
         job = Job(message["step"], received_s=time.monotonic())
         if message["op"] == "save":

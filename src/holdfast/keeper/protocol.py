@@ -19,17 +19,26 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(end: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
+def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, flags: int = 0) -> None:
     """Send one message.
 
+    Args:
+        end: this side's.
+        message: for the other side.
+        fds: sent with it.
+        flags: of sendmsg(2).
+
     Raises:
+        BlockingIOError: with MSG_DONTWAIT, the socket has no room.
         OSError: the other end is gone.
+
+    Blocks: until the socket has room, unless `flags` has MSG_DONTWAIT.
     """
     packet = json.dumps(message, separators=(",", ":")).encode()
     if fds:
-        socket.send_fds(end, [packet], list(fds))
+        socket.send_fds(end, [packet], list(fds), flags)
     else:
-        end.send(packet)
+        end.send(packet, flags)
 
 
 def receive(end: socket.socket) -> tuple[Message | None, list[int]]:

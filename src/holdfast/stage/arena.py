@@ -17,6 +17,7 @@ from holdfast.errors import InvalidInput, RetryLater
 from holdfast.quantity import say_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; where it is unknown the first copy pays for the page faults instead
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -73,9 +74,14 @@ class Arena:
             )
         self._pinned = True
 
-    def shrink(self) -> None:
-        """Give the pages back at once, also those a keeper has mapped; only if nobody reads them any more."""
-        os.ftruncate(self.fd, 0)
+    def free(self) -> None:
+        """Give the pages back at once, also those a keeper has mapped; only if nobody reads them any more.
+
+        The length stays: a keeper may still offer the arena to the next attempt, which finds a hole there,
+        where it would find a mapping without memory behind it.
+        """
+        how = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        _libc.fallocate(self.fd, how, ctypes.c_long(0), ctypes.c_long(self.num_bytes))
 
     def close(self) -> None:
         """Let go of the memory. The keeper's own mapping of it stays valid."""
@@ -206,7 +212,7 @@ class Arenas:
     def _drop_free(self) -> None:
         for arena in self._free:
             del self._all[arena.number]
-            arena.shrink()
+            arena.free()
             arena.close()
         self._free.clear()
 

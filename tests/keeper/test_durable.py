@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_a_manifest_becomes_visible_when_all_that_it_names_is_durable(
     lacking: list[str] = []
     link = os.link
 
-    def watched(source: str, target: str, **more: int) -> None:
+    def watched(source: str, target: str, **more: Any) -> None:
         if target.startswith("manifest"):
             lacking.extend(disk.lacks(home, 5))
         link(source, target, **more)

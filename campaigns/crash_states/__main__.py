@@ -21,7 +21,7 @@ from campaigns.crash_states.explorer import Outcome, check_state, explore, from_
 from campaigns.crash_states.recording import Recording
 from campaigns.crash_states.workloads import WORKLOADS, Workload
 
-DEFAULT_STATES = 3000
+DEFAULT_STATES = 2500
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -110,16 +111,40 @@ def check_visible(home: Path, problems: list[str]) -> list[Place]:
     """Verify every checkpoint that a home calls complete; return (branch, step) of those that are good."""
     found = []
     for attempt, step in candidates(list_home(open_store(home))):
-        opened = holdfast.open(home, step=step, attempt=attempt)
-        damage = opened.verify().problems
-        if damage:
-            problems.append(f"step {step} of attempt {attempt} is visible and not whole: {damage[0]}")
-            continue
-        places = {_check_tensors(opened.tensors(rank), step, problems) for rank in range(opened.world_size)}
-        if len(places) > 1:
-            problems.append(f"the ranks of step {step} hold the states of {sorted(places)}")
-        found.append(min(places))
+        key = _bytes_of(home, step)
+        if (attempt, key) not in _verified:
+            seen: list[str] = []
+            _verified[attempt, key] = _verify(home, step, attempt, seen), seen
+        place, seen = _verified[attempt, key]
+        problems += seen
+        if place is not None:
+            found.append(place)
     return found
+
+
+_verified: dict[tuple[int, bytes], tuple[Place | None, list[str]]] = {}
+"""The answers for bytes that this process has verified before: most checkpoints are in many states."""
+
+
+def _bytes_of(home: Path, step: int) -> bytes:
+    """Return a hash of all that is read to verify a step."""
+    text = hashlib.blake2b(digest_size=16)
+    for path in sorted([home / names.RUN, *(home / names.step_dir(step)).iterdir()]):
+        if path.is_file():
+            text.update(path.name.encode() + b"\0" + path.read_bytes())
+    return text.digest()
+
+
+def _verify(home: Path, step: int, attempt: int, problems: list[str]) -> Place | None:
+    opened = holdfast.open(home, step=step, attempt=attempt)
+    damage = opened.verify().problems
+    if damage:
+        problems.append(f"step {step} of attempt {attempt} is visible and not whole: {damage[0]}")
+        return None
+    places = {_check_tensors(opened.tensors(rank), step, problems) for rank in range(opened.world_size)}
+    if len(places) > 1:
+        problems.append(f"the ranks of step {step} hold the states of {sorted(places)}")
+    return min(places)
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor], step: int, problems: list[str]) -> Place:

@@ -35,7 +35,7 @@ WORKLOADS = (
     Workload("retention", "16 saves of which 2 stay", (Act("save", (1, 1, 16, 2)),), keep=2),
     Workload(
         "direct writes",
-        "saves of 2.5 MiB past the page cache, and a second start",
+        "saves of 1.25 MiB past the page cache, and a second start",
         (Act("save_wide", (1, 1, 4, 2)), Act("save_wide", (2, 5, 7, 2))),
         keep=2,
         is_wide=True,

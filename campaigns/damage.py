@@ -2,8 +2,8 @@
 
 Homes of one and two ranks, with and without a local folder, are made once by real trainings. Each case is a
 copy with some random damages, and a restore of it. It must give a checkpoint that was saved, bit for bit, and
-no older one than the newest that is untouched; or raise a HoldfastError. Training never begins from zero
-beside files of checkpoints, and no other kind of error ever comes out.
+no older one than the newest that is untouched; or raise a HoldfastError, if none in home is. Training never
+begins from zero beside files of checkpoints, and no other kind of error ever comes out.
 """
 
 from __future__ import annotations
@@ -222,6 +222,8 @@ def _judge(workload: Workload, original: Path, folder: Path, seed: int, *, is_re
     untouched = _untouched(original, folder)
     newest = max(_untouched(original, original))
     is_empty = not any(path.is_file() for path in folder.glob("*/step-*/*"))
+    is_visible = any(path.is_file() for path in folder.glob(f"*/step-{newest[1]:08d}/manifest-*"))
+    whole_in_home = _untouched(original, folder, tiers="home")  # a home that is lost may be refused
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -232,7 +234,8 @@ def _judge(workload: Workload, original: Path, folder: Path, seed: int, *, is_re
             if problems:
                 return Result(seed, "resumed", problems[0])
     except holdfast.HoldfastError as error:
-        lost = f"refused, although {max(untouched)} is untouched: {error}" if untouched else ""
+        whole = max(whole_in_home, default=None)
+        lost = f"refused, although {whole} is untouched in home: {error}" if whole else ""
         return Result(seed, "refused", lost)
     except Exception as error:  # noqa: BLE001 - any other kind of error is what is looked for
         return Result(seed, "raw", f"{type(error).__name__}: {error}")
@@ -243,7 +246,6 @@ def _judge(workload: Workload, original: Path, folder: Path, seed: int, *, is_re
     if found.place == newest:
         return Result(seed, "newest")
     shown = f"step {newest[1]}"
-    is_visible = any(path.is_file() for path in folder.glob(f"*/step-{newest[1]:08d}/manifest-*"))
     if is_visible and shown not in said.getvalue():
         return Result(seed, "older", f"{found.place} was restored, and {shown} was passed over in silence")
     return Result(seed, "older")
@@ -264,10 +266,10 @@ def _look(home: Path) -> None:
         holdfast.open(home).verify()
 
 
-def _untouched(original: Path, folder: Path) -> set[tuple[int, int]]:
+def _untouched(original: Path, folder: Path, tiers: str = "*") -> set[tuple[int, int]]:
     """Return the checkpoints of which every file is as it was in one of the tiers, as (attempt, step)."""
     found = set()
-    for manifest in original.glob("*/step-*/manifest-*.json"):
+    for manifest in original.glob(f"{tiers}/step-*/manifest-*.json"):
         facts = names.parse(f"{manifest.parent.name}/{manifest.name}")
         assert facts is not None
         ending = f"a{facts.attempt:04d}"

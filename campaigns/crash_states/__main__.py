@@ -31,13 +31,15 @@ def main() -> int:
     if options.state:
         return _check_one(chosen[0], options)
     began = time.monotonic()
-    outcomes = [_explore(workload, options) for workload in chosen]
+    outcomes: list[Outcome] = []
+    for workload in chosen:
+        outcomes.append(_explore(workload, options))
+        if not options.workload:  # after each, so that a run that is stopped has counted something
+            counts.write("crash_states", [_count(one) for one in outcomes], seconds=time.monotonic() - began)
     if options.json:
         print(json.dumps([asdict(one) for one in outcomes], indent=2))
     else:
         _print(outcomes)
-    if not options.workload:
-        counts.write("crash_states", [_count(one) for one in outcomes], seconds=time.monotonic() - began)
     return int(any(one.num_failed for one in outcomes))
 
 
@@ -48,6 +50,7 @@ def _options() -> argparse.Namespace:
         "--workload", action="append", choices=names, help="explore only this one (repeatable)"
     )
     parser.add_argument("--states", type=int, default=DEFAULT_STATES, help="most states of each workload")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="most time for each workload")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
@@ -73,6 +76,7 @@ def _explore(workload: Workload, options: argparse.Namespace) -> Outcome:
                 num_states=options.states,
                 seed=options.seed,
                 num_workers=options.workers,
+                limit_s=options.seconds,
                 resumed_share=options.resumed,
                 on_checked=lambda: progress.advance(task),
             )

@@ -65,6 +65,8 @@ def check(folder: Path, workload: Workload, promises: Promises) -> list[str]:
         workload: that was interrupted.
         promises: what it had been promised before.
     """
+    if workload.is_bucket:
+        return _check_bucket(folder / "bucket", max(promises.home, default=(0, 0))[1])
     home, local = folder / "home", folder / "local" if workload.has_local else None
     problems: list[str] = []
     with _reporting(problems, "a look at every visible checkpoint"):
@@ -91,6 +93,30 @@ def check(folder: Path, workload: Workload, promises: Promises) -> list[str]:
             done = run.parse(run.Done, open_store(home).get(names.DONE), names.DONE)
             if done.step < promises.done[1]:
                 problems.append(f"done.json is of step {done.step}, and {promises.done[1]} was finished")
+    return problems
+
+
+def _check_bucket(bucket: Path, drained: int) -> list[str]:
+    """Return what is wrong with the place that a write-back directory sends to.
+
+    Args:
+        bucket: the place.
+        drained: number of the newest file when `drain()` last returned; 0 before.
+    """
+    problems: list[str] = []
+    with _reporting(problems, "a look at the bucket"):
+        store = open_store(bucket)
+        found = {entry.name: store.get(entry.name) for entry in store.list()}
+        for name, data in found.items():
+            number = name.removeprefix("data-")
+            if number.isdigit() and data != trainer.written(int(number)):
+                problems.append(f"{name} is visible and has other bytes than were written")
+        latest = int(found.get("latest", b"0"))
+        if latest and f"data-{latest}" not in found:
+            problems.append(f"latest names data-{latest}, which is not there")
+        missing = [number for number in range(1, drained + 1) if f"data-{number}" not in found]
+        if latest < drained or missing:
+            problems.append(f"{drained} was drained; latest is {latest}, and {missing} are missing")
     return problems
 
 

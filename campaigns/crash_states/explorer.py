@@ -62,6 +62,7 @@ def explore(
     seed: int,
     resumed_share: float = 0.02,
     num_workers: int = 2,
+    limit_s: float = float("inf"),
     on_checked: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Check distinct states of a recording until there are `num_states`, or no more are found.
@@ -73,14 +74,19 @@ def explore(
         seed: of all that is drawn.
         resumed_share: of the states that a process of its own restores, and saves on top of.
         num_workers: processes.
+        limit_s: check no more states after so many seconds.
         on_checked: called after each state.
     """
     began = time.monotonic()
     outcome = Outcome(recording.workload.name, num_calls=log.num_calls, num_cuts=len(cuts(log)))
     cases = _distinct(log, outcome, num_states, seed, resumed_share if recording.workload.restores else 0.0)
     context = multiprocessing.get_context("fork")  # the log need not be sent
-    with context.Pool(num_workers, _prepare, (log, recording)) as pool:
+    with context.Pool(num_workers, _prepare, (log, recording, began + limit_s)) as pool:
         for case, problems in pool.imap_unordered(_check, cases, chunksize=8):
+            if problems is None:
+                continue
+            outcome.num_distinct += 1
+            outcome.rules[case.rule] += 1
             outcome.num_resumed += case.is_resumed
             outcome.num_failed += bool(problems)
             if problems and len(outcome.failures) < _MAX_REPORTED:
@@ -106,23 +112,24 @@ def _distinct(
             continue
         in_vain = 0
         seen.add(key)
-        outcome.num_distinct += 1
-        outcome.rules[rule] += 1
         yield _Case(rule, state, random_.random() < resumed_share)
 
 
-_work: list[tuple[Log, Recording]] = []
+_work: list[tuple[Log, Recording, float]] = []
 
 
-def _prepare(log: Log, recording: Recording) -> None:
+def _prepare(log: Log, recording: Recording, deadline_s: float) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _work.append((log, recording))
+    _work.append((log, recording, deadline_s))
 
 
-def _check(case: _Case) -> tuple[_Case, list[str]]:
-    log, recording = _work[0]
+def _check(case: _Case) -> tuple[_Case, list[str] | None]:
+    """Return the problems of a case; None if its time was up."""
+    log, recording, deadline_s = _work[0]
+    if time.monotonic() > deadline_s:
+        return case, None
     folder = Path(f"/dev/shm/holdfast-crash-{os.getpid()}")
     os.environ |= {
         "HOLDFAST_RUNTIME_DIR": f"{folder}-runtime",

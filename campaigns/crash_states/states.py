@@ -182,16 +182,21 @@ def _walk(log: Log, names: dict[int, dict[str, int]], folder: int, prefix: str, 
         if number in log.directories:
             found.directories.append(prefix + name)
             _walk(log, names, number, f"{prefix}{name}/", found)
-        else:
+        elif number not in log.pipes:
             found.files[prefix + name] = number
 
 
 def content(log: Log, state: State, number: int) -> bytes:
     """Return the bytes of a file in a state."""
+    return _content(*_content_key(log, state, number))
+
+
+def _content_key(log: Log, state: State, number: int) -> tuple[_Key, int, int, int, str]:
+    """Return all that the bytes of a file depend on."""
     begun = [one for one in log.data.get(number, ()) if one.began < state.cut]
     durable = sum(one.durable_at < state.cut for one in begun)
     variant = dict(state.data).get(number, "all") if durable < len(begun) else "all"
-    return _content(_Key(log), number, len(begun), state.cut if durable < len(begun) else 0, variant)
+    return _Key(log), number, len(begun), state.cut if durable < len(begun) else 0, variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +282,10 @@ def digest(log: Log, state: State) -> bytes:
     for path in sorted(shape.files):
         text.update(path.encode() + b"\0")
         if ".unfinished-" not in path:
-            text.update(_digest(_Key(log), state, shape.files[path]))
+            text.update(_digest(*_content_key(log, state, shape.files[path])))
     return text.digest()
 
 
-def _digest(key: _Key, state: State, number: int) -> bytes:
-    return hashlib.blake2b(content(key.log, state, number), digest_size=16).digest()
+@lru_cache(maxsize=1 << 16)
+def _digest(key: _Key, number: int, num_begun: int, cut: int, variant: str) -> bytes:
+    return hashlib.blake2b(_content(key, number, num_begun, cut, variant), digest_size=16).digest()

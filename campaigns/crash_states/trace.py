@@ -13,7 +13,7 @@ from pathlib import Path
 CALLS = (
     "open,openat,openat2,creat,mkdir,mkdirat,rmdir,unlink,unlinkat,rename,renameat,renameat2,link,linkat,symlink,"
     "symlinkat,write,pwrite64,writev,pwritev,pwritev2,truncate,ftruncate,fallocate,fsync,fdatasync,sync,syncfs,"
-    "copy_file_range,sendfile,splice"
+    "copy_file_range,sendfile,splice,mknod,mknodat"
 )
 """Every call that can change a file or make it durable."""
 _MAX_WRITE_BYTES = 16 << 20  # no longer write is ever made; a longer one is an error, not a wrong state

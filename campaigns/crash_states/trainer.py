@@ -223,6 +223,25 @@ def import_file(folder: Path, branch: int, first: int, last: int, keep: int) -> 
     mark("durable", branch, last)
 
 
+def written(number: int) -> bytes:
+    """Return the bytes of a file that the write-back workload writes."""
+    return pattern("written", 1, number, (1000,)).numpy().tobytes()
+
+
+def write_back(folder: Path, branch: int, first: int, last: int, keep: int) -> None:
+    """Write files, each followed by a file that names it, into a write-back directory."""
+    from holdfast.writeback import mount
+
+    work = folder / "work"
+    with mount(work, folder / "bucket") as held:
+        for number in range(first, last + 1):
+            (work / f"data-{number}").write_bytes(written(number))
+            (work / "latest").write_text(str(number))
+            if number % 3 == 0:
+                held.drain()
+                mark("home", branch, number)
+
+
 ACTS: dict[str, Callable[..., None]] = {
     one.__name__: one
     for one in (
@@ -237,6 +256,7 @@ ACTS: dict[str, Callable[..., None]] = {
         save_nebula,
         save_dcp,
         import_file,
+        write_back,
     )
 }
 

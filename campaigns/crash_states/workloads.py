@@ -26,6 +26,7 @@ class Workload:
     keep: int | None = None  # checkpoints that must stay; None: no more than the newest is looked for
     has_local: bool = False
     is_wide: bool = False  # its tensors are those of `trainer.WIDE`
+    is_bucket: bool = False  # it writes a write-back directory, and `bucket` is checked
     restores: bool = True  # a Checkpointer restores it; else holdfast.open reads it
     fsync_delay_us: int = 2000  # each fsync waits so long, as on a busy disk
 
@@ -108,6 +109,13 @@ WORKLOADS = (
     ),
     Workload(
         "import", "an import of a torch.save file", (Act("import_file", (1, 0, 10, 0)),), restores=False
+    ),
+    Workload(
+        "write-back directory",
+        "files and a file that names the newest, sent in their order",
+        (Act("write_back", (1, 1, 12, 0)),),
+        is_bucket=True,
+        restores=False,
     ),
 )
 """Every workload, in the order in which they are explored."""

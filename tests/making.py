@@ -20,7 +20,9 @@ from holdfast.store.contract import Store
 
 RUN_ID = "run-one"
 CREATED_UNIX_S = 1_700_000_000.0
-_NAMES = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
+_NAMES = {
+    getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items() if hasattr(torch, torch_name)
+}
 
 Region = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]
 """A rank's part of a tensor: its elements, their offsets, the whole tensor's shape."""

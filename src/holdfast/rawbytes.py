@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,6 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         message = f"Only contiguous CPU tensors have such a view; got one on {tensor.device}."
         raise ValueError(message)
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor  # the memory must outlive the view
     return memoryview(array).cast("B")

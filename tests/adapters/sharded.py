@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -138,12 +138,10 @@ def save_async(rank: int, home: Path, kind: str) -> dict[str, Any]:
     """An async save, after whose staging the state is spoilt; then a plain save beside it."""
     state = make_state(layout="fsdp", trained=True)
     kept = dict(flat(state))
-    saved = dcp.async_save(
-        state,
-        storage_writer=HoldfastWriter(home, step=6),
-        async_checkpointer_type=AsyncCheckpointerType[kind],
-    )
-    assert not isinstance(saved, dcp.state_dict_saver.AsyncSaveResponse)
+    kinds = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)  # torch 2.6 has threads only
+    options = {"async_checkpointer_type": kinds[kind]} if kinds else {}
+    saved = dcp.async_save(state, storage_writer=HoldfastWriter(home, step=6), **options)
+    assert isinstance(saved, Future)
     with torch.no_grad():
         for tensor in state["model"].values():
             tensor.zero_()
@@ -183,9 +181,7 @@ def fall_while_saving(rank: int, folder: str, home: Path) -> None:
 def save_in_one_process(home: Path, step: int, kill_at: str) -> None:
     """Save a number that tells the step, killed at a kill point if one is given."""
     arm(kill_at)
-    dcp.save(
-        {"x": torch.full((2,), float(step))}, storage_writer=HoldfastWriter(home, step=step), no_dist=True
-    )
+    dcp.save({"x": torch.full((2,), float(step))}, storage_writer=HoldfastWriter(home, step=step))
 
 
 def choose_apart(rank: int, home: Path) -> str:

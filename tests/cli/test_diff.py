@@ -96,7 +96,7 @@ def test_other_shape_or_dtype_is_a_difference(holdfast: Command, pair: tuple[Pat
     assert found["y"]["how"] == "float32[2] in A, float64[2] in B"
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_NAMES))
+@pytest.mark.parametrize("name", sorted(name for name in TORCH_NAMES if hasattr(torch, TORCH_NAMES[name])))
 def test_one_element_of_any_dtype(holdfast: Command, pair: tuple[Path, Path], name: str) -> None:
     dtype = getattr(torch, TORCH_NAMES[name])
     one = torch.zeros(4 * dtype.itemsize, dtype=torch.uint8).view(dtype)

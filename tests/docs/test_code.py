@@ -1,6 +1,7 @@
 """The code in the documents: Python compiles and names what is public, commands parse, marked blocks run.
 
-A block that follows the line `<!-- run -->` is executed, in an empty folder.
+A block that follows the line `<!-- run -->` is executed, in an empty folder; after `<!-- run, torch 2.9 -->`
+only with that torch or a newer one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.cli import make_parser
@@ -25,7 +27,9 @@ DOCUMENTS = [
     )
     if "design" not in path.parts  # notes tell what was decided at their time
 ]
-BLOCK = re.compile(r"^(<!-- run -->\n+)?```(\w+)\n(.*?)^```", re.M | re.S)
+BLOCK = re.compile(
+    r"^(<!-- run(?:, torch (?P<torch>[\d.]+))? -->\n+)?```(?P<language>\w+)\n(?P<code>.*?)^```", re.M | re.S
+)
 
 
 def blocks(*languages: str, run: bool | None = None) -> list[object]:
@@ -34,10 +38,19 @@ def blocks(*languages: str, run: bool | None = None) -> list[object]:
     for document in DOCUMENTS:
         text = document.read_text()
         for block in BLOCK.finditer(text):
-            if block[2] in languages and run in (None, bool(block[1])):
-                line = text[: block.start(3)].count("\n") + 1
-                found.append(pytest.param(block[3], id=f"{document.relative_to(ROOT)}:{line}"))
+            if block["language"] in languages and run in (None, bool(block[1])):
+                line = text[: block.start("code")].count("\n") + 1
+                marks = [_needs_torch(block["torch"])] if run and block["torch"] else []
+                name = f"{document.relative_to(ROOT)}:{line}"
+                found.append(pytest.param(block["code"], id=name, marks=marks))
     return found
+
+
+def _needs_torch(version: str) -> pytest.MarkDecorator:
+    wanted, found = (
+        [int(n) for n in text.split("+")[0].split(".")[:2]] for text in (version, torch.__version__)
+    )
+    return pytest.mark.skipif(found < wanted, reason=f"the block needs torch {version}")
 
 
 def commands() -> list[object]:

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 def save_dcp(state: dict[str, Any], folder: Path) -> None:
     """`dcp.save` by one process."""
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    save(state, storage_writer=FileSystemWriter(folder))
 
 
 def load_dcp(target: dict[str, Any], folder: Path, reader: Any = None) -> None:
     """`dcp.load` in place, by one process; the reader is DCP's own by default."""
-    load(target, storage_reader=reader or FileSystemReader(folder), no_dist=True)
+    load(target, storage_reader=reader or FileSystemReader(folder))

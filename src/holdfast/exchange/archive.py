@@ -18,7 +18,7 @@ from holdfast.errors import Corrupt
 from holdfast.exchange import allowlist
 from holdfast.exchange.allowlist import DTYPE_NAMES, Strided
 from holdfast.exchange.offer import read_range
-from holdfast.format.dtypes import ITEM_BYTES, TORCH_NAMES
+from holdfast.format.dtypes import ITEM_BYTES
 
 ALIGN_BYTES = 64
 """Storages begin at a multiple of this, so that they can be mapped into memory as tensors."""
@@ -234,12 +234,14 @@ class _Pickler(pickle.Pickler):
         import torch  # not above: only those who write need it
         from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
+        from holdfast.restore.fill import torch_dtype
+
         stride, step = [], 1
         for size in reversed(obj.shape):
             stride.append(step)
             step *= max(size, 1)
         facts = (_Storage(obj), 0, obj.shape, tuple(reversed(stride)), False, OrderedDict())
-        dtype = getattr(torch, TORCH_NAMES[obj.dtype])
+        dtype = torch_dtype(obj.dtype)
         if dtype in torch.storage._dtype_to_storage_type_map():
             return _rebuild_tensor_v2, facts
         return _rebuild_tensor_v3, (*facts, dtype)
@@ -249,8 +251,10 @@ class _Pickler(pickle.Pickler):
             return None
         import torch
 
+        from holdfast.restore.fill import torch_dtype
+
         stored = obj.stored
-        dtype = getattr(torch, TORCH_NAMES[stored.dtype])
+        dtype = torch_dtype(stored.dtype)
         name = torch.storage._dtype_to_storage_type_map().get(dtype)
         kind = torch.UntypedStorage if name is None else getattr(torch, name)
         count = stored.num_bytes if name is None else math.prod(stored.shape)

@@ -10,7 +10,6 @@ from typing import IO, Any
 from holdfast.exchange.archive import Stored, write_archive
 from holdfast.exchange.outgoing import Outgoing
 from holdfast.exchange.to_torch import plant
-from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.restore.placing import placed_folder
 
 DATA, METADATA = "__0_0.distcp", ".metadata"
@@ -83,13 +82,15 @@ def _describe(
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+    from holdfast.restore.fill import torch_dtype
+
     kinds: dict[str, Any] = {}
     items: dict[Any, Any] = {}
     for key, value in flat.items():
         if isinstance(value, Stored):
             size = torch.Size(value.shape)
             none = torch.Size([0] * len(size))
-            properties = dcp.TensorProperties(dtype=getattr(torch, TORCH_NAMES[value.dtype]))
+            properties = dcp.TensorProperties(dtype=torch_dtype(value.dtype))
             kinds[key] = dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(none, size)])
             items[dcp.MetadataIndex(key, none, 0)] = _StorageInfo(DATA, *places[value.key])
             continue

@@ -53,7 +53,9 @@ def enter(device: str | None) -> World:
 
 def accelerator_type() -> str | None:
     """Type of this machine's accelerator; None if it has none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    if not torch.accelerator.is_available():  # without this torch 2.6 names what it was built for
+        return None
+    found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
 
 

@@ -96,3 +96,14 @@ def say_seconds(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun: `1 checkpoint`, `2 checkpoints`.
+
+    Args:
+        number: how many.
+        noun: the word for one of them.
+        nouns: the word for several; by default with an s.
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"

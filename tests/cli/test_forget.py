@@ -26,12 +26,12 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_job_that_has_ended_goes_with_its_files(desk: Desk, holdfast: Command) -> None:
     first, second = (desk.submit("echo here > file") for _ in range(2))
     assert {desk.wait(job).status for job in (first, second)} == {Status.SUCCEEDED}
-    said = holdfast("forget", first.id)
+    said = holdfast("forget", first.id, "--yes")
     assert (said.status, said.out.splitlines()[-1]) == (0, "forgot 1 job")
     assert [job.id for job in desk.engine.jobs()] == [second.id]
     assert not desk.files(first).path.exists()
     assert desk.files(second).path.exists()
-    assert holdfast("forget", first.id).status == 2
+    assert holdfast("forget", first.id, "--yes").status == 2
     third = desk.submit("true")
     assert third.id == 3, "no number is given twice"
     desk.wait(third)
@@ -43,7 +43,11 @@ def test_a_living_job_is_never_forgotten(desk: Desk, holdfast: Command) -> None:
     said = holdfast("forget", job.id, "--force", "--yes")
     assert said.status == 1
     assert "is RUNNING, and was left as it is" in said.err
-    assert holdfast("forget", "--all-ended", "--json").json == {"chosen": [], "forgotten": [], "kept": []}
+    assert holdfast("forget", "--all-ended", "--json", "--yes").json == {
+        "chosen": [],
+        "forgotten": [],
+        "kept": [],
+    }
     assert desk.files(job).workdir(0).exists()
     (desk.files(job).workdir(0) / "go").touch()
     assert desk.wait(job).status is Status.SUCCEEDED
@@ -55,7 +59,7 @@ def test_old_ones_are_chosen_by_their_end(desk: Desk, holdfast: Command) -> None
     assert holdfast("forget", "--ended-before", "1h", "--dry-run").out == "no jobs\n"
     assert holdfast("forget", "--all-ended", "--dry-run", "--json").json["chosen"] == [job.id]
     assert len(desk.engine.jobs()) == 1
-    assert holdfast("forget", "--all-ended", "--json").json["forgotten"] == [job.id]
+    assert holdfast("forget", "--all-ended", "--json", "--yes").json["forgotten"] == [job.id]
     assert holdfast("queue").out == "no jobs\n"
     assert holdfast("forget").status == 2
 
@@ -66,11 +70,11 @@ def test_what_is_in_a_bucket_stays_and_what_is_not_keeps_the_job(desk: Desk, hol
     ended = desk.wait(job)
     assert ended.status is Status.SUCCEEDED
     assert "left out" in ended.reason
-    said = holdfast("forget", job.id)
+    said = holdfast("forget", job.id, "--yes")
     assert said.status == 1
     assert "with --force these files are lost" in said.err
     assert desk.files(job).path.exists()
-    assert holdfast("forget", job.id, "--force").status == 0
+    assert holdfast("forget", job.id, "--force", "--yes").status == 0
     assert not desk.files(job).path.exists()
     buckets = desk.state / "buckets"
     assert [(buckets / name).read_text() for name in ("plain/a", "cached/b")] == ["1\n", "2\n"]
@@ -83,7 +87,7 @@ def test_a_removal_that_was_killed_is_finished_by_the_next(desk: Desk, holdfast:
     with Records(database(desk.state)) as records:
         records.hide(first.id)
     assert [job.id for job in desk.engine.jobs()] == [second.id]
-    assert holdfast("forget", second.id).status == 0
+    assert holdfast("forget", second.id, "--yes").status == 0
     assert list(desk.state.glob("jobs/*")) == []
 
 
@@ -102,6 +106,6 @@ def test_nothing_below_a_mount_is_removed(desk: Desk, holdfast: Command, tmp_pat
     done = subprocess.run(["mount", "--bind", str(data), str(at)], check=False, capture_output=True)
     if done.returncode:
         pytest.skip("this machine lets nobody mount")
-    assert holdfast("forget", job.id).status == 0
+    assert holdfast("forget", job.id, "--yes").status == 0
     assert (data / "precious").read_text() == "x"
     assert not desk.files(job).path.exists()

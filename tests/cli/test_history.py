@@ -76,7 +76,7 @@ def test_filters_narrow(holdfast: Command, told: Path) -> None:
     assert count("--event", "staged", "--event", "ended") == 3
     assert count("--step", 100) == 4
     assert count("--tail", 2) == 2
-    assert holdfast("history", told, "--event", "nothing").out == "no events\n"
+    assert holdfast("history", told, "--event", "skipped").out == "no events\n"
 
 
 @pytest.mark.parametrize(
@@ -217,3 +217,10 @@ def test_metrics_are_no_news_among_events_unless_asked_for(holdfast: Command, to
 
 def test_a_run_without_metrics_says_so(holdfast: Command, told: Path) -> None:
     assert holdfast("history", told, "--metrics").out == "no metrics\n"
+
+
+def test_an_unknown_event_is_an_error_with_the_valid_ones(holdfast: Command, home: Path) -> None:
+    said = holdfast("history", home, "--event", "comitted")
+    assert said.status == 2
+    assert "no event 'comitted'. Did you mean committed?" in said.err
+    assert "drained" in said.err

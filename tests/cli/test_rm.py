@@ -36,7 +36,7 @@ class Terminal(io.StringIO):
 
 def test_a_step_goes_with_all_its_files(holdfast: Command, home: Path) -> None:
     before = files(home)
-    said = holdfast("rm", home, "--step", 100)
+    said = holdfast("rm", home, "--step", 100, "--yes")
     assert said.status == 0
     assert "deleted 1 checkpoint" in said.out
     gone = before - files(home)
@@ -45,7 +45,7 @@ def test_a_step_goes_with_all_its_files(holdfast: Command, home: Path) -> None:
 
 
 def test_a_step_of_one_attempt(holdfast: Command, home: Path) -> None:
-    assert holdfast("rm", home, "--step", 300, "--attempt", 1).status == 0
+    assert holdfast("rm", home, "--step", 300, "--attempt", 1, "--yes").status == 0
     assert (home / names.manifest(300, 2)).exists()
     assert not list((home / "step-00000300").glob("*-a0001*"))
 
@@ -61,44 +61,44 @@ def test_the_newest_is_refused_and_nothing_else_is_touched(holdfast: Command, ho
 
 
 def test_force_deletes_the_newest(holdfast: Command, home: Path) -> None:
-    assert holdfast("rm", home, "--step", 300, "--force").status == 0
+    assert holdfast("rm", home, "--step", 300, "--force", "--yes").status == 0
     assert left(home) == {"step-00000100", "step-00000200", "step-00000250", "step-00000400"}
 
 
 def test_the_newest_whole_one_is_guarded_when_a_newer_is_damaged(holdfast: Command, home: Path) -> None:
     """A damaged newest may go; then the one that a restore would take may not."""
     flip(home / names.manifest(300, 2))
-    assert holdfast("rm", home, "--step", 250).status == 2
-    assert holdfast("rm", home, "--step", 300, "--attempt", 2).status == 0
-    assert holdfast("rm", home, "--step", 250).status == 2
+    assert holdfast("rm", home, "--step", 250, "--yes").status == 2
+    assert holdfast("rm", home, "--step", 300, "--attempt", 2, "--yes").status == 0
+    assert holdfast("rm", home, "--step", 250, "--yes").status == 2
 
 
 def test_before_takes_older_steps_only(holdfast: Command, home: Path) -> None:
-    assert holdfast("rm", home, "--before", 250).status == 0
+    assert holdfast("rm", home, "--before", 250, "--yes").status == 0
     assert left(home) == {"step-00000250", "step-00000300", "step-00000400"}
 
 
 def test_superseded(holdfast: Command, home: Path) -> None:
-    found = holdfast("rm", home, "--superseded", "--json").json
+    found = holdfast("rm", home, "--superseded", "--json", "--yes").json
     assert [(row["step"], row["attempt"]) for row in found["deleted"]] == [(300, 1)]
     assert (home / names.manifest(300, 2)).exists()
 
 
 def test_files_that_may_still_be_written_stay(holdfast: Command, home: Path) -> None:
-    said = holdfast("rm", home, "--incomplete")
+    said = holdfast("rm", home, "--incomplete", "--yes")
     assert said.status == 0
     assert "nothing to delete" in said.out
     assert "may still be writing" in said.err
-    assert holdfast("rm", home, "--step", 400).status == 2
+    assert holdfast("rm", home, "--step", 400, "--yes").status == 2
     assert "step-00000400" in left(home)
 
 
 def test_incomplete_files_go_when_their_attempt_is_over(holdfast: Command, home: Path) -> None:
     save(home, 350, 1, commit=False)
-    assert holdfast("rm", home, "--incomplete").status == 0
+    assert holdfast("rm", home, "--incomplete", "--yes").status == 0
     assert left(home) == {f"step-00000{step}" for step in (100, 200, 250, 300, 400)}
     open_store(home).put(names.DONE, run.document(run.Done("run-one", 2, 300, 0.0)))
-    assert holdfast("rm", home, "--incomplete").status == 0
+    assert holdfast("rm", home, "--incomplete", "--yes").status == 0
     assert "step-00000400" not in left(home)
 
 
@@ -111,7 +111,7 @@ def test_what_a_killed_writer_left_goes_too(holdfast: Command, home: Path) -> No
     killed = subprocess.run([sys.executable, "-c", code, str(home)], env=env, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(files(home / "step-00000100")) == 6
-    assert holdfast("rm", home, "--step", 100).status == 0
+    assert holdfast("rm", home, "--step", 100, "--yes").status == 0
     assert not (home / "step-00000100").exists()
 
 
@@ -145,7 +145,7 @@ def test_yes_asks_nobody(holdfast: Command, home: Path, monkeypatch: pytest.Monk
 
 
 def test_naming_nothing_is_refused(holdfast: Command, home: Path) -> None:
-    said = holdfast("rm", home)
+    said = holdfast("rm", home, "--yes")
     assert said.status == 2
     assert "Say what to delete" in said.err
 
@@ -163,3 +163,13 @@ def test_the_manifest_goes_first(home: Path) -> None:
         whole = len(list((home / "step-00000200").iterdir())) == 5
         assert manifest == whole
         save(home, 200, 1)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_without_a_terminal_nothing_goes_without_yes(holdfast: Command, home: Path, words: list[str]) -> None:
+    before = files(home)
+    said = holdfast("rm", home, "--step", 100, *words)
+    assert said.status == 2
+    assert "Add --yes" in said.err
+    assert "Nothing was deleted" in said.err
+    assert files(home) == before

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli import TROUBLE, values
 from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_filter, add_json, command
-from holdfast.cli.tables import plural, print_json, print_table
+from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import Corrupt
 from holdfast.format.manifest import EACH
+from holdfast.quantity import plural
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.restore.find import read_part
@@ -284,10 +285,16 @@ def _print(a: Side, b: Side, difference: Difference) -> None:
             print(f"only in {label}: {name}")
     if difference.changed:
         columns = ("TENSOR", "KIND", "CHANGED", "OF", "MAX ABS", "MEAN ABS")
-        print_table(columns, map(_cells, difference.changed), right=columns[2:])
+        print_table(
+            columns,
+            map(_cells, difference.changed),
+            right=columns[2:],
+            names=("TENSOR", "KIND"),
+            spare=("OF", "MEAN ABS"),
+        )
     if difference.values:
         rows = [(path, one or "-", other or "-") for path, one, other in difference.values]
-        print_table(("VALUE", "A", "B"), rows)
+        print_table(("VALUE", "A", "B"), rows, names=("VALUE", "A", "B"))
     tensors = f"{plural(difference.num_compared, 'tensor')} compared"
     print(f"{tensors}, {len(difference.changed)} differ" if difference else f"{tensors}: no difference")
 

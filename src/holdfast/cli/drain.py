@@ -71,7 +71,9 @@ def _print(status: Status) -> None:
         for one in found
     ]
     if rows:
-        print_table(("NAME", "SIZE", "STATE", "WHY"), rows[:_MAX_ROWS], right=("SIZE",))
+        print_table(
+            ("NAME", "SIZE", "STATE", "WHY"), rows[:_MAX_ROWS], right=("SIZE",), names=("NAME",), text="WHY"
+        )
     if len(rows) > _MAX_ROWS:
         print(f"... {len(rows)} in all")
     print(status.say())

@@ -7,12 +7,12 @@ import sys
 import time
 
 from holdfast.cli.jobs import add_engine
-from holdfast.cli.options import Commands, add_json, command, count
-from holdfast.cli.tables import plural, print_json, print_table, say_age
+from holdfast.cli.options import Commands, add_json, agrees, check_can_agree, command, count
+from holdfast.cli.tables import print_json, print_table, say_age
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.choice import all_jobs, choose_engine, find_engine
 from holdfast.jobs.engine import Job
-from holdfast.quantity import read_seconds
+from holdfast.quantity import plural, read_seconds
 
 _EXAMPLES = """
 holdfast forget 3 4
@@ -36,7 +36,7 @@ def add_parser(commands: Commands) -> None:
         "--force", action="store_true", help="also if files are lost with that which are in no bucket yet"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say which would be removed")
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask; needed without a terminal")
     add_engine(parser, default=None, meant="all")
     add_json(parser)
 
@@ -47,10 +47,12 @@ def run(args: argparse.Namespace) -> int:
         message = "Say which jobs: ID, --ended-before T or --all-ended. Nothing was removed."
         raise InvalidInput(message)
     jobs = _choose(args)
+    if jobs and not args.dry_run:
+        check_can_agree(args, "Nothing was removed.")
     if not args.json:
         _print(jobs)
     forgotten, kept = [], {}
-    if jobs and not args.dry_run and (args.yes or args.json or not sys.stdin.isatty() or _agrees()):
+    if jobs and not args.dry_run and (args.yes or agrees("forget these?")):
         forgotten, kept = _forget(jobs, force=args.force)
     if args.json:
         told = [{"id": number, "why": why} for number, why in kept.items()]
@@ -99,9 +101,4 @@ def _print(jobs: list[Job]) -> None:
         print("no jobs")
         return
     rows = [(str(job.id), job.name, job.status.value, say_age(job.ended_unix_s)) for job in jobs]
-    print_table(("ID", "NAME", "STATUS", "ENDED"), rows, right=("ID",))
-
-
-def _agrees() -> bool:
-    print("forget these? [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    print_table(("ID", "NAME", "STATUS", "ENDED"), rows, right=("ID",), names=("NAME",))

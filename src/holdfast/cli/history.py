@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import sys
 from collections.abc import Iterable
@@ -10,8 +11,10 @@ from typing import Any
 
 from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
-from holdfast.cli.tables import plural, print_csv, print_json, print_table, say_moment
-from holdfast.quantity import say_bytes, say_seconds
+from holdfast.cli.tables import print_csv, print_json, print_table, say_moment
+from holdfast.errors import InvalidInput
+from holdfast.keeper.history import EVENTS
+from holdfast.quantity import plural, say_bytes, say_seconds
 from holdfast.report.curves import Point, curves_of
 from holdfast.report.events import METRICS, TIERS, events_of, read_lines, tier_of
 from holdfast.report.saves import Copy, Save, saves_of
@@ -70,7 +73,10 @@ def add_parser(commands: Commands) -> None:
         "--lost", action="store_true", help="with --metrics: also what interruptions threw away"
     )
     parser.add_argument(
-        "--event", action="append", metavar="E", help="only this kind of event; may be repeated"
+        "--event",
+        action="append",
+        metavar="E",
+        help="only this kind, such as committed; may be repeated",
     )
     parser.add_argument("--step", type=step_number, metavar="N", help="only this step")
     parser.add_argument("--tier", choices=TIERS, help="only this tier")
@@ -98,8 +104,24 @@ def _rows(lines: list[Event], args: argparse.Namespace) -> list[Event]:
     if args.checkpoints:
         return _checkpoints(lines)
     # Numbers by the second are no news among saves and restores, and have rows of their own.
+    _check_events(args.event or (), {line["event"] for line in lines})
     rows = [_with_speed(line) for line in lines if args.event or line["event"] != METRICS]
     return [row for row in rows if not args.event or row["event"] in args.event]
+
+
+def _check_events(asked: Iterable[str], found: set[str]) -> None:
+    """Refuse the name of an event that does not exist, rather than find none.
+
+    Raises:
+        InvalidInput: the message lists the valid names.
+    """
+    known = sorted({*EVENTS, *found})
+    for name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            message = f"There is no event {name!r}.{hint} Events are: {', '.join(known)}."
+            raise InvalidInput(message)
 
 
 def _show(rows: list[Event], args: argparse.Namespace) -> None:
@@ -138,7 +160,13 @@ def _number(event: Event, name: str) -> float:
 
 def _print_events(events: Iterable[Event]) -> None:
     columns = ("TIME", "ATTEMPT", "RANK", "EVENT", "STEP", "TIER", "SIZE", "SECONDS", "GB/S", "DETAIL")
-    print_table(columns, map(_cells, events), right=("ATTEMPT", "RANK", "STEP", "SIZE", "SECONDS", "GB/S"))
+    print_table(
+        columns,
+        map(_cells, events),
+        right=("ATTEMPT", "RANK", "STEP", "SIZE", "SECONDS", "GB/S"),
+        text="DETAIL",
+        spare=("GB/S", "RANK", "TIER"),
+    )
 
 
 def _cells(event: Event) -> tuple[str, ...]:
@@ -221,7 +249,13 @@ def _print_checkpoints(rows: Iterable[Event]) -> None:
         )
         for row in rows
     )
-    print_table(columns, cells, right=("STEP", "ATTEMPT", "SIZE", *columns[5:10]))
+    print_table(
+        columns,
+        cells,
+        right=("STEP", "ATTEMPT", "SIZE", *columns[5:10]),
+        text="OUTCOME",
+        spare=("STAGED", "WRITTEN IN", "ATTEMPT", "GB/S"),
+    )
 
 
 # -- metrics ---------------------------------------------------------------------------------------------
@@ -254,4 +288,6 @@ def _print_metrics(rows: Iterable[Event]) -> None:
         )
         for row in rows
     )
-    print_table(("STEP", "ATTEMPT", "NAME", "VALUE", ""), cells, right=("STEP", "ATTEMPT", "VALUE"))
+    print_table(
+        ("STEP", "ATTEMPT", "NAME", "VALUE", ""), cells, right=("STEP", "ATTEMPT", "VALUE"), names=("NAME",)
+    )

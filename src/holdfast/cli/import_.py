@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from holdfast.cli.bars import byte_bar
 from holdfast.cli.options import Commands, add_json, add_prefixes, command, step_number
-from holdfast.cli.tables import plural, print_json
-from holdfast.quantity import say_bytes, say_seconds
+from holdfast.cli.tables import print_json
+from holdfast.quantity import plural, say_bytes, say_seconds
 
 _KINDS = ("auto", "torch", "dcp", "safetensors", "hf")
 _EXAMPLES = """

@@ -135,7 +135,7 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
             }
         )
         return
-    print_table(("WHAT", "HOW"), list(_rows(task, engine)))
+    print_table(("WHAT", "HOW"), list(_rows(task, engine)), text="HOW")
     _print_effects(effects, engine)
     for note in task.notes:
         print(f"note: {note}")
@@ -171,4 +171,5 @@ def _say_workdir(task: Task) -> str:
 def _print_effects(effects: list[Effect], engine: Engine) -> None:
     if effects:
         print(f"\nkeys that mean something else on {engine.name}:")
-        print_table(("LINE", "KEY", "HERE"), [(str(one.line), one.key, one.what) for one in effects])
+        rows = [(str(one.line), one.key, one.what) for one in effects]
+        print_table(("LINE", "KEY", "HERE"), rows, names=("KEY",), text="HERE")

@@ -15,8 +15,8 @@ from holdfast.cli.inventory import (
     take_inventory,
 )
 from holdfast.cli.options import Commands, add_home, add_json, command
-from holdfast.cli.tables import plural, print_json, print_table, say_age
-from holdfast.quantity import say_bytes
+from holdfast.cli.tables import print_json, print_table, say_age
+from holdfast.quantity import plural, say_bytes
 
 _EXAMPLES = """
 holdfast ls runs/gpt
@@ -55,7 +55,13 @@ def run(args: argparse.Namespace) -> int:
     if rows:
         columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE")
         where = () if args.local is None else ("TIERS",)
-        print_table((*columns, *where), (_cells(row, where) for row in rows), right=columns[:4])
+        print_table(
+            (*columns, *where),
+            (_cells(row, where) for row in rows),
+            right=columns[:4],
+            text="TIERS" if where else None,
+            spare=("RANKS", "ATTEMPT"),
+        )
     else:
         print("no checkpoints")
     _print_notes(inventory, rows)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from holdfast.errors import InvalidInput
 
 Commands = Any
 """What `add_subparsers` returns; argparse keeps its class to itself."""
@@ -69,6 +72,28 @@ def add_prefixes(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Output for programs."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:
+    """Refuse to delete anything that a person has not agreed to.
+
+    Args:
+        args: with `yes` and `json`.
+        what_was_done: the end of the message, such as "Nothing was deleted."
+
+    Raises:
+        InvalidInput: --yes is missing, and there is nobody to ask: standard input is no terminal, or the
+            output is JSON.
+    """
+    if not args.yes and (args.json or not sys.stdin.isatty()):
+        why = "--json asks no question" if args.json else "there is no terminal at which to ask"
+        raise InvalidInput(f"Add --yes: {why}. {what_was_done}")
+
+
+def agrees(question: str) -> bool:
+    """Return whether the person at the terminal says yes."""
+    print(f"{question} [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def step_number(text: str) -> int:

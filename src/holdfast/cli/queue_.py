@@ -38,7 +38,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         shown = jobs[: args.tail or _SHOWN]
         columns = ("ID", "NAME", "ON", "SUBMITTED", "RAN FOR", "NODES", "RECOVERIES", "STEP", "STATUS", "WHY")
-        print_table(columns, map(_cells, shown), right=("ID", "NODES", "RECOVERIES", "STEP"))
+        print_table(
+            columns,
+            map(_cells, shown),
+            right=("ID", "NODES", "RECOVERIES", "STEP"),
+            names=("NAME",),
+            text="WHY",
+            spare=("NODES", "RAN FOR", "ON"),
+        )
         if len(shown) < len(jobs):
             print(f"{len(jobs) - len(shown)} older ones not shown; --tail K shows more")
     return 0

@@ -16,11 +16,20 @@ from holdfast.cli.inventory import (
     open_home,
     take_inventory,
 )
-from holdfast.cli.options import Commands, add_attempt, add_home, add_json, command, step_number
-from holdfast.cli.tables import plural, print_json, print_table, say_age
+from holdfast.cli.options import (
+    Commands,
+    add_attempt,
+    add_home,
+    add_json,
+    agrees,
+    check_can_agree,
+    command,
+    step_number,
+)
+from holdfast.cli.tables import print_json, print_table, say_age
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.format import names
-from holdfast.quantity import say_bytes
+from holdfast.quantity import plural, say_bytes
 from holdfast.store import Store
 
 _EXAMPLES = """
@@ -46,7 +55,7 @@ def add_parser(commands: Commands) -> None:
         help="the newest complete one too, and files that may still be written",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask; needed without a terminal")
     add_json(parser)
 
 
@@ -65,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
             f"{store.url} holds no step {args.step} that could be deleted. `holdfast ls --all` lists them."
         )
         raise NotFound(message, step=args.step)
+    if rows and not args.dry_run:
+        check_can_agree(args, "Nothing was deleted.")
     if not args.json:
         _print_plan(rows)
     if rows and not args.dry_run:
-        if not args.yes and sys.stdin.isatty() and not _agrees():
+        if not args.yes and not agrees("delete these?"):
             print("nothing was deleted")
             return 0
         for row in rows:
@@ -141,11 +152,6 @@ def _print_plan(rows: list[Row]) -> None:
         for row in rows
     )
     print_table(columns, cells, right=columns[:3])
-
-
-def _agrees() -> bool:
-    print("delete these? [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def delete(store: Store, inventory: Inventory, row: Row) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from holdfast.cli import values
 from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
-from holdfast.cli.tables import plural, print_json, print_table, say_age, say_moment
+from holdfast.cli.tables import print_json, print_table, say_age, say_moment
 from holdfast.errors import InvalidInput
-from holdfast.quantity import say_bytes
+from holdfast.quantity import plural, say_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.restore.find import read_part
@@ -105,7 +105,13 @@ def _print_tensors(checkpoint: Checkpoint, tensors: list[str]) -> None:
     print(f"\n{plural(len(tensors), 'tensor')}")
     if tensors:
         columns = ("NAME", "DTYPE", "SHAPE", "SIZE", "SAVED BY", "TIED TO")
-        print_table(columns, _tensor_rows(checkpoint, tensors), right=("SIZE",))
+        print_table(
+            columns,
+            _tensor_rows(checkpoint, tensors),
+            right=("SIZE",),
+            names=("NAME", "SHAPE", "TIED TO"),
+            spare=("SAVED BY",),
+        )
 
 
 def _tensor_rows(checkpoint: Checkpoint, tensors: list[str]) -> Iterator[tuple[str, ...]]:
@@ -120,4 +126,4 @@ def _print_state(state: dict[str, Any], pattern: str | None) -> None:
     rows = [(path, values.say(value)) for path, value in found if _matches(path, pattern)]
     print(f"\n{plural(len(rows), 'value')}")
     if rows:
-        print_table(("NAME", "VALUE"), rows)
+        print_table(("NAME", "VALUE"), rows, names=("NAME", "VALUE"))

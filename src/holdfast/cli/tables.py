@@ -4,40 +4,76 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from holdfast.cli.columns import Table, lay_out
 from holdfast.quantity import say_seconds
 
-_UNBOUNDED = 1_000_000  # characters: what is piped is not cut to the width of a terminal
 
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table.
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    names: Sequence[str] = (),
+    text: str | None = None,
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table within the width of the terminal.
 
     Args:
         columns: the headings.
         rows: one text per column.
         right: headings of columns that are aligned to the right, as numbers are.
+        names: headings of columns that are cut in the middle where there is no room; --json has them whole.
+        text: heading of the last column, if it holds sentences: they are wrapped, or put below their row.
+        spare: headings of columns that are left out where there is no room, the first one first.
     """
-    from rich.console import Console  # not above: most commands' help must not wait for it
-    from rich.table import Table
-    from rich.text import Text
+    table = Table(
+        columns=tuple(columns),
+        rows=tuple(tuple(map(printable, row)) for row in rows),
+        right=frozenset(right),
+        names=frozenset(names),
+        text=text,
+        spare=tuple(spare),
+    )
+    heading, *lines = lay_out(table, terminal_width())
+    print(f"\x1b[1m{heading}\x1b[0m" if sys.stdout.isatty() else heading)
+    for line in lines:
+        print(line)
 
-    console = Console(width=None if sys.stdout.isatty() else _UNBOUNDED, highlight=False, soft_wrap=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(
-            Text(column), justify="right" if column in right else "left", overflow="fold", no_wrap=False
-        )
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    with console.capture() as text:
-        console.print(table)
-    for line in text.get().splitlines():
-        print(line.rstrip())
+
+def terminal_width() -> int | None:
+    """Return the width of the terminal, or what COLUMNS says; None for a pipe, whose reader wants all."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def printable(text: str) -> str:
+    """Return a text in one line, with control characters spelled out: they could redraw the terminal."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def print_fields(fields: Iterable[tuple[str, str]], *, width: int = 24) -> None:
+    """Print facts under each other, each value wrapped beside its name.
+
+    Args:
+        fields: names and values.
+        width: characters of the column of names.
+    """
+    room = terminal_width()
+    for name, value in fields:
+        wrapped = [value] if room is None else textwrap.wrap(value, max(20, room - width)) or [""]
+        print(f"{name:{width}}{wrapped[0]}".rstrip())
+        for line in wrapped[1:]:
+            print(" " * width + line)
 
 
 def print_json(value: Any) -> None:
@@ -63,8 +99,3 @@ def say_age(unix_s: float | None) -> str:
 def say_moment(unix_s: float) -> str:
     """Local date and time, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 checkpoint`, `2 checkpoints`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

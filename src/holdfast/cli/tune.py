@@ -95,7 +95,7 @@ def _print(report: Report) -> None:
             (str(number), one.kind, say_place(one.place), one.costs, one.after)
             for number, one in enumerate(report.findings, 1)
         ]
-        print_table(columns, rows, right=("#",))
+        print_table(columns, rows, right=("#",), names=("WHERE",), text="AFTER THE CHANGE")
         for number, one in enumerate(report.findings, 1):
             _print_advice(number, one)
     else:
@@ -135,7 +135,8 @@ def _print_compile(report: Report) -> None:
         rows.append((NAMES[one.variant], *cells[:3], f"{even}", cells[4], answer))
     print("\nDoes torch.compile pay?")
     columns = ("COMPILED", "SPEED", "NOISE", "WARM-UP", "EARNED BACK", "MEMORY OF A STEP", "PAYS")
-    print_table(columns, [row if len(row) == 7 else (*row[:5], "-", row[5]) for row in rows])
+    cells = [row if len(row) == 7 else (*row[:5], "-", row[5]) for row in rows]
+    print_table(columns, cells, text="PAYS", spare=("MEMORY OF A STEP", "NOISE"))
 
 
 def _print_batches(report: Report) -> None:
@@ -152,7 +153,7 @@ def _print_batches(report: Report) -> None:
         )
         for one in report.batches
     ]
-    print_table(("BATCH", "SAMPLES/S", "MEMORY", ""), rows, right=("BATCH",))
+    print_table(("BATCH", "SAMPLES/S", "MEMORY", ""), rows, right=("BATCH",), text="")
 
 
 def _print_paddings(report: Report) -> None:
@@ -165,4 +166,6 @@ def _print_paddings(report: Report) -> None:
         (one.name, f"{one.useful:.0%}", str(one.num_shapes), f"{one.positions / found.now:.2f}x")
         for one in found.others
     ]
-    print_table(("PADDING", "USEFUL", "SHAPES", "COST"), rows, right=("USEFUL", "SHAPES", "COST"))
+    print_table(
+        ("PADDING", "USEFUL", "SHAPES", "COST"), rows, right=("USEFUL", "SHAPES", "COST"), names=("PADDING",)
+    )

@@ -10,10 +10,10 @@ from typing import Any
 from holdfast.cli.bars import byte_bar
 from holdfast.cli.inventory import open_home, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
-from holdfast.cli.tables import plural, print_json
+from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
-from holdfast.quantity import say_bytes, say_seconds
+from holdfast.quantity import plural, say_bytes, say_seconds
 from holdfast.restore.find import candidates, read_manifest
 from holdfast.restore.verify import VerifyReport, verify
 from holdfast.store import Store

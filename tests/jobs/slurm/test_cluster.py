@@ -238,12 +238,12 @@ def test_commands_find_a_job_by_its_number_alone(slurm: SlurmDesk, holdfast: Com
     assert [row["id"] for row in holdfast("queue", "--on", "slurm", "--json").json] == [2]
     assert holdfast("preempt", 2, "--lead", "60").status == 0
     slurm.wait(job, Status.RUNNING, attempt=2)
-    assert holdfast("forget", 2).status == 1  # it lives
+    assert holdfast("forget", 2, "--yes").status == 1  # it lives
     assert holdfast("cancel", 2).status == 0
     out = holdfast("logs", 2, "-f").out
     assert out.count("ready") == 2
     assert "hello from here" in holdfast("logs", 1, "-f").out
     assert slurm.wait(job).status is Status.CANCELLED
-    assert holdfast("forget", 2).status == 0
+    assert holdfast("forget", 2, "--yes").status == 0
     assert [row["id"] for row in holdfast("queue", "--json").json] == [1]
     assert not slurm.papers(job).job.path.exists()

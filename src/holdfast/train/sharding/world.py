@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ def enter(device: str | None) -> World:
     Raises:
         InvalidInput: other ranks were started but there is no group, or it cannot carry tensors of the
             device.
+        Unsupported: the installed torch cannot compute sharded models on that device.
 
     Ranks: not collective.
     """
@@ -48,7 +49,17 @@ def enter(device: str | None) -> World:
         _make_group_of_one(accelerator if device is None else device)
     backends = backends_of(None)
     chosen = choose_device(device, accelerator, backends)
+    _check_torch_shards_on(chosen)
     return World(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
+
+
+def _check_torch_shards_on(device: str) -> None:
+    if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        message = (
+            f"torch {torch.__version__} computes sharded models (FSDP2) on accelerators only. Install "
+            "torch 2.7 or newer to shard on CPUs. Nothing was changed."
+        )
+        raise Unsupported(message)
 
 
 def accelerator_type() -> str | None:

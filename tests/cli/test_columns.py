@@ -1,0 +1,109 @@
+"""Tables fit the terminal: names are cut in the middle, sentences wrapped, and --json has all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.conftest import Command
+from holdfast.cli.columns import Table, cut, lay_out
+from holdfast.cli.tables import printable
+from holdfast.format import names
+from holdfast.store import open_store
+from making import make_checkpoint
+
+LONG = "model.transformer.layers.{}.self_attention.query_key_value.lora_adapters.default.weight"
+WHY = "The write failed: No space left on device. Earlier checkpoints are whole, and training continues."
+
+
+@pytest.fixture
+def wide(home: Path) -> Path:
+    """A home whose names and details are longer than a terminal is wide."""
+    store = open_store(str(home))
+    for step in (1_234_567, 2_345_678):
+        tensors = {LONG.format(i): torch.full((1024, 3), float(i * step)) for i in range(3)}
+        make_checkpoint(store, step, 12, [tensors], values=[{"note": WHY}])
+    for number, event in enumerate(("saved", "persisted", "committed", "drain-failed")):
+        line = {
+            "t": 1.7e9 + number, "event": event, "step": 2_345_678, "attempt": 12, "rank": 1023,
+            "bytes": 123_456_789_012, "seconds": 754.2, "detail": WHY, "tier": "home",
+        }  # fmt: skip
+        store.append(names.history(12, 1023), json.dumps(line).encode() + b"\n")
+    return home
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ls"],
+        ["ls", "--all"],
+        ["show"],
+        ["verify", "--all"],
+        ["history"],
+        ["history", "--checkpoints"],
+        ["rm", "--before", "2000000", "--dry-run"],
+        ["diff"],
+        ["report"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_wider_than_the_terminal(
+    holdfast: Command, wide: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command, *options = words
+    monkeypatch.chdir(wide.parent)
+    places = [f"{wide.name}@{step}" for step in (1_234_567, 2_345_678)] if command == "diff" else [wide.name]
+    said = holdfast(command, *places, *options)
+    assert said.out
+    assert [line for line in said.out.splitlines() if len(line) > 80] == []
+
+
+def test_a_name_is_cut_in_the_middle_and_whole_in_json(
+    holdfast: Command, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LONG.format(0) in holdfast("show", wide).out  # a pipe gets all
+    monkeypatch.setenv("COLUMNS", "80")
+    out = holdfast("show", wide).out
+    assert LONG.format(0) not in out
+    assert any("model.transf" in line and "…" in line for line in out.splitlines())
+    assert LONG.format(0) in [one["name"] for one in holdfast("show", wide, "--json").json["tensors"]]
+
+
+def test_a_detail_is_never_cut(holdfast: Command, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = holdfast("history", wide, "--event", "drain-failed").out
+    assert " ".join(out.split()).endswith(WHY)
+
+
+cells = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=60)
+
+
+@given(st.lists(st.tuples(cells, cells, cells), max_size=5), st.integers(60, 200))
+def test_any_texts_fit(rows: list[tuple[str, str, str]], width: int) -> None:
+    from rich.cells import cell_len
+
+    table = Table(("NAME", "KIND", "WHY"), tuple(rows), names=frozenset({"NAME", "KIND"}), text="WHY")
+    lines = lay_out(table, width)
+    assert all(cell_len(line) <= width for line in lines)
+    assert len(lay_out(table, None)) == 1 + len(rows)
+
+
+@given(cells, st.integers(4, 40))
+def test_a_cut_text_keeps_its_ends(text: str, width: int) -> None:
+    from rich.cells import cell_len
+
+    found = cut(text, width)
+    assert cell_len(found) <= width
+    if found != text:
+        assert found[:1] in (text[:1], "…")
+        assert "…" in found
+
+
+def test_control_characters_cannot_reach_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\n\x9bc\u202e") == r"a\x1b[2Jb\n\x9bc\u202e"

@@ -36,7 +36,7 @@ from holdfast.metrics import Metrics
 from holdfast.notice import Notices
 from holdfast.policy import Every, Keep, Meter, Pace, single_policies
 from holdfast.position import Position
-from holdfast.quantity import read_bytes, read_seconds, read_step, say_bytes, say_seconds
+from holdfast.quantity import plural, read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.reentry import Reentry
 from holdfast.restore.find import Passed
@@ -779,7 +779,7 @@ class Checkpointer:
                     step=None,
                     num_bytes=sent.num_bytes,
                     seconds=seconds,
-                    detail=f"{sent.num_files} files",
+                    detail=f"{plural(sent.num_files, 'file')}",
                     tier="home",
                 )
 

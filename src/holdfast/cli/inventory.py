@@ -12,6 +12,7 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsu
 from holdfast.format import names, run
 from holdfast.format.manifest import Manifest
 from holdfast.policy import Line, line_of
+from holdfast.quantity import plural
 from holdfast.restore.find import (
     Home,
     Saved,
@@ -203,7 +204,10 @@ def _row(
     reason = str(error) if error else None
     if not saved.is_committed:
         state = INCOMPLETE
-        reason = f"no manifest; {len(saved.data)} data files and {len(saved.parts)} parts are there"
+        reason = (
+            f"no manifest; {plural(len(saved.data), 'data file')} and "
+            f"{plural(len(saved.parts), 'part')} are there"
+        )
     elif error:
         state = UNSUPPORTED if isinstance(error, Unsupported) else DAMAGED
     else:

@@ -15,6 +15,7 @@ from holdfast.jobs.choice import choose_engine
 from holdfast.jobs.engine import Effect, Engine, Job
 from holdfast.jobs.status import Status
 from holdfast.jobs.task.contents import Task
+from holdfast.quantity import plural
 
 _EXAMPLES = """
 holdfast launch task.yaml
@@ -150,8 +151,8 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     yield "workdir", _say_workdir(task)
     for mount in task.file_mounts:
         yield "mount", f"{mount.target}: {mount.mode.value} of {mount.source or mount.bucket}"
-    yield "setup", f"{len(task.setup.splitlines())} lines" if task.setup else "none"
-    yield "run", f"{len(task.run.splitlines())} lines"
+    yield "setup", f"{plural(len(task.setup.splitlines()), 'line')}" if task.setup else "none"
+    yield "run", f"{plural(len(task.run.splitlines()), 'line')}"
     if task.envs:
         yield "envs", ", ".join(f"{name}={value}" for name, value in task.envs.items())
     if task.secrets:

@@ -13,6 +13,7 @@ from holdfast.errors import InvalidInput
 from holdfast.format.catalog import Catalog, Tensor, parse_catalog
 from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 from holdfast.format.limits import MAX_CUT_DIMS
+from holdfast.quantity import plural
 
 Row = tuple[int, Box]
 
@@ -252,7 +253,7 @@ def _check_held(
 def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) -> dict[int, int]:
     outside = [rank for rank in held_by if rank not in index_of]
     if outside:
-        message = f"{name} is said to be on ranks {_some(outside)}, of {len(index_of)} ranks."
+        message = f"{name} is said to be on ranks {_some(outside)}, of {plural(len(index_of), 'rank')}."
         raise InvalidInput(message, key=name)
     return {index_of[rank]: rank for rank in reversed(held_by)}
 

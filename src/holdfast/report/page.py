@@ -7,6 +7,7 @@ import json
 from importlib import resources
 
 from holdfast.errors import Unsupported
+from holdfast.quantity import plural
 from holdfast.report.figures import figures_of
 from holdfast.report.headline import Number, numbers, sentence
 from holdfast.report.look import Figure, moment
@@ -80,8 +81,7 @@ def _script(text: str) -> str:
 def _torn(story: Story) -> str:
     if not story.num_torn:
         return ""
-    what = "1 line" if story.num_torn == 1 else f"{story.num_torn} lines"
-    return f"<p>Left out: {what} of the history that a crash has torn.</p>"
+    return f"<p>Left out: {plural(story.num_torn, 'line')} of the history that a crash has torn.</p>"
 
 
 def _number(one: Number) -> str:

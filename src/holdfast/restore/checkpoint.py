@@ -14,6 +14,7 @@ from holdfast.format import values as value_format
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
 from holdfast.format.run import Run
+from holdfast.quantity import plural
 from holdfast.restore import export as exporting
 from holdfast.restore import find
 from holdfast.restore import verify as verifying
@@ -263,7 +264,11 @@ class Checkpoint:
         if name in self.manifest.tensors:
             return name
         close = difflib.get_close_matches(key, self.keys(), n=3)
-        hint = f"Did you mean {' or '.join(close)}?" if close else f"It holds {len(self)} others; see keys()."
+        hint = (
+            f"Did you mean {' or '.join(close)}?"
+            if close
+            else f"It holds {plural(len(self), 'other')}; see keys()."
+        )
         raise NotFound(f"Step {self.step} holds no tensor {key!r}. {hint}", step=self.step, key=key)
 
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from holdfast.format.cuts import Box
 from holdfast.format.layout import Piece
 from holdfast.format.manifest import EACH, Manifest
 from holdfast.format.part import Part
+from holdfast.quantity import plural
 from holdfast.restore.find import read_part
 from holdfast.store.contract import Store
 
@@ -44,7 +45,10 @@ class Parts:
         """
         if not 0 <= rank < self.manifest.world_size:
             count, step = self.manifest.world_size, self.manifest.step
-            message = f"Step {step} was saved by {count} ranks (0 to {count - 1}); there is no rank {rank}."
+            message = (
+                f"Step {step} was saved by {plural(count, 'rank')} (0 to {count - 1}); "
+                f"there is no rank {rank}."
+            )
             raise InvalidInput(message, step=step, rank=rank)
         if rank not in self._parts:
             self._parts[rank] = read_part(self._store, self.manifest, rank)

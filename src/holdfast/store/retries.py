@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.quantity import say_seconds
+from holdfast.quantity import plural, say_seconds
 from holdfast.store.address import Address
 from holdfast.store.clients import Clients
 from holdfast.store.refusals import Kind, Refusal, classify
@@ -110,7 +110,9 @@ class Retries:
             )
             return RetryLater(f"{failed} {advice}", key=name)
         tried = f"Given up after {say_seconds(time.monotonic() - request.began_s)}"
-        limit = f" and {request.num_tries} tries (limit {say_seconds(self._limit_s(request))})"
+        limit = (
+            f" and {plural(request.num_tries, 'try', 'tries')} (limit {say_seconds(self._limit_s(request))})"
+        )
         return RetryLater(f"{failed} {tried}{limit if kind is Kind.PASSING else ''}.", key=name)
 
     def _limit_s(self, request: Request) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.quantity import plural
 from holdfast.store import Entry, Store
 from holdfast.writeback.book import Book
 from holdfast.writeback.capture import Captures
@@ -120,4 +121,4 @@ def _set_aside(root: Path, names: Collection[str]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             (root / name).rename(target)
-    say(f"{len(names)} files of {root} gave way to newer ones of the bucket; they are in {folder}")
+    say(f"{plural(len(names), 'file')} of {root} gave way to newer ones of the bucket; they are in {folder}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import NotFound, RetryLater
-from holdfast.quantity import say_bytes, say_seconds
+from holdfast.quantity import plural, say_bytes, say_seconds
 from holdfast.writeback.files import Found, is_open_now, look
 from holdfast.writeback.journal import FOLDER, Journal
 from holdfast.writeback.order import Entry, Order
@@ -87,7 +87,7 @@ class Status:
     def say(self) -> str:
         """One line for people."""
         if self.is_drained:
-            return f"all of {self.directory} is in {self.place} ({self.num_sent} files)"
+            return f"all of {self.directory} is in {self.place} ({plural(self.num_sent, 'file')})"
         parts = [
             f"{len(found)} {what} ({say_bytes(sum(one.num_bytes for one in found))})"
             for found, what in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.quantity import plural
 from holdfast.report.look import (
     BYTES_AXIS,
     KEPT,
@@ -39,7 +40,7 @@ def levels(story: Story) -> Figure | None:
             "t": ms(level.unix_s),
             "bytes": level.num_bytes,
             "tier": level.tier,
-            "what": f"{level.num_checkpoints} checkpoints, {size(level.num_bytes)}",
+            "what": f"{plural(level.num_checkpoints, 'checkpoint')}, {size(level.num_bytes)}",
         }
         for level in drawn
     ]

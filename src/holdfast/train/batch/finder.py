@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
-from holdfast.quantity import read_bytes, read_seconds, say_bytes
+from holdfast.quantity import plural, read_bytes, read_seconds, say_bytes
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.fit import BatchFit, Probe, choose_batch
@@ -293,7 +293,7 @@ def _tell(found: BatchFit, holdings: Holdings, tuned_batch: int, global_batch: i
     if global_batch is not None:
         plan = accumulate_to(global_batch, found.size, found.world_size)
         lines.append(
-            f"to keep a global batch of {global_batch}: {plan.num_parts} parts of at most "
+            f"to keep a global batch of {global_batch}: {plural(plan.num_parts, 'part')} of at most "
             f"{plan.largest_part} samples on each rank for one optimizer step; the learning rate stays"
         )
     elif batch != tuned_batch:

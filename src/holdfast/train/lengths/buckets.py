@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput
+from holdfast.quantity import plural
 from holdfast.train.lengths.batches import Batches, fingerprint
 
 
@@ -32,7 +33,8 @@ class BucketBatches(Batches[int]):
         super().__init__(batch_size, **options)
         if len(lengths) < (batch_size if self.drop_last else self._num_shares) or pool < 0:
             raise InvalidInput(
-                f"{len(lengths)} samples do not make one batch of {batch_size} for {self.world_size} ranks "
+                f"{plural(len(lengths), 'sample')} do not make one batch of {batch_size} for "
+                f"{plural(self.world_size, 'rank')} "
                 f"(accumulate={self.accumulate}, drop_last={self.drop_last}, pool={pool}).",
                 rank=self.rank,
             )

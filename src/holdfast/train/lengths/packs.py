@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput
+from holdfast.quantity import plural
 from holdfast.train.lengths.batches import Batches, fingerprint
 
 
@@ -34,14 +35,17 @@ class PackedBatches(Batches[list[int]]):
     ) -> None:
         super().__init__(batch_size, **options)
         if pool < 1 or not lengths:
-            raise InvalidInput(f"There is nothing to pack: {len(lengths)} samples, {pool=}.", rank=self.rank)
+            raise InvalidInput(
+                f"There is nothing to pack: {plural(len(lengths), 'sample')}, {pool=}.", rank=self.rank
+            )
         self._lengths = list(lengths)
         self._row_length, self._pool = row_length, pool
         self._mark = fingerprint(lengths)
         least = batch_size if self.drop_last else self._num_shares
         if len(self._units()) < least:  # also refuses samples that are too long, before training begins
             raise InvalidInput(
-                f"{len(lengths)} samples fill {len(self._units())} rows of {row_length}, which is not one "
+                f"{plural(len(lengths), 'sample')} fill {len(self._units())} rows of "
+                f"{row_length}, which is not one "
                 f"batch of {batch_size} for {self.world_size} ranks (accumulate={self.accumulate}, "
                 f"drop_last={self.drop_last}).",
                 rank=self.rank,

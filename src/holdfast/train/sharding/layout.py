@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import InvalidInput
+from holdfast.quantity import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,12 @@ class Layout:
         if self.num_ranks == 1:
             return "on 1 rank, which holds all of it"
         if self.shards == 1:
-            return f"replicated on {self.num_ranks} ranks (DDP)"
+            return f"replicated on {plural(self.num_ranks, 'rank')} (DDP)"
         stage = "ZeRO-2" if keep else "ZeRO-3"
         if self.copies == 1:
-            return f"sharded over {self.num_ranks} ranks ({stage})"
+            return f"sharded over {plural(self.num_ranks, 'rank')} ({stage})"
         copies = f"{self.copies} copies, each sharded over {self.shards}"
-        return f"on {self.num_ranks} ranks: {copies} (hybrid {stage})"
+        return f"on {plural(self.num_ranks, 'rank')}: {copies} (hybrid {stage})"
 
 
 def lay_out(shards: int | Literal["all"], num_ranks: int) -> Layout:
@@ -65,7 +66,8 @@ def lay_out(shards: int | Literal["all"], num_ranks: int) -> Layout:
     if shards < 1 or num_ranks % shards:
         fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
         raise InvalidInput(
-            f"shards={shards} ranks cannot share a copy of the parameters evenly among {num_ranks} ranks. "
+            f"shards={shards} ranks cannot share a copy of the parameters evenly among "
+            f"{plural(num_ranks, 'rank')}. "
             f"With this number of ranks shards may be {fitting}, or 'all'."
         )
     return Layout(num_ranks, shards)

@@ -13,6 +13,7 @@ import xxhash
 from torch import nn
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
+from holdfast.quantity import plural
 from holdfast.rawbytes import view_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
@@ -103,7 +104,8 @@ def choose_source(
         return _given(model, weights, [name for f in findings for name in f.on_meta], rank)
     if first.on_meta:
         raise InvalidInput(
-            f"The model is on meta ({len(first.on_meta)} tensors, {first.on_meta[0]} among them) and no "
+            f"The model is on meta ({plural(len(first.on_meta), 'tensor')}, {first.on_meta[0]} "
+            "among them) and no "
             "weights were named for it; nothing was changed. Pass weights= a state dict, a checkpoint or the "
             "home of a run, or build the model with its weights on rank 0 and on meta elsewhere."
         )
@@ -196,7 +198,8 @@ def _fitting(model: nn.Module, weights: Any) -> Source:
     missing = [name for name, found in chosen.items() if found is None]
     if missing:
         raise InvalidInput(
-            f"weights= has nothing for {len(missing)} of {len(chosen)} parameters, {missing[0]} among them; "
+            f"weights= has nothing for {len(missing)} of {plural(len(chosen), 'parameter')}, "
+            f"{missing[0]} among them; "
             "nothing was changed. They must have the names of the model's own state dict."
         )
     for name, parameter in model.named_parameters():

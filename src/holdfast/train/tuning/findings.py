@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from holdfast.quantity import say_seconds
+from holdfast.quantity import plural, say_seconds
 from holdfast.train.tuning.facts import Graphs, Place, Recompile, Steps, Sync, Syncs
 from holdfast.train.tuning.verdict import Pace, Verdict
 
@@ -66,7 +66,7 @@ def _sync_finding(sync: Sync, syncs: Syncs, step_s: float) -> Finding:
     each_s = sync.seconds / max(1, syncs.num_steps)
     times = sync.num_times / max(1, syncs.num_steps)
     is_each = sync.num_steps >= syncs.num_steps - 1  # what comes after the last step is not watched any more
-    often = "every step" if is_each else f"{sync.num_steps} of {syncs.num_steps} steps"
+    often = "every step" if is_each else f"{sync.num_steps} of {plural(syncs.num_steps, 'step')}"
     library = f", by {sync.inside.file}:{sync.inside.line}" if sync.inside else ""
     many = f", {times:.0f} times" if times > 1.5 else ""
     where = " in the model" if sync.in_forward else ""
@@ -101,7 +101,8 @@ def find_breaks(graphs: Graphs, syncs: Sequence[Finding]) -> list[Finding]:
                 kind="graph break",
                 place=one.place,
                 seen=f"the compiler cuts the graph here: {one.reason}{also}",
-                costs=f"what is compiled is {graphs.num_graphs} graphs; nothing is fused across a cut",
+                costs=f"what is compiled is {plural(graphs.num_graphs, 'graph')}; nothing is "
+                "fused across a cut",
                 change=change,
                 after="no cut",
                 share=sync.share if sync else None,
@@ -150,7 +151,7 @@ def _recompile_finding(one: Recompile, graphs: Graphs, num_shapes: int) -> Findi
         kind="recompile",
         place=one.place,
         seen=seen,
-        costs=f"compiled {one.num_times} times more in {graphs.num_steps} steps{given_up}",
+        costs=f"compiled {one.num_times} times more in {plural(graphs.num_steps, 'step')}{given_up}",
         change=change,
         after="compiled once",
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import InvalidInput
+from holdfast.quantity import plural
 from holdfast.train.batch.room import free_host_bytes
 from holdfast.train.tuning import findings as finding
 from holdfast.train.tuning import sizes
@@ -95,7 +96,7 @@ class _Survey:
         if not steps.steps:
             message = (
                 f"{self._plan.script} ends after too few steps to be measured: give it arguments with which "
-                f"it takes at least {self._plan.num_steps + 3} steps, or --steps fewer."
+                f"it takes at least {plural(self._plan.num_steps + 3, 'step')}, or --steps fewer."
             )
             raise InvalidInput(message)
         now = pace(steps.steps, steps.device)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.node.plan import write_whole
-from holdfast.quantity import say_bytes
+from holdfast.quantity import plural, say_bytes
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.address import parse_address
 from holdfast.writeback.claim import FOLDER
@@ -103,7 +103,8 @@ class Download:
             shutil.rmtree(self._beside, ignore_errors=True)
         seconds = time.monotonic() - began_s
         self._tell(
-            f"copied {self._url} to {self._to}: {len(entries)} files, {say_bytes(total)}, {seconds:.1f} s"
+            f"copied {self._url} to {self._to}: {plural(len(entries), 'file')}, "
+            f"{say_bytes(total)}, {seconds:.1f} s"
         )
 
     def _listed(self) -> tuple[Store, list[Entry], bool]:
@@ -153,7 +154,7 @@ class Download:
         if time.monotonic() - self._told_s >= _TELL_S:
             self._told_s = time.monotonic()
             self._tell(
-                f"copying {self._url}: {num_files - num_left} of {num_files} files, "
+                f"copying {self._url}: {num_files - num_left} of {plural(num_files, 'file')}, "
                 f"{say_bytes(self._num_bytes)} of {say_bytes(total)}"
             )
 

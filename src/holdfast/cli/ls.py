@@ -15,7 +15,7 @@ from holdfast.cli.inventory import (
     take_inventory,
 )
 from holdfast.cli.options import Commands, add_home, add_json, command
-from holdfast.cli.tables import print_json, print_table, say_age
+from holdfast.cli.tables import print_json, print_table, print_text, say_age
 from holdfast.quantity import plural, say_bytes
 
 _EXAMPLES = """
@@ -84,7 +84,7 @@ def _print_notes(inventory: Inventory, rows: list[Row]) -> None:
     """Say what is wrong with what is shown, and what is not shown."""
     for row in rows:
         if row.reason and row.state != INCOMPLETE:
-            print(f"step {row.step}, attempt {row.attempt}: {row.reason}")
+            print_text(f"step {row.step}, attempt {row.attempt}: {row.reason}")
     hidden = Counter(row.state for row in inventory.rows if row not in rows)
     if hidden:
         what = " and ".join(f"{number} {state}" for state, number in sorted(hidden.items()))

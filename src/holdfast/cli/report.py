@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput
 from holdfast.quantity import say_bytes
 from holdfast.report.headline import numbers, sentence
@@ -61,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_short(story: Story) -> None:
-    print(sentence(story))
-    for one in numbers(story):
-        print(f"{one.name + ':':24}{one.value}" + (f" ({one.remark})" if one.remark else ""))
+    print_text(sentence(story))
+    print_fields(
+        (f"{one.name}:", f"{one.value} ({one.remark})" if one.remark else one.value) for one in numbers(story)
+    )
     print("-o FILE writes a page with charts; --json tells everything.")
 
 

@@ -61,6 +61,14 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
+def print_text(text: str, *, indent: str = "") -> None:
+    """Print sentences, wrapped at the width of the terminal, with an indent before every line."""
+    room = terminal_width()
+    wrapped = [text] if room is None else textwrap.wrap(text, max(20, room - len(indent)))
+    for line in wrapped or [""]:
+        print(indent + line)
+
+
 def print_fields(fields: Iterable[tuple[str, str]], *, width: int = 24) -> None:
     """Print facts under each other, each value wrapped beside its name.
 

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.cli.bars import byte_bar
 from holdfast.cli.inventory import open_home, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
 from holdfast.quantity import plural, say_bytes, say_seconds
@@ -119,7 +119,7 @@ def _print_line(line: _Line) -> None:
     else:
         print(f"{what} DAMAGED, {plural(len(line.problems), 'problem')}")
         for problem in line.problems:
-            print(f"  {problem}")
+            print_text(problem, indent="  ")
     for extra in line.report.extra if line.report else ():
         print(f"  beside it, harmless: {extra}")
 

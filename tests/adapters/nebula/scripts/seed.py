@@ -9,7 +9,8 @@ import holdfast.adapters.nebula as nm
 model = torch.nn.Linear(3, 2)
 
 persistent_storage_path = (sys.argv[1],)
-nm.init(persistent_storage_path, persistent_time_interval=2)
+# The documentation's sample has 2 seconds, which a busy machine needs from here to the first save.
+nm.init(persistent_storage_path, persistent_time_interval=3600)
 
 checkpoint = nm.Checkpoint("global_step500")
 checkpoint.save("<CKPT_NAME>", model)

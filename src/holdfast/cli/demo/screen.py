@@ -15,6 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.demo.figures import Figures, Return
 from holdfast.cli.demo.proof import Claim
+from holdfast.cli.tables import terminal_width
 from holdfast.quantity import say_bytes, say_seconds
 
 _PIPED_WIDTH = 120
@@ -31,7 +32,7 @@ class Screen:
 
     def __init__(self, file: TextIO, *, steps: int, home: str) -> None:
         tty = file.isatty()
-        self.console = Console(file=file, width=None if tty else _PIPED_WIDTH, highlight=False)
+        self.console = Console(file=file, width=terminal_width() or _PIPED_WIDTH, highlight=False)
         self._home = home
         self._steps = steps
         self._shown: dict[str, int] = {}

@@ -25,7 +25,7 @@ def test_it_waits_until_all_is_there(holdfast: Command, held: Mount, tmp_path: P
     (held.directory / "file").write_text("x")
     said = holdfast("drain", str(held.directory))
     assert said.status == 0
-    assert said.out == f"all of {held.directory} is in {tmp_path / 'bucket'} (1 files)\n"
+    assert said.out == f"all of {held.directory} is in {tmp_path / 'bucket'} (1 file)\n"
     assert (tmp_path / "bucket" / "file").read_text() == "x"
     assert holdfast("drain", str(held.directory), "--wait", "--timeout", "60s").status == 0
 

@@ -172,7 +172,7 @@ def test_many_holders_are_not_all_listed() -> None:
 
 def test_a_holder_that_there_is_not_is_told() -> None:
     error = refused(catalog(w=shared(whole(0), 0, 7)))
-    assert "w is said to be on ranks 7, of 1 ranks." in str(error)
+    assert "w is said to be on ranks 7, of 1 rank." in str(error)
 
 
 @pytest.mark.parametrize(

@@ -127,4 +127,4 @@ def test_the_status_is_for_programs_too(desk: Desk, desks: Callable[..., Desk]):
     assert facts["is_drained"] is True
     assert facts["uploader"] == "alive"
     assert facts["num_sent"] == 1
-    assert desk.status().say() == f"all of {desk.directory} is in {desk.place} (1 files)"
+    assert desk.status().say() == f"all of {desk.directory} is in {desk.place} (1 file)"

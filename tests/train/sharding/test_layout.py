@@ -15,7 +15,7 @@ from holdfast.train.sharding.layout import lay_out
 @given(ranks=st.integers(1, 512), shards=st.integers(-3, 600))
 def test_a_copy_is_shared_by_a_number_that_divides_the_ranks(ranks: int, shards: int) -> None:
     if shards < 1 or ranks % shards:
-        with pytest.raises(InvalidInput, match=f"shards={shards} ranks.*{ranks} ranks"):
+        with pytest.raises(InvalidInput, match=f"shards={shards} ranks.*among {ranks} rank"):
             lay_out(shards, ranks)
         return
     layout = lay_out(shards, ranks)

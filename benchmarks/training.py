@@ -35,10 +35,7 @@ class Span:
 
 
 class Loop:
-    """Forward, backward and optimizer step of a subject on random tokens.
-
-    Made before the peer is opened, so that its first hook runs before any hook of the peer.
-    """
+    """Forward, backward and optimizer step of a subject on random tokens."""
 
     def __init__(self, subject: Subject) -> None:
         if subject.optimizer is None or subject.vocabulary is None:
@@ -48,7 +45,6 @@ class Loop:
         self._tokens = torch.randint(subject.vocabulary, BATCHES[subject.device.type], device=subject.device)
         self._entered_s = 0.0
         self._span = Span()
-        self._optimizer.register_step_pre_hook(self._note_entry)
 
     def watch_last(self) -> None:
         """Add the hook that runs after all others; call when the peer has added its own."""
@@ -80,13 +76,11 @@ class Loop:
         self._subject.model(self._tokens).backward()
         asked = time.perf_counter()
         with peer.guard() if peer is not None else contextlib.nullcontext():
-            guarded_s = time.perf_counter() - asked
+            self._entered_s = time.perf_counter()
+            guarded_s = self._entered_s - asked
+            self._span.waits_s.append(0.0)
             self._optimizer.step()
         self._span.waits_s[-1] += guarded_s
-
-    def _note_entry(self, *_: object) -> None:
-        self._entered_s = time.perf_counter()
-        self._span.waits_s.append(0.0)
 
     def _note_start(self, *_: object) -> None:
         self._span.waits_s[-1] += time.perf_counter() - self._entered_s

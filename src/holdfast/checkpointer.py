@@ -34,7 +34,7 @@ from holdfast.killpoint import kill_point
 from holdfast.leaving import is_orderly, looping
 from holdfast.metrics import Metrics
 from holdfast.notice import Notices
-from holdfast.policy import Every, Keep, Meter, Pace, single_policies
+from holdfast.policy import Every, Keep, Meter, Overdue, Pace, single_policies
 from holdfast.position import Position
 from holdfast.quantity import plural, read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
@@ -166,8 +166,8 @@ class Checkpointer:
         world = None if group is None else (group.rank, group.world_size)
         self._objects = State(state, world=world)
         self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
-        self._stager = Stager()
-        self._meter, self._metrics = Meter(), Metrics()
+        self._stager = Stager(self._objects.optimizers())
+        self._meter, self._metrics, self._overdue = Meter(), Metrics(), Overdue(now_s=time.monotonic())
         self._notices = Notices(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None
@@ -188,7 +188,8 @@ class Checkpointer:
         self._step_ended_s: float | None = None
         self._pulse_step = 0
         self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
-        self._has_told_end, self._closed = False, False
+        self._stagings: dict[int, Staging] = {}  # of the saves not yet settled, and of the last, by step
+        self._has_told_end, self._has_warned_of_tear, self._closed = False, False, False
         self._position = Position(lambda: (self._stager.num_steps, self._objects.marks()))
         self._done: runs.Done | None = None
         self._around = id(sys.exc_info()[1])  # an exception that is being handled all the time
@@ -280,7 +281,7 @@ class Checkpointer:
         self._check_process()
         with self._calls.guard("finish()"):
             step = self._last_step() if step is None else read_step(step, "finish()")
-            if (self._last is None or self._last.step != step) and step != self._base_step():
+            if not self._is_saved(step) and step != self._base_step():
                 self._save(step, must=True)
             self._wait()
             self._note_end("finished")
@@ -332,6 +333,7 @@ class Checkpointer:
         if self._step_ended_s is not None:
             self._meter.step(now_s - self._step_ended_s, in_flight=bool(self._saves))
         self._settle_durable()
+        self._warn_if_overdue()
         pace = Pace(
             step,
             now_s,
@@ -346,12 +348,19 @@ class Checkpointer:
         timed_home = is_first and self._tiers.is_due_by_clock(step)
         advised = self._notices.take_advice() is not None  # a machine that may go: one save, on all ranks
         newest_here, lacks_proposed = self._consensus.say()
-        flags = self._notices.reason is not None, timed or advised, timed_home, lacks_proposed
+        flags = (
+            self._notices.reason is not None,
+            timed or advised,
+            timed_home,
+            lacks_proposed,
+            self._must_repeat(),
+        )
         heard, lowest = self._ranks.pulse(step, flags, newest_here)
-        noticed, timed, timed_home, is_lacked = heard
+        noticed, timed, timed_home, is_lacked, repeated = heard
         self._hear_of_saves(lowest, is_lacked=is_lacked)
         said_step, self._pulse_step = (step if self._ranks.world_size == 1 else self._pulse_step), step
-        timed = timed and self._pace.saved_step < said_step  # else it has been saved since it was said
+        has_saved_since = self._pace.saved_step >= said_step
+        timed, repeated = timed and not has_saved_since, repeated and not has_saved_since
         self._tiers.hear(is_due=timed_home, said_step=said_step)
         if noticed and self.preempted is None:
             self.preempted = self._notices.reason or "another rank's notice"
@@ -359,7 +368,7 @@ class Checkpointer:
             self._prepare_in_background()
         self._step_ended_s = time.monotonic()
         already = self._last is not None and self._last.step == step
-        return (due_here or timed or noticed) and not already
+        return (due_here or timed or noticed or repeated) and not already
 
     def _hear_of_saves(self, lowest: int, *, is_lacked: bool) -> None:
         """Let the keeper know when all ranks have a save in local folders of which none has all."""
@@ -396,7 +405,7 @@ class Checkpointer:
     def _stop(self, step: int) -> None:
         """End a preempted run: everything durable, then SystemExit."""
         with self._calls.guard("the save after a preemption notice"):
-            if self._last is None or self._last.step != step:
+            if not self._is_saved(step):
                 self._save(step, must=True)
             self._wait()
         reason = self.preempted or "notice"
@@ -406,6 +415,10 @@ class Checkpointer:
         if self._ranks.world_size > 1:  # gloo's threads may abort this rank, and it would look like a crash
             leave_at_exit(PREEMPTED_STATUS)
         raise Preempted(step, reason)
+
+    def _is_saved(self, step: int) -> bool:
+        """True if the last save is of `step` and has not failed."""
+        return self._last is not None and self._last.step == step and self._last.failed is None
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -464,6 +477,7 @@ class Checkpointer:
         """Save; with `must` a save that there is no room for waits, whatever `when_full` says."""
         began, waited_before_s = time.perf_counter(), self.waited_for_memory_s
         self._check_process()
+        self._stager.check_thread()
         self._surface()
         if self._last is not None and step <= self._last.step:
             if step == self._last.step and self._last.failed is None:
@@ -491,10 +505,13 @@ class Checkpointer:
         self._metrics.num_done = step
         save.num_bytes = plan.num_bytes
         try:
-            self._stager.stage(plan, captured.tensors, arena, then=hand_over)
+            staging = self._stager.stage(plan, captured.tensors, arena, then=hand_over, at_once=must)
         except BaseException:
             self._release(arena.number)
             raise
+        unsettled = {one.step for one in self._saves}
+        self._stagings = {n: one for n, one in self._stagings.items() if n in unsettled} | {step: staging}
+        self._overdue.begin(time.monotonic())
         self._saves.append(save)
         self._last = save
         save.blocked_s = time.perf_counter() - began
@@ -561,13 +578,7 @@ class Checkpointer:
         """Runs in the staging thread when the copy is complete."""
         error = staging.error
         if staging.torn:
-            error = InvalidInput(
-                f"The save of step {save.step} was dropped: {staging.changed} was changed while it was being "
-                "copied, not by its optimizer's step(), so the copy may mix two steps. Earlier checkpoints "
-                "stand. Call save(...).wait_staged() before such a change.",
-                step=save.step,
-                key=staging.changed,
-            )
+            error = _torn(save.step, staging.changed)
         elif error is not None and not isinstance(error, HoldfastError):
             error = RetryLater(f"The copy of step {save.step} failed: {error!r}. Earlier checkpoints stand.")
         if error is not None:
@@ -605,17 +616,20 @@ class Checkpointer:
 
         The loop of `steps` does this by itself, in the background, after its first step.
 
-        Blocks: for about 1 s per GB of memory that the machine has not touched before.
+        Blocks: for about 1 s per GB of memory that the machine has not touched before, and as long to put
+            the state into huge pages.
         """
         with self._calls.guard("prepare()"):
-            self._prepare_in_background()
+            plan, captured = self._prepare_in_background()
             self._arenas.wait_prepared()
+            self._stager.settle(plan, captured.tensors)
 
-    def _prepare_in_background(self) -> None:
+    def _prepare_in_background(self) -> tuple[Plan, Captured]:
         captured = self._objects.capture()
         plan = self._plan_for(captured)
         self._stager.watch(self._objects.optimizers())
         self._arenas.prepare(plan.arena_bytes, then=plan.views)
+        return plan, captured
 
     @property
     def waited_for_copy_s(self) -> float:
@@ -629,6 +643,7 @@ class Checkpointer:
         for save in [save for save in self._saves if save.durable]:
             self._saves.remove(save)
             self._failures, self._failing_since_s = 0, None
+            self._overdue.succeed(time.monotonic())
             self._newest_durable = save.step
             self._consensus.add(save.step)
             self._tell_progress(save.step)
@@ -637,7 +652,7 @@ class Checkpointer:
             self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
 
     def _surface(self) -> None:
-        """Tell what has gone wrong in the background since the last call."""
+        """Raise or warn about what has gone wrong in the background since the last call."""
         keeper = self._keeper
         if keeper is not None:
             while keeper.problems:
@@ -650,14 +665,50 @@ class Checkpointer:
             warn_of_problems(self._compiled)
         self._settle_durable()
         for save in [save for save in self._saves if save.failed is not None]:
-            self._saves.remove(save)
-            self._stager.distrust_frozen()
-            self._failures += 1
-            if self._failing_since_s is None:
-                self._failing_since_s = time.monotonic()
-            if save.failed is not None and self._is_too_much(save.failed, self._failing_since_s):
-                raise save.failed
+            self._surface_failed(save)
+        self._warn_if_overdue()
+
+    def _surface_failed(self, save: Save) -> None:
+        assert save.failed is not None
+        is_torn = self._is_torn(save)
+        self._saves.remove(save)
+        self._stager.distrust_frozen(for_long=is_torn)
+        self._failures += 1
+        self._overdue.fail()
+        if self._failing_since_s is None:
+            self._failing_since_s = time.monotonic()
+        if self._is_too_much(save.failed, self._failing_since_s):
+            raise save.failed
+        if not (is_torn and self._has_warned_of_tear):  # later ones are in the history
             warn(str(save.failed), SaveWarning)
+        self._has_warned_of_tear |= is_torn
+
+    def _is_torn(self, save: Save) -> bool:
+        """True if a failed save was torn: found by its copy, or by the keeper in frozen tensors."""
+        staging = self._stagings.get(save.step)
+        if staging is None or save.failed is None:
+            return False
+        return staging.torn or (staging.is_frozen_unchanged and isinstance(save.failed, InvalidInput))
+
+    def _must_repeat(self) -> bool:
+        """True if the last save was torn: the next step is saved in its place."""
+        return self._last is not None and self._is_torn(self._last)
+
+    def _warn_if_overdue(self) -> None:
+        """Warn that no save has succeeded for long, and again each time that this takes twice as long."""
+        since_s = self._overdue.look(time.monotonic())
+        if since_s is None:
+            return
+        newest = self.latest()
+        stands = (
+            f"The newest checkpoint is of step {newest}" if newest is not None else "There is no checkpoint"
+        )
+        warn(
+            f"NO SAVE HAS SUCCEEDED for {say_seconds(since_s)}, in which {self._overdue.num_failed} failed. "
+            f"{stands}; a crash now would lose everything since. The reasons are in "
+            f"`holdfast history {self.home}`.",
+            SaveWarning,
+        )
 
     def _is_too_much(self, error: HoldfastError, failing_since_s: float) -> bool:
         """True if training shall not go on without saves any longer."""
@@ -1040,6 +1091,19 @@ class Checkpointer:
         if self._ranks.rank == 0 and not self._quiet:
             sys.stderr.write(f"holdfast: {text}\n")
             sys.stderr.flush()
+
+
+def _torn(step: int, changed: Sequence[str]) -> InvalidInput:
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    return InvalidInput(
+        f"The save of step {step} was dropped: {changed[0]}{more} was written while it was being copied, and "
+        "not by step() of an optimizer, so the copy may mix two moments. Earlier checkpoints are whole. The "
+        "next call of should_save() asks for another save in its place, and the next saves copy such tensors "
+        "before save() returns, which takes longer. To keep saves short, write to them before save(), or "
+        "call save(...).wait_staged() first.",
+        step=step,
+        key=changed[0],
+    )
 
 
 def _images(plan: Plan, staging: Staging) -> Images:

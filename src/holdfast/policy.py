@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from holdfast.errors import InvalidInput
 from holdfast.quantity import read_seconds
 
+_LATE_S = 60.0
+_LATE_INTERVALS = 3
+_MANY_FAILED = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -208,3 +212,44 @@ class Meter:
         self._slowed_s = 0.0
         self.save_cost_s = statistics.median(self._costs)
         self.durable_s = durable_s
+
+
+class Overdue:
+    """Decides when to report that no save has succeeded for long.
+
+    That is after 3 failed saves in a row, or when a save has been under way for 3 times the interval between
+    saves and for a minute; and again whenever it has become twice as much.
+
+    Args:
+        now_s: any clock.
+    """
+
+    def __init__(self, *, now_s: float) -> None:
+        self.num_failed = 0
+        self._succeeded_s = self._begun_s = now_s
+        self._waiting_since_s: float | None = None  # the first save began that has not succeeded
+        self._interval_s = 0.0
+        self._factor = 1
+
+    def begin(self, now_s: float) -> None:
+        """Count a save that begins."""
+        self._interval_s, self._begun_s = now_s - self._begun_s, now_s
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+
+    def fail(self) -> None:
+        """Count a save that failed."""
+        self.num_failed += 1
+
+    def succeed(self, now_s: float) -> None:
+        """Count a save that became durable."""
+        self.num_failed, self._succeeded_s, self._waiting_since_s, self._factor = 0, now_s, None, 1
+
+    def look(self, now_s: float) -> float | None:
+        """Return the seconds since the last success, if that is to be reported now."""
+        waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
+        is_late = waited_s > self._factor * max(_LATE_S, _LATE_INTERVALS * self._interval_s)
+        if not is_late and self.num_failed < _MANY_FAILED * self._factor:
+            return None
+        self._factor *= 2
+        return now_s - self._succeeded_s

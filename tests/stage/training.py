@@ -23,7 +23,7 @@ class CopyGate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        self._copy = stager._copy
+        self._copy, self._monkeypatch = stager._copy, monkeypatch
         monkeypatch.setattr(stager, "_copy", self._gated)
 
     def _gated(
@@ -35,24 +35,33 @@ class CopyGate:
         self._copy(views, live, non_blocking=non_blocking)
 
     def open_when_stepping(self, optimizers: Iterable[Optimizer]) -> None:
-        """Open at the beginning of an optimizer's step, before any other hook of it runs."""
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self.opened.set())
+        """Open at the beginning of an optimizer's step, before any hook of it runs; call it before a save."""
+        wanted, before_step = list(optimizers), stager.Stager._before_step
+
+        def opening(stager: stager.Stager, optimizer: Optimizer) -> None:
+            if any(optimizer is one for one in wanted):
+                self.opened.set()
+            before_step(stager, optimizer)
+
+        self._monkeypatch.setattr(stager.Stager, "_before_step", opening)
 
 
-def make_model(width: int = 8) -> nn.Module:
+WIDTH = 128  # weights of as many columns are large enough to be copied beside training
+
+
+def make_model(width: int = WIDTH) -> nn.Module:
     """A model with parameters and buffers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
 
 
-def compute_gradients(model: nn.Module, width: int = 8) -> None:
+def compute_gradients(model: nn.Module, width: int = WIDTH) -> None:
     """One forward and backward pass."""
     model.zero_grad()
     model(torch.randn(4, width)).square().mean().backward()
 
 
-def train(model: nn.Module, optimizer: Optimizer, width: int = 8) -> None:
+def train(model: nn.Module, optimizer: Optimizer, width: int = WIDTH) -> None:
     """One whole training step."""
     compute_gradients(model, width)
     optimizer.step()

@@ -13,6 +13,7 @@ from holdfast.format.catalog import Catalog, catalog_text
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.layout import FileLayout, Piece, lay_out
 from holdfast.stage.arena import Arena
+from holdfast.stage.extents import LARGE_BYTES
 
 _numbers = itertools.count()
 
@@ -29,6 +30,7 @@ class Plan:
     eager: tuple[int, ...]  # indices of tensors to copy before save() returns
     background: tuple[int, ...]  # indices of tensors that an optimizer owns
     frozen: tuple[int, ...]  # indices of tensors that no optimizer trains
+    large: frozenset[int]  # indices of tensors that may be copied in the background
     pieces: tuple[Piece, ...]
     starts: tuple[int, ...]  # of each piece in its file
     file: FileLayout
@@ -79,6 +81,7 @@ class Plan:
             eager=tuple(i for i in changing if pieces[i].name not in owned),
             background=tuple(i for i in changing if pieces[i].name in owned),
             frozen=tuple(frozen),
+            large=frozenset(i for i, piece in enumerate(pieces) if piece.num_bytes >= LARGE_BYTES),
             pieces=tuple(pieces),
             starts=tuple(starts[i] for i in range(len(pieces))),
             file=file,

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from holdfast.errors import InvalidInput
 from holdfast.killpoint import kill_point
 from holdfast.stage.arena import Arena
 from holdfast.stage.plan import Plan
+from holdfast.stage.repeats import Repeats
+from holdfast.stage.steps import StepHook
+from holdfast.stage.watch import Watch, Watcher
 
 _MANY = 1000  # tensors that one thread copies before another one pays
 _MAX_THREADS = 4
 _GROUP_BYTES = (
     64 << 20
 )  # copied in one call without the interpreter; small enough to see a failing thread early
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 @dataclass
@@ -33,52 +39,103 @@ class Staging:
     arena: Arena
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
-    changed: str | None = None  # name of a tensor that changed during the copy: the copy is torn
+    changed: tuple[str, ...] = ()  # names of tensors that changed during the copy: the copy is torn
+    addresses: frozenset[int] = frozenset()  # of the tensors that are copied in the background
     copied_event: torch.cuda.Event | None = None  # CUDA: all copies have run on the device
-    stepped: bool = False  # CUDA: an optimizer's update is queued behind the copies
-    is_frozen_unchanged: bool = False  # frozen tensors were copied beside the training, see `Stager.stage`
+    counters: Counters | None = None
+    is_frozen_unchanged: bool = False  # frozen tensors were copied on trust, see `Stager.stage`
 
     @property
     def torn(self) -> bool:
-        """True if the copy may mix two steps and must not be used."""
-        return self.changed is not None
+        """True if the copy may mix two moments and must not be used."""
+        return bool(self.changed)
+
+
+class Counters:
+    """PyTorch's version counters of some tensors, as they were when the copy began.
+
+    PyTorch counts a write after its kernel has run or, on a device, has been queued; writes through `.data`
+    and from outside of PyTorch never. So an unchanged counter proves nothing, a changed one does.
+    """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._before = _versions(tensors.values())
+        self._changed: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def find_changed(self) -> set[int]:
+        """Return the indices of tensors that were written, but by steps that wait for the copy."""
+        now = _versions(self._tensors.values())
+        for index, before, after in zip(self._tensors, self._before, now, strict=True):
+            if before != after and index not in self._stepped:
+                self._changed.add(index)
+        return self._changed
+
+    def begin_step(self, addresses: set[int]) -> None:
+        """Expect the tensors at `addresses` to be written from now on: behind the copy."""
+        self.find_changed()
+        self._stepped.update(i for i, tensor in self._tensors.items() if tensor.data_ptr() in addresses)
 
 
 class Stager:
-    """Runs the copies of one process, one after the other, and makes the optimizers wait for them.
+    """Runs the copies of one process, one after the other, and makes optimizers wait for them.
 
-    `waited_s` is the time that optimizers have spent waiting, in all, and `num_steps` how many steps they
-    have begun.
+    Args:
+        optimizers: those of the state, as far as they exist.
+
+    Attributes:
+        waited_s: time that optimizers have spent waiting, in all.
+        num_steps: steps that the optimizers of the state have begun.
+        repeats: the tensors that are copied before `stage` returns, because a copy of them was torn.
+        watcher: proves that tensors did not change while they were copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
         self.waited_s = 0.0
         self.num_steps = 0
+        self.repeats = Repeats()
+        self.watcher = Watcher()
         self._current: Staging | None = None
-        # By id, with the object itself: an id alone may come back with another optimizer.
-        self._hooks: dict[int, tuple[weakref.ref[Optimizer], RemovableHandle]] = {}
+        self._hook = StepHook(self._before_step)
+        self._hook.know(optimizers)
         self._thread: threading.Thread | None = None
+        self._closing = False
         # The plan's number, address and version of each frozen tensor at the save before.
         self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
+        self._frozen_names: frozenset[str] = frozenset()
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make each optimizer's next steps wait for the copy under way."""
-        for optimizer in optimizers:
-            known = self._hooks.get(id(optimizer))
-            if known is None or known[0]() is not optimizer:
-                # A compiled step() must call it, and not trace what it finds: it would find another copy
-                # each time.
-                before: Any = torch.compiler.disable(self._before_step)
-                self._hooks[id(optimizer)] = weakref.ref(optimizer), optimizer.register_step_pre_hook(before)
+        """Take note of the optimizers of the state; the steps of all optimizers wait for a copy under way."""
+        self._hook.know(optimizers)
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self.num_steps += 1
+    def check_thread(self) -> None:
+        """Raise if another thread than the calling one makes the optimizers' steps.
+
+        Raises:
+            InvalidInput: it does, and may change the state at any moment.
+        """
+        other = self._hook.other_thread()
+        if other is not None:
+            raise InvalidInput(
+                f"save() was called in the thread {threading.current_thread().name!r}, but the optimizers of "
+                f"the state step in the thread {other.name!r}, which may change the state at any moment. "
+                "Nothing was saved. Call save() in the thread that trains: it returns after a few "
+                "milliseconds, and the copy runs in the background."
+            )
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        is_known = self._hook.knows(optimizer)
+        self.num_steps += is_known
         staging = self._current
         if staging is None or staging.done.is_set():
             return
+        if not is_known and staging.addresses.isdisjoint(_addresses_of(optimizer)):
+            return
         if staging.copied_event is not None:
-            # On the device, not here: the update's kernels queue behind the copies, Python goes on.
-            staging.stepped = True
+            # On the device, not here: the update's kernels queue behind the copies, Python continues.
+            if staging.counters is not None:
+                staging.counters.begin_step(_addresses_of(optimizer))
             torch.cuda.current_stream().wait_event(staging.copied_event)
             return
         began = time.perf_counter()
@@ -97,20 +154,28 @@ class Stager:
         arena: Arena,
         *,
         then: Callable[[Staging], None],
+        at_once: bool = False,
     ) -> Staging:
         """Start copying `tensors` into `arena`.
 
-        Returns when all that no optimizer owns is copied, but for frozen tensors that stand where they stood
-        at the save before, with the same version: these are copied beside the training too, and the keeper
-        proves by their hashes that they had not changed. `then` runs in the background thread when the rest
-        is copied too, whether or not that went well.
+        Copied in the background is what is large, can be watched meanwhile, and either is owned by an
+        optimizer or is frozen and has the address and version that it had at the save before; everything
+        else before this returns. Such frozen tensors that cannot be watched are copied in the background too:
+        the keeper proves by their hashes that they have not changed.
 
-        Blocks: for the copy of the eager tensors, and for an earlier copy that is still under way.
+        Args:
+            plan: of this save.
+            tensors: by name.
+            arena: of `plan.arena_bytes` or more.
+            then: called in the background thread when everything is copied, whether or not that worked.
+            at_once: copy everything before returning.
+
+        Blocks: for the copy of what is not copied in the background, and for an earlier copy under way.
         """
         self.wait()
         staging = self._current = Staging(arena)
         try:
-            self._start(staging, plan, tensors, then)
+            self._start(staging, plan, tensors, then, at_once=at_once)
         except BaseException:  # nothing will copy any more: nobody may wait for it
             staging.done.set()
             self.distrust_frozen()  # no hash of what they were at this save will be there to prove anything
@@ -123,28 +188,88 @@ class Stager:
         plan: Plan,
         tensors: Mapping[str, torch.Tensor],
         then: Callable[[Staging], None],
+        *,
+        at_once: bool,
     ) -> None:
-        arena = staging.arena
         live = [tensors[name] for name in plan.names]
+        self._frozen_names = frozenset(plan.names[i] for i in plan.frozen)
         if plan.is_cuda:
-            arena.pin()
-        views = plan.views(arena)
-        staging.is_frozen_unchanged = self._are_frozen_unchanged(plan, [live[i] for i in plan.frozen])
-        eager, later = plan.eager, plan.background
-        if staging.is_frozen_unchanged:
-            later += plan.frozen
-        else:
-            eager += plan.frozen
+            staging.arena.pin()
+        views = plan.views(staging.arena)
         if plan.is_cuda:
-            self._start_cuda(staging, eager, later, live, views)
+            later, watch = self._divide_cuda(staging, plan, live, at_once=at_once), None
         else:
-            _copy_in_threads([views[i] for i in eager], [live[i] for i in eager])
-        kill_point("trainer.staging")
-        versions = _versions([live[i] for i in later])
-        work = _Background(staging, plan, later, live, views, versions, then)
-        thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
-        thread.start()
+            self.watcher.look_at(live)
+            later, watch = self._divide(staging, plan, live, at_once=at_once)
+        try:
+            eager = tuple(sorted(set(range(len(live))).difference(later)))
+            staging.addresses = frozenset(live[i].data_ptr() for i in later)
+            staging.counters = Counters({i: live[i] for i in later})
+            changed: set[int] = set()
+            if plan.is_cuda:
+                self._start_cuda(staging, eager, later, live, views)
+            else:
+                changed = self._copy_at_once(plan, eager, live, views)
+            self.check_thread()  # another one may have begun its first step just now
+            kill_point("trainer.staging")
+            work = _Background(self, staging, plan, later, live, views, watch, changed, then)
+            thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
+            thread.start()
+        except BaseException:
+            if watch is not None:
+                watch.cancel()
+            raise
         self._thread = thread
+
+    def _divide(
+        self, staging: Staging, plan: Plan, live: list[torch.Tensor], *, at_once: bool
+    ) -> tuple[tuple[int, ...], Watch]:
+        """Return the tensors to copy in the background, and the watch over them, which has begun."""
+        names, frozen = plan.names, self._unchanged(plan, live)
+        wanted = () if at_once else (*plan.background, *frozen)
+        watch = self.watcher.start(
+            {i: live[i] for i in wanted if i in plan.large and names[i] not in self.repeats}
+        )
+        later = set(watch.tensors)
+        staging.is_frozen_unchanged = self._may_trust(plan, frozen, watch, at_once=at_once)
+        if staging.is_frozen_unchanged:
+            later.update(frozen)
+        return tuple(sorted(later)), watch
+
+    def _unchanged(self, plan: Plan, live: list[torch.Tensor]) -> tuple[int, ...]:
+        """Return the frozen tensors if all of them have the addresses and versions of the save before."""
+        tensors, before = [live[i] for i in plan.frozen], self._frozen
+        places = zip((t.data_ptr() for t in tensors), _versions(tensors), strict=True)
+        self._frozen = plan.number, list(places)  # another plan may put them into other places of the file
+        return plan.frozen if self._frozen == before else ()
+
+    def _may_trust(self, plan: Plan, frozen: tuple[int, ...], watch: Watch | None, *, at_once: bool) -> bool:
+        """True if unchanged frozen tensors are copied in the background though some cannot be watched."""
+        watched = () if watch is None else watch.tensors
+        unwatched = [i for i in frozen if (i in plan.large or plan.is_cuda) and i not in watched]
+        return bool(unwatched) and not at_once and not any(plan.names[i] in self.repeats for i in unwatched)
+
+    def _divide_cuda(
+        self, staging: Staging, plan: Plan, live: list[torch.Tensor], *, at_once: bool
+    ) -> tuple[int, ...]:
+        frozen = self._unchanged(plan, live)
+        later = () if at_once else (i for i in plan.background if plan.names[i] not in self.repeats)
+        staging.is_frozen_unchanged = self._may_trust(plan, frozen, None, at_once=at_once)
+        return (*later, *frozen) if staging.is_frozen_unchanged else tuple(later)
+
+    def _copy_at_once(
+        self, plan: Plan, eager: tuple[int, ...], live: list[torch.Tensor], views: list[torch.Tensor]
+    ) -> set[int]:
+        """Copy while the caller waits; return the indices of tensors that another thread has changed."""
+        watch = self.watcher.start({i: live[i] for i in eager if i in plan.large})
+        counters = Counters({i: live[i] for i in eager})
+        try:
+            _copy_in_threads([views[i] for i in eager], [live[i] for i in eager])
+        finally:
+            changed = set(watch.end(views))
+        changed |= counters.find_changed()
+        shared = self.watcher.shared.intersection(eager)  # with other processes, whose writes only show so
+        return changed | {i for i in shared if not _is_equal(views[i], live[i])}
 
     def _start_cuda(
         self,
@@ -166,56 +291,110 @@ class Stager:
             staging.copied_event.record(stream)
         eager_done.synchronize()
 
-    def _are_frozen_unchanged(self, plan: Plan, frozen: list[torch.Tensor]) -> bool:
-        before = self._frozen
-        places = zip((t.data_ptr() for t in frozen), _versions(frozen), strict=True)
-        self._frozen = plan.number, list(places)  # another plan may put them into other places of the file
-        return bool(frozen) and self._frozen == before
+    def distrust_frozen(self, *, for_long: bool = False) -> None:
+        """Copy unwatched frozen tensors at once at the next save, since this one failed.
 
-    def distrust_frozen(self) -> None:
-        """Copy frozen tensors at once at the next save: this one failed, perhaps since they had changed."""
+        Args:
+            for_long: it failed because they had changed; so for the next saves too.
+        """
+        if for_long:
+            self.repeats.note_torn(self._frozen_names)
         self._frozen = None
 
+    def settle(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have large tensors in huge pages, so that watching them costs nothing noticeable.
+
+        Blocks: 0.2 to 2 s per GB, the first time; ends early when a save begins.
+        """
+        live, current = [tensors[name] for name in plan.names], self._current
+        if not plan.is_cuda:
+            self.watcher.look_at(live)
+            self._settle(plan, live, current)
+
+    def _settle(self, plan: Plan, live: list[torch.Tensor], current: Staging | None) -> None:
+        large = {i: live[i] for i in (*plan.background, *plan.frozen) if i in plan.large}
+        self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
+
     def close(self) -> None:
-        """Wait for the copy under way and let go of the optimizers."""
+        """Wait for the copy under way and stop making optimizers wait."""
+        self._closing = True
         if self._thread is not None:
             self._thread.join()
-        for _, hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        self._hook.remove()
+        self.watcher.close()
 
 
 @dataclass
 class _Background:
     """The part of a staging that runs beside training. It holds the tensors, so their memory stays theirs."""
 
+    stager: Stager
     staging: Staging
     plan: Plan
-    indices: tuple[int, ...]  # of what is copied beside the training
+    indices: tuple[int, ...]  # of the tensors that are copied beside training
     live: list[torch.Tensor]
     views: list[torch.Tensor]
-    versions: list[int | None]
+    watch: Watch | None
+    changed: set[int]  # while save() copied
     then: Callable[[Staging], None]
 
     def run(self) -> None:
-        staging, indices = self.staging, self.indices
+        staging = self.staging
         try:
-            if staging.copied_event is not None:
-                staging.copied_event.synchronize()
-            else:
-                with torch.no_grad():
-                    for group in _groups(self.live, indices):
-                        _copy([self.views[i] for i in group], [self.live[i] for i in group])
-            after = _versions([self.live[i] for i in indices])
-            if after != self.versions and not staging.stepped:  # a queued step's version bump is no tear
-                first = next(i for i, (a, b) in enumerate(zip(self.versions, after, strict=True)) if a != b)
-                staging.changed = self.plan.names[indices[first]]
+            try:
+                self._copy()
+            finally:
+                self._find_changed()
         except Exception as error:  # noqa: BLE001 - any failure of the copy belongs to the save, which raises it
             staging.error = error
         try:
             self.then(staging)
         finally:
             staging.done.set()
+        if staging.copied_event is None:
+            self.stager._settle(self.plan, self.live, staging)
+
+    def _copy(self) -> None:
+        if self.staging.copied_event is not None:
+            self.staging.copied_event.synchronize()
+            return
+        with torch.no_grad():
+            for group in _groups(self.live, self.indices):
+                _copy([self.views[i] for i in group], [self.live[i] for i in group])
+
+    def _find_changed(self) -> None:
+        changed = self.changed
+        if self.watch is not None:
+            changed |= set(self.watch.end(self.views))
+        if self.staging.counters is not None:
+            changed |= self.staging.counters.find_changed()
+        self.staging.changed = tuple(self.plan.names[i] for i in sorted(changed))
+        if changed:
+            self.stager.repeats.note_torn(self.staging.changed)
+        else:
+            self.stager.repeats.note_saved()
+
+
+def _addresses_of(optimizer: Optimizer) -> set[int]:
+    """Addresses of an optimizer's parameters and of the tensors of its state, on this rank."""
+    found = set()
+    for group in optimizer.param_groups:
+        found.update(map(_address_of, group["params"]))
+    for slots in list(optimizer.state.values()):
+        if isinstance(slots, dict):
+            found.update(_address_of(t) for t in slots.values() if isinstance(t, torch.Tensor))
+    return found
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
+def _is_equal(copy: torch.Tensor, live: torch.Tensor) -> bool:
+    """True if a copy has the very bytes of a CPU tensor."""
+    if not live.is_contiguous() or live.is_conj() or live.is_neg():
+        live = live.resolve_conj().resolve_neg().contiguous()
+    return not _libc.memcmp(copy.data_ptr(), live.data_ptr(), live.nbytes)
 
 
 def _copy(views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False) -> None:
@@ -257,8 +436,8 @@ def _groups(live: list[torch.Tensor], indices: tuple[int, ...]) -> Iterable[list
         yield group
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int | None]:
-    # Tensors made in inference mode count no versions; the optimizer's hook is their only guard.
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int | None]:
+    # Tensors made in inference mode count no versions.
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

@@ -1,0 +1,148 @@
+"""Extents: the whole pages that tensors fill in memory, and the bytes before and after these."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from holdfast.stage.tracking import Range
+
+LARGE_BYTES = 32 << 10
+"""Tensors below this are copied before save() returns: they share their pages with other memory."""
+_GAP_BYTES = 256 << 10  # ranges as close as this are tracked as one: each costs a call to the kernel
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Bytes of a tensor on a page that it shares with other memory."""
+
+    index: int  # of the tensor
+    address: int
+    offset: int  # of these bytes in the tensor, in its own order
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The memory of some tensors: whole pages, which can be tracked, and edges, which cannot."""
+
+    pages: tuple[tuple[int, int, int], ...]  # start, stop and the tensor's index, by start
+    edges: tuple[Edge, ...]
+    ranges: tuple[Range, ...]  # that together hold all `pages`, and what is in small gaps between them
+    num_edge_bytes: int
+    indices: frozenset[int]  # of the tensors
+
+    @classmethod
+    def of(
+        cls, tensors: Mapping[int, torch.Tensor], mappings: Sequence[Range], apart: Sequence[int] = ()
+    ) -> Extents:
+        """Return the extents of dense tensors by index.
+
+        Args:
+            tensors: CPU tensors without gaps between their elements.
+            mappings: memory that may be tracked, by start; no range reaches over an end of one.
+            apart: addresses of tensors that are tracked apart from these, sorted; no range reaches over one.
+        """
+        pages: list[tuple[int, int, int]] = []
+        edges: list[Edge] = []
+        for index, tensor in tensors.items():
+            start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            low, high = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+            if low >= high:
+                edges.append(Edge(index, start, 0, stop - start))
+                continue
+            pages.append((low, high, index))
+            if start < low:
+                edges.append(Edge(index, start, 0, low - start))
+            if high < stop:
+                edges.append(Edge(index, high, high - start, stop - high))
+        pages.sort()
+        return cls(
+            tuple(pages),
+            tuple(edges),
+            tuple(_coalesce([(low, high) for low, high, _ in pages], mappings, apart)),
+            sum(edge.num_bytes for edge in edges),
+            frozenset(tensors),
+        )
+
+    def touched_by(self, ranges: Iterable[Range]) -> list[int]:
+        """Return the indices of the tensors that have pages in `ranges`, in order."""
+        starts = [low for low, _, _ in self.pages]
+        longest = max((high - low for low, high, _ in self.pages), default=0)
+        found: set[int] = set()
+        for start, stop in ranges:
+            first = bisect.bisect_left(starts, start - longest)
+            for low, high, index in self.pages[first : bisect.bisect_left(starts, stop)]:
+                if low < stop and high > start:
+                    found.add(index)
+        return sorted(found)
+
+    def save_edges(self) -> ctypes.Array[ctypes.c_char]:
+        """Return the bytes of all edges as they are now, one after the other."""
+        saved = ctypes.create_string_buffer(max(1, self.num_edge_bytes))
+        at = ctypes.addressof(saved)
+        for edge in self.edges:
+            ctypes.memmove(at, edge.address, edge.num_bytes)
+            at += edge.num_bytes
+        return saved
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements fill the memory between the first and the last of them, each once."""
+    if tensor.is_contiguous():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel() and 0 not in tensor.stride()
+
+
+def private_mappings() -> list[Range]:
+    """Return the address ranges that no other process can write to, by start, adjacent ones joined.
+
+    Blocks: 1 ms per 1000 mappings.
+    """
+    found: list[Range] = []
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        span, mode = line.split(b" ", 2)[:2]
+        if not mode.endswith(b"p") or not mode.startswith(b"rw"):
+            continue
+        start, stop = (int(address, 16) for address in span.split(b"-"))
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
+
+
+def is_private(tensor: torch.Tensor, mappings: Sequence[Range]) -> bool:
+    """True if all bytes of a tensor are in one of `mappings`."""
+    start = tensor.data_ptr()
+    at = bisect.bisect_right(mappings, (start, 1 << 64)) - 1
+    return at >= 0 and start + tensor.nbytes <= mappings[at][1]
+
+
+def _coalesce(ranges: Sequence[Range], mappings: Sequence[Range], apart: Sequence[int]) -> Iterable[Range]:
+    """Join sorted ranges with small gaps between them, within one mapping and never over what is apart."""
+    current: Range | None = None
+    limit = 0  # where the next range may end: with the mapping of `current`, or before what is apart
+    for start, stop in ranges:
+        if current is not None and start <= current[1] + _GAP_BYTES and stop <= limit:
+            current = current[0], max(current[1], stop)
+            continue
+        if current is not None:
+            yield current
+        current = start, stop
+        mapping = bisect.bisect_right(mappings, (start, 1 << 64)) - 1
+        next_apart = bisect.bisect_left(apart, start)
+        limit = min(
+            mappings[mapping][1] if mapping >= 0 else stop,
+            apart[next_apart] if next_apart < len(apart) else 1 << 64,
+        )
+    if current is not None:
+        yield current

@@ -1,0 +1,222 @@
+"""Write tracking: the kernel's record of which pages of this process were written."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import struct
+from collections.abc import Callable, Iterable
+
+Range = tuple[int, int]  # first address and the one after the last, both on page boundaries
+
+HUGE_BYTES = 2 << 20  # of a transparent huge page on x86-64, and on arm64 with pages of 4 KiB
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SYSCALLS = {"x86_64": 323, "aarch64": 282, "riscv64": 282}  # userfaultfd
+_USER_MODE_ONLY = 1
+_NEW_FROM_DEVICE = 0xAA00
+_API, _REGISTER, _UNREGISTER = 0xC018AA3F, 0xC020AA00, 0x8010AA01
+_FEATURES = 1 << 12 | 1 << 13 | 1 << 15  # shared memory and huge pages; pages not yet touched; asynchronous
+_REGISTER_WRITES = 2
+_PAGEMAP_SCAN = 0xC0606610
+_SCAN_PROTECT, _SCAN_CHECK = 1, 2  # protect the pages that match; fail where writes are not tracked
+_TRACKABLE, _WRITTEN, _PRESENT, _SWAPPED, _HUGE = 1 << 0, 1 << 1, 1 << 3, 1 << 4, 1 << 6
+_ZERO = 1 << 5
+_MADV_COLLAPSE = 25
+_MAX_FOUND = 1024  # ranges that one call returns; more take more calls
+
+
+class WriteTracker:
+    """Records writes to pages of this process, whoever makes them: PyTorch, NumPy, C code or the kernel.
+
+    Tracked pages are write-protected. The kernel lifts the protection of a page at the first write to it and
+    continues the write, so no writer waits for anything but that fault. Writes of other processes to shared
+    memory, and of devices to pinned memory, are not recorded.
+
+    Source: userfaultfd(2) with UFFD_FEATURE_WP_ASYNC and the ioctl PAGEMAP_SCAN, Linux 6.7; CRIU and
+    Windows's GetWriteWatch use the same for incremental copies.
+
+    Raises:
+        OSError: the kernel has no such record, or this process may not use it.
+    """
+
+    def __init__(self) -> None:
+        self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        self._uffd = -1
+        try:
+            self._uffd = _open_userfaultfd()
+            fcntl.ioctl(self._uffd, _API, bytearray(struct.pack("3Q", 0xAA, _FEATURES, 0)))
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, ranges: Iterable[Range]) -> None:
+        """Track writes to `ranges` from now on.
+
+        Blocks: 8 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
+
+        Raises:
+            OSError: a range cannot be tracked. None of them is.
+        """
+        started: list[Range] = []
+        try:
+            for start, stop in ranges:
+                started.append((start, stop))
+                register = struct.pack("4Q", start, stop - start, _REGISTER_WRITES, 0)
+                fcntl.ioctl(self._uffd, _REGISTER, bytearray(register))
+                self._scan(start, stop, _SCAN_PROTECT | _SCAN_CHECK)
+        except OSError:
+            self.stop(started)
+            raise
+
+    def stop(self, ranges: Iterable[Range]) -> None:
+        """Stop tracking `ranges`: later writes to them cost nothing."""
+        for start, stop in ranges:
+            with contextlib.suppress(OSError):  # it was unmapped meanwhile: nothing is tracked there
+                fcntl.ioctl(self._uffd, _UNREGISTER, bytearray(struct.pack("2Q", start, stop - start)))
+
+    def find_written(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the parts of `ranges` that may have been written since `start`.
+
+        A page counts as written unless the kernel still has it protected: also one that was unmapped or
+        dropped meanwhile.
+        """
+        written: list[Range] = []
+        for start, stop in ranges:
+            at = start
+            try:
+                for low, high in self._scan_protected(start, stop):
+                    if low > at:
+                        written.append((at, low))
+                    at = high
+            except OSError:  # it is not tracked any more: another mapping has taken its place
+                at = start
+            if at < stop:
+                written.append((at, stop))
+        return written
+
+    def _scan_protected(self, start: int, stop: int) -> list[Range]:
+        found: list[Range] = []
+        while start < stop:
+            start = self._scan(
+                start,
+                stop,
+                _SCAN_CHECK,
+                found,
+                inverted=_WRITTEN,
+                required=_WRITTEN,
+                any_of=_PRESENT | _SWAPPED,
+                returned=_TRACKABLE,
+            )
+        return found
+
+    def find_small(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the parts of `ranges` that are in memory, in small pages that are not the zero page."""
+        found: list[Range] = []
+        for start, stop in ranges:
+            at = start
+            while at < stop:
+                wanted = _PRESENT | _HUGE | _ZERO
+                at = self._scan(
+                    at, stop, 0, found, inverted=_HUGE | _ZERO, required=wanted, returned=_PRESENT
+                )
+        return found
+
+    def _scan(
+        self,
+        start: int,
+        stop: int,
+        flags: int,
+        found: list[Range] | None = None,
+        *,
+        inverted: int = 0,
+        required: int = 0,
+        any_of: int = 0,
+        returned: int = 0,
+    ) -> int:
+        """Call PAGEMAP_SCAN once, add what it finds to `found`; return the address it came to."""
+        number = 0 if found is None else _MAX_FOUND
+        vector = (ctypes.c_uint64 * (3 * number))()
+        arguments = bytearray(
+            struct.pack(
+                "12Q",
+                96,
+                flags,
+                start,
+                stop,
+                0,
+                ctypes.addressof(vector) if number else 0,
+                number,
+                0,
+                inverted,
+                required,
+                any_of,
+                returned,
+            )
+        )
+        num_found = fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, arguments)
+        if found is not None:
+            found.extend((vector[3 * i], vector[3 * i + 1]) for i in range(num_found))
+        return struct.unpack_from("Q", arguments, 32)[0]
+
+    def _check(self) -> None:
+        """Track two pages of our own, write to one of them, and expect to find just that."""
+        page = mmap.PAGESIZE
+        memory = mmap.mmap(-1, 2 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        tracked = [(start, start + 2 * page)]
+        self.start(tracked)
+        memory[page] = 1
+        found = self.find_written(tracked)
+        self.stop(tracked)
+        if found != [(start + page, start + 2 * page)]:
+            raise OSError(errno.ENOSYS, "writes to pages are not recorded")
+
+    def close(self) -> None:
+        """Stop tracking everything."""
+        for descriptor in (self._uffd, self._pagemap):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._uffd = self._pagemap = -1
+
+
+def _open_userfaultfd() -> int:
+    number = _SYSCALLS.get(platform.machine())
+    error = errno.ENOSYS
+    if number is not None:
+        descriptor = _libc.syscall(number, os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY)
+        if descriptor >= 0:
+            return descriptor
+        error = ctypes.get_errno()
+    try:
+        device = os.open("/dev/userfaultfd", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        raise OSError(error, os.strerror(error), "userfaultfd") from None
+    try:
+        return fcntl.ioctl(device, _NEW_FROM_DEVICE, os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY)
+    finally:
+        os.close(device)
+
+
+def use_huge_pages(ranges: Iterable[Range], *, until: Callable[[], bool]) -> None:
+    """Ask the kernel to put memory into huge pages, which are tracked a hundred times as fast.
+
+    The content stays as it is. Where the kernel has no huge page left the pages stay small.
+
+    Args:
+        ranges: memory that is present; of each, the part between boundaries of 2 MiB.
+        until: called between two huge pages; True ends the work.
+
+    Blocks: 0.3 to 5 ms per huge page.
+    """
+    for start, stop in ranges:
+        for at in range(-(-start // HUGE_BYTES) * HUGE_BYTES, stop - HUGE_BYTES + 1, HUGE_BYTES):
+            if until():
+                return
+            _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE_BYTES), _MADV_COLLAPSE)

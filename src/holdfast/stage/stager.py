@@ -199,10 +199,11 @@ class Stager:
         if plan.is_cuda:
             later, watch = self._divide_cuda(staging, plan, live, at_once=at_once), None
         else:
-            self.watcher.look_at(live)
+            self.watcher.look_at(live, plan.large)
             later, watch = self._divide(staging, plan, live, at_once=at_once)
         try:
-            eager = tuple(sorted(set(range(len(live))).difference(later)))
+            background = frozenset(later)
+            eager = tuple(i for i in range(len(live)) if i not in background)
             staging.addresses = frozenset(live[i].data_ptr() for i in later)
             staging.counters = Counters({i: live[i] for i in later})
             changed: set[int] = set()
@@ -261,8 +262,8 @@ class Stager:
         self, plan: Plan, eager: tuple[int, ...], live: list[torch.Tensor], views: list[torch.Tensor]
     ) -> set[int]:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
-        watch = self.watcher.start({i: live[i] for i in eager if i in plan.large})
-        counters = Counters({i: live[i] for i in eager})
+        large = {i: live[i] for i in sorted(plan.large.intersection(eager))}
+        watch, counters = self.watcher.start(large), Counters(large)
         try:
             _copy_in_threads([views[i] for i in eager], [live[i] for i in eager])
         finally:
@@ -308,7 +309,7 @@ class Stager:
         """
         live, current = [tensors[name] for name in plan.names], self._current
         if not plan.is_cuda:
-            self.watcher.look_at(live)
+            self.watcher.look_at(live, plan.large)
             self._settle(plan, live, current)
 
     def _settle(self, plan: Plan, live: list[torch.Tensor], current: Staging | None) -> None:

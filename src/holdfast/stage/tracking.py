@@ -20,7 +20,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SYSCALLS = {"x86_64": 323, "aarch64": 282, "riscv64": 282}  # userfaultfd
 _USER_MODE_ONLY = 1
 _NEW_FROM_DEVICE = 0xAA00
-_API, _REGISTER, _UNREGISTER = 0xC018AA3F, 0xC020AA00, 0x8010AA01
+_API, _REGISTER, _UNREGISTER, _WRITEPROTECT = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC018AA06
+_PROTECT = 1
 _FEATURES = 1 << 12 | 1 << 13 | 1 << 15  # shared memory and huge pages; pages not yet touched; asynchronous
 _REGISTER_WRITES = 2
 _PAGEMAP_SCAN = 0xC0606610
@@ -56,8 +57,12 @@ class WriteTracker:
             self.close()
             raise
 
-    def start(self, ranges: Iterable[Range]) -> None:
+    def start(self, ranges: Iterable[Range], *, in_huge_pages: bool = False) -> None:
         """Track writes to `ranges` from now on.
+
+        Args:
+            ranges: memory of this process.
+            in_huge_pages: most of it is; chooses the call that is faster then.
 
         Blocks: 8 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
 
@@ -70,7 +75,11 @@ class WriteTracker:
                 started.append((start, stop))
                 register = struct.pack("4Q", start, stop - start, _REGISTER_WRITES, 0)
                 fcntl.ioctl(self._uffd, _REGISTER, bytearray(register))
-                self._scan(start, stop, _SCAN_PROTECT | _SCAN_CHECK)
+                if in_huge_pages:  # one flush of the processors' caches of addresses, not one per 2 MiB
+                    protect = struct.pack("3Q", start, stop - start, _PROTECT)
+                    fcntl.ioctl(self._uffd, _WRITEPROTECT, bytearray(protect))
+                else:
+                    self._scan(start, stop, _SCAN_PROTECT | _SCAN_CHECK)
         except OSError:
             self.stop(started)
             raise

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.stage.extents import LARGE_BYTES, Extents, is_dense, is_private, private_mappings
+from holdfast.stage.extents import Extents, is_dense, is_private, private_mappings
 from holdfast.stage.tracking import Range, WriteTracker, use_huge_pages
 
 _NOTHING = Extents.of({}, ())
@@ -27,8 +27,8 @@ class Watcher:
         self.refusal: str | None = None
         self.shared: frozenset[int] = frozenset()
         self._tracker: WriteTracker | None = None
-        self._addresses: list[int] = []
-        self._large: dict[int, int] = {}  # addresses of large tensors by index
+        self._ids: list[int] = []
+        self._addresses: dict[int, int] = {}  # of large tensors by index
         self._mappings: list[Range] = []
         self._extents: dict[tuple[int, ...], Extents] = {}
         self._huge: Extents | None = None  # in huge pages as far as the kernel could
@@ -37,19 +37,31 @@ class Watcher:
         except OSError as error:
             self.refusal = error.strerror or str(error)
 
-    def look_at(self, tensors: list[torch.Tensor]) -> None:
-        """Find out where in memory the tensors of a save are, if that is not known from the save before."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if addresses == self._addresses:
+    def look_at(self, tensors: list[torch.Tensor], large: Iterable[int]) -> None:
+        """Find where the tensors of a save are in memory, as far as they are not those of the last call.
+
+        Args:
+            tensors: all of them.
+            large: indices of those that may be watched.
+        """
+        before, self._ids = self._ids, list(map(id, tensors))
+        addresses = {i: tensors[i].data_ptr() for i in large}
+        if addresses != self._addresses:
+            self._addresses, self._mappings = addresses, private_mappings()
+            self._extents.clear()
+        if self._ids == before:
             return
-        self._addresses, self._mappings = addresses, private_mappings()
-        self._extents.clear()
-        self._large = {i: t.data_ptr() for i, t in enumerate(tensors) if t.nbytes >= LARGE_BYTES}
-        self.shared = frozenset(
-            index
-            for index, tensor in enumerate(tensors)
-            if tensor.device.type == "cpu" and tensor.nbytes and not is_private(tensor, self._mappings)
-        )
+        new = range(len(tensors))
+        if len(before) == len(tensors):
+            new = [i for i in new if self._ids[i] != before[i]]
+        self.shared = self.shared.difference(new) | self._find_shared({i: tensors[i] for i in new})
+
+    def _find_shared(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
+        plain = {i: t for i, t in tensors.items() if t.device.type == "cpu" and t.nbytes}
+        shared = {i for i, tensor in plain.items() if not is_private(tensor, self._mappings)}
+        if shared:  # or in memory that is new since the mappings were read
+            self._mappings = private_mappings()
+        return {i for i in shared if not is_private(plain[i], self._mappings)}
 
     def start(self, tensors: Mapping[int, torch.Tensor]) -> Watch:
         """Watch tensors by index from now on; those that cannot be watched are left out of the watch.
@@ -63,7 +75,7 @@ class Watcher:
             return Watch(None, _NOTHING, {}, None)
         extents = self._find_extents(tensors)
         try:
-            self._tracker.start(extents.ranges)
+            self._tracker.start(extents.ranges, in_huge_pages=extents is self._huge)
         except OSError:
             extents = self._extents[tuple(tensors)] = self._start_each(tensors, extents)
         watched = {index: tensors[index] for index in extents.indices}
@@ -78,7 +90,7 @@ class Watcher:
 
     def _apart_from(self, indices: Collection[int]) -> list[int]:
         """Return the addresses of the large tensors that are not among `indices`, sorted."""
-        return sorted(address for index, address in self._large.items() if index not in indices)
+        return sorted(address for index, address in self._addresses.items() if index not in indices)
 
     def _start_each(self, tensors: Mapping[int, torch.Tensor], extents: Extents) -> Extents:
         """Start tracking range by range; return extents without the tensors that the kernel refuses."""

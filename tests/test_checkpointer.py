@@ -17,7 +17,7 @@ from torch.optim import AdamW
 import holdfast
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, SaveWarning, Unsupported
 from holdfast.policy import EverySteps, EveryTime
-from stage.training import make_checkpointer, make_model, snapshot, train
+from stage.training import WIDTH, make_checkpointer, make_model, snapshot, train
 
 WAIT_S = 20.0
 
@@ -231,7 +231,7 @@ def test_a_model_on_the_meta_device_is_made_real(home: Path) -> None:
     with make_checkpointer(home, {"model": state["model"]}) as ckpt:
         ckpt.save(1)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
     with make_checkpointer(home, {"model": model}) as ckpt:
         assert ckpt.restore() == 1
     expected = state["model"].state_dict()

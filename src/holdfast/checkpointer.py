@@ -176,7 +176,7 @@ class Checkpointer:
         self._plan_key: object = None
         self._ancestors: Ancestors = ()
         self._newest_durable: int | None = None
-        self._attempt = 0
+        self._attempt, self._pulse_step = 0, 0
         self._consensus = Consensus()  # on the newest save that every rank has
         self._saves: deque[Save] = deque()  # not yet settled
         self._last: Save | None = None
@@ -186,7 +186,6 @@ class Checkpointer:
         self.waited_for_memory_s = 0.0
         """Time that `save` has waited for staging memory, in all."""
         self._step_ended_s: float | None = None
-        self._pulse_step = 0
         self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
         self._stagings: dict[int, Staging] = {}  # of the saves not yet settled, and of the last, by step
         self._has_told_end, self._has_warned_of_tear, self._closed = False, False, False

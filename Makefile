@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills docs clean
+.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills docs clean torn
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -54,7 +54,7 @@ lint: $(DEV) ## formatting, lint and types
 bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
 
-campaigns: crash-states damage kills ## every long search for failures, with its defaults
+campaigns: crash-states damage kills torn ## every long search for failures, with its defaults
 
 crash-states: $(DEV) ## states that a power cut may leave; needs strace
 	$(BIN)/python -m campaigns.crash_states
@@ -64,6 +64,9 @@ damage: $(DEV) ## thousands of damaged homes
 
 kills: $(DEV) ## kill -9 of trainers and keepers at random moments
 	$(BIN)/python -m campaigns.kills
+
+torn: $(DEV) ## write to states while they are copied, in 90 ways
+	$(BIN)/python -m campaigns.tears
 
 docs: $(DEV) ## check every link, code block and command of the documents
 	$(BIN)/python -m pytest tests/docs

@@ -1,0 +1,122 @@
+"""Torn copies: writes during a copy are found, whoever makes them, and the save is repeated."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import SGD
+
+from campaigns import tears
+from campaigns.tears import KINDS, run_case
+from holdfast.errors import InvalidInput, SaveWarning
+from holdfast.stage import watch
+from holdfast.stage.repeats import Repeats
+from stage.training import CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
+
+QUICK = [
+    "write data.clamp_ of one",
+    "write _foreach_mul_",
+    "write numpy alias",
+    "write second optimizer",
+    "own pre-hook that writes",
+    "shared memory",
+]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_no_checkpoint_is_torn_and_the_training_has_some(tmp_path: Path, name: str) -> None:
+    """The campaign of torn copies runs all kinds, sizes and moments; here are some."""
+    kind = next(kind for kind in KINDS if kind.name == name)
+    outcome = run_case(kind, 128, "after the copy", tmp_path / "home")
+    assert outcome.is_good, outcome
+
+
+def test_a_write_that_no_counter_shows_drops_the_save_and_the_next_step_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    gate = CopyGate(monkeypatch)
+    expected = {}
+    with make_checkpointer(tmp_path / "home", state, every=100, keep=None) as ckpt:
+        train(model, state["optimizer"])
+        torn = ckpt.save(1)
+        assert gate.reached.wait(60)
+        model.get_parameter("2.weight").data.clamp_(-0.01, 0.01)
+        gate.opened.set()
+        with pytest.raises(InvalidInput, match=r"model\.2\.weight was written while it was being copied"):
+            torn.wait_durable()
+        assert ckpt.should_save(2), "the save is repeated, though none is due"
+        expected = snapshot(state)
+        with pytest.warns(SaveWarning, match="step 1 was dropped"):
+            repeated = ckpt.save(2)
+        model.get_parameter("2.weight").data.clamp_(-0.001, 0.001)  # it was copied before save() returned
+        repeated.wait_durable()
+        assert not ckpt.should_save(3)
+    check_saved(tmp_path / "home", 2, expected)
+
+
+def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(watch, "WriteTracker", refuse)
+    model = make_model()
+    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        assert ckpt._stager.watcher.refusal == "Operation not permitted"
+        expected = snapshot(state)
+        ckpt.save(1)
+        model.get_parameter("2.weight").data.zero_()
+        ckpt.wait()
+    check_saved(tmp_path / "home", 1, expected)
+
+
+def test_a_save_beside_a_thread_that_steps_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    state: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    errors: list[BaseException] = []
+
+    def save(step: int) -> None:
+        try:
+            ckpt.save(step)
+        except InvalidInput as error:
+            errors.append(error)
+
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        ckpt.save(1)
+        train(model, state["optimizer"])
+        thread = threading.Thread(target=save, args=(2,))
+        thread.start()
+        thread.join()
+        assert "Call save() in the thread that trains" in str(errors[0])
+        expected = snapshot(state)
+        ckpt.save(3)
+    check_saved(tmp_path / "home", 3, expected)
+
+
+def test_tensors_that_were_torn_are_copied_at_once_for_longer_each_time() -> None:
+    repeats = Repeats()
+    repeats.note_torn(["a"])
+    assert "a" in repeats
+    assert "b" not in repeats
+    for _ in range(8):
+        assert repeats
+        repeats.note_saved()
+    assert "a" not in repeats
+    repeats.note_torn(["a"])
+    repeats.note_torn(["b"])
+    assert "c" in repeats, "torn again meanwhile: nothing is copied in the background any more"
+    for _ in range(32):
+        assert "c" in repeats
+        repeats.note_saved()
+    assert not repeats
+
+
+def test_there_are_as_many_kinds_as_the_documents_say() -> None:
+    assert len(tears.KINDS) * len(tears.WIDTHS) * len(tears.MOMENTS) == 540

@@ -1,0 +1,144 @@
+"""Watches: the kernel's record of written pages misses no write and blames no neighbour."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.stage.extents import LARGE_BYTES
+from holdfast.stage.watch import Watcher
+
+SIZE = 1_000_000
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None)
+
+
+@pytest.fixture
+def watcher() -> Iterator[Watcher]:
+    found = Watcher()
+    if found.refusal is not None:
+        pytest.skip(f"this kernel keeps no record of writes: {found.refusal}")
+    yield found
+    found.close()
+
+
+def written(
+    watcher: Watcher, tensors: list[torch.Tensor], write: Callable[[], object]
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Return the tensors written while they were watched, and copies made after the write."""
+    large = [i for i, tensor in enumerate(tensors) if tensor.nbytes >= LARGE_BYTES]
+    watcher.look_at(tensors, large)
+    watch = watcher.start({i: tensors[i] for i in large})
+    assert set(watch.tensors) == set(large)
+    write()
+    copies = [tensor.clone() for tensor in tensors]
+    return watch.end(copies), copies
+
+
+def from_file(tensor: torch.Tensor) -> None:
+    with Path("/dev/zero").open("rb", buffering=0) as file:
+        file.readinto(memoryview(tensor.numpy())[5000:7000])
+
+
+def in_child(write: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        write()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def drop_page(tensor: torch.Tensor) -> None:
+    address = -(-tensor.data_ptr() // PAGE) * PAGE
+    assert _libc.madvise(ctypes.c_void_p(address + PAGE), ctypes.c_size_t(PAGE), 4) == 0  # MADV_DONTNEED
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "one element": lambda t: t[SIZE // 2].fill_(3),
+    "past the counter": lambda t: t.data[SIZE // 2].fill_(3),
+    "the same value": lambda t: t[SIZE // 2].fill_(1),
+    "numpy": lambda t: t.numpy().__setitem__(SIZE // 3, 5),
+    "memset": lambda t: ctypes.memset(t.data_ptr() + 9999, 7, 1),
+    "the kernel": from_file,
+    "a dropped page": drop_page,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("is_huge", [False, True])
+def test_every_write_is_found_and_only_where_it_was(watcher: Watcher, name: str, is_huge: bool) -> None:
+    tensors = [torch.ones(SIZE) for _ in range(3)]
+    if is_huge:
+        watcher.look_at(tensors, [0, 1, 2])
+        watcher.use_huge_pages(dict(enumerate(tensors)), until=lambda: False)
+    assert written(watcher, tensors, lambda: WRITES[name](tensors[1]))[0] == [1]
+    assert written(watcher, tensors, lambda: None)[0] == []
+
+
+@pytest.mark.parametrize("at", [0, SIZE - 1])
+def test_bytes_on_shared_pages_are_those_of_the_beginning(watcher: Watcher, at: int) -> None:
+    """A change there is no tear: the copy gets what was there when the watch began."""
+    tensor = torch.ones(SIZE)
+    _, copies = written(watcher, [tensor], lambda: tensor[at].fill_(3))
+    assert tensor[at] == 3
+    assert torch.equal(copies[0], torch.ones(SIZE))
+
+
+@pytest.mark.parametrize("is_zero_page", [False, True])
+def test_memory_that_was_never_touched_is_watched_too(watcher: Watcher, is_zero_page: bool) -> None:
+    tensor = torch.empty(50_000_000)  # fresh from the kernel
+    if is_zero_page:
+        tensor.sum()
+    assert written(watcher, [tensor], lambda: None)[0] == []
+    assert written(watcher, [tensor], lambda: tensor[30_000_000].fill_(1))[0] == [0]
+
+
+def test_a_forked_child_writes_to_memory_of_its_own(watcher: Watcher) -> None:
+    tensor = torch.ones(SIZE)
+    assert written(watcher, [tensor], lambda: in_child(lambda: tensor[5000].fill_(3)))[0] == []
+    assert written(watcher, [tensor], lambda: (in_child(lambda: None), tensor[5000].fill_(3)))[0] == [0]
+
+
+def test_shared_memory_is_not_watched_but_known(watcher: Watcher, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 * SIZE))
+    tensors = [
+        torch.ones(SIZE).share_memory_(),
+        torch.from_file(str(path), shared=True, size=SIZE),
+        torch.from_file(str(path), shared=False, size=SIZE),
+        torch.ones(10).share_memory_(),
+        torch.ones(10),
+    ]
+    watcher.look_at(tensors, [0, 1, 2])
+    assert watcher.shared == {0, 1, 3}
+    watch = watcher.start({i: tensors[i] for i in range(3)})
+    assert set(watch.tensors) == {2}
+    tensors[2][5000] = 1
+    assert watch.end(tensors) == [2]
+
+
+def test_neighbours_on_the_heap_may_be_written(watcher: Watcher) -> None:
+    """Two watches over tensors that take turns in memory, with small tensors between them, are apart."""
+    tensors = [torch.ones(20_000 if i % 2 else 50) for i in range(64)]
+    large = list(range(1, 64, 2))
+    watcher.look_at(tensors, large)
+    first = watcher.start({i: tensors[i] for i in large[::2]})
+    second = watcher.start({i: tensors[i] for i in large[1::2]})
+    for i in range(0, 64, 2):
+        tensors[i].fill_(3)
+    tensors[large[3]].fill_(2)
+    assert second.end(tensors) == [large[3]]
+    assert first.end(tensors) == []
+
+
+def test_a_transposed_tensor_is_watched(watcher: Watcher) -> None:
+    tensor = torch.ones(1000, 1000).t()
+    assert written(watcher, [tensor], lambda: tensor[500, 500].fill_(3))[0] == [0]
+    assert written(watcher, [tensor], lambda: tensor[0, 0].fill_(3))[0] == [0], "on a shared page, compared"
+    assert written(watcher, [tensor], lambda: None)[0] == []

@@ -15,7 +15,7 @@ from holdfast.format import names
 from holdfast.report.events import events_of, read_lines
 from holdfast.report.saves import saves_of
 from holdfast.store import open_store
-from holdfast.tiers import Tiers
+from holdfast.tiers import Base, Tiers
 from making import make_checkpoint, make_home
 
 
@@ -89,18 +89,19 @@ def test_memory_of_this_process_is_no_tier(tmp_path: Path) -> None:
 
 def test_a_claim_stands_in_both_places(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
-    run, attempt = tiers.claim(fresh=True, world_size=1)
+    claim = tiers.claim(base=Base(None), world_size=1)
     near, home = (open_store(tmp_path / name) for name in ("local", "home"))
-    assert attempt == 1
+    assert claim.number == 1
     assert near.get(names.attempt(1)) == home.get(names.attempt(1))
-    assert tiers.claim(fresh=False, world_size=1) == (run, 2)
+    after = tiers.claim(base=None, world_size=1)
+    assert (after.run, after.number) == (claim.run, 2)
 
 
 def test_a_local_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     make_home(open_store(tmp_path / "local"), run_id="another")
     tiers = make_tiers(tmp_path)
     with pytest.raises(InvalidInput, match="another run"):
-        tiers.claim(fresh=True, world_size=1)
+        tiers.claim(base=Base(None), world_size=1)
 
 
 @pytest.mark.parametrize("place", ["local", "home"])
@@ -109,7 +110,7 @@ def test_beginning_afresh_over_checkpoints_is_refused_wherever_they_are(tmp_path
     make_home(store)
     make_checkpoint(store, 7, 1, [{"w": torch.ones(3)}])
     with pytest.raises(InvalidInput, match="the newest of step 7"):
-        make_tiers(tmp_path).claim(fresh=True, world_size=1)
+        make_tiers(tmp_path).refuse_unrestored()
 
 
 def test_where_bytes_came_from_is_told(tmp_path: Path) -> None:
@@ -145,14 +146,17 @@ def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tm
         open_store(place).delete(names.manifest(7, 1))
     with holdfast.Checkpointer(home, {"w": torch.zeros(9)}, local=tmp_path / "local", quiet=True) as ckpt:
         assert ckpt.restore() == 7
+        assert not [line for line in read_lines(open_store(home))[0] if line["attempt"] == 2]
+        ckpt.save(8)
     lines, _ = read_lines(open_store(tmp_path / "local"))
-    told = {(line["event"], line["tier"]): line["detail"] for line in lines if line["attempt"] == 2}
+    told = {(line["event"], line["tier"]): line["detail"] for line in lines if line["attempt"] == 2 and line["step"] == 7}
     for tier in ("local", "home"):
         assert told["committed", tier] == "attempt 1, which fell before it could write the manifest"
     assert told["restored", "local"] == "attempt 1"
     assert told["drained", "home"] == "attempt 1"
-    (save,) = saves_of(events_of(lines))
-    assert (save.attempt, save.outcome) == (1, "durable")
+    first, second = saves_of(events_of(lines))
+    assert (first.attempt, first.outcome) == (1, "durable")
+    assert (second.attempt, second.outcome) == (2, "durable")
 
 
 def test_a_save_that_waited_for_memory_says_so(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -13,7 +14,14 @@ from types import TracebackType
 from typing import Any, SupportsFloat, cast
 
 from holdfast.callsite import warn
-from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent, bring, warn_of_problems
+from holdfast.compiled import (
+    CLOSE_LIMIT_S,
+    CompileCache,
+    Sent,
+    begin_sending,
+    bring,
+    warn_of_problems,
+)
 from holdfast.consensus import Consensus
 from holdfast.ending import leave_at_exit
 from holdfast.errors import (
@@ -29,7 +37,7 @@ from holdfast.format import part as parts
 from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
-from holdfast.keeper import Images, Keeper, Save, Terms, wait_for_let_go, wait_for_orphans
+from holdfast.keeper import Images, Keeper, Save, Terms, find_writers, wait_for_let_go, wait_for_orphans
 from holdfast.killpoint import kill_point
 from holdfast.leaving import is_orderly, looping
 from holdfast.metrics import Metrics
@@ -44,7 +52,7 @@ from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of, stepping
 from holdfast.surroundings import tell_progress
-from holdfast.tiers import Tiers
+from holdfast.tiers import Base, Tiers
 
 _TOLD_WAIT_S = 0.001  # a wait for memory that is shorter is none
 
@@ -96,10 +104,13 @@ class Checkpointer:
             machine need not compile it again; False for none. It is sent beside the training after saves.
         trust_home: whether compiled code of this home may be loaded, and so run; by default if `holdfast
             trust` or HOLDFAST_TRUST_HOMES names it.
+        take_over: save even if a living process on one of these hosts saves to this home: from then on that
+            one may not commit any more. By default the first save raises `Conflict` and names the process.
         quiet: print no lines about what was restored.
 
     Raises:
-        InvalidInput: an argument or an entry of `state` cannot be used.
+        InvalidInput: an argument or an entry of `state` cannot be used; or of `local` and `home` one is
+            inside the other.
         Unsupported: a home that other processes cannot reach.
 
     Ranks: collective; every rank makes it with the same arguments.
@@ -133,6 +144,7 @@ class Checkpointer:
         group: RankGroup | None = None,
         compile_cache: int | str | bool = "1GiB",
         trust_home: bool | None = None,
+        take_over: bool = False,
         quiet: bool = False,
     ) -> None:
         if when_full not in ("wait", "skip", None):
@@ -160,7 +172,7 @@ class Checkpointer:
         self._num_read_threads = num_read_threads
         self._share_reads = share_reads
         self._rank_from = rank_from
-        self._quiet = quiet
+        self._take_over, self._quiet = take_over, quiet
         self._pid, self._calls = os.getpid(), Reentry()
         self._arenas = Arenas(read_bytes(memory, "memory"))
         world = None if group is None else (group.rank, group.world_size)
@@ -171,11 +183,13 @@ class Checkpointer:
         self._notices = Notices(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None
+        self._marks: list[tuple[Sequence[Passed], tuple[int, int] | None]] = []  # not yet written to the home
+        self._early_notes: list[dict[str, Any]] = []  # for the history, of the time before the claim
+        # Whether `restore` was called since the last claim was given up, and what came of it.
+        self._has_looked, self._restored = False, cast("Restored | None", None)
         self._in_use: dict[int, Arena] = {}
-        self._plan: Plan | None = None
-        self._plan_key: object = None
-        self._ancestors: Ancestors = ()
-        self._newest_durable: int | None = None
+        self._plan, self._plan_key = cast("Plan | None", None), cast("object", None)
+        self._ancestors, self._newest_durable = cast("Ancestors", ()), cast("int | None", None)
         self._attempt, self._pulse_step = 0, 0
         self._consensus = Consensus()  # on the newest save that every rank has
         self._saves: deque[Save] = deque()  # not yet settled
@@ -200,13 +214,14 @@ class Checkpointer:
     def steps(self, total: int) -> Iterator[int]:
         """Steps of a training loop from where the run stopped, up to `total`.
 
-        Restores first. Yields the number of steps completed so far: the loop's body makes it one more. Saves
-        when due, and at the end, where it calls `finish`. A loop that is left by `break` or `return` is saved
-        too, and is not finished; one that is left by an exception is not saved, since its last step may be
-        half done. A run that has all its steps already yields nothing.
+        Claims the home and restores first. Yields the number of steps completed so far: the loop's body makes
+        it one more. Saves when due, and at the end, where it calls `finish`. A loop that is left by `break` or
+        `return` is saved too, and is not finished; one that is left by an exception is not saved, since its
+        last step may be half done. A run that has all its steps already yields nothing.
 
         Raises:
             InvalidInput: `total` is no whole number from 0.
+            Conflict: another process saves to this home and lives; see `take_over`.
             Preempted: after a preemption notice, when the save of the agreed step is durable, unless that is
                 the last step. It is a SystemExit with status 75; let it pass.
 
@@ -215,6 +230,7 @@ class Checkpointer:
         total, around = read_step(total, "steps()"), sys.exc_info()[1]
         if self._watches_signals:
             self._notices.watch()
+        self._begin(restores_later=True)
         step = self.restore() or 0
         self._pace = Pace(step=step, now_s=time.monotonic(), saved_step=step, saved_s=time.monotonic())
         self._say_what_is_left(step, total)
@@ -435,7 +451,10 @@ class Checkpointer:
             InvalidInput: a value that cannot be saved, named with its key path; or `step` is no whole number
                 from 0, or not new; or the home holds checkpoints and `restore` was not called; or a call is
                 under way in this thread, which a signal handler has interrupted.
-            Conflict: a newer attempt has taken over the home.
+            Conflict: a newer attempt has taken over the home; or, at the first save, another process saves to
+                it and lives, or has committed a checkpoint since `restore` looked.
+            Corrupt: at the first save: there are signs of checkpoints that are lost, so training would begin
+                from zero unnoticed.
             RetryLater: more than `max_failures` saves have failed in a row.
 
         Ranks: every rank calls it for the same step. Not collective, unless it may skip (`when_full`) or
@@ -487,7 +506,7 @@ class Checkpointer:
                     "restore(step=...) first.",
                     step=step,
                 )
-        keeper = self._begin(fresh=True)
+        keeper = self._begin()
         save = Save(step)
         to_home = self._tiers.goes_home(step, must=must or to_home, alone=self._ranks.world_size == 1)
         captured = self._objects.capture()
@@ -777,30 +796,24 @@ class Checkpointer:
 
     # -- beginning -------------------------------------------------------------------------------------------
 
-    def _begin(self, *, fresh: bool) -> Keeper:
-        """Claim an attempt and start its keeper, once; `fresh` if nothing was restored before.
+    def _begin(self, *, restores_later: bool = False) -> Keeper:
+        """Claim an attempt and start its keeper, once.
+
+        Args:
+            restores_later: the home is claimed before it is looked at, so that nothing can be committed in
+                between.
 
         Ranks: collective, the first time.
         """
         if self._keeper is not None:
             return self._keeper
-        wait_for_let_go(self.home, timeout_s=self._commit_timeout_s)
-        wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
-        self._objects.agree(self._ranks.gather)
-        self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
-        all_here = self._ranks.all_here()
-        local_ranks = self._ranks.beside(self._tiers.local or "")
-        world_size = self._ranks.world_size
-        claim = self._ranks.first_of({0}, lambda: self._tiers.claim(fresh=fresh, world_size=world_size))
-        assert claim is not None
-        self._run, self._attempt = claim
-        if self._tiers.local is not None:
-            firsts = {ranks[0] for ranks in self._ranks.gather(local_ranks)}
-            to_join = firsts if len(firsts) > 1 else ()  # alone, rank 0 has done it with its claim
-            self._ranks.first_of(to_join, lambda: self._tiers.join(*claim, fresh=fresh))
+        all_here, local_ranks = self._meet()
+        claim = self._claim(local_ranks, restores_later=restores_later)
+        self._run, self._attempt = claim.run, claim.number
         terms = Terms(
-            run=claim[0],
-            attempt=claim[1],
+            run=claim.run,
+            attempt=claim.number,
+            claim=runs.document(claim).decode(),
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             all_ranks_here=all_here,
@@ -811,11 +824,81 @@ class Checkpointer:
             linger_s=min(30.0, self._commit_timeout_s),
             **self._tiers.terms,
         )
-        self._keeper = Keeper(terms, released=self._release)
+        self._keeper = keeper = Keeper(terms, released=self._release)
+        for note in self._early_notes:
+            self._keeper.note(**note)
+        self._early_notes.clear()
         if self._compiled is not None:
-            bring(self._compiled, self._ranks, attempt=self._attempt, note=self._keeper.note, say=self._say)
-            warn_of_problems(self._compiled)
+            begin_sending(self._compiled, self._ranks, attempt=self._attempt)
+        everyone = range(self._ranks.world_size)
+        self._ranks.first_of(everyone, lambda: self._settle_marks(keeper))
+        self._settle_restored(self._keeper)
         return self._keeper
+
+    def _meet(self) -> tuple[bool, tuple[int, ...]]:
+        """Wait for what is left of earlier attempts, agree on what is saved, and bring compiled code.
+
+        Returns:
+            Whether all ranks are on this host, and which share this one's local folder.
+
+        Ranks: collective.
+        """
+        wait_for_let_go(self.home, timeout_s=self._commit_timeout_s)
+        wait_for_orphans(self.home, timeout_s=self._commit_timeout_s, say=self._say)
+        self._objects.agree(self._ranks.gather)
+        self._ranks.gather(None)  # every host's keepers are done before rank 0 looks at the home
+        if self._compiled is not None:
+            bring(self._compiled, self._ranks, note=self._note, say=self._say)
+            warn_of_problems(self._compiled)
+        return self._ranks.all_here(), self._ranks.beside(self._tiers.local or "")
+
+    def _note(self, event: str, **facts: Any) -> None:
+        """Write an event into the history, now or when there is a keeper."""
+        if self._keeper is None:
+            self._early_notes.append({"event": event, **facts})
+        else:
+            self._keeper.note(event, **facts)
+
+    def _claim(self, local_ranks: tuple[int, ...], *, restores_later: bool) -> runs.Attempt:
+        """Claim the next attempt for all ranks.
+
+        Ranks: collective.
+        """
+        is_fresh = not (restores_later or self._has_looked)
+        writers = [] if self._take_over else find_writers(self.home)
+        host = socket.gethostname()
+        rows = self._ranks.gather([(host, writer) for writer in writers])
+        above = max(self._ranks.gather(self._newest_local_number()))
+        base = None if restores_later else self._base()
+
+        def claim() -> runs.Attempt:
+            if is_fresh:
+                self._tiers.refuse_unrestored()
+            return self._tiers.claim(
+                world_size=self._ranks.world_size,
+                base=base,
+                above=above,
+                writers=[row for its_rows in rows for row in its_rows],
+            )
+
+        made = self._ranks.first_of({0}, claim)
+        assert made is not None
+        if base is not None:  # once more: from its claim on, nobody else commits
+            self._ranks.first_of({0}, lambda: self._tiers.check_fresh(base))
+        if self._tiers.local is not None:
+            firsts = {ranks[0] for ranks in self._ranks.gather(local_ranks)}
+            to_join = firsts if len(firsts) > 1 else ()  # alone, rank 0 has done it with its claim
+            self._ranks.first_of(to_join, lambda: self._tiers.join(made, fresh=is_fresh))
+        return made
+
+    def _newest_local_number(self) -> int:
+        """Return the highest attempt number in this rank's local folder, damaged or not."""
+        return self._tiers.newest_local_number()
+
+    def _base(self) -> Base:
+        if self._restored is None:
+            return Base(None)
+        return Base((self._restored.attempt, self._restored.step), frozenset(self._restored.seen))
 
     def _open_compiled(self, limit: int | str | bool, trust_home: bool | None) -> CompileCache | None:
         if limit is False:
@@ -849,6 +932,9 @@ class Checkpointer:
     ) -> int | None:
         """Bring the newest checkpoint that verifies into the live objects.
 
+        This only reads: it may be called beside a training that saves to the same home. The first `save`
+        claims the home, as `steps` does before it restores.
+
         Args:
             step: restore this step and no other.
             strict: refuse a checkpoint whose names differ from the state's.
@@ -859,7 +945,8 @@ class Checkpointer:
             The step restored, or None if the home holds no checkpoint.
 
         Raises:
-            Corrupt: there are checkpoints, but none of them verifies. Nothing was restored for use.
+            Corrupt: there are checkpoints, but none of them verifies, or there are signs that there were
+                some. Nothing was restored for use.
             RetryLater: the newest checkpoint, or that of `step`, could not be read for `restore_patience`.
             Denied: a store refuses access.
             InvalidInput: the checkpoint does not fit the state; says what differs.
@@ -883,8 +970,10 @@ class Checkpointer:
     ) -> int | None:
         if self._last is not None:
             self._end_attempt()  # what is saved after going back must not mix with what was saved before
-        keeper = self._begin(fresh=False)
-        self._metrics.tell(keeper.tell_metrics)  # before it is told that training goes back
+        _, local_ranks = self._meet()
+        if self._keeper is not None:
+            self._metrics.tell(self._keeper.tell_metrics)  # before it is told that training goes back
+        is_scattered = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
 
         def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
             own_rank = manifest.world_size == self._ranks.world_size
@@ -901,13 +990,9 @@ class Checkpointer:
             )
 
         def mark(passed: Sequence[Passed], restored: tuple[int, int] | None) -> None:
-            self._tiers.mark(
-                passed,
-                restored,
-                run=self._run,
-                rank=self._ranks.rank,
-                is_scattered=keeper.terms.is_scattered,
-            )
+            self._marks.append((passed, restored))
+            if self._keeper is not None:
+                self._settle_marks(self._keeper)
 
         with self._tiers.reading() as store:
             found = restore_newest(
@@ -920,40 +1005,65 @@ class Checkpointer:
                 num_threads=self._num_read_threads,
                 share_reads=self._share_reads,
                 rank_from=self._rank_from,
-                own_local=self._tiers.local_store if keeper.terms.is_scattered else None,
+                own_local=self._tiers.local_store if is_scattered else None,
+                may_commit=self._keeper is not None,
                 say=self._say,
                 patience_s=self._tiers.restore_patience_s,
                 mark=mark,
             )
+        self._has_looked, self._restored = True, found
+        if self._keeper is not None:
+            self._settle_restored(self._keeper)
         if found is None:
             return None
-        if self._tiers.local is not None:
-            keeper.drain_other(found.attempt, found.step)  # its own attempt may not have come to that
-        if keeper.terms.is_scattered:
-            keeper.tell_complete(found.attempt, found.step)
+        self._say_restored(found)
         self._ancestors = (*found.ancestors, (found.attempt, found.step))
         self._plan = None
         self._metrics.num_done = found.step
         self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
-        self._tell_restored(found, keeper)
         self._tell_progress(found.step)
         return found.step
 
-    def _tell_restored(self, found: Restored, keeper: Keeper) -> None:
-        passed = [
-            f"passed over step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.passed
-        ]
-        for step, attempt, url in found.finished if self._ranks.rank == 0 else ():
-            detail = f"attempt {attempt}, which fell before it could write the manifest"
-            keeper.note("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
+    def _settle_marks(self, keeper: Keeper) -> None:
+        """Note in the home what was passed over, which only a writer may, before retention can delete it."""
+        while self._marks:
+            passed, restored = self._marks[0]
+            self._tiers.mark(
+                passed,
+                restored,
+                run=keeper.terms.run,
+                rank=self._ranks.rank,
+                is_scattered=keeper.terms.is_scattered,
+            )
+            self._marks.pop(0)
+
+    def _settle_restored(self, keeper: Keeper) -> None:
+        """Record what this attempt continues, and finish what only a writer may finish."""
+        found = self._restored
+        if self._has_looked:
+            self._tiers.end_held()
+        if found is None:
+            return
+        finished = found.finished
+        if self._ranks.rank == 0:
+            finished = (*finished, *self._tiers.finish_commits(keeper.terms.run, found.whole))
+            for step, attempt, url in finished:
+                detail = f"attempt {attempt}, which fell before it could write the manifest"
+                keeper.note("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
+        if self._tiers.local is not None:
+            keeper.drain_other(found.attempt, found.step)  # its own attempt may not have come to that
+        if keeper.terms.is_scattered:
+            keeper.tell_complete(found.attempt, found.step)
         keeper.note_restored(
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
-            detail="; ".join((f"attempt {found.attempt}", *passed, *found.mended)),
+            detail="; ".join((f"attempt {found.attempt}", *_passed_over(found), *found.mended)),
             tier=self._tiers.name_of(found.sources),
         )
-        for line in (*passed, *found.mended):
+
+    def _say_restored(self, found: Restored) -> None:
+        for line in (*_passed_over(found), *found.mended):
             self._say(line)
         rate = f"{say_bytes(found.num_bytes)} in {say_seconds(found.seconds)}"
         where = f"from {self._tiers.say_sources(found.sources)} ({rate}, verified)"
@@ -991,6 +1101,7 @@ class Checkpointer:
             self._keeper.close(goodbye=True)
         self._has_told_end = False
         self._keeper, self._last, self._ancestors, self._newest_durable = None, None, (), None
+        self._restored = None
         self._consensus = Consensus()
         self._saves.clear()
 
@@ -1103,6 +1214,10 @@ def _torn(step: int, changed: Sequence[str]) -> InvalidInput:
         step=step,
         key=changed[0],
     )
+
+
+def _passed_over(found: Restored) -> list[str]:
+    return [f"passed over step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.passed]
 
 
 def _images(plan: Plan, staging: Staging) -> Images:

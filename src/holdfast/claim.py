@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 
-from holdfast.errors import Conflict, InvalidInput
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
-from holdfast.keeper.commit import newest_attempt
-from holdfast.restore.find import read_run
+from holdfast.home.attempts import newest_attempt, newest_number
+from holdfast.keeper import Writer
+from holdfast.restore.find import read_run, read_run_document
 from holdfast.store.contract import Store
 
 
 def claim_run(store: Store) -> str:
-    """Id of the run of this home, whose document is made if the home is new.
+    """Return the id of this home's run; its document is made if the home is new, or lost it.
 
     Raises:
         Corrupt: the home's documents are damaged, and nothing in it tells the run.
         RetryLater: the store failed.
     """
-    found = read_run(store) or new_run()
+    found = read_run(store)
+    if found is not None:
+        _repair_run(store, found)
+        return found.id
+    made = new_run()
     with contextlib.suppress(Conflict):  # another start was quicker: its run it is
-        store.put(names.RUN, run.document(found), if_absent=True)
-    there = read_run(store)
-    assert there is not None
-    return there.id
+        store.put(names.RUN, run.document(made), if_absent=True)
+        return made.id
+    found = read_run(store)
+    if found is None:
+        raise RetryLater(
+            f"{names.RUN} in {store.url} was made by another start and is gone again. Try again."
+        )
+    return found.id
 
 
 def new_run() -> run.Run:
@@ -35,19 +46,35 @@ def new_run() -> run.Run:
     return run.Run(uuid.uuid4().hex, created_unix_s=time.time())
 
 
-def claim_attempt(store: Store, run_id: str, *, world_size: int, trainer: int | None = None) -> int:
-    """The next attempt's number, claimed: every attempt before it is fenced.
+def _repair_run(store: Store, found: run.Run) -> None:
+    """Write the document of a run again that other documents name, if it is lost or damaged."""
+    try:
+        if read_run_document(store) is None:
+            with contextlib.suppress(Conflict):
+                store.put(names.RUN, run.document(found), if_absent=True)
+    except Corrupt:
+        store.put(names.RUN, run.document(found))
+
+
+def claim_attempt(
+    store: Store, run_id: str, *, world_size: int, trainer: int | None = None, above: int = 0
+) -> run.Attempt:
+    """Claim the next attempt's number: every attempt before it is fenced.
 
     Args:
         store: the home.
         run_id: the run that it holds.
         world_size: ranks of the attempt.
         trainer: its process id; this process by default.
+        above: the number is greater than this one, which other places have used.
+
+    Returns:
+        The claim, as `format.run.document` writes it.
 
     Raises:
         RetryLater: the store failed.
     """
-    number = 1 + newest_attempt(store)
+    number = 1 + max(newest_number(store), above)
     host, pid = socket.gethostname(), os.getpid() if trainer is None else trainer
     while True:
         attempt = run.Attempt(number, run_id, world_size, host, pid, started_unix_s=time.time())
@@ -56,32 +83,74 @@ def claim_attempt(store: Store, run_id: str, *, world_size: int, trainer: int | 
         except Conflict:
             number += 1  # another start of this run was quicker
         else:
-            return number
+            return attempt
+
+
+def check_no_writer(store: Store, writers: Sequence[tuple[str, Writer]]) -> None:
+    """Refuse to take a home from a process that may still save to it.
+
+    A process whose attempt is fenced already does not count.
+
+    Args:
+        store: the home.
+        writers: trainers that were found alive, each with its host.
+
+    Raises:
+        Conflict: one of them holds the newest attempt; says who and since when.
+        RetryLater: the store failed.
+    """
+    newest = newest_attempt(store)
+    held = [(host, writer) for host, writer in writers if writer.attempt >= newest]
+    if not held:
+        return
+    host, writer = min(held, key=lambda one: (one[1].rank, one[0]))
+    since = _since(store, writer.attempt)
+    is_own = (host, writer.pid) == (socket.gethostname(), os.getpid())
+    advice = (
+        "Close that Checkpointer first"
+        if is_own
+        else "Stop that process first, or wait for its end; to read beside it, use holdfast.open()"
+    )
+    raise Conflict(
+        f"{store.url} is being written by attempt {writer.attempt}: "
+        f"{'another Checkpointer of this process' if is_own else f'process {writer.pid}'} on host {host}"
+        f"{since}. Nothing was saved or changed. {advice}. Checkpointer(..., take_over=True) takes the home "
+        "from it: it may not commit any more then."
+    )
+
+
+def _since(store: Store, attempt: int) -> str:
+    with contextlib.suppress(Corrupt, NotFound, Unsupported):
+        claim = run.parse(run.Attempt, store.get(names.attempt(attempt)), names.attempt(attempt))
+        since = datetime.datetime.fromtimestamp(claim.started_unix_s, tz=datetime.timezone.utc)
+        return f", since {since:%Y-%m-%d %H:%M:%S} UTC"
+    return ""
 
 
 def check_run(store: Store, run_id: str) -> None:
-    """Make a nearer tier one of the run, if it is new.
+    """Make a nearer tier one of the run, if it is new or no document in it tells its run.
 
     Raises:
         InvalidInput: it holds another run.
         RetryLater: the store failed.
     """
-    there = read_run(store)
+    there = None
+    with contextlib.suppress(Corrupt):  # then parts and manifests there are of use only if they name the run
+        there = read_run(store)
     if there is not None and there.id != run_id:
         raise InvalidInput(
             f"{store.url} holds checkpoints of another run (expected {run_id}, found {there.id}), so it "
             "cannot be the local tier of this one. Nothing was written. Give local= a folder of its own for "
             "each run."
         )
-    with contextlib.suppress(Conflict):
-        store.put(names.RUN, run.document(run.Run(run_id, created_unix_s=time.time())), if_absent=True)
+    _repair_run(store, there or run.Run(run_id, created_unix_s=time.time()))
 
 
-def copy_claim(home: Store, near: Store, number: int) -> None:
-    """Have a claim stand in a nearer tier too, so that it fences there what does not look at home.
+def copy_claim(store: Store, claim: run.Attempt) -> None:
+    """Put a claim into a nearer tier too, so that it fences there what does not look at home.
 
     Raises:
-        RetryLater: a store failed.
+        RetryLater: the store failed.
     """
     with contextlib.suppress(Conflict):
-        near.put(names.attempt(number), home.get(names.attempt(number)), if_absent=True)
+        store.put(names.attempt(claim.number), run.document(claim), if_absent=True)

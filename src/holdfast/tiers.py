@@ -6,19 +6,24 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from holdfast.claim import check_run, claim_attempt, claim_run, copy_claim
-from holdfast.errors import Denied, InvalidInput, Unsupported
-from holdfast.keeper import HeldStore
+from holdfast.claim import check_no_writer, check_run, claim_attempt, claim_run, copy_claim
+from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
+from holdfast.format.run import Attempt
+from holdfast.home.attempts import newest_number
+from holdfast.keeper import HeldStore, Writer, end_held
 from holdfast.policy import Every, Keep, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes
-from holdfast.restore.find import Passed, candidates, list_home
+from holdfast.restore.find import Passed, candidates, finish_commit, list_home
+from holdfast.restore.losses import check_no_losses, find_losses
 from holdfast.restore.passed import drop_note, note_passed
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
+from holdfast.store.apart import check_apart
 from holdfast.store.nearest import Nearest
 from holdfast.surroundings import rehearsed
 
@@ -37,6 +42,17 @@ class TierTerms(TypedDict):
     hold_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The state of the tiers when a trainer looked, and what it restored: the ground of its claim.
+
+    Both are (attempt, step); `restored` is None for a trainer that found nothing.
+    """
+
+    restored: tuple[int, int] | None
+    seen: frozenset[tuple[int, int]] = frozenset()  # everything that could have been restored
+
+
 class Tiers:
     """The tiers of one run, as this rank sees them.
 
@@ -52,7 +68,8 @@ class Tiers:
             HOLDFAST_HOLD says, else two minutes.
 
     Raises:
-        InvalidInput: an argument cannot be used.
+        InvalidInput: an argument cannot be used; or the local folder and home are one place, or one is inside
+            the other.
         Unsupported: a home that other processes cannot reach.
     """
 
@@ -95,6 +112,8 @@ class Tiers:
         self.restore_patience_s = read_seconds(restore_patience, "restore_patience")
         self.home_store = open_store(self.home)
         self._local_store = None if self.local is None else open_store(self.local)
+        if self._local_store is not None:
+            check_apart(self.home_store, self._local_store)
         now_s = time.monotonic()
         self._sent = Pace(0, now_s, saved_step=0, saved_s=now_s)  # when a save last went home
         self._is_due = False  # rank 0's clock has said so, to all ranks
@@ -149,36 +168,111 @@ class Tiers:
 
     # -- taking over and reading -----------------------------------------------------------------------------
 
-    def claim(self, *, fresh: bool, world_size: int) -> tuple[str, int]:
-        """The run of these tiers, made if it is new, and the next attempt's number, claimed. Rank 0 only.
-
-        Args:
-            fresh: nothing was restored before.
-            world_size: ranks of the attempt.
+    def newest_local_number(self) -> int:
+        """Return the highest attempt number that the local folder has used; 0 without a folder.
 
         Raises:
-            InvalidInput: `fresh`, but there are checkpoints; or the local folder holds another run.
+            RetryLater: the store failed.
+        """
+        return 0 if self._local_store is None else newest_number(self._local_store)
+
+    def claim(
+        self,
+        *,
+        world_size: int,
+        base: Base | None,
+        above: int = 0,
+        writers: Sequence[tuple[str, Writer]] = (),
+    ) -> Attempt:
+        """Claim the next attempt of the run of these tiers, which is made if it is new. Rank 0 only.
+
+        Args:
+            world_size: ranks of the attempt.
+            base: what the trainer has restored; None if it will restore after the claim.
+            above: the highest attempt number that local folders have used.
+            writers: living trainers of this home, each with its host.
+
+        Raises:
+            Conflict: a writer lives, or has committed since the trainer looked.
+            Corrupt: nothing tells the run, or the trainer would begin from zero beside lost checkpoints.
+            InvalidInput: the local folder holds another run.
             Unsupported: home replaces what it is told to leave alone.
             RetryLater: a store failed.
         """
         self.home_store.check()
-        tiers = self.durable_stores() if fresh else []
-        found = [one for tier in tiers for one in candidates(list_home(tier))]
+        check_no_writer(self.home_store, writers)
+        if base is not None:
+            self._check_base(base)
+        run = claim_run(self.home_store)
+        if self._local_store is not None:
+            check_run(self._local_store, run)
+        claim = claim_attempt(self.home_store, run, world_size=world_size, above=above)
+        if self._local_store is not None:
+            copy_claim(self._local_store, claim)
+        return claim
+
+    def check_fresh(self, base: Base) -> None:
+        """Check that what a trainer has restored is still the newest; once more when it has its claim.
+
+        Raises:
+            Conflict: another attempt has committed since.
+            RetryLater: a store failed.
+        """
+        found = {one for tier in self.durable_stores() for one in candidates(list_home(tier))}
+        newer = [one for one in found - base.seen if base.restored is None or one > base.restored]
+        if not newer:
+            return
+        attempt, step = max(newer)
+        restored = "nothing" if base.restored is None else f"step {base.restored[1]}"
+        raise Conflict(
+            f"Attempt {attempt} has committed step {step} to {self.home} since this process looked there and "
+            f"restored {restored}. Nothing was saved: it would replace what the other one has saved. Is "
+            "another training at work there? Stop one of the two, and call restore() again here.",
+            step=step,
+        )
+
+    def _check_base(self, base: Base) -> None:
+        self.check_fresh(base)
+        if base.restored is None:
+            signs = [sign for tier in self.durable_stores() for sign in find_losses(tier)]
+            check_no_losses(signs, self.home)
+
+    def refuse_unrestored(self) -> None:
+        """Refuse to save beside checkpoints by a trainer that has not looked for them. Rank 0 only.
+
+        Raises:
+            InvalidInput: there are checkpoints.
+            RetryLater: a store failed.
+        """
+        found = [one for tier in self.durable_stores() for one in candidates(list_home(tier))]
         if found:
             raise InvalidInput(
                 f"{self.home} holds checkpoints, the newest of step {max(found)[1]}, and restore() was not "
                 "called: saving now would begin a new line beside them, and retention would delete them in "
                 "time. Nothing was saved. Call restore() first, or begin afresh in another home."
             )
-        run = claim_run(self.home_store)
-        if self._local_store is not None:
-            check_run(self._local_store, run)
-        attempt = claim_attempt(self.home_store, run, world_size=world_size)
-        if self._local_store is not None:
-            copy_claim(self.home_store, self._local_store, attempt)
-        return run, attempt
 
-    def join(self, run: str, attempt: int, *, fresh: bool) -> None:
+    def finish_commits(self, run: str, whole: Collection[tuple[int, int]]) -> list[tuple[int, int, str]]:
+        """Write the manifests that saves of ended attempts lack. Rank 0 only, with a claim.
+
+        Args:
+            run: the run.
+            whole: (attempt, step) of these saves.
+
+        Returns:
+            (step, attempt, where) of what is complete now.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        finished: list[tuple[int, int, str]] = []
+        for tier in self.durable_stores() if whole else ():
+            for (step, attempt), saved in sorted(list_home(tier).saved.items()):
+                if (attempt, step) in whole and finish_commit(tier, saved, run):
+                    finished.append((step, attempt, tier.url))
+        return finished
+
+    def join(self, claim: Attempt, *, fresh: bool) -> None:
         """Make the local folder of another host than rank 0's one of the run and of the attempt.
 
         Raises:
@@ -191,16 +285,22 @@ class Tiers:
                 f"{self.local} holds files of checkpoints, and restore() was not called. Nothing was saved. "
                 "Call restore() first, or begin afresh in another home and another folder."
             )
-        check_run(self._local_store, run)
-        copy_claim(self.home_store, self._local_store, attempt)
+        check_run(self._local_store, claim.run)
+        copy_claim(self._local_store, claim)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
-        """All tiers as one store; afterwards no keeper of a dead trainer need hold anything any more."""
+        """All tiers as one store; views of memory that were taken stay."""
         held = HeldStore(self.home)
         tiers = [held, *self.durable_stores()] if held else self.durable_stores()
-        yield tiers[0] if len(tiers) == 1 else Nearest(tiers)
-        held.end()
+        try:
+            yield tiers[0] if len(tiers) == 1 else Nearest(tiers)
+        finally:
+            held.close()
+
+    def end_held(self) -> None:
+        """Let keepers of dead trainers free what they hold in memory: nobody will restore it any more."""
+        end_held(self.home)
 
     def mark(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,11 +103,28 @@ def test_a_home_that_becomes_read_only_keeps_what_it_has(playground: Playground,
     assert playground.check_all_complete_verify() > 1
 
 
-def test_of_two_runs_on_one_home_the_newer_wins_and_nothing_is_mixed(playground: Playground):
+def test_a_second_run_on_a_home_whose_writer_lives_is_refused(playground: Playground):
+    """It names the process; the first one is not disturbed, and a kill -9 makes room at once."""
+    first = playground.start("--every", "2", "--step-s", "0.05", total=100_000)
+    playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
+    second = playground.start("--every", "2", total=30)
+    assert second.wait() == 1, second.said()
+    assert f"is being written by attempt 1: process {first.pid} on host" in second.said()
+    assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", second.said())
+    assert "take_over=True" in second.said()
+    before = playground.complete()[0]
+    playground.wait_for(lambda: playground.complete()[0] > before, "more checkpoints of the first")
+    assert {attempt for attempt, _ in playground.complete()} == {1}
+    first.kill(signal.SIGKILL)
+    assert "restored step" in playground.finish("--every", "50", total=playground.num_steps() + 20).said()
+    assert playground.complete()[0][0] == 2
+
+
+def test_of_two_runs_on_one_home_the_one_that_takes_over_wins(playground: Playground):
     """The older one's next save says that it is fenced; every checkpoint is whole and of one attempt."""
     first = playground.start("--every", "2", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
-    second = playground.start("--every", "50", total=2000)  # far beyond what the first can reach meanwhile
+    second = playground.start("--take-over", "--every", "50", total=2000)  # far beyond what the first can reach meanwhile
     assert first.wait() == 1, first.said()
     assert "has taken over this home" in first.said()
     assert second.wait() == 0, second.said()
@@ -116,10 +134,11 @@ def test_of_two_runs_on_one_home_the_newer_wins_and_nothing_is_mixed(playground:
 
 
 def test_two_runs_started_in_the_same_moment_take_different_attempts(playground: Playground):
-    children = [playground.start("--every", "2", "--step-s", "0.02", total=20) for _ in range(2)]
+    options = "--take-over", "--every", "2", "--step-s", "0.02"
+    children = [playground.start(*options, total=20) for _ in range(2)]
     statuses = sorted(child.wait() for child in children)
     assert statuses[0] == 0, [child.said() for child in children]
-    attempts = sorted(path.name for path in (playground.home / "attempts").iterdir())
+    attempts = sorted(path.name for path in (playground.home / "attempts").glob("a*[0-9].json"))
     assert attempts == ["a0001.json", "a0002.json"]
     playground.wait_for_keepers()
     # One that starts when the other has finished has nothing left to do.
@@ -133,7 +152,7 @@ def test_a_stopped_trainer_that_comes_back_cannot_commit(playground: Playground)
     first = playground.start("--every", "2", "--step-s", "0.02", total=400)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
     first.kill(signal.SIGSTOP)
-    second = playground.finish("--every", "2", total=30)
+    second = playground.finish("--take-over", "--every", "2", total=30)
     assert "restored step" in second.said()
     before = playground.complete()
     first.kill(signal.SIGCONT)

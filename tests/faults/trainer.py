@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--home-every", type=int)
     parser.add_argument("--hold", default="0")
     parser.add_argument("--patience", default="1h")
+    parser.add_argument("--take-over", action="store_true")
     return parser.parse_args()
 
 
@@ -114,6 +115,7 @@ def main() -> None:
         home_every=args.home_every,
         home_patience=args.patience,
         hold=args.hold,
+        take_over=args.take_over,
         memory=args.memory,
         commit_timeout=args.commit_timeout,
     ) as ckpt:

@@ -12,8 +12,10 @@ import torch
 import holdfast
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
 from holdfast.format import names
-from holdfast.keeper.drain import BLOCK_BYTES, Drain, Drained, verified_blocks
+from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.history import History
+from holdfast.keeper.persist import verified_blocks
+from holdfast.keeper.rate import BLOCK_BYTES
 from holdfast.keeper.terms import Terms
 from holdfast.restore.find import candidates, list_home, read_manifest, read_part
 from holdfast.store.local import LocalStore

@@ -18,7 +18,7 @@ import torch
 import holdfast
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
-from holdfast.keeper.held import HeldStore, Image, offer
+from holdfast.keeper.held import HeldStore, Image, end_held, offer
 from holdfast.keeper.presence import Presence, Trace, home_dir, living, process_start, wait_for_orphans
 from holdfast.restore.fill import fill
 from holdfast.restore.find import read_manifest
@@ -65,7 +65,7 @@ def hold() -> Iterator[Callable[..., Holder]]:
         return holders[-1]
 
     yield make
-    HeldStore(HOME).end()
+    end_held(HOME)
     for holder in holders:
         holder.thread.join(WAIT_S)
         assert not holder.thread.is_alive()
@@ -101,7 +101,8 @@ def test_a_view_outlives_its_keeper(hold: Callable[..., Holder]) -> None:
     holder = hold(b"abcdefgh", (Image("a", 0, 8),))
     store = HeldStore(HOME)
     view = store.lend("a", 0, 8)
-    store.end()
+    store.close()
+    end_held(HOME)
     holder.thread.join(WAIT_S)
     assert not holder.thread.is_alive()
     assert view == b"abcdefgh"

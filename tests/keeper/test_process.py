@@ -139,6 +139,7 @@ def test_a_keeper_finishes_after_its_trainers_sudden_end_and_goes(tmp_path: Path
     assert done.returncode == (3 if ending == "_exit" else -signal.SIGKILL)
     with make_checkpointer(tmp_path / "home", {"x": torch.zeros(3_000_000)}) as ckpt:
         assert ckpt.restore() == 7  # waits for that keeper
+        ckpt.save(8)  # and nobody will want what it holds in memory
     assert not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie"
     check_saved(tmp_path / "home", 7, {"x": torch.arange(3_000_000.0)})
 

@@ -1,4 +1,4 @@
-"""Brings the compile cache when an attempt begins: one rank of each directory does it, the others wait."""
+"""Compiled code for all ranks of a start: one rank of each directory brings it, and later sends."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from holdfast.ranks import RankGroup
 
 
 def bring(
-    cache: CompileCache,
-    ranks: RankGroup,
-    *,
-    attempt: int,
-    note: Callable[..., None],
-    say: Callable[[str], None],
+    cache: CompileCache, ranks: RankGroup, *, note: Callable[..., None], say: Callable[[str], None]
 ) -> None:
-    """Have compiled code in place before anything is compiled, and let what is compiled anew be sent.
+    """Have compiled code in place before anything is compiled.
 
     Args:
         cache: of this rank.
         ranks: that train together.
-        attempt: this start's number.
         note: writes an event into the history.
         say: tells people.
 
@@ -46,7 +40,21 @@ def bring(
             )
         if line is not None:
             say(line)
-    firsts = sorted(set(ranks.gather(first)))  # the others wait here for what is being brought
+    ranks.gather(None)  # the others wait here for what is being brought
+
+
+def begin_sending(cache: CompileCache, ranks: RankGroup, *, attempt: int) -> None:
+    """Let what is compiled from now on be sent home, in the name of an attempt.
+
+    Args:
+        cache: of this rank.
+        ranks: that train together.
+        attempt: this start's number.
+
+    Ranks: collective.
+    """
+    first = ranks.beside(cache.place)[0]
+    firsts = sorted(set(ranks.gather(first)))
     if ranks.rank == first:
         cache.begin(attempt=attempt, rank=first, turn=firsts.index(first))
 

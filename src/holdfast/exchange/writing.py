@@ -20,7 +20,7 @@ from holdfast.format.hashes import chunk_bytes_for
 from holdfast.format.layout import FileLayout, Piece, check_name, lay_out
 from holdfast.format.part import DataFile
 from holdfast.format.sealed import dumps
-from holdfast.keeper.commit import newest_attempt
+from holdfast.home.attempts import newest_attempt, note_saved
 from holdfast.restore.find import list_home, read_run
 from holdfast.restore.slabs import cut_in_slabs
 from holdfast.store.contract import Store
@@ -104,7 +104,7 @@ def write_home(
     layout = lay_out(pieces, 0)
     refuse_used(store)
     this_run = read_run(store) or new_run()  # written last
-    attempt = claim_attempt(store, this_run.id, world_size=1)
+    attempt = claim_attempt(store, this_run.id, world_size=1).number
     try:
         refuse_used(store)  # again: from the claim on, whoever comes later sees it
         store.sweep()
@@ -129,6 +129,7 @@ def write_home(
     except BaseException:
         _remove(store, step, attempt)
         raise
+    note_saved(store, this_run.id, attempt, step)
     with suppress(HoldfastError):  # the checkpoint stands; the next start of the run makes the document too
         store.put(names.RUN, run.document(this_run), if_absent=True)
     _remove_older(store, attempt)

@@ -24,6 +24,10 @@ _RANK_FILE = re.compile(
     rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
 )
 
+_NUMBERED = re.compile(
+    r"(?:attempts|history|compiled/[^/]+|step-[0-9]{8,})/(?:[^/]*-)?a([0-9]{4,18})[-.][^/]*"
+)
+
 _KINDS = {".json": "part", ".safetensors": "data", "-frozen.safetensors": "frozen"}
 
 
@@ -35,6 +39,11 @@ def step_dir(step: int) -> str:
 def attempt(number: int) -> str:
     """Name of the claim of an attempt: `attempts/a0003.json`."""
     return f"attempts/a{number:04d}.json"
+
+
+def first_saved(attempt_number: int) -> str:
+    """Name of the proof that an attempt has had a complete checkpoint: `attempts/a0003-saved.json`."""
+    return f"attempts/a{attempt_number:04d}-saved.json"
 
 
 def manifest(step: int, attempt_number: int) -> str:
@@ -76,6 +85,12 @@ def parse_history(name: str) -> tuple[int, int] | None:
     """Attempt and rank of a log, or None for another name."""
     found = _HISTORY.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def attempt_in(name: str) -> int | None:
+    """Return the attempt number that an object's name carries, whatever kind of object it is."""
+    found = _NUMBERED.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The small sealed documents of a run: the run, an attempt's claim, the done marker, a refusal, a note."""
+"""The small sealed documents of a run: run, claim, proof of saves, done, refusal, note of a restore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.format.part import check_kind
 from holdfast.format.sealed import dumps, seal, unseal
 
 VERSION = 1
-_T = TypeVar("_T", "Run", "Attempt", "Done", "Refusal", "Passed")
+_T = TypeVar("_T", "Run", "Attempt", "Saved", "Done", "Refusal", "Passed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,15 @@ class Attempt:
     host: str
     pid: int
     started_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """`attempts/aNNNN-saved.json`: the attempt has had a complete checkpoint, that of `step` first."""
+
+    run: str
+    attempt: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ class Passed:
     noted_unix_s: float
 
 
-def document(value: Run | Attempt | Done | Refusal | Passed) -> bytes:
+def document(value: Run | Attempt | Saved | Done | Refusal | Passed) -> bytes:
     """The sealed document of a value."""
     return seal(dumps({"format": _kind(type(value)), "version": VERSION, **asdict(value)}))
 

@@ -1,8 +1,19 @@
 """The process that owns the second half of every save: persist, commit, retain. It never imports torch."""
 
 from holdfast.keeper.client import Images, Keeper, Save, wait_for_let_go
-from holdfast.keeper.held import HeldStore
-from holdfast.keeper.presence import wait_for_orphans
+from holdfast.keeper.held import HeldStore, end_held
+from holdfast.keeper.presence import Writer, find_writers, wait_for_orphans
 from holdfast.keeper.terms import Terms
 
-__all__ = ["HeldStore", "Images", "Keeper", "Save", "Terms", "wait_for_let_go", "wait_for_orphans"]
+__all__ = [
+    "HeldStore",
+    "Images",
+    "Keeper",
+    "Save",
+    "Terms",
+    "Writer",
+    "end_held",
+    "find_writers",
+    "wait_for_let_go",
+    "wait_for_orphans",
+]

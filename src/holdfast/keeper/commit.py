@@ -5,34 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 
-from holdfast.errors import Conflict, InvalidInput
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
 from holdfast.format import manifest as manifests
 from holdfast.format import names
+from holdfast.format.hashes import digest
+from holdfast.format.manifest import Manifest
 from holdfast.format.run import Refusal, document, parse
+from holdfast.home.attempts import check_claim, check_not_fenced, note_saved
 from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.store import Store
-
-
-def newest_attempt(store: Store) -> int:
-    """The highest attempt number that has been claimed; 0 if none."""
-    found = (names.parse(entry.name) for entry in store.list("attempts/"))
-    return max((facts.attempt for facts in found if facts and facts.kind == "attempt"), default=0)
-
-
-def check_not_fenced(store: Store, attempt: int) -> None:
-    """Refuse to go on for an attempt that a newer one has replaced.
-
-    Raises:
-        Conflict: a newer attempt has claimed the run.
-    """
-    newest = newest_attempt(store)
-    if newest > attempt:
-        raise Conflict(
-            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may not commit any "
-            "more. "
-            "Its earlier checkpoints stand. Stop this process: the other one goes on."
-        )
 
 
 def missing_ranks(store: Store, terms: Terms, step: int) -> list[int]:
@@ -58,6 +40,7 @@ def commit(store: Store, terms: Terms, step: int) -> manifests.Manifest:
     """
     name = names.manifest(step, terms.attempt)
     check_not_fenced(store, terms.attempt)
+    check_claim(store, terms.attempt, terms.claim)
     manifest = merge_parts(store, terms, terms.attempt, step, terms.world_size)
     publish(store, terms, step, name, manifests.document(manifest))
     return manifest
@@ -102,6 +85,7 @@ def publish(store: Store, terms: Terms, step: int, name: str, document: bytes) -
 
     Raises:
         Conflict: this attempt is fenced.
+        Corrupt: another manifest has this name.
         RetryLater: the store failed.
 
     Blocks: until the manifest is durable.
@@ -113,7 +97,9 @@ def publish(store: Store, terms: Terms, step: int, name: str, document: bytes) -
         # The commit: before this object exists the checkpoint does not, afterwards it is complete.
         store.put(name, document, if_absent=True)
     except Conflict:
-        # An earlier keeper of this rank, or the attempt after us, has made it of the same parts.
+        # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
+        # parts.
+        _check_same(store, name, manifests.parse(document, name))
         store.sync(folder)
     kill_point("keeper.manifest")
     try:
@@ -123,6 +109,16 @@ def publish(store: Store, terms: Terms, step: int, name: str, document: bytes) -
         if missing_ranks(store, terms, step):
             store.delete(name)
         raise
+    facts = names.parse(name)
+    assert facts is not None
+    note_saved(store, terms.run, facts.attempt, step)
+
+
+def _check_same(store: Store, name: str, expected: Manifest) -> None:
+    found = manifests.parse(store.get(name), name)
+    if (found.run, found.parts) != (expected.run, expected.parts):
+        message = f"{name} in {store.url} describes other files than those of this save. It was left alone."
+        raise Corrupt(message, step=expected.step, key=name)
 
 
 def refuse(store: Store, terms: Terms, step: int, error: InvalidInput) -> None:
@@ -153,6 +149,26 @@ def check_not_refused(store: Store, terms: Terms, step: int) -> None:
 def is_committed(store: Store, terms: Terms, step: int) -> bool:
     """True if the manifest of `step` of this attempt is visible; `Store.sync` makes it durable."""
     return store.size(names.manifest(step, terms.attempt)) is not None
+
+
+def read_committed(store: Store, terms: Terms, step: int) -> Manifest | None:
+    """Return the manifest of `step` of this attempt, checked to be of this rank's files; None without one.
+
+    Raises:
+        Corrupt: it is damaged, or names other files.
+        RetryLater: the store failed.
+    """
+    name = names.manifest(step, terms.attempt)
+    try:
+        found = manifests.parse(store.get(name), name)
+        own = digest(store.get(names.part(step, terms.attempt, terms.rank)))
+    except NotFound:
+        return None
+    its_own = next((part.part_xxh3 for part in found.parts if part.rank == terms.rank), None)
+    if (found.run, its_own) != (terms.run, own):
+        message = f"{name} in {store.url} does not name the files that rank {terms.rank} has written."
+        raise Corrupt(message, step=step, rank=terms.rank, key=name)
+    return found
 
 
 def newest_committed(store: Store, terms: Terms) -> int:

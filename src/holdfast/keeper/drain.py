@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 from holdfast.errors import Conflict, Corrupt, HoldfastError, Internal, NotFound, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
-from holdfast.format.hashes import digest
 from holdfast.format.part import Ancestors, DataFile, Part
+from holdfast.home.attempts import check_not_fenced
 from holdfast.keeper.cargo import Cargo, Share, Sizes, Whole
-from holdfast.keeper.commit import check_not_fenced, check_not_refused, publish
+from holdfast.keeper.commit import check_not_refused, publish
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.history import History
-from holdfast.keeper.rate import BLOCK_BYTES, paced
+from holdfast.keeper.persist import has_image, verified_blocks
+from holdfast.keeper.rate import paced
 from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.store import Store
@@ -222,9 +222,20 @@ class Drain:
         blocks = verified_blocks(self._near, name, file)
         if self._terms.bandwidth is not None:
             blocks = paced(blocks, self._terms.bandwidth)
-        self._home.put_parts(name, blocks, file.num_bytes)
+        if name in there:  # of another size, in a step without a manifest: damaged, and sent again
+            self._home.put_parts(name, blocks, file.num_bytes)
+        else:
+            self._create(name, blocks, file)
         kill_point("keeper.drained-file")
         return file.num_bytes
+
+    def _create(self, name: str, blocks: Iterator[memoryview], file: DataFile) -> None:
+        try:
+            self._home.put_parts(name, blocks, file.num_bytes, if_absent=True)
+        except Conflict as error:  # not of this attempt being fenced, as a Conflict would be taken for
+            if not has_image(self._home, name, file):
+                message = f"{name} in {self._home.url} has other bytes than in {self._near.url}."
+                raise Corrupt(message, key=name) from error
 
     def _wait_for_others(self, cargo: Cargo, step: int, there: Sizes, waited_s: float) -> None:
         """Wait a little.
@@ -261,27 +272,3 @@ class Drain:
             if is_mine and (self._home.size(entry.name) or 0) < entry.num_bytes:
                 self._home.put(entry.name, self._near.get(entry.name))
         self._has_older_histories = True
-
-
-def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryview]:
-    """The bytes of a data file, block by block in the same memory, each chunk checked against its hash.
-
-    Raises:
-        Corrupt: a chunk does not match its hash, or the file ends early.
-        NotFound: no such file.
-        RetryLater: the store failed.
-    """
-    room = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # page-aligned, as direct reads ask
-    for start in range(0, file.num_bytes, BLOCK_BYTES):
-        block = room[: min(BLOCK_BYTES, file.num_bytes - start)]
-        store.read_into(name, start, block)
-        for at in range(0, len(block), file.chunk_bytes):
-            number = (start + at) // file.chunk_bytes
-            found = digest(block[at : at + file.chunk_bytes])
-            if found != file.hash_of(number):
-                message = (
-                    f"{name} in {store.url} is damaged in chunk {number}: expected "
-                    f"xxh3:{file.hash_of(number)}, found xxh3:{found}. It was not sent to home."
-                )
-                raise Corrupt(message, key=name)
-        yield block

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
-from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
 from holdfast.keeper import rate
+from holdfast.keeper.persist import has_image
 from holdfast.keeper.terms import Terms
 from holdfast.store import Store
 
@@ -33,6 +34,7 @@ class FrozenFile:
             must_match: the image was copied beside the training, in the belief that nothing changes it.
 
         Raises:
+            Conflict: other bytes have that name.
             InvalidInput: `must_match`, but it differs from the file of the save before, or nothing is known
                 of that: it may be torn.
             RetryLater: the store failed.
@@ -46,9 +48,14 @@ class FrozenFile:
             self._check_unchanged(step, file)
         self._before = file
         name = names.frozen(step, self._terms.attempt, self._terms.rank)
-        if not self.link(name, file):
+        if self._store.size(name) is None and self.link(name, file):
+            return file
+        try:
             rate.put(self._store, name, image, self._terms.straight_bandwidth)
-            self.note(name, file)
+        except Conflict:  # a keeper before this one may have put or linked it
+            if not has_image(self._store, name, file):
+                raise
+        self.note(name, file)
         return file
 
     def link(self, name: str, file: DataFile) -> bool:
@@ -94,7 +101,10 @@ class FrozenFile:
             self._store.link(source, name)
         except (NotFound, Unsupported):
             return False
-        return self._store.size(name) == num_bytes
+        if self._store.size(name) == num_bytes:
+            return True
+        self._store.delete(name)  # the source is damaged, and the name is for whole bytes
+        return False
 
     def _find_newest(self) -> tuple[str, DataFile] | None:
         """What an earlier keeper or attempt has written, looked for once."""

@@ -126,14 +126,11 @@ class HeldStore(ReadOnly):
     def __bool__(self) -> bool:
         return bool(self._images)
 
-    def end(self) -> None:
-        """Tell the keepers that they need not hold anything any more. Views that were taken stay."""
+    def close(self) -> None:
+        """Unmap everything, in the background. Views that were taken stay."""
         images, self._images = self._images, {}
-        threading.Thread(target=images.clear, name="holdfast-unmap").start()  # 40 ms for 1.5 GB here
-        with contextlib.suppress(HoldfastError, *_UNUSABLE):
-            for end in _doors(self._home):
-                with end, contextlib.suppress(OSError):
-                    protocol.send(end, {"op": "end"})
+        if images:
+            threading.Thread(target=images.clear, name="holdfast-unmap").start()  # 40 ms for 1.5 GB here
 
     def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
         """See `Store.lend`: the keeper's own memory, which stays as long as the view."""
@@ -180,6 +177,17 @@ def _has(fd: int, offset: int, num_bytes: int) -> bool:
         return os.lseek(fd, offset, os.SEEK_DATA) == offset
     except OSError:  # nothing but a hole from there on
         return False
+
+
+def end_held(home: str) -> None:
+    """Let the keepers of dead trainers end, which hold what they have in memory for the next attempt.
+
+    For the attempt that has claimed the home: a mere reader must leave it to that one.
+    """
+    with contextlib.suppress(HoldfastError, *_UNUSABLE):
+        for end in _doors(home):
+            with end, contextlib.suppress(OSError):
+                protocol.send(end, {"op": "end"})
 
 
 def _doors(home: str) -> Iterator[socket.socket]:

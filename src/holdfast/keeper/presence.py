@@ -18,6 +18,7 @@ from pathlib import Path
 from holdfast.errors import Denied, RetryLater, Unsupported
 
 _POLL_S = 0.02
+_DEPARTURE_S = 2.0  # a trainer that was just killed may take a moment to be gone
 _TRACE_BYTES = 512
 
 
@@ -183,6 +184,36 @@ def living(home: str) -> Iterator[tuple[Path, Trace]]:
                 path.unlink(missing_ok=True)
         finally:
             os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A living trainer on this host that a keeper serves."""
+
+    attempt: int
+    rank: int
+    pid: int
+
+
+def find_writers(home: str) -> list[Writer]:
+    """Return the trainers on this host that may still save to a home.
+
+    A process that has closed its Checkpointer is none of them, and neither is a keeper that is left of a dead
+    trainer.
+
+    Blocks: for as long as there are any, at most 2 s; not for those of this process.
+    """
+    deadline_s = time.monotonic() + _DEPARTURE_S
+    while True:
+        found = [
+            Writer(trace.attempt, trace.rank, trace.trainer_pid)
+            for _, trace in living(home)
+            if not trace.is_done and process_start(trace.trainer_pid) == trace.trainer_start
+        ]
+        is_hopeless = any(writer.pid == os.getpid() for writer in found)
+        if not found or is_hopeless or time.monotonic() > deadline_s:
+            return found
+        time.sleep(_POLL_S)
 
 
 def _is_locked(fd: int) -> bool:

@@ -13,19 +13,19 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, HoldfastError, RetryLater
-from holdfast.format import manifest as manifests
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
+from holdfast.home.attempts import check_claim, check_not_fenced
 from holdfast.keeper import protocol
 from holdfast.keeper.commit import (
-    check_not_fenced,
     check_not_refused,
     commit,
     is_committed,
     missing_ranks,
     newest_committed,
+    read_committed,
 )
 from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.frozen import FrozenFile
@@ -356,6 +356,30 @@ class Work:
 
     def _put_data_and_part(self, job: Job) -> None:
         check_not_fenced(self.store, self.terms.attempt)
+        check_claim(self.store, self.terms.attempt, self.terms.claim)
+        try:
+            self._create_files(job)
+        except Conflict as error:
+            if not self._delete_unfinished(job):
+                raise InvalidInput(
+                    f"Step {job.step} of attempt {self.terms.attempt} was written before with other bytes "
+                    f"({error}), which are never replaced. This save was given up; the files stand. Save a "
+                    "later step.",
+                    step=job.step,
+                    rank=self.terms.rank,
+                ) from error
+            self._create_files(job)
+
+    def _delete_unfinished(self, job: Job) -> bool:
+        """Delete the data files of an earlier try of this save, unless a part describes them."""
+        attempt, rank = self.terms.attempt, self.terms.rank
+        if self.store.size(names.part(job.step, attempt, rank)) is not None:
+            return False
+        self.store.delete(names.data(job.step, attempt, rank))
+        self.store.delete(names.frozen(job.step, attempt, rank))
+        return True
+
+    def _create_files(self, job: Job) -> None:
         terms, arena = self.terms, memoryview(self.desk.arenas[job.arena].bytes)
         frozen = None
         if job.frozen_bytes:  # first: it may be refused, and then nothing need be written
@@ -366,8 +390,17 @@ class Work:
         kill_point("keeper.data")
         self.history.settle()
         draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
-        self.store.put(names.part(job.step, terms.attempt, terms.rank), parts.finish(draft, file, frozen))
+        self._create_part(job.step, parts.finish(draft, file, frozen))
         kill_point("keeper.part")
+
+    def _create_part(self, step: int, text: bytes) -> None:
+        name = names.part(step, self.terms.attempt, self.terms.rank)
+        try:
+            self.store.put(name, text, if_absent=True)
+        except Conflict:
+            if self.store.get(name) != text:
+                raise
+            self.store.put(name, text)  # the same bytes: an earlier try may not have made the name durable
 
     # -- commit ----------------------------------------------------------------------------------------------
 
@@ -391,10 +424,10 @@ class Work:
         if self.terms.is_scattered:
             job.ancestors = ()
             return True  # nobody sees all parts here: home gets the manifest when it has them
-        if is_committed(self.store, self.terms, job.step):
+        committed = read_committed(self.store, self.terms, job.step)
+        if committed is not None:
             self.store.sync(names.step_dir(job.step))  # rank 0's keeper may not have come to that
-            name = names.manifest(job.step, self.terms.attempt)
-            job.ancestors = manifests.parse(self.store.get(name), name).ancestors
+            job.ancestors = committed.ancestors
             return True
         missing = missing_ranks(self.store, self.terms, job.step)
         if self.terms.rank in missing and self._is_behind_newer(job.step):

@@ -25,6 +25,7 @@ class Terms:
     keep_every: int | None
     commit_timeout_s: float  # how long to wait for other ranks' parts while the trainer lives
     linger_s: float  # the same once the trainer is gone
+    claim: str = ""  # the document by which the attempt was claimed; "" leaves out the check that it stands
     local: str | None = None  # folder of the near tier; None: saves are persisted straight to home
     local_ranks: tuple[int, ...] = ()  # ranks whose local folder is this one; empty: all
     keep_local: int = 2  # how many of the newest checkpoints stay there

@@ -17,7 +17,9 @@ from holdfast.format.hashes import MAX_CHUNK_BYTES, digest
 from holdfast.format.layout import BLOCK_BYTES, Piece
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
+from holdfast.home.attempts import note_saved
 from holdfast.store.contract import Store
+from holdfast.store.memory import MemoryStore
 from holdfast.store.nearest import first_good
 
 
@@ -114,8 +116,8 @@ def candidates(home: Home) -> list[tuple[int, int]]:
 def read_run(store: Store) -> run.Run | None:
     """The run that this home holds, None for a home that was never used.
 
-    Every claim of an attempt and every manifest names the run too, so a damaged or lost `holdfast.json` makes
-    no checkpoint a stranger's.
+    Every claim of an attempt, every manifest and every part names the run too, so a damaged or lost
+    `holdfast.json` makes no checkpoint a stranger's.
 
     Raises:
         Corrupt: the home's own document is damaged, and nothing else in the home tells the run.
@@ -142,7 +144,7 @@ def read_run_document(store: Store) -> run.Run | None:
         RetryLater: the store failed.
     """
     with contextlib.suppress(NotFound):
-        return run.parse(run.Run, store.get(names.RUN), names.RUN)
+        return first_good(store, lambda copy: run.parse(run.Run, copy.get(names.RUN), names.RUN))
     return None
 
 
@@ -150,12 +152,22 @@ def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
     home = list_home(store)
     for number in sorted(home.attempts, reverse=True):
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
-            claim = run.parse(run.Attempt, store.get(names.attempt(number)), names.attempt(number))
+            claim = first_good(store, lambda copy, number=number: _read_claim(copy, number))
             yield run.Run(claim.run, claim.started_unix_s)
     for attempt, step in candidates(home):
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
             manifest = read_manifest(store, step, attempt, None)
             yield run.Run(manifest.run, manifest.created_unix_s)
+    for (step, attempt), saved in sorted(home.saved.items(), reverse=True):
+        for rank in saved.parts:
+            with contextlib.suppress(Corrupt, NotFound, Unsupported):
+                name = names.part(step, attempt, rank)
+                part = first_good(store, lambda copy, name=name: part_format.parse(copy.get(name), name))
+                yield run.Run(part.run, time.time())
+
+
+def _read_claim(store: Store, number: int) -> run.Attempt:
+    return run.parse(run.Attempt, store.get(names.attempt(number)), names.attempt(number))
 
 
 def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:
@@ -363,14 +375,8 @@ def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
     Raises:
         RetryLater: the store failed.
     """
-    if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
-        return False
-    try:
-        parts = (read_draft(store, saved, rank) for rank in sorted(saved.parts))
-        merged = manifest_format.merge(parts, id=uuid.uuid4().hex, created_unix_s=time.time())
-    except (Corrupt, NotFound, Unsupported, InvalidInput):
-        return False
-    if run_id is not None and merged.run != run_id:
+    merged = merge_saved(store, saved, run_id)
+    if merged is None:
         return False
     folder = names.step_dir(saved.step)
     store.sync(folder)  # its parts are visible, and their writers dead before the fsync perhaps
@@ -378,7 +384,42 @@ def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
         store.put(names.manifest(saved.step, saved.attempt), manifest_format.document(merged), if_absent=True)
     except Conflict:  # its own keeper, or another rank's restore, was first
         store.sync(folder)
+    note_saved(store, merged.run, saved.attempt, saved.step)
     return True
+
+
+def merge_saved(store: Store, saved: Saved, run_id: str | None) -> Manifest | None:
+    """Return the manifest that a save lacks, if everything else of it is there; writes nothing.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
+        return None
+    try:
+        parts = (read_draft(store, saved, rank) for rank in sorted(saved.parts))
+        merged = manifest_format.merge(parts, id=uuid.uuid4().hex, created_unix_s=time.time())
+    except (Corrupt, NotFound, Unsupported, InvalidInput):
+        return None
+    return merged if run_id in (None, merged.run) else None
+
+
+def merge_in_memory(store: Store, step: int, attempt: int, run_id: str | None) -> Store | None:
+    """Return a store with the manifest of a save that lacks only this; None if it has one by now.
+
+    For readers, who must not commit what a living writer may be about to commit or refuse.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    for copy in store.copies():
+        saved = list_home(copy, step=step).saved.get((step, attempt))
+        merged = None if saved is None else merge_saved(copy, saved, run_id)
+        if merged is not None:
+            made = MemoryStore("manifest")
+            made.put(names.manifest(step, attempt), manifest_format.document(merged))
+            return made
+    return None
 
 
 def read_draft(store: Store, saved: Saved, rank: int) -> tuple[Part, bytes]:

@@ -33,9 +33,12 @@ from holdfast.restore.find import (
     check_listed,
     finish_commit,
     list_home,
+    merge_in_memory,
+    merge_saved,
     read_manifest,
     read_run,
 )
+from holdfast.restore.losses import check_no_losses, find_losses
 from holdfast.restore.parts import Parts
 from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.restore.read import Job, ReadStats, read
@@ -106,6 +109,8 @@ class Restored:
     sources: Mapping[str, int]  # bytes by the URL of the tier they came from
     mended: tuple[str, ...]  # what was wrong with nearer copies of what a farther tier had
     finished: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, where) that lacked only their manifest
+    whole: tuple[tuple[int, int], ...] = ()  # (attempt, step) that still lack it, since nothing was committed
+    seen: tuple[tuple[int, int], ...] = ()  # (attempt, step) of everything that could have been restored
 
 
 @dataclass(slots=True)
@@ -147,6 +152,7 @@ def restore_newest(
     share_reads: bool = False,
     rank_from: RankFrom | None = None,
     own_local: Store | None = None,
+    may_commit: bool = True,
     say: Callable[[str], None] = lambda _: None,
     patience_s: float = LIMIT_S,
     mark: Mark = lambda passed, restored: None,
@@ -156,8 +162,8 @@ def restore_newest(
     A checkpoint is passed over when it does not verify on some rank. One that cannot be read may be whole: it
     is tried again for `patience_s`, and then the restore ends with an error.
 
-    Saves that lack only their manifest are committed first. A checkpoint that a newer attempt went back
-    behind is not fallen back to; it can be asked for by its step.
+    Saves that lack only their manifest are committed first, or read as they are. A checkpoint that a newer
+    attempt went back behind is not fallen back to; it can be asked for by its step.
 
     Args:
         store: the home.
@@ -173,6 +179,8 @@ def restore_newest(
         rank_from: chooses the saved rank whose per-rank state a rank takes; default `rank % saved`.
         own_local: this rank's local folder, if other ranks have others: then what lies in all of them and in
             home counts together, and ranks pass on what others lack.
+        may_commit: write the manifests that are lacking; False for those who have not claimed an attempt, and
+            may be beside a living writer.
         say: told in a line of each save that is newer than what is restored, and not all there.
         patience_s: seconds for which what cannot be read is tried again.
         mark: notes durably what was passed over, so that retention keeps it. Called on every rank, tried
@@ -184,6 +192,7 @@ def restore_newest(
     Raises:
         NotFound: there is no checkpoint of `step`.
         Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
+            Or there is none, but signs that there were.
             Or what can be restored does not hold tensors that a damaged one had already been read into.
         RetryLater: the home, or the newest checkpoint, could not be read on some rank within `patience_s`.
         Denied: a store refuses access.
@@ -196,7 +205,7 @@ def restore_newest(
     """
     began = time.perf_counter()
     patience = Patience(patience_s, say)
-    survey = _survey(store, rank, group, patience, step=step, alone=own_local is None)
+    survey = _survey(store, rank, group, patience, step=step, alone=own_local is None, may_commit=may_commit)
     scattered, lacking = (
         _spread(own_local, rank, group, survey, patience) if own_local is not None else ({}, {})
     )
@@ -213,6 +222,7 @@ def restore_newest(
         share_reads=share_reads and world_size > 1,
         rank_from=rank_from,
         scattered=scattered,
+        whole={(attempt, number) for attempt, number in survey["whole"]},
     )
     kinds = [Denied.kind] * len(passed)
     lines: dict[int, dict[int, int]] = {}  # attempt -> the last step of each attempt that it continues
@@ -263,9 +273,12 @@ def restore_newest(
             sources=tried.stats.sources,
             mended=tried.stats.mended,
             finished=tuple((s, a, url) for s, a, url in survey["finished"]),
+            whole=tuple((a, s) for a, s in survey["whole"]),
+            seen=tuple({(a, s) for a, s in survey["candidates"]} | scattered.keys()),
         )
     _tell_lacking(lacking, (0, 0), say)
     if not every and step is None and not passed:
+        check_no_losses(survey["losses"], store.url)
         return None
     raise _none_good(store.url, passed, kinds, one.touched, step)
 
@@ -278,7 +291,14 @@ def _make_durable(store: Store, step: int, rank: int) -> None:
 
 
 def _survey(
-    store: Store, rank: int, group: Group, patience: Patience, *, step: int | None, alone: bool
+    store: Store,
+    rank: int,
+    group: Group,
+    patience: Patience,
+    *,
+    step: int | None,
+    alone: bool,
+    may_commit: bool,
 ) -> dict[str, Any]:
     """Rank 0's look at the home, on every rank.
 
@@ -289,12 +309,13 @@ def _survey(
         patience: for what cannot be read.
         step: complete saves of this step only; None for all.
         alone: all ranks see the same tiers; else rank 0 looks into home only.
+        may_commit: write the manifests that are lacking.
     """
     result, found = _Result(), {}
     if rank == 0:
         seen = store if alone else store.copies()[-1]
         with _stage(result):
-            found = patience.spend(store.url, lambda: _look(seen, step))
+            found = patience.spend(store.url, lambda: _look(seen, step, may_commit=may_commit))
             if not alone:
                 besides = {(a, s) for a, s in found["candidates"]}
                 in_home = patience.spend(
@@ -310,24 +331,48 @@ def _survey(
     return shared[1]
 
 
-def _look(store: Store, step: int | None) -> dict[str, Any]:
+def _look(store: Store, step: int | None, *, may_commit: bool) -> dict[str, Any]:
     run = read_run(store)
     run_id = run.id if run else None
     homes = [(copy, list_home(copy)) for copy in store.copies()]
     complete = {found for _, home in homes for found in candidates(home)}
     marked = {(one.attempt, one.step) for _, home in homes for one in home.saved.values() if one.was_passed}
-    found, passed, finished = set(complete), [], []
+    found, whole, passed, finished = set(complete), set[tuple[int, int]](), [], []
     for copy, home in homes:
+        if not may_commit:
+            whole.update(_find_whole(copy, home, run_id, complete, step))
+            continue
         here = _finish_commits(copy, home, run_id, complete, passed, step)
         finished += here
         found.update(candidates(list_home(copy) if here else home))
     return {
         "run": run_id,
-        "candidates": sorted(found, reverse=True),
+        "candidates": sorted(found | whole, reverse=True),
+        "whole": sorted(whole),
         "passed": passed,
         "finished": finished,
         "marked": sorted(marked),
+        "losses": [] if found or whole else [sign for copy, _ in homes for sign in find_losses(copy)],
     }
+
+
+def _find_whole(
+    store: Store,
+    home: Home,
+    run_id: str | None,
+    complete: Collection[tuple[int, int]],
+    step: int | None,
+) -> Iterator[tuple[int, int]]:
+    """Find what lacks only its manifest, and leave it so; the arguments are those of `_finish_commits`.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    for (saved_step, attempt), saved in sorted(home.saved.items()):
+        if step not in (None, saved_step) or (attempt, saved_step) in complete:
+            continue
+        if merge_saved(store, saved, run_id) is not None:
+            yield attempt, saved_step
 
 
 def _finish_commits(
@@ -463,6 +508,7 @@ class _Restore:
         share_reads: bool,
         rank_from: RankFrom | None,
         scattered: Mapping[tuple[int, int], Scattered],
+        whole: Collection[tuple[int, int]],
     ) -> None:
         self.touched: set[str] = set()  # names of targets that may hold bytes of a checkpoint passed over
         self._store = store
@@ -476,6 +522,7 @@ class _Restore:
         self._share_reads = share_reads
         self._rank_from = rank_from
         self._scattered = scattered
+        self._whole = whole  # (attempt, step) of candidates that lack their manifest
 
     def attempt(self, step: int, attempt: int) -> _Tried:
         """Restore one candidate, or learn on all ranks why not.
@@ -490,6 +537,9 @@ class _Restore:
             if spread is not None and told is not None:
                 listings = [spread.listing]
                 store = Nearest([assemble(spread, _texts_of(told)), *store.copies()])
+            elif (attempt, step) in self._whole:
+                made = merge_in_memory(store, step, attempt, self._run_id)
+                store = store if made is None else Nearest([made, *store.copies()])
             manifest = read_manifest(store, step, attempt, self._run_id)
             lines.append(manifest.ancestors)
             check_listed(store, manifest, besides=listings)

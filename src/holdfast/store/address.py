@@ -77,6 +77,15 @@ class Address:
         query = "&".join(f"{name}={quote(value, safe=':/@,')}" for name, value in self.options)
         return f"{self.place}?{query}" if query else self.place
 
+    def overlaps(self, other: Address) -> bool:
+        """Return whether two addresses are one prefix of a bucket, or one is inside the other."""
+        mine, theirs = (
+            (one.protocol, one.bucket, one.option("endpoint_url"), one.option("account"))
+            for one in (self, other)
+        )
+        shorter, longer = sorted((self.prefix, other.prefix), key=len)
+        return mine == theirs and (f"{longer}/".startswith(f"{shorter}/") or not shorter)
+
     def option(self, name: str) -> str | None:
         """The text of an option, None if the URL has none."""
         return dict(self.options).get(name)

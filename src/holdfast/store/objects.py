@@ -68,6 +68,11 @@ class ObjectStore(Store):
         self._retries = Retries(self._address, self._clients)
         self._logs = logs_at(self.url, self._load_log, self._save_log)
 
+    @property
+    def address(self) -> Address:
+        """Where it is."""
+        return self._address
+
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
         """See `Store.put`; sent from `data` itself, without a copy."""
         check_name(name)

@@ -13,7 +13,7 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format import run as runs
 from holdfast.format.part import Ancestors
-from holdfast.keeper.commit import check_not_fenced
+from holdfast.home.attempts import check_not_fenced
 from holdfast.policy import line_of
 from holdfast.restore.find import Home, candidates, list_home, read_manifest
 from holdfast.store import Store
@@ -66,7 +66,7 @@ def claim(store: Store, step: int, *, world_size: int, trainer: int) -> Claim:
             ancestors = _ancestors_before(store, home, run, step)
         attempt = newest
         if not goes_on:
-            attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer)
+            attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer).number
         _claimed[store.url] = Claim(run, step, attempt, world_size, ancestors)
         return _claimed[store.url]
 

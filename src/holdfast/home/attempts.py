@@ -1,0 +1,86 @@
+"""Attempt numbers of a home: used, claimed, fenced, and proven to have had a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+
+from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater, Unsupported
+from holdfast.format import names
+from holdfast.format.run import Attempt, Saved, document, parse
+from holdfast.store import Store
+
+
+def newest_attempt(store: Store) -> int:
+    """Return the highest attempt number that has been claimed; 0 if there is none."""
+    found = (names.parse(entry.name) for entry in store.list("attempts/"))
+    return max((facts.attempt for facts in found if facts and facts.kind == "attempt"), default=0)
+
+
+def newest_number(store: Store) -> int:
+    """Return the highest attempt number in any name of the home; 0 if there is none.
+
+    Claims may be lost. The number of a checkpoint, or of what is left of one, must not be used again.
+    """
+    found = (names.attempt_in(entry.name) for entry in store.list())
+    return max((number for number in found if number is not None), default=0)
+
+
+def check_not_fenced(store: Store, attempt: int) -> None:
+    """Refuse to write for an attempt that a newer one has replaced.
+
+    Raises:
+        Conflict: a newer attempt has claimed the run.
+        RetryLater: the store failed.
+    """
+    newest = newest_attempt(store)
+    if newest > attempt:
+        raise Conflict(
+            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may not commit any "
+            "more. "
+            "Its earlier checkpoints stand. Stop this process: the other one goes on."
+        )
+
+
+def check_claim(store: Store, attempt: int, claim: str) -> None:
+    """Check that an attempt's number is still its own; write its claim again where that was lost.
+
+    Args:
+        store: a tier.
+        attempt: the number.
+        claim: the document by which it was claimed; "" leaves out the check.
+
+    Raises:
+        Conflict: another start has claimed the same number, after the claim was lost.
+        RetryLater: the store failed.
+    """
+    if not claim:
+        return
+    name = names.attempt(attempt)
+    try:
+        found = store.get(name)
+    except NotFound:
+        with contextlib.suppress(Conflict):
+            store.put(name, claim.encode(), if_absent=True)
+        found = store.get(name)
+    if found == claim.encode():
+        return
+    try:
+        other = parse(Attempt, found, name)
+    except (Corrupt, Unsupported):
+        return  # damaged, and still in the way of any other start that would take the number
+    raise Conflict(
+        f"The claim of attempt {attempt} in {store.url} was lost, and process {other.pid} on host "
+        f"{other.host} has claimed the same number since. This process may not commit any more; its earlier "
+        "checkpoints stand. Stop it: the other one continues."
+    )
+
+
+def note_saved(store: Store, run: str, attempt: int, step: int) -> None:
+    """Leave the proof that an attempt has had a complete checkpoint, beside its claim.
+
+    Without it a home whose step folders are all lost looks like one whose first save never became complete,
+    and training would start from zero.
+    """
+    text = document(Saved(run, attempt, step))
+    with contextlib.suppress(Conflict, RetryLater):  # there already; or the next commit tries again
+        store.put(names.first_saved(attempt), text, if_absent=True)

@@ -1,0 +1,98 @@
+"""Signs that a home without a complete checkpoint has had one: no run begins from zero beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.format import names
+from holdfast.restore.find import Saved, list_home, read_draft
+from holdfast.store.contract import Store
+
+_MAX_LOG_BYTES = 64 << 20
+_MOST = 8
+
+
+def find_losses(store: Store) -> list[str]:
+    """Return the signs in one place that a complete checkpoint was there, in words; few, the surest first.
+
+    For places where nothing is complete. A save that a kill has cut short leaves no sign: its files are whole
+    as far as they go.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    return [sign for _, sign in zip(range(_MOST), _signs(store), strict=False)]
+
+
+def check_no_losses(signs: list[str], url: str) -> None:
+    """Refuse a run that would begin from zero although there were checkpoints.
+
+    Args:
+        signs: of what is lost, from `find_losses`.
+        url: of the home.
+
+    Raises:
+        Corrupt: there are signs.
+    """
+    if not signs:
+        return
+    found = "".join(f"\n  {sign}" for sign in signs)
+    raise Corrupt(
+        f"{url} has no checkpoint that can be restored, but there were some, and training must not start "
+        f"from zero unnoticed. Found:{found}\nNothing was changed. Bring the missing files back from a copy, "
+        "restore from another place, or begin afresh in another home. If the loss is meant, delete this home."
+    )
+
+
+def _signs(store: Store) -> Iterator[str]:
+    home = list_home(store)
+    if store.size(names.DONE) is not None:
+        yield f"{names.DONE}, which is written when a run has finished"
+    for entry in store.list("attempts/"):
+        number = names.attempt_in(entry.name)
+        if number is not None and entry.name == names.first_saved(number):
+            yield f"{entry.name}: attempt {number} has had a complete checkpoint, and its files are gone"
+    for (step, attempt), saved in sorted(home.saved.items(), reverse=True):
+        yield from _damage(store, saved, f"step {step} of attempt {attempt}")
+    yield from _told(store)
+
+
+def _damage(store: Store, saved: Saved, which: str) -> Iterator[str]:
+    """Signs in the files of one save: documents become visible whole, after the files that they describe."""
+    for rank in sorted(saved.parts):
+        name = names.part(saved.step, saved.attempt, rank)
+        if rank not in saved.data:
+            yield f"{which}: {name} is there, but not the data file that was written before it"
+            continue
+        try:
+            read_draft(store, saved, rank)
+        except (Corrupt, Unsupported) as error:
+            yield f"{which}: {error}"
+        except NotFound:
+            continue  # deleted since it was listed
+
+
+def _told(store: Store) -> Iterator[str]:
+    """Signs in the history: what was complete in home, by the word of those who completed it."""
+    for entry in store.list("history/"):
+        if names.parse_history(entry.name) is None or not 0 < entry.num_bytes <= _MAX_LOG_BYTES:
+            continue
+        told = max(_committed_steps(store.get(entry.name)), default=None)
+        if told is not None:
+            yield f"{entry.name} tells that step {told} was complete"
+
+
+def _committed_steps(log: bytes) -> Iterator[int]:
+    for line in log.splitlines():
+        if b'"committed"' not in line and b'"drained"' not in line:
+            continue
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # torn by a kill, or damaged
+        if not isinstance(event, dict) or event.get("tier", "home") not in ("home", ""):
+            continue  # complete in a local folder only, which may be lost with its host
+        if event.get("event") in ("committed", "drained") and type(event.get("step")) is int:
+            yield event["step"]

@@ -1,0 +1,95 @@
+"""Whether two places are one, or one is inside the other, under whatever names."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from holdfast.errors import InvalidInput
+from holdfast.store.contract import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.objects import ObjectStore
+
+Seat: TypeAlias = "tuple[object, tuple[str, ...]]"
+"""A directory that exists, by its identity, and the names below it that do not exist yet."""
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+def check_apart(home: Store, local: Store) -> None:
+    """Refuse a local tier and a home that share objects: each would delete what it takes for its own.
+
+    Raises:
+        InvalidInput: they are one place, or one is inside the other.
+    """
+    if not _overlap(home, local):
+        return
+    raise InvalidInput(
+        f"local={local.url} and the home {home.url} are one place, or one is inside the other, so the few "
+        "checkpoints that stay in the local tier would be all that stays in home. Nothing was written. Give "
+        "local= a folder of its own on this host's fast disk, or leave it out."
+    )
+
+
+def _overlap(one: Store, other: Store) -> bool:
+    if isinstance(one, LocalStore) and isinstance(other, LocalStore):
+        mine, theirs = _real(one.root), _real(other.root)
+        return _is_inside(mine, theirs) or _is_inside(theirs, mine)
+    if isinstance(one, ObjectStore) and isinstance(other, ObjectStore):
+        return one.address.overlaps(other.address)
+    return False
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _is_inside(inner: Path, outer: Path) -> bool:
+    """Return whether a path without links is another one or below it, also through a bind mount."""
+    target = _seat_of(outer)
+    if any(_seat_of(level) == target for level in (inner, *inner.parents)):
+        return True
+    (device, names), (its_device, its_names) = _place_in_file_system(inner), _place_in_file_system(outer)
+    return device == its_device and names[: len(its_names)] == its_names
+
+
+def _seat_of(path: Path) -> Seat:
+    for level in (path, *path.parents):
+        with suppress(OSError):
+            facts = level.stat()
+            names = path.relative_to(level).parts
+            return (facts.st_dev, facts.st_ino), _folded(names) if _ignores_case(level) else names
+    return None, path.parts
+
+
+def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.casefold() for name in names)
+
+
+def _ignores_case(directory: Path) -> bool:
+    """Return whether names in a file system mean the same in either case, as far as one name shows."""
+    other = directory.with_name(directory.name.swapcase()) if directory.name else directory
+    try:
+        return other.name != directory.name and other.samefile(directory)
+    except OSError:
+        return False
+
+
+def _place_in_file_system(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the file system of a path and the path in it, which two bind mounts of it have in common."""
+    found: tuple[int, str, Path] = (0, "", path)
+    with suppress(OSError, ValueError):
+        for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
+            fields = line.split(" ")
+            root, point = (Path(_unescaped(field)) for field in fields[3:5])
+            if path.is_relative_to(point) and len(point.parts) >= found[0]:
+                found = len(point.parts), fields[2], root / path.relative_to(point)
+    return found[1], found[2].parts
+
+
+def _unescaped(field: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), field)

@@ -25,7 +25,7 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
     callsite entry errors killpoint rawbytes | documents quantity | policy format surroundings | store
-    | state stage notice ending ranks consensus reentry leaving position | keeper restore metrics
+    | home state stage notice ending ranks consensus reentry leaving position | keeper restore metrics
     | claim writeback compiled | tiers | checkpointer exchange jobs train | report | adapters cli testing
 """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}

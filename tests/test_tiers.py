@@ -149,7 +149,11 @@ def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tm
         assert not [line for line in read_lines(open_store(home))[0] if line["attempt"] == 2]
         ckpt.save(8)
     lines, _ = read_lines(open_store(tmp_path / "local"))
-    told = {(line["event"], line["tier"]): line["detail"] for line in lines if line["attempt"] == 2 and line["step"] == 7}
+    told = {
+        (line["event"], line["tier"]): line["detail"]
+        for line in lines
+        if line["attempt"] == 2 and line["step"] == 7
+    }
     for tier in ("local", "home"):
         assert told["committed", tier] == "attempt 1, which fell before it could write the manifest"
     assert told["restored", "local"] == "attempt 1"

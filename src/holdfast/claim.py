@@ -18,14 +18,18 @@ from holdfast.restore.find import read_run, read_run_document
 from holdfast.store.contract import Store
 
 
-def claim_run(store: Store) -> str:
+def claim_run(store: Store, near: Store | None = None) -> str:
     """Return the id of this home's run; its document is made if the home is new, or lost it.
+
+    Args:
+        store: the home.
+        near: a nearer tier, which names the run of a home that has lost everything.
 
     Raises:
         Corrupt: the home's documents are damaged, and nothing in it tells the run.
         RetryLater: the store failed.
     """
-    found = read_run(store)
+    found = read_run(store) or (None if near is None else _read_near_run(near))
     if found is not None:
         _repair_run(store, found)
         return found.id
@@ -39,6 +43,13 @@ def claim_run(store: Store) -> str:
             f"{names.RUN} in {store.url} was made by another start and is gone again. Try again."
         )
     return found.id
+
+
+def _read_near_run(near: Store) -> run.Run | None:
+    """Return the run of a nearer tier; None if nothing there tells it, damaged or not."""
+    with contextlib.suppress(Corrupt):
+        return read_run(near)
+    return None
 
 
 def new_run() -> run.Run:
@@ -134,9 +145,7 @@ def check_run(store: Store, run_id: str) -> None:
         InvalidInput: it holds another run.
         RetryLater: the store failed.
     """
-    there = None
-    with contextlib.suppress(Corrupt):  # then parts and manifests there are of use only if they name the run
-        there = read_run(store)
+    there = _read_near_run(store)  # where nothing tells it, files count only if their parts name the run
     if there is not None and there.id != run_id:
         raise InvalidInput(
             f"{store.url} holds checkpoints of another run (expected {run_id}, found {there.id}), so it "

@@ -203,7 +203,7 @@ class Tiers:
         check_no_writer(self.home_store, writers)
         if base is not None:
             self._check_base(base)
-        run = claim_run(self.home_store)
+        run = claim_run(self.home_store, self._local_store)
         if self._local_store is not None:
             check_run(self._local_store, run)
         claim = claim_attempt(self.home_store, run, world_size=world_size, above=above)

@@ -124,7 +124,9 @@ def test_of_two_runs_on_one_home_the_one_that_takes_over_wins(playground: Playgr
     """The older one's next save says that it is fenced; every checkpoint is whole and of one attempt."""
     first = playground.start("--every", "2", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
-    second = playground.start("--take-over", "--every", "50", total=2000)  # far beyond what the first can reach meanwhile
+    second = playground.start(
+        "--take-over", "--every", "50", total=2000
+    )  # far beyond what the first can reach meanwhile
     assert first.wait() == 1, first.said()
     assert "has taken over this home" in first.said()
     assert second.wait() == 0, second.said()

@@ -102,6 +102,12 @@ def test_a_local_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     with pytest.raises(InvalidInput, match="another run"):
         tiers.claim(base=Base(None), world_size=1)
+    state = {"w": torch.ones(3)}
+    with (
+        holdfast.Checkpointer(tmp_path / "home", state, local=tmp_path / "local", quiet=True) as ckpt,
+        pytest.raises(InvalidInput, match="another run"),
+    ):
+        ckpt.restore()
 
 
 @pytest.mark.parametrize("place", ["local", "home"])

@@ -973,6 +973,8 @@ class Checkpointer:
         _, local_ranks = self._meet()
         if self._keeper is not None:
             self._metrics.tell(self._keeper.tell_metrics)  # before it is told that training goes back
+        elif self._tiers.local is not None:
+            self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
         is_scattered = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
 
         def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:

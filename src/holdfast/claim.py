@@ -18,18 +18,14 @@ from holdfast.restore.find import read_run, read_run_document
 from holdfast.store.contract import Store
 
 
-def claim_run(store: Store, near: Store | None = None) -> str:
+def claim_run(store: Store) -> str:
     """Return the id of this home's run; its document is made if the home is new, or lost it.
-
-    Args:
-        store: the home.
-        near: a nearer tier, which names the run of a home that has lost everything.
 
     Raises:
         Corrupt: the home's documents are damaged, and nothing in it tells the run.
         RetryLater: the store failed.
     """
-    found = read_run(store) or (None if near is None else _read_near_run(near))
+    found = read_run(store)
     if found is not None:
         _repair_run(store, found)
         return found.id
@@ -147,12 +143,30 @@ def check_run(store: Store, run_id: str) -> None:
     """
     there = _read_near_run(store)  # where nothing tells it, files count only if their parts name the run
     if there is not None and there.id != run_id:
-        raise InvalidInput(
-            f"{store.url} holds checkpoints of another run (expected {run_id}, found {there.id}), so it "
-            "cannot be the local tier of this one. Nothing was written. Give local= a folder of its own for "
-            "each run."
-        )
+        raise _of_another_run(store, run_id, there)
     _repair_run(store, there or run.Run(run_id, created_unix_s=time.time()))
+
+
+def check_same_run(home: Store, near: Store) -> None:
+    """Refuse to read a nearer tier together with a home that is not of its run.
+
+    Raises:
+        Corrupt: the home's documents are damaged, and nothing in it tells the run.
+        InvalidInput: the nearer tier is of another run, or home is empty.
+        RetryLater: a store failed.
+    """
+    there = _read_near_run(near)
+    found = None if there is None else read_run(home)
+    if there is not None and (found is None or found.id != there.id):
+        raise _of_another_run(near, "a new one" if found is None else found.id, there)
+
+
+def _of_another_run(store: Store, expected: str, found: run.Run) -> InvalidInput:
+    return InvalidInput(
+        f"{store.url} holds checkpoints of another run (expected {expected}, found {found.id}), so it "
+        "cannot be the local tier of this one. Nothing was written. Give local= a folder of its own for "
+        "each run."
+    )
 
 
 def copy_claim(store: Store, claim: run.Attempt) -> None:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from holdfast.claim import check_no_writer, check_run, claim_attempt, claim_run, copy_claim
+from holdfast.claim import (
+    check_no_writer,
+    check_run,
+    check_same_run,
+    claim_attempt,
+    claim_run,
+    copy_claim,
+)
 from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
 from holdfast.format.run import Attempt
 from holdfast.home.attempts import newest_number
@@ -203,7 +210,7 @@ class Tiers:
         check_no_writer(self.home_store, writers)
         if base is not None:
             self._check_base(base)
-        run = claim_run(self.home_store, self._local_store)
+        run = claim_run(self.home_store)
         if self._local_store is not None:
             check_run(self._local_store, run)
         claim = claim_attempt(self.home_store, run, world_size=world_size, above=above)
@@ -287,6 +294,17 @@ class Tiers:
             )
         check_run(self._local_store, claim.run)
         copy_claim(self._local_store, claim)
+
+    def check_one_run(self) -> None:
+        """Check that this rank's local folder and home are of one run.
+
+        Raises:
+            Corrupt: nothing tells the run of home.
+            InvalidInput: they are not.
+            RetryLater: a store failed.
+        """
+        if self._local_store is not None:
+            check_same_run(self.home_store, self._local_store)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:

@@ -992,9 +992,11 @@ class Checkpointer:
             )
 
         def mark(passed: Sequence[Passed], restored: tuple[int, int] | None) -> None:
-            self._marks.append((passed, restored))
-            if self._keeper is not None:
-                self._settle_marks(self._keeper)
+            if restored is None or self._keeper is not None:
+                # Without a claim too where nothing was restored: the next start may be another process.
+                self._mark(passed, restored, is_scattered=is_scattered)
+            else:
+                self._marks.append((passed, restored))
 
         with self._tiers.reading() as store:
             found = restore_newest(
@@ -1027,17 +1029,15 @@ class Checkpointer:
         return found.step
 
     def _settle_marks(self, keeper: Keeper) -> None:
-        """Note in the home what was passed over, which only a writer may, before retention can delete it."""
+        """Note in the home what was passed over before the claim, so that retention keeps it."""
         while self._marks:
-            passed, restored = self._marks[0]
-            self._tiers.mark(
-                passed,
-                restored,
-                run=keeper.terms.run,
-                rank=self._ranks.rank,
-                is_scattered=keeper.terms.is_scattered,
-            )
+            self._mark(*self._marks[0], is_scattered=keeper.terms.is_scattered)
             self._marks.pop(0)
+
+    def _mark(
+        self, passed: Sequence[Passed], restored: tuple[int, int] | None, *, is_scattered: bool
+    ) -> None:
+        self._tiers.mark(passed, restored, run=self._run, rank=self._ranks.rank, is_scattered=is_scattered)
 
     def _settle_restored(self, keeper: Keeper) -> None:
         """Record what this attempt continues, and finish what only a writer may finish."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -28,6 +28,8 @@ from holdfast.store.contract import Store
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.restore.loading import Loaded
 
 HomeLike = Union[str, "os.PathLike[str]", Store]
 
@@ -165,6 +167,78 @@ class Checkpoint:
         chosen = {key: self._name(key) for key in (self.keys() if keys is None else keys)}
         found = self._read(list(dict.fromkeys(chosen.values())), rank, num_threads)
         return {key: found[name] for key, name in chosen.items() if name in found}
+
+    def state_dict(
+        self, key: str = "model", *, rank: int = 0, num_threads: int = 4
+    ) -> dict[str, torch.Tensor]:
+        """The state dict of a saved module, for `load_state_dict`: whole tensors on the CPU, verified.
+
+        Args:
+            key: what the module was called in the state that was saved.
+            rank: whose copies of per-rank tensors; those that it has none of are left out.
+            num_threads: threads that read and hash.
+
+        Raises:
+            NotFound: nothing was saved under that key, or a file is missing.
+            Corrupt: damage was found.
+            RetryLater: the store failed.
+        """
+        prefix = f"{key}."
+        wanted = [name for name in self.keys() if name.startswith(prefix)]
+        if not wanted:
+            held = sorted({name.partition(".")[0] for name in self.keys()})
+            message = f"Step {self.step} holds no tensors under {key!r}; it has {', '.join(held) or 'none'}."
+            raise NotFound(message, step=self.step, key=key)
+        found = self.tensors(rank, keys=wanted, num_threads=num_threads)
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+    def load_into(
+        self,
+        target: torch.nn.Module | MutableMapping[str, Any],
+        key: str | None = None,
+        *,
+        strict: bool = True,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        num_threads: int = 4,
+    ) -> Loaded:
+        """Load this checkpoint into live objects, verified, beside whatever training saves to the home.
+
+        Only reads: nothing in the home changes, and no attempt is claimed. A rank reads the chunks that hold
+        its parts of sharded tensors (DTensor, FSDP2), whatever layout was saved. Random number generators
+        stay as they are.
+
+        Args:
+            target: a module; or objects by key, as a Checkpointer takes them, whose plain values are written
+                back into the mapping; or tensors by name, such as a state dict, which are filled in place.
+            key: what the module was called in the state that was saved, by default "model"; or what comes
+                before the names of tensors.
+            strict: refuse a checkpoint whose names differ from those of `target`.
+            rename: saved names to names in `target`: a map of prefixes, or a function.
+            num_threads: threads that read, hash and copy.
+
+        Returns:
+            In what names the two differ.
+
+        Raises:
+            InvalidInput: the checkpoint does not fit; says what differs. Nothing was changed.
+            NotFound: a file is missing.
+            Corrupt: damage was found; `target` may have been partly filled.
+            RetryLater: the store failed; `target` may have been partly filled.
+
+        Ranks: not collective; but with FSDP1, whose state dicts are, every rank calls it.
+        Blocks: until `target` is filled.
+        """
+        from holdfast.restore import loading  # not above: looking at a checkpoint does not need torch
+
+        return loading.load_into(
+            self._store,
+            self._parts,
+            target,
+            key,
+            strict=strict,
+            rename=rename,
+            num_threads=num_threads,
+        )
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """What a rank saved beside tensors, by top-level key; a `TensorRef` stands where a tensor was.

@@ -37,7 +37,16 @@ from holdfast.format import part as parts
 from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
-from holdfast.keeper import Images, Keeper, Save, Terms, find_writers, wait_for_let_go, wait_for_orphans
+from holdfast.keeper import (
+    Images,
+    Keeper,
+    Save,
+    Terms,
+    Writer,
+    find_writers,
+    wait_for_let_go,
+    wait_for_orphans,
+)
 from holdfast.killpoint import kill_point
 from holdfast.leaving import is_orderly, looping
 from holdfast.metrics import Metrics
@@ -867,22 +876,24 @@ class Checkpointer:
         is_fresh = not (restores_later or self._has_looked)
         writers = [] if self._take_over else find_writers(self.home)
         host = socket.gethostname()
-        rows = self._ranks.gather([(host, writer) for writer in writers])
+        rows = self._ranks.gather([(host, one.attempt, one.rank, one.pid) for one in writers])
         above = max(self._ranks.gather(self._newest_local_number()))
         base = None if restores_later else self._base()
 
-        def claim() -> runs.Attempt:
+        def claim() -> bytes:
             if is_fresh:
                 self._tiers.refuse_unrestored()
-            return self._tiers.claim(
+            made = self._tiers.claim(
                 world_size=self._ranks.world_size,
                 base=base,
                 above=above,
-                writers=[row for its_rows in rows for row in its_rows],
+                writers=[(host, Writer(*facts)) for its_rows in rows for host, *facts in its_rows],
             )
+            return runs.document(made)
 
-        made = self._ranks.first_of({0}, claim)
-        assert made is not None
+        document = self._ranks.first_of({0}, claim)
+        assert document is not None
+        made = runs.parse(runs.Attempt, document, "the claim")
         if base is not None:  # once more: from its claim on, nobody else commits
             self._ranks.first_of({0}, lambda: self._tiers.check_fresh(base))
         if self._tiers.local is not None:

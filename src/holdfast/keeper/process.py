@@ -400,7 +400,7 @@ class Work:
         except Conflict:
             if self.store.get(name) != text:
                 raise
-            self.store.put(name, text)  # the same bytes: an earlier try may not have made the name durable
+            self.store.sync(names.step_dir(step))  # an earlier try may not have made the name durable
 
     # -- commit ----------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ from holdfast.state import Captured, Load, State, catalog_of, stepping
 from holdfast.surroundings import tell_progress
 from holdfast.tiers import Base, Tiers
 
+Mark = tuple[Sequence[Passed], "tuple[int, int] | None"]  # what was passed over, and what was restored
 _TOLD_WAIT_S = 0.001  # a wait for memory that is shorter is none
 
 
@@ -192,8 +193,8 @@ class Checkpointer:
         self._notices = Notices(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None
-        self._marks: list[tuple[Sequence[Passed], tuple[int, int] | None]] = []  # not yet written to the home
-        self._early_notes: list[dict[str, Any]] = []  # for the history, of the time before the claim
+        # Of the time before the claim: events for the history, and checkpoints that were passed over.
+        self._early_notes, self._marks = list[dict[str, Any]](), list[Mark]()
         # Whether `restore` was called since the last claim was given up, and what came of it.
         self._has_looked, self._restored = False, cast("Restored | None", None)
         self._in_use: dict[int, Arena] = {}
@@ -223,10 +224,10 @@ class Checkpointer:
     def steps(self, total: int) -> Iterator[int]:
         """Steps of a training loop from where the run stopped, up to `total`.
 
-        Claims the home and restores first. Yields the number of steps completed so far: the loop's body makes
-        it one more. Saves when due, and at the end, where it calls `finish`. A loop that is left by `break` or
-        `return` is saved too, and is not finished; one that is left by an exception is not saved, since its
-        last step may be half done. A run that has all its steps already yields nothing.
+        Claims the home and restores first. Yields the number of steps completed so far: the loop's body
+        makes it one more. Saves when due, and at the end, where it calls `finish`. A loop that is left by
+        `break` or `return` is saved too, and is not finished; one that is left by an exception is not saved,
+        since its last step may be half done. A run that has all its steps already yields nothing.
 
         Raises:
             InvalidInput: `total` is no whole number from 0.
@@ -309,6 +310,8 @@ class Checkpointer:
                 self._save(step, must=True)
             self._wait()
             self._note_end("finished")
+            if self._done is None or self._done.step != step:
+                self._begin()  # who only looked marks nothing
             self._mark_done(step)
             self._position.clear()
             self._notices.rest()

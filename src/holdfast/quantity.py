@@ -10,7 +10,7 @@ from holdfast.errors import InvalidInput
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|d)\s*", re.IGNORECASE)
-MAX_STEP = 2**53 - 1
+MAX_STEP = 10**15 - 1
 """The greatest step; every JSON reader holds integers up to here exactly."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -68,7 +68,7 @@ def read_step(value: object, what: str) -> int:
     if isinstance(value, float) and value.is_integer() and 0 <= value <= MAX_STEP:
         fix = f" Write int(...) around it, here {int(value)}."
     raise InvalidInput(
-        f"{what}: a step is a whole number from 0 to 2**53 - 1, found {value!r:.80} ({kind}). "
+        f"{what}: a step is a whole number from 0 to 10**15 - 1, found {value!r:.80} ({kind}). "
         f"Nothing was done.{fix}"
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from holdfast.quantity import MAX_STEP as MAX_STEP
+
 MAX_DOCUMENT_BYTES = 1 << 30
 """Bytes of a part, a manifest or an index of compiled files."""
 MAX_SMALL_BYTES = 1 << 20
@@ -18,7 +20,6 @@ MAX_VALUE_DEPTH = MAX_DEPTH - 8
 """The same of one encoded value, which is a few levels below the top of its document."""
 MAX_RANKS = 1 << 20
 MAX_ATTEMPT = 10**9 - 1
-MAX_STEP = 10**15 - 1
 MAX_DIMS = 64
 """Dimensions of a tensor."""
 MAX_SPLITS = 64

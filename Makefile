@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills docs clean torn
+.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills soak docs clean torn
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -55,6 +55,9 @@ bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
 
 campaigns: crash-states damage kills torn ## every long search for failures, with its defaults
+
+soak: $(DEV) ## trainings on a file system whose calls fail at random
+	$(BIN)/python -m campaigns.faults
 
 crash-states: $(DEV) ## states that a power cut may leave; needs strace
 	$(BIN)/python -m campaigns.crash_states

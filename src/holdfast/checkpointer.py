@@ -26,6 +26,7 @@ from holdfast.consensus import Consensus
 from holdfast.ending import leave_at_exit
 from holdfast.errors import (
     PREEMPTED_STATUS,
+    Denied,
     HoldfastError,
     InvalidInput,
     Preempted,
@@ -742,7 +743,9 @@ class Checkpointer:
 
     def _is_too_much(self, error: HoldfastError, failing_since_s: float) -> bool:
         """True if training shall not go on without saves any longer."""
-        if self._tiers.is_far and isinstance(error, RetryLater):  # it may come back, however often we try
+        if isinstance(error, Denied) and self._newest_durable is None:
+            return True  # it never worked: credentials or permissions are wrong, and waiting mends nothing
+        if self._tiers.is_far and isinstance(error, (Denied, RetryLater)):  # it may come back
             return time.monotonic() - failing_since_s > self._tiers.terms["patience_s"]
         return self._failures > self._max_failures
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.errors import Corrupt, HoldfastError
+from holdfast.store.haste import haste
 
 COMMANDS = (
     *("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo"),
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return TROUBLE
     try:
-        status = args.run(args)
+        with haste.limited(getattr(args, "patience", None), _say):
+            status = args.run(args)
         sys.stdout.flush()
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
@@ -71,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
     return status
+
+
+def _say(line: str) -> None:
+    print(f"holdfast: {line}", file=sys.stderr, flush=True)
 
 
 def _version() -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.cli import TROUBLE, values
 from holdfast.cli.inventory import open_home
-from holdfast.cli.options import Commands, add_filter, add_json, command
+from holdfast.cli.options import Commands, add_filter, add_json, add_patience, command
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import Corrupt
 from holdfast.format.manifest import EACH
@@ -79,6 +79,7 @@ def add_parser(commands: Commands) -> None:
     """Add the command."""
     job = "Compare two checkpoints; exit status 1 if they differ, like diff."
     parser = command(commands, "diff", run, job=job, examples=_EXAMPLES)
+    add_patience(parser)
     for name in ("A", "B"):
         parser.add_argument(name.lower(), metavar=name, help="HOME for its newest checkpoint, or HOME@STEP")
     parser.add_argument(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import InvalidInput
+from holdfast.quantity import read_seconds
 
 Commands = Any
 """What `add_subparsers` returns; argparse keeps its class to itself."""
@@ -39,6 +40,26 @@ def command(
 def add_home(parser: argparse.ArgumentParser) -> None:
     """The place of the run."""
     parser.add_argument("home", metavar="HOME", help="folder or URL that holds the run's checkpoints")
+    add_patience(parser)
+
+
+def add_patience(parser: argparse.ArgumentParser) -> None:
+    """How long a store may not answer."""
+    parser.add_argument(
+        "--patience",
+        type=duration,
+        default="20s",
+        metavar="TIME",
+        help="how long a bucket that does not answer is tried again, such as 5m (default: 20s)",
+    )
+
+
+def duration(text: str) -> float:
+    """A duration in seconds, read as in "20s" or "5m"."""
+    try:
+        return read_seconds(text, "--patience")
+    except InvalidInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_step(parser: argparse.ArgumentParser, *, default: str) -> None:

@@ -255,7 +255,7 @@ class Keeper:
             self._held.add(arena)
             self._send_save(pending, arenas)
 
-    def _send_save(self, pending: _Pending, arenas: list[int]) -> None:
+    def _send_save(self, pending: _Pending, arenas: list[int], *, again: bool = False) -> None:
         draft_fd = os.memfd_create("holdfast-draft")
         try:
             with open(draft_fd, "wb", closefd=False) as file:
@@ -266,6 +266,7 @@ class Keeper:
                 "arena": pending.arena,
                 "arenas": arenas,
                 "to_home": pending.to_home,
+                "again": again,
                 **asdict(pending.images),
             }
             self._keeper.outbox.send(message, (pending.arena_fd, draft_fd), sent=pending.save.mark_staged)
@@ -493,7 +494,7 @@ class Keeper:
             if pending.persisted:
                 self._send({"op": "commit", "step": pending.save.step})
             else:
-                self._send_save(pending, arenas)
+                self._send_save(pending, arenas, again=True)
         for message in self._unsaved:
             self._send(message)
         for step in self._towards_home:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, Corrupt, HoldfastError, Internal, NotFound, RetryLater
+from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, NotFound, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, DataFile, Part
@@ -98,7 +98,10 @@ class Drain:
             except HoldfastError as error:
                 now_s = time.monotonic()
                 failing_since_s = now_s if failing_since_s is None else failing_since_s
-                retry = isinstance(error, RetryLater) and now_s - failing_since_s < self._terms.patience_s
+                retry = (
+                    isinstance(error, (Denied, RetryLater))
+                    and now_s - failing_since_s < self._terms.patience_s
+                )
                 with self._changed:
                     if retry:
                         self._due.add(one)
@@ -125,6 +128,11 @@ class Drain:
         """`_copy`, whose bugs become errors: a thread that ended in silence would be waited for for ever."""
         try:
             return self._copy(one)
+        except NotFound:
+            with self._changed:
+                if any(other > one for other in self._due):
+                    return None  # retired from the near tier meanwhile; the newer one is copied next
+            raise
         except HoldfastError:
             raise
         except Exception as error:

@@ -10,10 +10,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
+from holdfast.errors import Conflict, Denied, HoldfastError, Internal, InvalidInput, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
@@ -42,6 +42,8 @@ from holdfast.store import Store, open_store
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0  # shortest and longest pause between looks for other ranks' parts
 _LOOK_SHARE = 0.2  # else a pause is this share of the time waited so far
+_PASSING = (Denied, RetryLater)
+"""Errors of a store that the same call may not meet later: what failed is not given up for one of them."""
 _TOLD_BY_ALL = "every rank has told that its files are there"
 
 
@@ -58,6 +60,8 @@ class Job:
     ancestors: Ancestors | None = None  # known once it is committed
     draft_fd: int = -1  # -1: persisted already, only the commit is left
     to_home: bool = True  # it is to be drained
+    was_sent: bool = False  # to a keeper of this rank that has died since
+    hopeless: RetryLater | None = None  # why it will never be committed
     received_s: float = 0.0
     next_look_s: float = 0.0
 
@@ -150,7 +154,7 @@ class Desk:
             self.said_goodbye = message["goodbye"]
             self.trainer_gone = True
             return
-        job = Job(message["step"], received_s=time.monotonic())
+        job = Job(message["step"], received_s=time.monotonic(), was_sent=message.get("again", False))
         if message["op"] == "save":
             job.arena, job.num_bytes = message["arena"], message["bytes"]
             job.frozen_at, job.frozen_bytes = message["frozen_at"], message["frozen_bytes"]
@@ -187,7 +191,7 @@ class Work:
         self.desk = desk
         self.terms = terms
         self.presence = presence
-        self.store = open_store(terms.near)
+        self.store = _open_patiently(terms.near, desk)
         self.history = History(self.store, terms)
         self.frozen = FrozenFile(self.store, terms)
         keep = Keep(terms.keep_last, terms.keep_every)
@@ -199,12 +203,13 @@ class Work:
         self.newest_in_home: Id | None = None  # of those that this keeper has drained
         self.drain: Drain | None = None
         if terms.local is not None:
-            self.home = open_store(terms.home)
+            self.home = _open_patiently(terms.home, desk)
             self.home_retention = Retention(self.home, keep)
             self.drain = Drain(self.store, self.home, terms, self.history, self._after_drain)
             self.is_home_failing = False
         self.newest: Job | None = None  # that this keeper saw committed; not always the last
         self.wanted_home: set[Id] = set()  # to be drained as soon as they are committed
+        self.unseen: list[Id] = []  # wanted in home, while the near tier cannot be looked at
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
         self.retaining = threading.Thread()  # never started: nothing is being deleted
@@ -246,16 +251,22 @@ class Work:
         draining.start()
         held = {arena.fd: arena.images for arena in self.desk.arenas.values() if arena.images}
         if held and self.terms.hold_s > 0:
-            offer(self.presence, held, hold_s=self.terms.hold_s)
+            with contextlib.suppress(OSError):  # the folder for traces is full: what is durable is in home
+                offer(self.presence, held, hold_s=self.terms.hold_s)
         draining.join()
 
     def _take_drains(self) -> None:
+        wanted, self.unseen = self.unseen, []
         while self.desk.drains:
-            one = self.desk.drains.popleft()
-            if self.drain is None:
+            wanted.append(self.desk.drains.popleft())
+        for one in wanted if self.drain is not None else ():
+            try:
+                is_near = self._is_near(*one)
+            except _PASSING:
+                self.unseen.append(one)
                 continue
-            if self._is_near(*one):
-                self.drain.submit(*one)
+            if is_near:
+                self.drain.submit(*one)  # pyright: ignore[reportOptionalMemberAccess] - asked above
             else:
                 self.wanted_home.add(one)
 
@@ -294,7 +305,7 @@ class Work:
 
     def _pause_s(self) -> float | None:
         if not self.waiting:
-            return None
+            return _LAST_LOOK_S if self.unseen else None
         return max(0.0, min(job.next_look_s for job in self.waiting) - time.monotonic())
 
     def _write_notes(self) -> None:
@@ -319,7 +330,10 @@ class Work:
             return
         began = time.monotonic()
         try:
-            self._persist_patiently(job)
+            with _bugs_told(job.step):
+                is_done = job.was_sent and self._is_done(job)
+                if not is_done:
+                    self._persist_patiently(job)
         except HoldfastError as error:
             self._fail(job, error)
         else:
@@ -341,12 +355,22 @@ class Work:
             images.append(Image(names.frozen(job.step, attempt, rank), job.frozen_at, job.frozen_bytes))
         self.desk.arenas[job.arena].images = tuple(images)
 
+    def _is_done(self, job: Job) -> bool:
+        """Return whether a keeper that has died since has committed a save, which may be retired by now."""
+        with contextlib.suppress(*_PASSING):
+            missing = missing_ranks(self.store, self.terms, job.step)
+            return is_committed(self.store, self.terms, job.step) or (
+                self.terms.rank in missing and self._is_behind_newer(job.step)
+            )
+        return False
+
     def _persist_patiently(self, job: Job) -> None:
+        _check_step(job.step)
         pause_s = self.terms.retry_s
         for tries_left in range(self.terms.num_retries, -1, -1):
             try:
                 self._put_data_and_part(job)
-            except RetryLater:
+            except _PASSING:
                 if not tries_left or self.desk.jobs:
                     raise  # a newer save is waiting: it is worth more than another try of this one
                 time.sleep(pause_s)
@@ -407,13 +431,21 @@ class Work:
     def _look_for_parts(self) -> None:
         now_s = time.monotonic()
         for job in [job for job in self.waiting if job.next_look_s <= now_s]:
+            done = False
             try:
-                done = self._try_commit(job)
+                with _bugs_told(job.step):
+                    done = self._try_commit(job)
+            except _PASSING as error:  # the parts are durable: only looking, or the manifest, has failed
+                if now_s - job.received_s > self._limit_s():
+                    job.hopeless = RetryLater(str(error), step=job.step)
             except HoldfastError as error:
                 self.waiting.remove(job)
                 self._fail(job, error)
                 continue
-            if done:
+            if job.hopeless is not None and not done:
+                self.waiting.remove(job)
+                self._fail(job, job.hopeless)
+            elif done:
                 self.waiting.remove(job)
                 self._after_commit(job)
             else:
@@ -438,7 +470,7 @@ class Work:
             job.ancestors = commit(self.store, self.terms, job.step).ancestors
             return True
         check_not_refused(self.store, self.terms, job.step)
-        self._give_up_if_hopeless(job, missing)
+        job.hopeless = self._why_hopeless(job, missing)
         return False
 
     def _is_behind_newer(self, step: int) -> bool:
@@ -448,19 +480,24 @@ class Work:
             self.store.sync(names.step_dir(newest))
         return newest > step
 
-    def _give_up_if_hopeless(self, job: Job, missing: list[int]) -> None:
+    def _limit_s(self) -> float:
+        """Return how long a save may wait for its commit."""
+        return self.terms.linger_s if self.desk.trainer_gone else self.terms.commit_timeout_s
+
+    def _why_hopeless(self, job: Job, missing: list[int]) -> RetryLater | None:
+        """Return why a save will never be committed; None while it may be."""
         waited_s = time.monotonic() - job.received_s
-        limit_s = self.terms.linger_s if self.desk.trainer_gone else self.terms.commit_timeout_s
         alone = self.desk.trainer_gone and self.terms.all_ranks_here and not self._others_busy()
         is_hopeless = alone and self._can_never_be(job)
-        if waited_s > limit_s or is_hopeless:
+        if waited_s > self._limit_s() or is_hopeless:
             lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
-            raise RetryLater(
+            return RetryLater(
                 f"Step {job.step} was not committed: {lacking} did not come in {waited_s:.0f} s. Rank "
                 f"{self.terms.rank}'s part is durable; earlier checkpoints stand. Look at those ranks' own "
                 "messages.",
                 step=job.step,
             )
+        return None
 
     def _can_never_be(self, job: Job) -> bool:
         """True if no keeper of this attempt will complete a save; all trainers are gone.
@@ -517,7 +554,7 @@ class Work:
         in_work = {(attempt, other.step) for other in (*self.waiting, *self.desk.jobs)}
         if self.drain is not None:
             in_work |= self.drain.needed() | self.wanted_home
-        try:
+        with self._telling_retain_trouble(job):
             if self.share is None:
                 old = self.retention.apply((attempt, job.step), job.ancestors or (), in_work)
             else:
@@ -525,8 +562,6 @@ class Work:
                 in_home = {self.newest_in_home} if self.newest_in_home else set()
                 old = self.share.apply(self.newest_known, in_work | in_home)
             self._delete_old(self.store, old, self.tier)
-        except HoldfastError as error:
-            self._tell("retain-failed", job, detail=str(error))
         with self.desk.changed:
             self.desk.changed.notify_all()  # what has become due meanwhile can begin
 
@@ -570,11 +605,18 @@ class Work:
 
     def _retain_home(self, drained: Drained) -> None:
         newest = drained.attempt, drained.step
-        try:
+        with self._telling_retain_trouble(Job(drained.step), tier="home"):
             old = self.home_retention.apply(newest, drained.ancestors, set())
             self._delete_old(self.home, old, "home")
+
+    @contextlib.contextmanager
+    def _telling_retain_trouble(self, job: Job, *, tier: str | None = None) -> Iterator[None]:
+        """Report an error of retention to the trainer; what was not deleted is found again next time."""
+        try:
+            with _bugs_told(job.step):
+                yield
         except HoldfastError as error:
-            self._tell("retain-failed", Job(drained.step), detail=str(error), tier="home")
+            self._tell("retain-failed", job, detail=str(error), tier=tier)
 
     # -- telling ---------------------------------------------------------------------------------------------
 
@@ -609,3 +651,39 @@ class Work:
                 "history_trouble": trouble,
             }
         )
+
+
+def _check_step(step: object) -> None:
+    """Refuse a step that no name can hold: its files would never be found again.
+
+    Raises:
+        InvalidInput: it is no whole number of 0 or more.
+    """
+    if type(step) is not int or step < 0:
+        raise InvalidInput(f"A step is a whole number of 0 or more, got {step!r}. Nothing was saved.")
+
+
+@contextlib.contextmanager
+def _bugs_told(step: int) -> Iterator[None]:
+    """Turn a bug into an error of one save: a keeper that died of it would take all other saves along."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise Internal(f"Step {step} failed by a bug of Holdfast's: {error!r}.") from error
+
+
+def _open_patiently(place: str, desk: Desk) -> Store:
+    """Open a place as soon as it answers.
+
+    Raises:
+        Denied, RetryLater: it did not before the trainer was gone.
+    """
+    while True:
+        try:
+            return open_store(place)
+        except _PASSING:
+            if desk.trainer_gone:
+                raise
+            time.sleep(_LAST_LOOK_S)

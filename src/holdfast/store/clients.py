@@ -13,6 +13,7 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.store.address import AZURE, GCS, S3, Address
 from holdfast.store.credentials import shared_credentials, shared_region
 from holdfast.store.endpoints import NAMED_BY
+from holdfast.store.haste import haste
 
 _CONNECT_TIMEOUT_S = 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -104,7 +105,7 @@ def _make_client(address: Address, *, patient: bool) -> Any:
             client_options={
                 "allow_http": bool(endpoint and endpoint.startswith("http://")),
                 "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
-                "timeout": timedelta(seconds=address.request_timeout_s),
+                "timeout": timedelta(seconds=_request_timeout_s(address, patient=patient)),
             },
             retry_config=_retries(address, patient=patient),
             **settings,
@@ -118,10 +119,17 @@ def _client_errors() -> tuple[type[Exception], ...]:
     return (importlib.import_module("obstore.exceptions").BaseError,)
 
 
+def _request_timeout_s(address: Address, *, patient: bool) -> float:
+    """Seconds for one request; those of a patient client carry large parts, and may take long."""
+    if patient or haste.limit_s is None:
+        return address.request_timeout_s
+    return max(min(address.request_timeout_s, haste.limit_s), 1.0)
+
+
 def _retries(address: Address, *, patient: bool) -> dict[str, Any]:
     return {
         "max_retries": _MANY_TRIES if patient else 0,
-        "retry_timeout": timedelta(seconds=address.timeout_s),
+        "retry_timeout": timedelta(seconds=min(address.timeout_s, haste.limit_s or address.timeout_s)),
         "backoff": {
             "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
             "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.killpoint import kill_point
 from holdfast.store import direct
 from holdfast.store.contract import Buffer, Entry, Properties, Store, wrong_length
@@ -33,6 +33,7 @@ from holdfast.store.lookup import (
 )
 from holdfast.store.naming import UNFINISHED, check_name, check_prefix
 
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -438,7 +439,7 @@ class LocalStore(Store):
         """Turn the operating system's errors into ours."""
         try:
             yield
-        except (Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported):
+        except (Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported):
             raise
         except OSError as error:
             path = self.root / name
@@ -450,7 +451,8 @@ class LocalStore(Store):
                     f"({error.strerror}). Nothing was changed.",
                     key=name,
                 ) from error
-            raise RetryLater(_refusal(verb, path, error, num_bytes), key=name) from error
+            kind = Denied if error.errno in _DENIED else RetryLater
+            raise kind(_refusal(verb, path, error, num_bytes), key=name) from error
 
 
 def _refusal(verb: str, path: Path, error: OSError, num_bytes: int | None) -> str:
@@ -458,6 +460,8 @@ def _refusal(verb: str, path: Path, error: OSError, num_bytes: int | None) -> st
     space = ""
     if error.errno in _FULL:
         space = f" {_free_space(path)} Delete something there, or keep fewer checkpoints."
+    if error.errno in _DENIED:
+        space = " Set the permissions of this place, or give one that this user may write to."
     changed = " What was there before is unchanged." if verb == "write" else ""
     return f"Could not {verb} {path}{amount}: {error.strerror} (errno {error.errno}).{space}{changed}"
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.quantity import plural, say_seconds
 from holdfast.store.address import Address
 from holdfast.store.clients import Clients
+from holdfast.store.haste import haste
 from holdfast.store.refusals import Kind, Refusal, classify
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -65,6 +66,10 @@ class Retries:
         Raises:
             HoldfastError: what `failure` makes of the store's answer, or what `act` raised.
         """
+        with haste.saying(self._address.place):
+            return self._ask(request, act, patient=patient, past_end=past_end)
+
+    def _ask(self, request: Request, act: Callable[[Any], _T], *, patient: bool, past_end: _T | None) -> _T:
         is_renewed = False
         while True:
             request.num_tries += 1
@@ -108,7 +113,7 @@ class Retries:
                 "The store did not accept our credentials, or they do not allow this; they were read anew "
                 "once. If they have expired, renew them: the next try takes what is there then."
             )
-            return RetryLater(f"{failed} {advice}", key=name)
+            return Denied(f"{failed} {advice}", key=name)
         tried = f"Given up after {say_seconds(time.monotonic() - request.began_s)}"
         limit = (
             f" and {plural(request.num_tries, 'try', 'tries')} (limit {say_seconds(self._limit_s(request))})"
@@ -116,7 +121,10 @@ class Retries:
         return RetryLater(f"{failed} {tried}{limit if kind is Kind.PASSING else ''}.", key=name)
 
     def _limit_s(self, request: Request) -> float:
-        return self._address.timeout_s if request.limit_s is None else request.limit_s
+        limit_s = self._address.timeout_s if request.limit_s is None else request.limit_s
+        if haste.limit_s is None or self._address.option("timeout") is not None:
+            return limit_s
+        return min(limit_s, haste.limit_s)
 
 
 def not_found(address: Address, name: str) -> NotFound:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, NotFound, RetryLater
+from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.node import locks
 from holdfast.jobs.node.bell import ring
 from holdfast.jobs.node.folder import JobFolder
@@ -198,7 +198,7 @@ class _Cache:
             self.close()
             self._held = hold_cache(self._supply, self._owner, self._attempt, is_wanted, fetch=False)
             self._trouble, self._pause_s = "", _PAUSE_S
-        except RetryLater as error:
+        except (Denied, RetryLater) as error:
             self._trouble = str(error)
             self._again_s = time.monotonic() + self._pause_s
             self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
@@ -209,7 +209,7 @@ class _Cache:
         """How it stands."""
         try:
             status = self._status()
-        except RetryLater as error:
+        except (Denied, RetryLater) as error:
             return Unsent(is_settled=False, is_hopeless=False, told=str(error))
         except HoldfastError as error:
             return Unsent(is_settled=False, is_hopeless=True, told=str(error))

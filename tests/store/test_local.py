@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import Conflict, Corrupt, InvalidInput, RetryLater, Unsupported
+from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, RetryLater, Unsupported
 from holdfast.store import Entry, Store
 from holdfast.store.local import LocalStore
 from holdfast.testing import StoreSuite
@@ -206,7 +206,7 @@ def test_a_read_only_disk_is_read_and_refuses_to_be_written(tmp_path: Path) -> N
             lambda: store.append("log", b"x"),
             lambda: store.delete("d/a"),
         ):
-            with pytest.raises(RetryLater, match="Read-only file system"):
+            with pytest.raises(Denied, match="Read-only file system"):
                 change()
         assert store.get("d/a") == b"old"
         assert [entry.name for entry in store.list()] == ["d/a"]
@@ -222,7 +222,7 @@ def test_a_directory_without_permission_refuses_plainly() -> None:
             directory.chmod(0o555)
         done = _run(f"""
 import os
-from holdfast.errors import RetryLater
+from holdfast.errors import Denied
 from holdfast.store import open_store
 if os.getuid() == 0:  # to whom permissions do not apply
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -233,7 +233,7 @@ put, delete = store.put, store.delete
 for change in (lambda: put("d/a", b"new"), lambda: put("e/a", b"new"), lambda: delete("d/a")):
     try:
         change()
-    except RetryLater as error:
+    except Denied as error:
         print(error)
 """)
         for directory in (home, home / "d"):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.objects import CREATE_BYTES, READ_BYTES, ObjectStore
 from holdfast.testing import StoreSuite
@@ -113,7 +113,7 @@ class TestObjectStoreOnCeph(StoreSuite):
 
     def test_other_keys_are_refused(self, ceph: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "HIDE")
-        with pytest.raises(RetryLater, match="credentials") as caught:
+        with pytest.raises(Denied, match="credentials") as caught:
             open_store(ceph.home("t")).get("a")
         assert "HIDE" not in str(caught.value)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import Conflict, Corrupt, RetryLater
+from holdfast.errors import Conflict, Corrupt, Denied, RetryLater
 from holdfast.format import names
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import Job, Want, read
@@ -178,10 +178,10 @@ def test_the_message_names_object_limit_and_cause_and_no_keys(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, f"HIDE-{name}")
     store = open_store(home(port=proxy.port, timeout="500ms"))
-    for fault, code in (("503", ""), ("403", "InvalidAccessKeyId")):
+    for fault, code, kind in (("503", "", RetryLater), ("403", "InvalidAccessKeyId", Denied)):
         proxy.clear()
         proxy.order(fault, times=None, code=code)
-        with pytest.raises(RetryLater, match="a/b") as caught:
+        with pytest.raises(kind, match="a/b") as caught:
             store.put("a/b", b"x")
         assert "HIDE" not in str(caught.value)
         assert fault in str(caught.value)
@@ -219,7 +219,7 @@ def test_keys_that_expire_and_come_back_are_read_anew(
     store = open_store(home(port=proxy.port, timeout="5"))
     store.put("a", b"1")
     proxy.order("403", header="Credential=OLDKEY", times=None, code="ExpiredToken")
-    with pytest.raises(RetryLater, match=r"ExpiredToken.*credentials.*renew") as caught:
+    with pytest.raises(Denied, match=r"ExpiredToken.*credentials.*renew") as caught:
         store.put("a", b"2")
     assert "HIDE" not in str(caught.value)
     write("NEWKEY")

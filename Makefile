@@ -54,7 +54,7 @@ lint: $(DEV) ## formatting, lint and types
 bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
 
-campaigns: crash-states damage kills torn ## every long search for failures, with its defaults
+campaigns: crash-states damage kills soak torn ## every long search for failures, with its defaults
 
 soak: $(DEV) ## trainings on a file system whose calls fail at random
 	$(BIN)/python -m campaigns.faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,7 @@ def test_a_save_that_was_retired_behind_a_newer_one_is_no_failure(
     """The keeper before this one had committed it and died; retention has deleted it since."""
     made, store, desk = work()
     store.put(names.manifest(9, 1), b"newer")
+    desk.arenas[0] = process.Mapped(-1, mmap.mmap(-1, 1))
     made._persist(Job(5, draft_fd=os.open(os.devnull, os.O_RDONLY), was_sent=True))
     assert desk.events() == ["persisted", "released"]
     look(made, made.waiting[0])

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import faulthandler
 import itertools
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ STEPS, EVERY = 8, 2
 MOMENTS = ("before the copy", "after the copy", "race")
 WIDTHS = (128, 512)
 _WAIT_S = 60.0
+_HANGS_S = 120.0  # after which a case counts as hanging: it is printed where, and the campaign ends
 
 
 @dataclass
@@ -655,7 +657,10 @@ def main() -> int:
     cases = list(itertools.product(kinds, WIDTHS, MOMENTS, range(options.rounds)))
     random.Random(0).shuffle(cases)
     per_moment: dict[str, list[Outcome]] = {moment: [] for moment in MOMENTS}
-    for kind, width, moment, _ in cases:
+    for number, (kind, width, moment, _) in enumerate(cases):
+        if number % 50 == 0:
+            print(f"{number} of {len(cases)}", flush=True)
+        faulthandler.dump_traceback_later(_HANGS_S, exit=True)
         with tempfile.TemporaryDirectory() as folder:
             outcome = run_case(kind, width, moment, Path(folder) / "home")
         per_moment[moment].append(outcome)

@@ -63,6 +63,7 @@ def test_a_commit_is_tried_again_after_an_error_that_passes(
     made.waiting.append(job)
     look(made, job, times=3)
     assert desk.events() == ["committed"]
+    store.clear()
     assert store.size(names.manifest(5, 1)) is not None
 
 

@@ -16,6 +16,8 @@ Every class can be pickled, so errors cross process borders with their facts.
 
 from __future__ import annotations
 
+from holdfast.redaction import printable, redact
+
 PREEMPTED_STATUS = 75
 """Exit status of a run that was preempted after a durable save (EX_TEMPFAIL: run me again)."""
 
@@ -35,7 +37,7 @@ class HoldfastError(Exception):
     def __init__(
         self, message: str, *, step: int | None = None, rank: int | None = None, key: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(printable(redact(message)))
         self.step = step
         self.rank = rank
         self.key = key

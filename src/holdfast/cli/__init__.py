@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import keyword
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from holdfast.cli.tables import Printable
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.store.haste import haste
 
@@ -21,6 +23,8 @@ COMMANDS = (
 A command that is called like a word of Python, or like a module that comes with it, has an underscore after
 its file's name.
 """
+
+_RAW = ("demo", "launch", "logs")  # a job's own output passes as it is
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
 """Exit statuses besides 0: damage or difference found; could not be done; Ctrl-C; nobody reads the output."""
@@ -59,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return TROUBLE
     try:
-        with haste.limited(getattr(args, "patience", None), _say):
+        with _printable(args), haste.limited(getattr(args, "patience", None), _say):
             status = args.run(args)
-        sys.stdout.flush()
+            sys.stdout.flush()
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return FOUND if isinstance(error, Corrupt) else TROUBLE
@@ -77,6 +81,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(line: str) -> None:
     print(f"holdfast: {line}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _printable(args: argparse.Namespace) -> Iterator[None]:
+    """Escape control characters in what a command prints, but for a job's own output and the moving demo."""
+    out = sys.stdout
+    if args.run.__module__.rpartition(".")[2] not in _RAW:
+        sys.stdout = Printable(out)  # pyright: ignore[reportAttributeAccessIssue] it writes text
+    try:
+        yield
+    finally:
+        sys.stdout = out
 
 
 def _version() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,10 +10,11 @@ from pathlib import Path
 from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, RetryLater
 from holdfast.quantity import say_bytes
 from holdfast.report.headline import numbers, sentence
 from holdfast.report.story import Story, read_story
+from holdfast.restore.placing import placed_file
 
 _EXAMPLES = """
 holdfast report runs/gpt -o report.html
@@ -74,11 +74,8 @@ def _write(path: Path, text: str) -> None:
     Raises:
         InvalidInput: it cannot be written there.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        message = f"The report cannot be written to {path}: {error.strerror}. Nothing was changed there."
-        raise InvalidInput(message) from error
+        with placed_file(path, overwrite=True) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except RetryLater as error:
+        raise InvalidInput(f"The report was not written: {error}") from error

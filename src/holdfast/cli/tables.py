@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
+from holdfast import redaction
 from holdfast.cli.columns import Table, lay_out
 from holdfast.quantity import say_seconds
 
@@ -44,7 +46,7 @@ def print_table(
         spare=tuple(spare),
     )
     heading, *lines = lay_out(table, terminal_width())
-    print(f"\x1b[1m{heading}\x1b[0m" if sys.stdout.isatty() else heading)
+    styled(sys.stdout).write(f"\x1b[1m{heading}\x1b[0m\n" if sys.stdout.isatty() else f"{heading}\n")
     for line in lines:
         print(line)
 
@@ -82,6 +84,40 @@ def print_fields(fields: Iterable[tuple[str, str]], *, width: int = 24) -> None:
         print(f"{name:{width}}{wrapped[0]}".rstrip())
         for line in wrapped[1:]:
             print(" " * width + line)
+
+
+class Printable(io.TextIOBase):
+    """A text stream that writes control characters as escapes, whoever chose the names that are printed."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+
+    def write(self, text: str) -> int:
+        """Write a text; line breaks and tabs stay."""
+        self.out.write(redaction.printable(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream below."""
+        self.out.flush()
+
+    def isatty(self) -> bool:
+        """Return whether the stream below is a terminal."""
+        return self.out.isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream below."""
+        return self.out.fileno()
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] read-only here
+        """Encoding of the stream below."""
+        return self.out.encoding
+
+
+def styled(out: TextIO) -> TextIO:
+    """Return the stream that takes the escapes of our own tables."""
+    return out.out if isinstance(out, Printable) else out
 
 
 def print_json(value: Any) -> None:

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast import privacy
 from holdfast.compiled.index import MAX_FILE_BYTES, check_path
 from holdfast.errors import InvalidInput
 from holdfast.format.hashes import digest
+from holdfast.privacy import private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch.compile keeps what it makes; torch sets it itself when it first needs it."""
@@ -67,9 +69,17 @@ def current() -> Directory | None:
     if not named:
         return None
     path = Path(named).absolute()
+    usual = Path(importlib.import_module(_TORCH_CHOOSES).default_cache_dir())
+    if not is_chosen() and path == usual.absolute() and not _may_be_own(usual):
+        return None  # another user made it first: what is in it is not ours
     since_unix_s = 0.0 if is_chosen() or is_own(path) else _process_start_unix_s()
-    usual = importlib.import_module(_TORCH_CHOOSES).default_cache_dir()
-    return Directory(path, since_unix_s, Path(usual) / HEADERS)
+    headers = usual / HEADERS
+    return Directory(path, since_unix_s, headers if _may_be_own(usual) and _may_be_own(headers) else None)
+
+
+def _may_be_own(folder: Path) -> bool:
+    """Return True for a folder of this user's, no link, or one that is not there yet."""
+    return not os.path.lexists(folder) or privacy.is_own(folder)
 
 
 def own(home: str, key: str) -> Path:
@@ -77,19 +87,11 @@ def own(home: str, key: str) -> Path:
 
     It has the same path on every machine where the folder for temporary files has.
     """
-    folder = _private(Path(tempfile.gettempdir()) / f"holdfast-compiled-{os.getuid()}")
+    # What is in it is run as code.
+    folder = private_folder(Path(tempfile.gettempdir()) / f"holdfast-compiled-{os.getuid()}")
     path = folder / digest(f"{home}\n{key}".encode())
     path.mkdir(mode=0o700, exist_ok=True)
     return path
-
-
-def _private(folder: Path) -> Path:
-    """The folder, if nobody else can write there; else a new one: what lies in it is run as code."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-        return folder
-    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
 
 
 def is_own(path: Path) -> bool:
@@ -212,6 +214,8 @@ def place(directory: Directory, path: str, data: bytes) -> None:
     folder, inside = directory.locate(check_path(path))
     target = folder / inside
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder == directory.headers and not (privacy.is_own(folder) and privacy.is_own(folder.parent)):
+        raise InvalidInput(f"{folder} is another user's; {path} was not written there.")
     if target.parent.resolve() != folder.resolve() / Path(inside).parent:
         raise InvalidInput(f"{path} would be written through a link out of {folder}; it was not written.")
     fd, made = tempfile.mkstemp(prefix=_PLACING, dir=target.parent)

@@ -61,7 +61,7 @@ def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BY
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
         raise Corrupt(
-            f"{what} is not a sealed Holdfast document: it begins with {document[:24]!r}.", key=what
+            f"{what} is not a sealed Holdfast document: its first bytes are not those of one.", key=what
         )
     expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), _digest_of_rest(document)
     if expected != found:

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.errors import Denied, RetryLater, Unsupported
+from holdfast.privacy import is_own, is_private, make_private
 
 _POLL_S = 0.02
 _DEPARTURE_S = 2.0  # a trainer that was just killed may take a moment to be gone
@@ -35,30 +37,60 @@ class Trace:
     held: str = ""  # name of the socket, beside the trace, where it offers what it still has in memory
 
 
-def runtime_dir() -> Path:
-    """Where this user's traces lie on this host: $HOLDFAST_RUNTIME_DIR or /tmp/holdfast-UID.
+def home_dir(home: str) -> Path:
+    """Return a private folder on this host for the traces of one home, made if it is missing.
 
-    Not $TMPDIR and not $XDG_RUNTIME_DIR: two attempts of one run must agree on it, and those may differ
-    between a login, a scheduler and a service.
+    It is below $HOLDFAST_RUNTIME_DIR, else below the first of a few fixed places that another user has not
+    taken. Not $TMPDIR and not $XDG_RUNTIME_DIR: two attempts of one run must agree on it, and those may
+    differ between a login, a scheduler and a service.
 
     Raises:
-        Unsupported: the folder belongs to somebody else.
+        Unsupported: none of these can be a private folder.
     """
+    for folder in _runtime_dirs():
+        if _is_usable(folder) and make_private(folder / _name_of(home)):
+            return folder / _name_of(home)
+    first = _runtime_dirs()[0]
+    with contextlib.suppress(FileExistsError), _usable(first):
+        if not os.path.lexists(first) or is_own(first):
+            (first / _name_of(home)).mkdir(mode=0o700, parents=True)
+    tried = ", ".join(map(str, _runtime_dirs()))
+    raise Unsupported(
+        f"None of {tried} is, or can be made, a folder that only you can change. Another user may have made "
+        "it first. Set HOLDFAST_RUNTIME_DIR to a folder of yours on this host."
+    )
+
+
+def _runtime_dirs() -> tuple[Path, ...]:
     named = os.environ.get("HOLDFAST_RUNTIME_DIR")
-    folder = Path(named) if named else Path(f"/tmp/holdfast-{os.getuid()}")
-    with _usable(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise Unsupported(f"{folder} belongs to another user. Set HOLDFAST_RUNTIME_DIR to a folder of yours.")
-    return folder
+    if named:
+        return (Path(named).resolve(),)
+    user = os.geteuid()
+    return (
+        Path(f"/tmp/holdfast-{user}"),
+        Path(f"/run/user/{user}/holdfast"),
+        Path(f"/dev/shm/holdfast-{user}"),
+        Path(f"/var/tmp/holdfast-{user}"),
+    )
 
 
-def home_dir(home: str) -> Path:
-    """The folder for the traces of one home."""
-    folder = runtime_dir() / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
-    with _usable(folder):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+def _is_usable(folder: Path) -> bool:
+    """Return True for a folder of this user, made if it is missing, in which no other user can write."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents="HOLDFAST_RUNTIME_DIR" in os.environ, exist_ok=True)
+    return is_own(folder) and not folder.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _name_of(home: str) -> str:
+    return hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+
+
+def _traces(home: str) -> Iterator[Path]:
+    """Yield the files of all traces: which place is taken may differ from attempt to attempt."""
+    for folder in _runtime_dirs():
+        mine = folder / _name_of(home)
+        if is_own(folder) and is_private(mine):
+            yield from mine.glob("*.trace")
 
 
 @contextlib.contextmanager
@@ -71,6 +103,8 @@ def _usable(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except FileExistsError:
+        raise
     except OSError as error:
         kind = Denied if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else RetryLater
         raise kind(
@@ -118,7 +152,11 @@ class Presence:
     @classmethod
     def _claim(cls, folder: Path, trace: Trace) -> Presence:
         while True:
-            fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
+            try:
+                fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
+            except OSError as error:
+                message = f"No file could be made in {folder}, so no keeper can start: {error.strerror}."
+                raise RetryLater(message) from error
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:
                 break
@@ -170,9 +208,9 @@ def _read(fd: int) -> Trace:
 
 def living(home: str) -> Iterator[tuple[Path, Trace]]:
     """The traces, with their files, of keepers that live on this host and serve `home`; removes dead ones."""
-    for path in home_dir(home).glob("*.trace"):
+    for path in _traces(home):
         try:
-            fd = os.open(path, os.O_RDWR)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         try:

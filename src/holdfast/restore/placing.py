@@ -5,16 +5,27 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NAME_CHARS = 50  # of four bytes each at most, so that a long name leaves room for what is added
+
 
 @contextlib.contextmanager
-def placed_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A path to write to; what is there at the end gets the name `path`, durably.
+def placed_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterator[Path]:
+    """Yield the path of a new file to write to; at the end it gets the name `path`, durably.
+
+    Its name until then is random and new, so that a link that another user has left is never followed.
+
+    Args:
+        path: the file.
+        overwrite: replace an older one.
+        private: nobody else may read it.
 
     Raises:
         Conflict: the file exists and `overwrite` is False.
@@ -29,6 +40,7 @@ def placed_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     partial = _partial(path)
     with _in_words(path):
         try:
+            os.close(os.open(partial, _NEW, 0o600 if private else 0o666))
             yield partial
             _sync(partial)
             partial.replace(path)
@@ -102,7 +114,7 @@ def _partial(path: Path) -> Path:
     if not path.parent.is_dir():
         message = f"{path.parent} does not exist; make the folder first."
         raise InvalidInput(message, key=str(path))
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    return path.with_name(f".{path.name[:_NAME_CHARS]}.{secrets.token_hex(8)}.partial")
 
 
 def _taken(path: Path) -> Conflict:

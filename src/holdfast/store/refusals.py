@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from holdfast.redaction import redact
+
 
 class Kind(Enum):
     """What a refusal means for the call."""
@@ -125,7 +127,7 @@ def _kind_without_status(text: str) -> Kind:
 def _in_one_line(said: str, status: str | None, code: str | None) -> str:
     """What the client said, without the server's whole answer and without what may be secret."""
     line = " ".join(said.partition("<?xml")[0].partition("<Error>")[0].split()).rstrip(" :-")
-    line = _SECRET_WORDS.sub(r"\1...", _QUERY.sub(r"\1", line))
+    line = _SECRET_WORDS.sub(r"\1...", _QUERY.sub(r"\1", redact(line)))
     if code and code not in line:
         line = f"{line} ({code})" if status else f"{line}: {code}"
     return line if len(line) <= _MAX_CHARS else line[:_MAX_CHARS] + " ..."

@@ -16,6 +16,8 @@ from holdfast.adapters.nebula.shelf import Volume
 from holdfast.adapters.nebula.tags import key_of
 from holdfast.errors import NotFound
 from holdfast.exchange.trees import make_plain
+from holdfast.format.hashes import digest
+from holdfast.privacy import private_folder
 from holdfast.restore.placing import placed_file
 
 
@@ -80,7 +82,8 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
         raise NotFound(message, step=volume.step, key=name)
     path = _cached(volume, name)
     if not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent.parent.parent, path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
         tree = make_plain(volume.packed(name, index).tree, torch.Tensor)
         with placed_file(path, overwrite=True) as partial:
             torch.save(tree, partial)
@@ -88,9 +91,11 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
 
 
 def _cached(volume: Volume, name: str) -> Path:
-    root = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}" / "exports"
+    # Anybody may make a folder below the temporary one first, and a run's id may be any text.
+    root = private_folder(Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}") / "exports"
     manifest = volume.checkpoint.manifest
-    return root / manifest.run / f"a{manifest.attempt:04d}-step{manifest.step}" / key_of(name)
+    run = digest(manifest.run.encode())
+    return root / run / f"a{manifest.attempt:04d}-step{manifest.step}" / key_of(name)
 
 
 def list_checkpoints(persist_path: Any = None) -> dict[str, dict[str, Any]]:

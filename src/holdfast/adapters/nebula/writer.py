@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,14 @@ from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
 from holdfast.claim import claim_run
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
+from holdfast.format.hashes import digest
 from holdfast.keeper import Save
+from holdfast.privacy import is_own
 from holdfast.restore.find import read_run
 from holdfast.state.spread import per_rank
 from holdfast.store import open_store
 
+_RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _KEPT_SAVES = 16
 RANKS_S = 600.0
 """How long a rank waits for the others when they begin to save together."""
@@ -158,9 +162,10 @@ def local_folder(settings: Settings, run: str | None) -> str | None:
     root = Path(settings.local_root).expanduser()
     with contextlib.suppress(OSError):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = root.stat()
-        if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode):
-            return str(root.resolve() / run)
+        if root.is_symlink() and root.lstat().st_uid == os.geteuid():
+            root = root.resolve()
+        if is_own(root) and not root.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return str(root.resolve() / (run if _RUN.fullmatch(run) else digest(run.encode())))
     message = (
         f"{root} cannot be this user's folder for nearer copies, so checkpoints go straight to "
         f"{settings.home}. "

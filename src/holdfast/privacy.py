@@ -1,0 +1,65 @@
+"""Private folders: no other user can read, change or replace what is in them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from holdfast.errors import Unsupported
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_made: dict[Path, Path] = {}  # folders that this process made in place of taken ones
+
+
+def is_private(folder: Path) -> bool:
+    """Return True for a folder of this user, no link, that nobody else may enter."""
+    return is_own(folder) and not folder.lstat().st_mode & _OTHERS
+
+
+def is_own(folder: Path) -> bool:
+    """Return True for a folder of this user that is no link."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def make_private(folder: Path) -> bool:
+    """Make a folder that only this user may enter; return whether it is one now.
+
+    A folder that is there already is taken only if it is private: another user may have made it first.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError:
+        return False
+    return is_private(folder)
+
+
+def private_folder(wanted: Path) -> Path:
+    """Return a private folder: the wanted one, or, if another user has taken that name, a new one.
+
+    The new one has a random name beside it, and is the same for the whole process.
+
+    Raises:
+        Unsupported: no folder can be made there.
+    """
+    if make_private(wanted):
+        return wanted
+    known = _made.get(wanted)
+    if known is None or not is_private(known):
+        try:
+            known = Path(tempfile.mkdtemp(prefix=f"{wanted.name}-", dir=wanted.parent))
+        except OSError as error:
+            message = (
+                f"{wanted} is not a private folder of yours, and none could be made beside it: "
+                f"{error.strerror}. Set TMPDIR to a folder of yours."
+            )
+            raise Unsupported(message) from error
+        _made[wanted] = known
+    return known

@@ -6,7 +6,7 @@ import re
 
 _NAMES = (
     r"(?:[\w.-]{0,40}(?:signature|token|secret|passw(?:or)?d|credential|api[_-]?key|access[_-]?key(?:[_-]?id)?"
-    r"|account[_-]?key)[\w.-]{0,20}|sig|sas|x-(?:amz|goog)-[\w-]{1,40})"
+    r"|account[_-]?key)(?:[_.-][\w.-]{0,20})?|sig|sas|x-(?:amz|goog)-[\w-]{1,40})"
 )
 _USER = re.compile(r"(?i)(?<![a-z0-9+.-])(https?://)[^\s/'\"<>]{1,512}@")
 _PASSWORD = re.compile(

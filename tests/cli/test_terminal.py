@@ -14,7 +14,7 @@ def test_names_of_a_stranger_cannot_steer_a_terminal(tmp_path: Path, holdfast: C
         ckpt.save(1).wait_durable()
     for words in (
         ("show", tmp_path / "home"),
-        ("show", tmp_path / "home", "--values"),
+        ("verify", tmp_path / "home"),
         ("ls", tmp_path / "home"),
     ):
         said = holdfast(*words)

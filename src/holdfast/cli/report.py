@@ -77,5 +77,5 @@ def _write(path: Path, text: str) -> None:
     try:
         with placed_file(path, overwrite=True) as partial:
             partial.write_text(text, encoding="utf-8")
-    except RetryLater as error:
-        raise InvalidInput(f"The report was not written: {error}") from error
+    except (InvalidInput, RetryLater) as error:
+        raise InvalidInput(f"The report cannot be written to {path}: {error}") from error

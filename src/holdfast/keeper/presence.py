@@ -152,11 +152,7 @@ class Presence:
     @classmethod
     def _claim(cls, folder: Path, trace: Trace) -> Presence:
         while True:
-            try:
-                fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
-            except OSError as error:
-                message = f"No file could be made in {folder}, so no keeper can start: {error.strerror}."
-                raise RetryLater(message) from error
+            fd, name = tempfile.mkstemp(".trace", f"a{trace.attempt:04d}-r{trace.rank:05d}-", folder)
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:
                 break

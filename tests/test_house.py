@@ -24,16 +24,10 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A part may import only parts in layers before its own: no later one, no sibling.
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
-<<<<<<< HEAD
-    callsite entry errors killpoint rawbytes | documents quantity | policy format surroundings | store
-    | home state stage notice ending ranks consensus reentry leaving position | keeper restore metrics
-    | claim writeback compiled | tiers | checkpointer exchange jobs train | report | adapters cli testing
-=======
     callsite entry killpoint rawbytes redaction | errors | documents quantity privacy
-    | policy format surroundings | store | state stage notice ending ranks consensus reentry leaving position
+    | policy format surroundings | store | home state stage notice ending ranks consensus reentry leaving position
     | keeper restore metrics | claim writeback compiled | tiers
     | checkpointer exchange jobs train | report | adapters cli testing
->>>>>>> a68326b (Private folders, messages without secrets, outputs under random names, and SECURITY.md)
 """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 

@@ -25,7 +25,8 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
     callsite entry killpoint rawbytes redaction | errors | documents quantity privacy
-    | policy format surroundings | store | home state stage notice ending ranks consensus reentry leaving position
+    | policy format surroundings | store
+    | home state stage notice ending ranks consensus reentry leaving position
     | keeper restore metrics | claim writeback compiled | tiers
     | checkpointer exchange jobs train | report | adapters cli testing
 """

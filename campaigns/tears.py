@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizers
+from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue]
 
 import holdfast
 from campaigns.counts import Count, write
@@ -226,12 +226,25 @@ def _read_into(training: Training) -> None:
         file.readinto(memoryview(training.weight.data.numpy())[3:5])  # pyright: ignore
 
 
+def _write_memory(tensor: torch.Tensor) -> None:
+    array: Any = tensor.numpy()  # a buffer, which the stubs of numpy do not show before Python 3.12
+    memoryview(array).cast("B")[0:9] = b"123456789"
+
+
+def _foreach_mul(tensors: Sequence[torch.Tensor]) -> None:
+    torch._foreach_mul_(list(tensors), 2.0)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _foreach_zero(tensors: Sequence[torch.Tensor]) -> None:
+    torch._foreach_zero_(list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def _call_fused_sgd(training: Training) -> None:
     training.compute_gradients()
     parameters = [p.data for p in training.parameters]
     torch._fused_sgd_(  # pyright: ignore
         parameters,
-        [p.grad for p in training.parameters],
+        [p.grad for p in training.parameters if p.grad is not None],
         [],
         weight_decay=0.0,
         momentum=0.0,
@@ -253,7 +266,7 @@ def _collective(call: Callable[[torch.Tensor], object]) -> Action:
 
 def _join_group(_: Training) -> None:
     if not dist.is_initialized():
-        store = dist.HashStore()
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
@@ -414,9 +427,9 @@ WRITES: dict[str, Action] = {
     "mul_ in no_grad": _with_no_grad(lambda training: training.weight.mul_(2)),
     "lerp_ in no_grad": _with_no_grad(lambda training: training.weight.lerp_(torch.ones(()), 0.5)),
     "nn.init": lambda training: nn.init.xavier_uniform_(training.weight),
-    "_foreach_mul_": _with_no_grad(lambda training: torch._foreach_mul_(training.parameters, 2.0)),
-    "_foreach_mul_ of data": lambda t: torch._foreach_mul_([p.data for p in t.parameters], 2.0),
-    "_foreach_zero_": _with_no_grad(lambda training: torch._foreach_zero_(training.parameters)),
+    "_foreach_mul_": _with_no_grad(lambda t: _foreach_mul(t.parameters)),
+    "_foreach_mul_ of data": lambda t: _foreach_mul([p.data for p in t.parameters]),
+    "_foreach_zero_": _with_no_grad(lambda t: _foreach_zero(t.parameters)),
     "_fused_sgd_": _call_fused_sgd,
     "out=": _with_no_grad(lambda t: torch.add(t.weight.data, 1, out=t.weight.data)),
     "as_strided": _weights(lambda t: t.as_strided((4096,), (2,)).fill_(5)),
@@ -430,12 +443,14 @@ WRITES: dict[str, Action] = {
     "data = another tensor": lambda training: setattr(training.weight, "data", training.weight.data + 1),
     "numpy alias": _weights(lambda t: t.numpy().fill(2)),
     "numpy out=": _numpy_out,
-    "memoryview": _weights(lambda t: memoryview(t.numpy()).cast("B").__setitem__(slice(0, 9), b"123456789")),
-    "dlpack": _weights(lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t)).add_(1)),
+    "memoryview": _weights(_write_memory),
+    "dlpack": _weights(lambda t: torch.from_dlpack(t).add_(1)),
     "storage copy_": _weights(
         lambda t: t.untyped_storage().copy_(torch.ones_like(t).untyped_storage(), False)
     ),
-    "storage fill_": _weights(lambda t: t.untyped_storage().fill_(1)),
+    "storage fill_": _weights(
+        lambda t: t.untyped_storage().fill_(1)  # pyright: ignore[reportAttributeAccessIssue]
+    ),
     "ctypes.memset": _set_bytes,
     "read() by the kernel": _read_into,
     "inference mode": _inference,

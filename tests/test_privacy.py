@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def _as(user: int, code: str, *arguments: object) -> str:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Path]:
+def shared(tmp_path: Path) -> Path:
     """A folder like /tmp: everybody may make files, nobody may remove another's."""
     folder = tmp_path / "tmp"
     folder.mkdir()

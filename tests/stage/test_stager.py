@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim import optimizer as optimizers
+from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue]
 
 import holdfast
 from holdfast.errors import InvalidInput, RetryLater, SaveWarning

@@ -43,7 +43,7 @@ def written(
 
 def from_file(tensor: torch.Tensor) -> None:
     with Path("/dev/zero").open("rb", buffering=0) as file:
-        file.readinto(memoryview(tensor.numpy())[5000:7000])
+        file.readinto(memoryview(tensor.numpy())[5000:7000])  # pyright: ignore[reportArgumentType] - an array is a buffer
 
 
 def in_child(write: Callable[[], object]) -> None:

@@ -158,7 +158,7 @@ def _file(row: Any, packs: Sequence[str]) -> Packed:
     read_integers([offset])
     if type(file_hash) is not str or not HASH.fullmatch(file_hash):
         raise ValueError(f"{shown(path)} has the hash {shown(file_hash)}")
-    return Packed(check_path(path), num_bytes, file_hash, packs[pack], offset, packed_bytes)
+    return Packed(check_path(path), num_bytes, file_hash, packs[int(pack)], offset, packed_bytes)
 
 
 def check_path(path: str) -> str:

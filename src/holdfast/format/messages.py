@@ -63,7 +63,9 @@ def _packed(value: Any) -> dict[str, Any]:
 
 
 def _unpacked(body: Any) -> Any:
-    ((form, content),) = body.items() if isinstance(body, dict) else ()
+    if not isinstance(body, dict):
+        raise TypeError(f"a message is an object, not {type(body).__name__}")
+    ((form, content),) = body.items()
     if form == "tuple":
         return tuple(_unpacked(item) for item in content)
     if form == "error":

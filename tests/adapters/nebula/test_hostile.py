@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore  # pyright: ignore[reportAttributeAccessIssue]
 
 from holdfast.adapters.nebula.circle import Circle
 from holdfast.errors import Corrupt, RetryLater
@@ -31,8 +31,8 @@ class _Bomb:
 
 def test_what_another_process_puts_into_the_store_is_not_unpickled(tmp_path: Path) -> None:
     """Whoever reaches the port of torch's TCPStore can write to it."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stranger = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stranger = TCPStore("127.0.0.1", server.port, is_master=False)
     circle = Circle(server, "holdfast/nebula/x", (0, 1), 0, timeout_s=20)
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
     stranger.set("holdfast/nebula/x/0/1", base64.b64encode(bomb).decode())

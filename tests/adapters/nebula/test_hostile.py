@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import TCPStore  # pyright: ignore[reportAttributeAccessIssue]
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - its documented place
 
 from holdfast.adapters.nebula.circle import Circle
 from holdfast.errors import Corrupt, RetryLater

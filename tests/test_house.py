@@ -26,7 +26,7 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 LAYERS = """
     callsite entry killpoint rawbytes redaction | errors | documents quantity privacy
     | policy format surroundings | store
-    | home state stage notice ending ranks consensus reentry leaving position
+    | home state stage notice ending ranks consensus reentry leaving position trial
     | keeper restore metrics | claim writeback compiled | tiers
     | checkpointer exchange jobs train | report | adapters cli testing
 """
@@ -49,6 +49,7 @@ PUBLIC = [
     "Keep",
     "NotFound",
     "Preempted",
+    "ResumeWarning",
     "RetryLater",
     "Save",
     "SaveWarning",

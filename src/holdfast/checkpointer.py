@@ -10,8 +10,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, cast
+from typing import Any, NoReturn, SupportsFloat, cast
 
 from holdfast.callsite import warn
 from holdfast.compiled import (
@@ -23,13 +25,14 @@ from holdfast.compiled import (
     warn_of_problems,
 )
 from holdfast.consensus import Consensus
-from holdfast.ending import leave_at_exit
+from holdfast.ending import leave, leave_at_exit
 from holdfast.errors import (
     PREEMPTED_STATUS,
     Denied,
     HoldfastError,
     InvalidInput,
     Preempted,
+    ResumeWarning,
     RetryLater,
     SaveWarning,
 )
@@ -61,8 +64,10 @@ from holdfast.restore.find import Passed
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of, stepping
+from holdfast.state.review import refuse_snapshots
 from holdfast.surroundings import tell_progress
 from holdfast.tiers import Base, Tiers
+from holdfast.trial import Trial
 
 Mark = tuple[Sequence[Passed], "tuple[int, int] | None"]  # what was passed over, and what was restored
 _TOLD_WAIT_S = 0.001  # a wait for memory that is shorter is none
@@ -187,6 +192,7 @@ class Checkpointer:
         self._pid, self._calls = os.getpid(), Reentry()
         self._arenas = Arenas(read_bytes(memory, "memory"))
         world = None if group is None else (group.rank, group.world_size)
+        refuse_snapshots(state)
         self._objects = State(state, world=world)
         self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager(self._objects.optimizers())
@@ -202,7 +208,8 @@ class Checkpointer:
         self._plan, self._plan_key = cast("Plan | None", None), cast("object", None)
         self._ancestors, self._newest_durable = cast("Ancestors", ()), cast("int | None", None)
         self._attempt, self._pulse_step = 0, 0
-        self._consensus = Consensus()  # on the newest save that every rank has
+        # The consensus is on the newest save that every rank has.
+        self._consensus, self._trial = Consensus(), Trial.of_environment()
         self._saves: deque[Save] = deque()  # not yet settled
         self._last: Save | None = None
         self._failures, self._failing_since_s = 0, cast("float | None", None)
@@ -213,10 +220,10 @@ class Checkpointer:
         self._step_ended_s: float | None = None
         self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
         self._stagings: dict[int, Staging] = {}  # of the saves not yet settled, and of the last, by step
-        self._has_told_end, self._has_warned_of_tear, self._closed = False, False, False
+        self._has_told_end = self._has_warned_of_tear = self._has_reviewed = self._closed = False
         self._position = Position(lambda: (self._stager.num_steps, self._objects.marks()))
-        self._done: runs.Done | None = None
-        self._around = id(sys.exc_info()[1])  # an exception that is being handled all the time
+        # An exception that is being handled all the time does not make the end of a loop disorderly.
+        self._around, self._done = id(sys.exc_info()[1]), cast("runs.Done | None", None)
         self._watches_signals = signals and self._notices.watch()
         self._notices.listen()
 
@@ -352,6 +359,8 @@ class Checkpointer:
         with self._calls.guard("should_save()"):
             step = read_step(step, "should_save()")
             is_due = self._ask_if_due(step)
+            if self._trial is not None:
+                is_due = self._trial.reach(step, is_due=is_due, wait=self._wait)
             self._position.reach(step)
             return is_due
 
@@ -425,6 +434,8 @@ class Checkpointer:
         self._check_process()
         with self._calls.guard("record()"):
             step = self._metrics.num_done + 1 if step is None else read_step(step, "record()")
+            if self._trial is not None:
+                self._trial.note("recorded", {name: repr(float(one)) for name, one in values.items()}, step)
             if self._ranks.rank == 0:
                 self._metrics.add(step, values)
                 if self._keeper is not None:
@@ -484,9 +495,18 @@ class Checkpointer:
                     "between two steps: let the handler set a flag that the loop checks.",
                     step=step,
                 )
+            if self._trial is not None:
+                self._trial.begin_save(step, wait=self._wait)
             save = self._save(step, must=False, to_home=to_home)
             self._position.follow(step)
+            if self._trial is not None and self._trial.is_last(step):
+                self._end_trial()
             return save
+
+    def _end_trial(self) -> NoReturn:
+        self._wait()
+        self._let_go(None, goodbye=True)
+        leave(0)
 
     def forget(self) -> None:
         """Let go of the memory of the objects saved last, which else stays taken until the next save.
@@ -549,10 +569,25 @@ class Checkpointer:
         waited_s = self.waited_for_memory_s - waited_before_s
         detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _TOLD_WAIT_S else ""
         self._unmark_done()
+        if not self._has_reviewed:
+            self._has_reviewed = True
+            self._review()
         keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
         now_s = self._step_ended_s = time.monotonic()
         self._pace = Pace(step, now_s, saved_step=step, saved_s=now_s)
         return save
+
+    def _review(self) -> None:
+        """Warn of what will not resume exactly, and in a new run offer the check that would show it."""
+        doubts = self._objects.review()
+        if self._trial is not None:
+            self._trial.note("doubts", [asdict(doubt) for doubt in doubts])
+            return
+        for doubt in doubts:
+            warn(f"The run will not resume exactly: {doubt.text}", ResumeWarning)
+        if self._base_step() is None:
+            script = Path(sys.argv[0]).name or "train.py"
+            self._say(f"to see whether resuming is exact: holdfast check {script} [ARGS]")
 
     def _plan_for(self, captured: Captured) -> Plan:
         if self._plan is None or captured.structure is not self._plan_key:
@@ -1041,6 +1076,8 @@ class Checkpointer:
         self._ancestors = (*found.ancestors, (found.attempt, found.step))
         self._plan = None
         self._metrics.num_done = found.step
+        if self._trial is not None:
+            self._trial.note("restored", found.step)
         self._pace = Pace(found.step, time.monotonic(), saved_step=found.step, saved_s=time.monotonic())
         self._tell_progress(found.step)
         return found.step

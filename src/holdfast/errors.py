@@ -121,5 +121,9 @@ class Preempted(SystemExit):
         return f"preempted ({self.reason}) after step {self.step}; the checkpoint is durable"
 
 
+class ResumeWarning(UserWarning):
+    """A part of the training that a resumed run would not have as an uninterrupted one has it."""
+
+
 class SaveWarning(UserWarning):
     """A save failed, was skipped or was dropped; training goes on and older checkpoints stand."""

@@ -12,6 +12,8 @@ NOTICES = "HOLDFAST_NOTICES"
 """Where preemption notices come from, see `holdfast.notice.sources`."""
 PROGRESS = "HOLDFAST_PROGRESS"
 """File to which rank 0 appends a line for each durable save and restore; unset where nobody asks."""
+TRIAL = "HOLDFAST_TRIAL"
+"""File with the plan of a trial of the script, see `holdfast.trial`; unset outside of `holdfast check`."""
 REHEARSAL = "HOLDFAST_REHEARSAL"
 """Folder that stands for every home and local folder while a training is only rehearsed; else unset."""
 

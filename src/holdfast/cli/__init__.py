@@ -16,7 +16,7 @@ from holdfast.store.haste import haste
 
 COMMANDS = (
     *("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo"),
-    *("launch", "queue", "logs", "cancel", "preempt", "forget", "trust", "tune"),
+    *("launch", "queue", "logs", "cancel", "preempt", "forget", "trust", "tune", "check"),
 )
 """Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`.
 

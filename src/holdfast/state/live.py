@@ -26,6 +26,7 @@ from holdfast.state.objects import (
     is_stateful,
 )
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters
+from holdfast.state.review import Doubt, find_doubts
 from holdfast.state.sharding import Layout, layout_of
 from holdfast.state.spread import Marked, Spread
 from holdfast.state.table import Structure, Table
@@ -124,6 +125,10 @@ class State:
         )
         self._table, self._structure = sink.table, captured_now.structure
         return captured_now
+
+    def review(self) -> list[Doubt]:
+        """Return what of the state will not resume exactly; see `find_doubts`."""
+        return find_doubts({key: entry.value for key, entry in self._current().items()})
 
     def forget(self) -> None:
         """Let go of the memory of what was captured last, which else stays taken until the next capture."""

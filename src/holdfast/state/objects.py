@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -9,16 +10,32 @@ from typing import Any, final
 
 import torch
 
-from holdfast.errors import InvalidInput
+from holdfast.callsite import warn
+from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.format.values import TensorRef, encode
 from holdfast.state.capture import Sink
 from holdfast.state.entry import Entry
 from holdfast.state.load import Phase, Plan
+from holdfast.state.review import is_repeatable
 from holdfast.state.rng import python_state, set_python_state
 from holdfast.state.sharding import is_dtensor, may_be_sharded
 from holdfast.state.spread import Marked, Spread
 from holdfast.state.table import Role
 from holdfast.state.tree import graft, meet, references, strip, update
+
+
+def _content(state: Any, key: str) -> tuple[Any, list[torch.Tensor]]:
+    """The values of a state_dict(), encoded, and copies of its tensors."""
+    tensors: list[torch.Tensor] = []
+    values = encode(strip(state, key, lambda _, tensor: tensors.append(tensor.detach().clone())), key)
+    return values, tensors
+
+
+def _is_equal(a: tuple[Any, list[torch.Tensor]], b: tuple[Any, list[torch.Tensor]]) -> bool:
+    return a[0] == b[0] and all(
+        one.shape == other.shape and torch.equal(one.cpu().nan_to_num(), other.to(one).cpu().nan_to_num())
+        for one, other in zip(a[1], b[1], strict=True)
+    )
 
 
 def is_stateful(value: Any) -> bool:
@@ -75,6 +92,20 @@ class StatefulEntry(Entry):
         plan.do(Phase.OBJECT, lambda: self._finish(graft(tree, tensor)))
 
     def _finish(self, state: Any) -> None:
+        is_ordered = type(state) is collections.OrderedDict
+        if is_ordered and hasattr(live := self.value.state_dict(), "_metadata"):
+            state._metadata = live._metadata  # such as a TensorDict's: part of its structure, which it checks
+        saved = _content(state, self.key) if is_repeatable(self.value) and not may_be_sharded() else None
+        self._load(state)
+        if saved is not None and not _is_equal(saved, _content(self.value.state_dict(), self.key)):
+            warn(
+                f"{self.key}: after load_state_dict() the state_dict() of this "
+                f"{type(self.value).__qualname__} is other than what was saved, so a part of it did not come "
+                "back. Have load_state_dict() take all that state_dict() returns.",
+                ResumeWarning,
+            )
+
+    def _load(self, state: Any) -> None:
         try:
             self.value.load_state_dict(state)
         except Exception as error:

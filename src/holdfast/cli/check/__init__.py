@@ -1,0 +1,201 @@
+"""`holdfast check`: kills and resumes a training script, and compares it with one that was not killed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.check.causes import find_causes
+from holdfast.cli.check.traces import Trace, part, unseeded
+from holdfast.cli.check.trials import Trials, newest_steps
+from holdfast.cli.diff import Difference, Side, compare
+from holdfast.cli.options import Commands, add_json, command, count
+from holdfast.cli.tables import plural, print_json, print_table
+from holdfast.errors import InvalidInput
+from holdfast.quantity import read_seconds
+from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.store import open_store
+
+_EXAMPLES = """
+holdfast check train.py --lr 0.1
+holdfast check --steps 20 train.py
+holdfast check -- torchrun --nproc-per-node 2 train.py
+"""
+_MAX_ROWS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor or value that differs."""
+
+    key: str
+    how: str
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    job = "Kill and resume a training script, and compare with an uninterrupted run, bit for bit."
+    parser = command(commands, "check", run, job=job, examples=_EXAMPLES)
+    parser.add_argument(
+        "--steps", type=count, default=5, metavar="N", help="save after N steps, compare after 2 N (5)"
+    )
+    parser.add_argument("--timeout", default="10m", metavar="TIME", help="limit of each of the 4 runs (10m)")
+    parser.add_argument(
+        "--keep", metavar="DIR", help="keep homes, traces and logs of the runs in this folder"
+    )
+    add_json(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="the Python file that trains, or any command")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the trials and show what differs; exit status 1 if resuming is not exact."""
+    words = [args.script, *args.args]
+    if words[0].endswith(".py"):
+        if not Path(words[0]).is_file():
+            raise InvalidInput(f"There is no script {words[0]!r}. Give the Python file that trains.")
+        words = [sys.executable, *words]
+    elif shutil.which(words[0]) is None:
+        raise InvalidInput(f"There is no command {words[0]!r}. Give a Python file, or a command after --.")
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
+    try:
+        report = _check(words, folder, steps=args.steps, timeout_s=read_seconds(args.timeout, "--timeout"))
+    finally:
+        if args.keep:
+            shutil.copytree(folder, args.keep, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    if args.json:
+        print_json(report)
+    else:
+        _print(report)
+    return int(not report["exact"])
+
+
+def _say(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
+    trials = Trials(words, folder, timeout_s=timeout_s, say=_say)
+    save_at, whole = _run_whole(trials, steps)
+    end_at = min(newest_steps(trials.homes("a")).values())
+    kill_at = save_at + max(1, (end_at - save_at) // 2)
+    plan = {"save_at": [save_at, end_at], "end_at": end_at}
+    repeated = trials.run("again", f"uninterrupted once more, to step {end_at}", plan)
+    again, _ = _differences(trials.homes("a"), trials.homes("again"), end_at)
+    # Generators that nobody has seeded differ too; if nothing else does, nothing was drawn from them.
+    is_random = not all(row.key.startswith("rng.") for row in again)
+    killed = {**plan, "kill_at": kill_at, "end_at": None}
+    trials.run("b", f"killed after step {kill_at} or at the next save", killed, is_killed=True)
+    resumed = trials.run("b", f"resumed, to step {end_at}", plan)
+    rows, num_compared = _differences(trials.homes("a"), trials.homes("b"), end_at)
+    restored = resumed.restored if resumed.restored is not None else 0
+    random_keys = {row.key for row in again}
+    rows = [row for row in rows if row.key not in random_keys]
+    doubts = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
+    parting = part(whole, resumed, restored, unseeded=unseeded(whole, repeated))
+    causes = find_causes([row.key for row in rows], parting, doubts, restored)
+    if resumed.restored is None:
+        causes.insert(0, "The resumed run restored nothing: call restore(), or loop over steps().")
+    return {
+        "exact": not rows and not is_random and not causes,
+        "deterministic": not is_random,
+        "saved_at": save_at,
+        "killed_at": kill_at,
+        "restored": resumed.restored,
+        "compared_at": end_at,
+        "num_compared": num_compared,
+        "random": [{"key": row.key, "how": row.how} for row in again if is_random],
+        "differences": [{"key": row.key, "how": row.how} for row in rows],
+        "causes": causes,
+    }
+
+
+def _run_whole(trials: Trials, steps: int) -> tuple[int, Trace]:
+    """Run the script uninterrupted; return the step of its first save too, earlier in a short run."""
+    end_at = 2 * steps
+    plan = {"save_at": [steps, end_at], "end_at": end_at, "num_saves": 2}
+    whole = trials.run("a", f"uninterrupted, to step {end_at}", plan)
+    found = newest_steps(trials.homes("a"))
+    if not found:
+        message = "The script saved nothing, so nothing can be compared."
+        raise InvalidInput(message)
+    end = min(found.values())
+    if end >= end_at:
+        return (whole.saved[0] if whole.saved else steps), whole
+    if end < 2:
+        raise InvalidInput(f"The script ends after {plural(end, 'step')}; at least 2 are needed.")
+    shutil.rmtree(trials.homes("a"))
+    plan = {"save_at": [end // 2, end], "end_at": end}
+    return end // 2, trials.run("a", f"uninterrupted, to its end at step {end}", plan)
+
+
+def _differences(a: Path, b: Path, step: int) -> tuple[list[Row], int]:
+    """Compare the checkpoints of a step in all homes of two trials."""
+    rows: list[Row] = []
+    num_compared = 0
+    for home in newest_steps(a):
+        if home not in newest_steps(b):
+            rows.append(Row("(all)", "the other run has no checkpoint"))
+            continue
+        one, other = (_side(folder / home, step) for folder in (a, b))
+        found = compare(one, other)
+        num_compared += found.num_compared + len(one.checkpoint.values())
+        rows += _rows(found)
+    return rows, num_compared
+
+
+def _side(home: Path, step: int) -> Side:
+    store = open_store(os.fspath(home))
+    return Side(store, open_checkpoint(store, step))
+
+
+def _rows(found: Difference) -> list[Row]:
+    rows = [Row(key, "only in the uninterrupted run") for key in found.only_a]
+    rows += [Row(key, "only in the resumed run") for key in found.only_b]
+    for one in found.changed:
+        apart = "" if one.max_abs is None else f", up to {one.max_abs:.2g} apart"
+        rows.append(Row(one.name, f"{one.num_changed} of {one.num_items} numbers{apart}"))
+    return rows + [Row(key, f"{a or 'nothing'} and {b or 'nothing'}") for key, a, b in found.values]
+
+
+def _print(report: dict[str, Any]) -> None:
+    if report["random"]:
+        print("Two uninterrupted runs differ, so the script is not deterministic. Seed it, and use")
+        print("deterministic kernels; then resuming can be exact. The two differ in:")
+        _print_rows(report["random"])
+    if report["differences"]:
+        print(
+            f"Resuming is not exact: killed after step {report['killed_at']} and resumed from step "
+            f"{report['restored']},\nthe run differs at step {report['compared_at']} from one that was not "
+            "killed:"
+        )
+        _print_rows(report["differences"])
+    elif report["exact"]:
+        print(
+            f"Resuming is exact: killed after step {report['killed_at']} and resumed from step "
+            f"{report['restored']},\nthe run is the same at step {report['compared_at']}, bit for bit: "
+            f"{plural(report['num_compared'], 'tensor')} and values compared."
+        )
+    if report["causes"]:
+        print("\nProbable causes:" if report["differences"] else "\nNot everything comes back:")
+        for cause in report["causes"]:
+            print(_wrapped(cause))
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    return textwrap.fill(text, 80, initial_indent="- ", subsequent_indent="  ")
+
+
+def _print_rows(rows: list[dict[str, str]]) -> None:
+    print_table(("KEY", "DIFFERENCE"), [(row["key"], row["how"]) for row in rows[:_MAX_ROWS]])
+    if len(rows) > _MAX_ROWS:
+        print(f"and {len(rows) - _MAX_ROWS} more; --json has all")

@@ -1,0 +1,122 @@
+"""Trials of a script: it runs in a process of its own, its homes redirected, and saves, ends or is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.cli.check.traces import Trace, read_trace
+from holdfast.errors import InvalidInput
+from holdfast.format import names
+from holdfast.surroundings import NOTICES, PROGRESS, REHEARSAL, TRIAL
+
+_TAIL_LINES = 15
+
+
+class Trials:
+    """Runs a command several times, one after the other.
+
+    Args:
+        command: the words that start the script.
+        folder: for the homes, the traces and the logs of all trials.
+        timeout_s: limit of each trial.
+        say: takes a line about progress.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, *, timeout_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._command = list(command)
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._say = say
+        self._num_trials = 0
+
+    def homes(self, name: str) -> Path:
+        """Return the folder that holds the homes of the trials called `name`."""
+        return self._folder / f"homes-{name}"
+
+    def run(self, homes: str, what: str, plan: dict[str, object], *, is_killed: bool = False) -> Trace:
+        """Run one trial and return its trace.
+
+        Args:
+            homes: name of the homes that it uses; another trial may have used them before.
+            what: the trial in a few words.
+            plan: of `holdfast.trial.TrialPlan`, without its folder.
+            is_killed: it is to be killed, and does not end by itself.
+
+        Raises:
+            InvalidInput: the script failed, made no Checkpointer, or took too long.
+
+        Blocks: until the trial has ended.
+        """
+        self._num_trials += 1
+        own = self._folder / f"trial-{self._num_trials}"
+        own.mkdir()
+        plan_file, log = own / "plan.json", own / "log.txt"
+        plan_file.write_text(json.dumps({"folder": str(own), **plan}))
+        env = {name: value for name, value in os.environ.items() if name != PROGRESS}
+        env |= {
+            NOTICES: "none",
+            "HOLDFAST_HOLD": "0",
+            REHEARSAL: str(self.homes(homes)),
+            TRIAL: str(plan_file),
+            "PYTHONUNBUFFERED": "1",
+        }
+        began_s = time.monotonic()
+        status = self._wait(log, env)
+        trace = read_trace(own)
+        self._say(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
+        if status is None:
+            raise InvalidInput(f"{what}: it took more than {self._timeout_s:.0f} s. {_tail(log)}")
+        if not trace.is_there:
+            raise InvalidInput(
+                f"{what}: the script ended with status {status} and made no Checkpointer. {_tail(log)}"
+            )
+        if status not in (0, None) and not is_killed:
+            raise InvalidInput(f"{what}: the script failed with status {status}. {_tail(log)}")
+        if is_killed and not trace.was_killed:
+            raise InvalidInput(
+                f"{what}: the script ended with status {status} before it could be killed. {_tail(log)}"
+            )
+        return trace
+
+    def _wait(self, log: Path, env: dict[str, str]) -> int | None:
+        """Run the command; its exit status, or None if it took too long."""
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                self._command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                return process.wait(self._timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # workers that are left; keepers have own groups
+                process.wait()
+
+
+def newest_steps(homes: Path) -> dict[str, int]:
+    """Return the newest step with a manifest in each home, by the name of its folder."""
+    found: dict[str, int] = {}
+    for manifest in sorted(homes.glob(f"*/{names.step_dir(0)[:5]}*/manifest-*.json")):
+        home = manifest.parent.parent.name
+        found[home] = max(found.get(home, 0), int(manifest.parent.name[5:]))
+    return found
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return "The end of its output:\n" + "\n".join(lines)

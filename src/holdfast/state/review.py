@@ -1,0 +1,245 @@
+"""Review of a state before its first save: entries that would come back otherwise, each with its fix."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from holdfast.errors import InvalidInput
+
+_MAX_DEPTH = 4  # of containers in which snapshots are looked for
+_RANDOM = frozenset(
+    (
+        *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "uniform"),
+        *("uniform_", "normal", "normal_", "bernoulli", "bernoulli_", "choice", "choices", "shuffle"),
+        *("sample", "gauss", "permutation", "standard_normal", "multinomial", "random_", "integers"),
+    )
+)
+"""Names in the code of a data set that draw random numbers."""
+
+
+def refuse_snapshots(objects: Mapping[str, Any]) -> None:
+    """Refuse what a state_dict() returned, in the place of the object itself.
+
+    Such a dictionary is a copy of one moment, or shares memory with the training only until a tensor is
+    replaced: that of an optimizer is empty before the first step, and stays so.
+
+    Raises:
+        InvalidInput: there is one, named with its key path and the fix.
+    """
+    for key, value in objects.items():
+        for path, kind in _snapshots(value, key, _MAX_DEPTH):
+            raise InvalidInput(
+                f"{path} is a dictionary that {kind}.state_dict() returned. It does not follow the training: "
+                f"checkpoints would hold what it held now, and restoring would not reach the {kind}. Nothing "
+                f"was written. Pass the {kind} itself: state={{{key!r}: {kind}}}.",
+                key=path,
+            )
+
+
+def _snapshots(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, dict) or depth == 0:
+        return
+    if kind := _kind_of_snapshot(value):
+        yield path, kind
+        return
+    for key, item in value.items():
+        yield from _snapshots(item, f"{path}.{key}", depth - 1)
+
+
+def _kind_of_snapshot(value: dict[Any, Any]) -> str | None:
+    groups = value.get("param_groups")
+    if isinstance(value.get("state"), dict) and isinstance(groups, list):
+        return "optimizer" if all(isinstance(one, dict) and "params" in one for one in groups) else None
+    if isinstance(value, collections.OrderedDict) and hasattr(value, "_metadata"):
+        return "model"
+    if "last_epoch" in value and ("_step_count" in value or "_last_lr" in value):
+        return "scheduler"
+    if {"scale", "growth_factor", "_growth_tracker"} <= value.keys():
+        return "scaler"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Something of a state that will not resume exactly."""
+
+    text: str  # a sentence with the fix
+    would_show: bool  # in the checkpoints of a run that was resumed: then comparing these decides
+
+
+def find_doubts(values: Mapping[str, Any]) -> list[Doubt]:
+    """Return what of a state will not resume exactly.
+
+    Args:
+        values: the objects of the state by key.
+
+    Blocks: for a look at all objects of the process, for the iterators of data loaders.
+    """
+    hidden: list[str] = []
+    shown: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, torch.nn.Module):
+            hidden += _metric_doubts(key, value)
+        elif _is_stateful_loader(value):
+            shown += _loader_doubts(key, value, values)
+        elif isinstance(value, torch.optim.Optimizer):
+            hidden += _optimizer_doubts(key, value, values)
+        elif callable(getattr(value, "state_dict", None)):
+            hidden += _empty_doubts(key, value)
+    shown += _plain_loader_doubts()
+    return [
+        *(Doubt(text, would_show=False) for text in hidden),
+        *(Doubt(text, would_show=True) for text in shown),
+    ]
+
+
+def _metric_doubts(key: str, module: torch.nn.Module) -> Iterator[str]:
+    for name, one in module.named_modules():
+        lost = [state for state, kept in _persistence(one).items() if not kept]
+        if lost:
+            path = f"{key}.{name}" if name else key
+            yield (
+                f"{path} is a {type(one).__name__} whose state ({', '.join(lost)}) is not persistent, so it "
+                "is not in its state_dict() and starts anew when the run resumes. Call "
+                f".persistent(True) on it before training."
+            )
+
+
+def _persistence(module: torch.nn.Module) -> dict[str, bool]:
+    """Which states of a torchmetrics metric are in its state_dict(); empty for other modules."""
+    known = getattr(module, "_persistent", None)
+    is_metric = isinstance(known, dict) and isinstance(getattr(module, "_defaults", None), dict)
+    return known if is_metric and known is not None else {}
+
+
+def _empty_doubts(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, torch.amp.GradScaler) and not value.is_enabled():
+        return  # it scales nothing and has nothing to keep
+    if getattr(value, "__dict__", None) and not value.state_dict():
+        yield (
+            f"{key} is a {type(value).__qualname__} whose state_dict() is empty, so nothing of it is saved. "
+            "If it changes while training, return what changes from its state_dict()."
+        )
+
+
+def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[str]:
+    modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
+    known = {id(one) for module in modules for one in module.parameters()}
+    known |= {id(one) for one in values.values() if isinstance(one, torch.Tensor)}
+    groups = getattr(optimizer, "param_groups", [])
+    num_lost = sum(id(one) not in known for group in groups for one in group["params"])
+    if num_lost and not any("FullyShardedDataParallel" in type(one).__name__ for one in modules):
+        yield (
+            f"{key} trains {num_lost} parameters that are in no module of the state, so they are not saved. "
+            "Add the module that has them to the state."
+        )
+    step = getattr(optimizer, "step", None)
+    is_scheduled = bool(getattr(step, "_wrapped_by_lr_sched", False) or getattr(step, "_with_counter", False))
+    if is_scheduled and not any(_schedules(one, optimizer) for one in values.values()):
+        yield (
+            f"the learning rate of {key} is set by a scheduler that is not in the state, so the schedule "
+            "starts anew when the run resumes. Add it: state={..., 'scheduler': scheduler}."
+        )
+
+
+def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """True if an object is a scheduler of an optimizer, or may hold one."""
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        return False
+    return getattr(value, "optimizer", None) is optimizer or bool(
+        callable(getattr(value, "load_state_dict", None)) and hasattr(value, "step")
+    )
+
+
+def _is_stateful_loader(value: Any) -> bool:
+    return any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
+
+
+def _loader_doubts(key: str, loader: Any, values: Mapping[str, Any]) -> Iterator[str]:
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    own = [getattr(one, "generator", None) for one in (loader, sampler, inner)]
+    for name, value in values.items():
+        if isinstance(value, torch.Generator) and any(value is one for one in own):
+            yield (
+                f"{name} is a generator of {key}, which restores it itself, to the epoch's start: with "
+                f"both in the state the resumed run gets other batches. Leave {name} out of the state."
+            )
+    if getattr(loader, "generator", None) is None:
+        yield (
+            f"{key} has no generator of its own, so starting it draws from the process-wide one, once more "
+            "in a resumed run than in an uninterrupted one. Give it one: "
+            "StatefulDataLoader(..., generator=torch.Generator())."
+        )
+    drawing = _draws_random_numbers(getattr(loader, "dataset", None))
+    if getattr(loader, "num_workers", 0) and drawing:
+        yield (
+            f"{key} has workers, and {drawing} draws random numbers in them; their generators start anew "
+            "when the run resumes. Draw from a generator seeded by the sample's index, or use num_workers=0."
+        )
+
+
+def _draws_random_numbers(dataset: Any) -> str | None:
+    """Return what in the code of a data set or its transforms draws random numbers, as far as can be seen."""
+    waiting, seen = [dataset], set[int]()
+    while waiting and len(seen) < 100:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind = type(one)
+        if kind.__name__.startswith("Random") or kind.__name__ in (
+            "ColorJitter",
+            "RandAugment",
+            "AutoAugment",
+        ):
+            return kind.__name__
+        functions = [one] if isinstance(one, FunctionType) else []
+        functions += [
+            getattr(kind, name, None) for name in ("__getitem__", "__iter__", "__call__", "forward")
+        ]
+        for function in functions:
+            code = getattr(function, "__code__", None)
+            if code is not None and not _RANDOM.isdisjoint(code.co_names) and _is_of_users(function):
+                return f"{function.__qualname__}()"
+        if _is_of_users(kind) or kind.__name__ in ("Compose", "Subset", "ConcatDataset", "Sequential"):
+            held = list(getattr(one, "__dict__", {}).values())
+            held += [item for value in held if isinstance(value, (list, tuple)) for item in value[:20]]
+            waiting += [value for value in held if callable(value) or hasattr(value, "__getitem__")]
+    return None
+
+
+def _is_of_users(thing: Any) -> bool:
+    module = getattr(thing, "__module__", None) or ""
+    return module.split(".")[0] not in ("torch", "torchdata", "numpy", "builtins")
+
+
+def _plain_loader_doubts() -> Iterator[str]:
+    """Yield a sentence for each data loader that is being read now and cannot be resumed."""
+    loading = sys.modules.get("torch.utils.data.dataloader")
+    if loading is None:
+        return
+    kinds = (loading._SingleProcessDataLoaderIter, loading._MultiProcessingDataLoaderIter)
+    for one in gc.get_referrers(*kinds):
+        if type(one) not in kinds or not one._num_yielded:
+            continue
+        how = "shuffled " if isinstance(one._index_sampler.sampler, torch.utils.data.RandomSampler) else ""
+        yield (
+            f"a {how}DataLoader over {type(one._dataset).__qualname__} is being read, and cannot be resumed: "
+            "a resumed run starts it anew, with other batches. If it feeds the training, use "
+            "torchdata.stateful_dataloader.StatefulDataLoader(..., generator=torch.Generator()) and add "
+            "it to the state."
+        )
+
+
+def is_repeatable(value: Any) -> bool:
+    """True if asking an object for its state_dict() changes nothing, which is not so for data loaders."""
+    return type(value).__module__.split(".")[0] not in ("torch", "torchdata", "datasets")

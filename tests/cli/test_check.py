@@ -1,0 +1,181 @@
+"""`holdfast check`: real scripts, killed and resumed; exact ones pass, and each planted fault is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 280.0
+
+START = """
+import random, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import holdfast
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optimizer": optimizer}
+data = TensorDataset(torch.arange(400.0).view(100, 4))
+
+def train(inputs, scale=1.0):
+    loss = model(inputs).square().mean() * scale
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
+LOOP = """
+with holdfast.Checkpointer("home", state, every=1000) as ckpt:
+    for step in ckpt.steps(40):
+        {body}
+"""
+BY_HAND = """
+ckpt = holdfast.Checkpointer("home", state, every=1000)
+for step in range((ckpt.restore() or 0) + 1, 41):
+    train(torch.randn(8, 4))
+    if ckpt.should_save(step):
+        ckpt.save(step)
+ckpt.finish()
+ckpt.close()
+"""
+SAVES_ONLY = """
+ckpt = holdfast.Checkpointer("home", state)
+for step in range((ckpt.restore() or 0) + 1, 41):
+    train(torch.randn(8, 4))
+    if step % 8 == 0:
+        ckpt.save(step)
+ckpt.close()
+"""
+SHUFFLED = """
+def batches():
+    while True:
+        yield from DataLoader(data, batch_size=4, shuffle=True)
+stream = batches()
+""" + LOOP.format(body="train(next(stream)[0])")
+COUNTER = "seen = 0\nstate['seen'] = seen\n" + LOOP.format(
+    body="seen += 1; train(torch.randn(8, 4), 1 / seen)"
+)
+IGNORES = """
+class Decay:
+    def __init__(self):
+        self.value = 1.0
+    def state_dict(self):
+        return {"value": self.value}
+    def load_state_dict(self, state):
+        pass
+decay = state["decay"] = Decay()
+""" + LOOP.format(body="decay.value *= 0.9; train(torch.randn(8, 4), decay.value)")
+EMPTY = """
+class Meter:
+    def __init__(self):
+        self.total = 0.0
+    def state_dict(self):
+        return {}
+    def load_state_dict(self, state):
+        pass
+meter = state["meter"] = Meter()
+""" + LOOP.format(body="meter.total += train(torch.randn(8, 4)).item()")
+SCHEDULER = """
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+""" + LOOP.format(body="train(torch.randn(8, 4)); scheduler.step()")
+METRIC = """
+class Mean(torch.nn.Module):  # as torchmetrics has it
+    def __init__(self):
+        super().__init__()
+        self._defaults, self._persistent = {"total": 0}, {"total": False}
+metric = state["metric"] = Mean()
+""" + LOOP.format(body="train(torch.randn(8, 4))")
+UNSEEDED = LOOP.format(body="train(torch.randn(8, 4) * random.random())")
+
+
+def check(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the JSON report and what was said."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "holdfast.cli", "check", "--json", *(words or ("train.py",))]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) -> None:
+    status, report, said = check(tmp_path, START + LOOP.format(body="train(torch.randn(8, 4))"))
+    assert (status, report["exact"], report["deterministic"]) == (0, True, True), (report, said)
+    assert (report["saved_at"], report["killed_at"], report["restored"], report["compared_at"]) == (
+        5,
+        7,
+        5,
+        10,
+    )
+    assert report["num_compared"] > 10
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_shuffled_loader_outside_of_the_state_is_named(tmp_path: Path) -> None:
+    status, report, said = check(tmp_path, START + SHUFFLED)
+    assert (status, report["exact"], report["deterministic"]) == (1, False, True), said
+    assert any(row["key"].startswith("model.") for row in report["differences"])
+    assert "shuffled DataLoader over TensorDataset" in report["causes"][0]
+    assert "another batch in step 6" in report["causes"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [BY_HAND, SAVES_ONLY], ids=["by hand", "saves only"])
+def test_loops_of_ones_own_pass(tmp_path: Path, script: str) -> None:
+    status, report, said = check(tmp_path, START + script)
+    assert status == 0, (report, said)
+    assert report["restored"] < report["compared_at"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        pytest.param(COUNTER, "a counter in a variable", id="counter"),
+        pytest.param(IGNORES, "a load_state_dict() that ignores a part", id="ignores"),
+        pytest.param(EMPTY, "meter is a Meter whose state_dict() is empty", id="empty"),
+        pytest.param(SCHEDULER, "a scheduler that is not in the state", id="scheduler"),
+        pytest.param(METRIC, "metric is a Mean whose state (total) is not persistent", id="metric"),
+    ],
+)
+def test_each_fault_is_named_with_its_probable_cause(tmp_path: Path, script: str, cause: str) -> None:
+    status, report, said = check(tmp_path, START + script)
+    assert (status, report["exact"], report["deterministic"]) == (1, False, True), said
+    assert cause in " ".join(report["causes"])
+
+
+@pytest.mark.slow
+def test_a_script_that_is_not_deterministic_is_said_to_be_so(tmp_path: Path) -> None:
+    status, report, said = check(tmp_path, START + UNSEEDED)
+    assert (status, report["exact"], report["deterministic"]) == (1, False, False), said
+    assert any(row["key"].startswith("model.") for row in report["random"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["01_three_lines.py", "03_resume_dataloader.py"])
+def test_the_examples_pass(tmp_path: Path, example: str) -> None:
+    status, report, said = check(tmp_path, "", "--steps", "20", str(ROOT / "examples" / example))
+    assert status == 0, (report, said)
+
+
+@pytest.mark.slow
+def test_two_ranks_pass(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ("--steps", "4", "--", *torchrun, str(ROOT / "examples" / "02_ddp.py"))
+    status, report, said = check(tmp_path, "", *words)
+    assert status == 0, (report, said)
+
+
+def test_a_script_that_fails_is_shown(tmp_path: Path) -> None:
+    status, _, said = check(
+        tmp_path, START + "state['o'] = optimizer.state_dict()" + LOOP.format(body="pass")
+    )
+    assert status == 2
+    assert "Pass the optimizer itself" in said

@@ -1,0 +1,185 @@
+"""Review of states: what would come back empty or otherwise is refused or named, and what is right is not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import holdfast
+from holdfast.errors import InvalidInput, ResumeWarning
+from stage.training import make_checkpointer, make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
+
+
+def doubts_of(home: Path, state: dict[str, Any]) -> list[str]:
+    """The ResumeWarnings of a first save."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with make_checkpointer(home, state) as ckpt:
+            ckpt.save(1)
+    return [str(one.message) for one in caught if one.category is ResumeWarning]
+
+
+def snapshots() -> dict[str, Callable[[], Any]]:
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return {
+        "optimizer": optimizer.state_dict,
+        "model": model.state_dict,
+        "scheduler": StepLR(optimizer, 2).state_dict,
+        "scaler": torch.amp.GradScaler("cpu").state_dict,
+    }
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "model", "scheduler", "scaler"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_state_dict_returned_is_refused_with_the_fix(tmp_path: Path, kind: str, nested: bool) -> None:
+    value = snapshots()[kind]()
+    state = {"all": {"epoch": 1, "it": value}} if nested else {"it": value}
+    with pytest.raises(InvalidInput, match=rf"{kind}\.state_dict\(\) returned.*Pass the {kind} itself"):
+        make_checkpointer(tmp_path / "home", state)
+    assert not (tmp_path / "home").exists()
+
+
+class Meter:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Augmented(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index) + torch.rand(1)
+
+
+class Mean(torch.nn.Module):
+    """A metric as torchmetrics makes it: its state is no buffer, and not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults, self._persistent = {"total": 0}, {"total": False}
+
+
+def faults() -> dict[str, tuple[dict[str, Any], str]]:
+    model, other = make_model(), make_model()
+    scheduled = SGD(model.parameters(), lr=0.1)
+    StepLR(scheduled, 2)
+    shared = torch.Generator()
+    workers = {"num_workers": 1, "generator": torch.Generator()}
+    return {
+        "empty": ({"meter": Meter({})}, "meter is a Meter whose state_dict() is empty"),
+        "metric": (
+            {"all": torch.nn.Sequential(Mean())},
+            "all.0 is a Mean whose state (total) is not persist",
+        ),
+        "scheduler": ({"model": model, "opt": scheduled}, "set by a scheduler that is not in the state"),
+        "model": ({"opt": SGD(other.parameters(), lr=0.1)}, "opt trains 6 parameters that are in no module"),
+        "loader": ({"data": StatefulDataLoader(range(9))}, "data has no generator of its own"),
+        "generator": (
+            {"data": StatefulDataLoader(range(9), generator=shared), "g": shared},
+            "Leave g out of the state",
+        ),
+        "workers": (
+            {"data": StatefulDataLoader(Augmented(), **workers)},
+            "Augmented.__getitem__() draws random numbers",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["empty", "metric", "scheduler", "model", "loader", "generator", "workers"])
+def test_what_will_not_resume_exactly_is_named_with_its_fix(tmp_path: Path, name: str) -> None:
+    state, text = faults()[name]
+    assert any(text in doubt for doubt in doubts_of(tmp_path / "home", state))
+
+
+def test_a_data_loader_that_is_being_read_is_named(tmp_path: Path) -> None:
+    reading = iter(DataLoader(range(100), shuffle=True))
+    next(reading)
+    (doubt,) = doubts_of(tmp_path / "home", {"x": torch.ones(1)})
+    assert "a shuffled DataLoader over range is being read" in doubt
+
+
+def test_states_that_resume_exactly_are_not_doubted(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "steps": LambdaLR(optimizer, lambda _: 1.0),
+        "plateau": ReduceLROnPlateau(optimizer),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "off": torch.amp.GradScaler("cpu", enabled=False),
+        "average": AveragedModel(model),
+        "generator": torch.Generator(),
+        "meter": Meter({"seen": 1}),
+        "data": StatefulDataLoader(range(100), num_workers=0, generator=torch.Generator()),
+        "epoch": 0,
+        "config": {"state": "Ohio", "param_groups": 3},
+    }
+    assert doubts_of(tmp_path / "home", state) == []
+
+
+def test_a_load_state_dict_that_ignores_what_was_saved_is_named_at_the_restore(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 5})}) as ckpt:
+        ckpt.save(1)
+    with (
+        make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 0})}) as ckpt,
+        pytest.warns(ResumeWarning, match="meter: after load_state_dict.* of this Meter is other than"),
+    ):
+        ckpt.restore()
+
+
+class Structured:
+    """As a TensorDict: its state_dict() has its structure as an attribute, and loading checks it."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.full((3,), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = torch.nn.Module().state_dict()
+        found["value"] = self.value
+        found._metadata = {"": {"batch_size": torch.Size([3])}}  # type: ignore[attr-defined]
+        return found
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state._metadata[""]["batch_size"] == self.value.shape
+        self.value.copy_(state["value"])
+
+
+def test_the_metadata_of_an_ordered_state_dict_is_there_when_it_is_loaded(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path / "home", {"it": Structured(7.0)}) as ckpt:
+        ckpt.save(1)
+    it = Structured(0.0)
+    with make_checkpointer(tmp_path / "home", {"it": it}) as ckpt:
+        assert ckpt.restore() == 1
+    assert it.value.tolist() == [7.0] * 3
+
+
+def test_a_new_run_offers_the_check_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with make_checkpointer(tmp_path / "home", {"x": torch.ones(1)}, quiet=False) as ckpt:
+            step = (ckpt.restore() or 0) + 1
+            ckpt.save(step).wait_durable()
+            ckpt.save(step + 1)
+    assert capfd.readouterr().err.count("holdfast check") == 1
+    assert holdfast.open(tmp_path / "home").step == 4

@@ -64,6 +64,14 @@ class Meter:
         pass
 
 
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Augmented(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 100
@@ -94,9 +102,9 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "scheduler": ({"model": model, "opt": scheduled}, "set by a scheduler that is not in the state"),
         "model": ({"opt": SGD(other.parameters(), lr=0.1)}, "opt trains 6 parameters that are in no module"),
-        "loader": ({"data": StatefulDataLoader(range(9))}, "data has no generator of its own"),
+        "loader": ({"data": StatefulDataLoader(Numbers())}, "data has no generator of its own"),
         "generator": (
-            {"data": StatefulDataLoader(range(9), generator=shared), "g": shared},
+            {"data": StatefulDataLoader(Numbers(), generator=shared), "g": shared},
             "Leave g out of the state",
         ),
         "workers": (
@@ -113,10 +121,10 @@ def test_what_will_not_resume_exactly_is_named_with_its_fix(tmp_path: Path, name
 
 
 def test_a_data_loader_that_is_being_read_is_named(tmp_path: Path) -> None:
-    reading = iter(DataLoader(range(100), shuffle=True))
+    reading = iter(DataLoader(Numbers(), shuffle=True))
     next(reading)
     (doubt,) = doubts_of(tmp_path / "home", {"x": torch.ones(1)})
-    assert "a shuffled DataLoader over range is being read" in doubt
+    assert "a shuffled DataLoader over Numbers is being read" in doubt
 
 
 def test_states_that_resume_exactly_are_not_doubted(tmp_path: Path) -> None:
@@ -132,7 +140,7 @@ def test_states_that_resume_exactly_are_not_doubted(tmp_path: Path) -> None:
         "average": AveragedModel(model),
         "generator": torch.Generator(),
         "meter": Meter({"seen": 1}),
-        "data": StatefulDataLoader(range(100), num_workers=0, generator=torch.Generator()),
+        "data": StatefulDataLoader(Numbers(), num_workers=0, generator=torch.Generator()),
         "epoch": 0,
         "config": {"state": "Ohio", "param_groups": 3},
     }

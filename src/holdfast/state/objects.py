@@ -94,7 +94,9 @@ class StatefulEntry(Entry):
     def _finish(self, state: Any) -> None:
         is_ordered = type(state) is collections.OrderedDict
         if is_ordered and hasattr(live := self.value.state_dict(), "_metadata"):
-            state._metadata = live._metadata  # such as a TensorDict's: part of its structure, which it checks
+            state.__dict__["_metadata"] = (
+                live._metadata
+            )  # such as a TensorDict's: part of its structure, which it checks
         saved = _content(state, self.key) if is_repeatable(self.value) and not may_be_sharded() else None
         self._load(state)
         if saved is not None and not _is_equal(saved, _content(self.value.state_dict(), self.key)):

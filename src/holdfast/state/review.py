@@ -208,7 +208,12 @@ def _draws_random_numbers(dataset: Any) -> str | None:
         ]
         for function in functions:
             code = getattr(function, "__code__", None)
-            if code is not None and not _RANDOM.isdisjoint(code.co_names) and _is_of_users(function):
+            if (
+                function is not None
+                and code is not None
+                and not _RANDOM.isdisjoint(code.co_names)
+                and _is_of_users(function)
+            ):
                 return f"{function.__qualname__}()"
         if _is_of_users(kind) or kind.__name__ in ("Compose", "Subset", "ConcatDataset", "Sequential"):
             held = list(getattr(one, "__dict__", {}).values())

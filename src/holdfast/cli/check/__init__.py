@@ -16,9 +16,9 @@ from holdfast.cli.check.traces import Trace, part, unseeded
 from holdfast.cli.check.trials import Trials, newest_steps
 from holdfast.cli.diff import Difference, Side, compare
 from holdfast.cli.options import Commands, add_json, command, count
-from holdfast.cli.tables import plural, print_json, print_table
+from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import InvalidInput
-from holdfast.quantity import read_seconds
+from holdfast.quantity import plural, read_seconds
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store import open_store
 

@@ -586,7 +586,8 @@ class Checkpointer:
         for doubt in doubts:
             warn(f"The run will not resume exactly: {doubt.text}", ResumeWarning)
         if self._base_step() is None:
-            script = Path(sys.argv[0]).name or "train.py"
+            name = Path(sys.argv[0]).name
+            script = name if name.endswith(".py") else "train.py"
             self._say(f"to see whether resuming is exact: holdfast check {script} [ARGS]")
 
     def _plan_for(self, captured: Captured) -> Plan:

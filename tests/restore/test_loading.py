@@ -99,7 +99,7 @@ def test_tensors_by_name_are_filled(saved: tuple[Path, dict[str, Any]], key: str
 def test_what_does_not_fit_changes_nothing_unless_it_is_allowed(saved: tuple[Path, dict[str, Any]]) -> None:
     home, state = saved
     opened = holdfast.open(home)
-    other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    other = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 3))
     before = copy.deepcopy(other)
     with pytest.raises(InvalidInput, match=r"model\.1\.weight"):
         opened.load_into(other)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_changes_nothing_unless_it_is_allowed(saved: tuple[Pat
     with pytest.raises(InvalidInput, match="fills a module, or a mapping"):
         opened.load_into([other])  # pyright: ignore[reportArgumentType]
     assert are_equal(other, before)
-    small = nn.Sequential(nn.Linear(8, 8))
+    small = nn.Sequential(nn.Linear(128, 128))
     loaded = opened.load_into(small, strict=False)
     assert loaded.missing == ()
     assert "model.2.weight" in loaded.unexpected

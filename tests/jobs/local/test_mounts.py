@@ -295,8 +295,11 @@ def test_nodes_share_a_write_back_directory(desk: Desk, place: Place) -> None:
     assert place.names() == {"from-0", "from-1"}
 
 
-def test_a_job_whose_bucket_is_not_there_does_not_begin(desk: Desk, s3: Server) -> None:
+def test_a_job_whose_bucket_is_not_there_does_not_begin(
+    desk: Desk, s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And it can be cancelled while it waits for it."""
+    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", "http://127.0.0.1:9")
     url = s3.home("x", port=9, timeout="1")
     job = desk.submit("echo never", head=f'file_mounts: {{out: {{source: "{url}", mode: MOUNT_CACHED}}}}')
     desk.wait_until_said(job, "Trying again.")

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -143,12 +142,15 @@ def change_frozen(rank: int, home: Path) -> dict[str, Any]:
         ckpt.save(2).wait_durable(SOON_S)
         tuning.model.base[0].weight.data[5, 6] = 9.0
         digests[4] = tuning.digest()
-        with pytest.raises(holdfast.InvalidInput) as dropped:
+        told = None
+        try:
             ckpt.save(3).wait_durable(SOON_S)
+        except holdfast.InvalidInput as dropped:
+            told = str(dropped)
         ckpt.save(4).wait_durable(SOON_S)
     return {
         "digests": digests,
-        "told": str(dropped.value),
+        "told": told,
         "warned": [str(one.message) for one in warned if one.category is holdfast.SaveWarning],
     }
 

@@ -9,6 +9,7 @@ import pytest
 import holdfast
 from elastic.adapters import average, change_frozen, restore_tuning, save_three
 from elastic.conftest import Worlds
+from holdfast.stage.watch import Watcher
 
 pytestmark = pytest.mark.ranks
 
@@ -32,7 +33,8 @@ def test_later_saves_write_the_adapters_alone_and_outlive_the_first(
     (told, *_) = worlds(num_ranks).run(save_three, home, sizes)
     first, second, resumed, last = told["written"]
     assert first > 2 * sizes[0] * sizes[1] ** 2
-    assert max(second, resumed, last) <= 0.02 * first
+    documents = 8192  # a claim, and the note that its attempt has saved, take a block each
+    assert max(second, resumed, last) <= 0.02 * first + documents
     assert told["digests"][1] == told["digests"][0]
     assert [path.name for path in home.glob("step-*")] == ["step-00000004"]
     report = holdfast.open(home).verify()
@@ -44,14 +46,17 @@ def test_later_saves_write_the_adapters_alone_and_outlive_the_first(
 def test_a_frozen_weight_that_changes_is_written_again_or_the_save_fails(
     worlds: Worlds, tmp_path: Path
 ) -> None:
-    """A change in the open is seen by its version; one through .data by its bytes, too late for that save."""
+    """A change through .data is in the next save; without a record of writes that save is dropped."""
     home = tmp_path / "home"
     (told,) = worlds(1).run(change_frozen, home)
-    assert told["told"].startswith("Step 3 was dropped: ")
-    assert ".data" in told["told"]
-    assert [told["told"]] == told["warned"]
+    expected = {1: (False, False), 2: (True, False), 3: (True, True), 4: (True, True)}
+    if Watcher().refusal is not None:  # the keeper finds the change by the hashes, too late for that save
+        assert told["told"].startswith("Step 3 was dropped: ")
+        assert ".data" in told["told"]
+        assert [told["told"]] == told["warned"]
+        del expected[3]
     steps = sorted(int(path.parent.name[5:]) for path in home.glob("step-*/manifest-*.json"))
-    assert steps == [1, 2, 4]
+    assert steps == list(expected)
     inodes = {path.stat().st_ino for path in home.glob("step-*/*frozen*")}
     assert len(inodes) >= 3
     for step in steps:
@@ -61,11 +66,7 @@ def test_a_frozen_weight_that_changes_is_written_again_or_the_save_fails(
         step: (one["model.base.1.weight"][3, 4] == 7, one["model.base.0.weight"][5, 6] == 9)
         for step, one in base.items()
     }
-    assert {step: tuple(map(bool, one)) for step, one in changed.items()} == {
-        1: (False, False),
-        2: (True, False),
-        4: (True, True),
-    }
+    assert {step: tuple(map(bool, one)) for step, one in changed.items()} == expected
 
 
 def test_an_average_that_changes_between_steps_is_never_torn(worlds: Worlds, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if words[0].endswith(".py"):
         if not Path(words[0]).is_file():
             raise InvalidInput(f"There is no script {words[0]!r}. Give the Python file that trains.")
-        words = [sys.executable, *words]
+        words = [sys.executable, *words]  # their script, as they run it
     elif shutil.which(words[0]) is None:
         raise InvalidInput(f"There is no command {words[0]!r}. Give a Python file, or a command after --.")
     folder = Path(tempfile.mkdtemp(prefix="holdfast-check-"))

@@ -236,11 +236,11 @@ def _plain_loader_doubts() -> Iterator[str]:
     for one in gc.get_referrers(*kinds):
         if type(one) not in kinds or not one._num_yielded:
             continue
-        how = (
-            "shuffled "
-            if isinstance(getattr(one._index_sampler, "sampler", None), torch.utils.data.RandomSampler)
-            else ""
-        )
+        order = one._index_sampler  # of batches, or of single elements where batching is off
+        if hasattr(order, "state_dict"):  # it can be put into the state, and then the order resumes
+            continue
+        is_shuffled = isinstance(getattr(order, "sampler", order), torch.utils.data.RandomSampler)
+        how = "shuffled " if is_shuffled else ""
         yield (
             f"a {how}DataLoader over {type(one._dataset).__qualname__} is being read, and cannot be resumed: "
             "a resumed run starts it anew, with other batches. If it feeds the training, use "

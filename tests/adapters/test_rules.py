@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.adapters.dcp.rules import rule_of
@@ -27,6 +27,7 @@ def even_cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], Cut]:
 
 
 @given(even_cuts())
+@example(((9,), Cut(((0, 2), (0, 2), (0, 2)), tuple(range(8)))))  # its halves could be cut otherwise each
 def test_an_even_cut_becomes_a_rule_with_the_same_boxes(
     case: tuple[tuple[int, ...], Cut],
 ) -> None:

@@ -16,6 +16,17 @@ class _Even(NamedTuple):
     order: tuple[int, ...]
 
 
+class _Region(NamedTuple):
+    """A part of a tensor, and the numbers of the boxes that begin in it."""
+
+    box: Box
+    inside: tuple[int, ...]
+
+    def starts(self, boxes: tuple[Box, ...], dim: int) -> set[int]:
+        """Return the offsets of its boxes in one dimension."""
+        return {boxes[index].offsets[dim] for index in self.inside}
+
+
 def rule_of(shape: tuple[int, ...], rows: Sequence[tuple[int, Box]]) -> AnyCut:
     """How a tensor is cut: as a rule if there is one, which costs the less the more tensors share it.
 
@@ -34,54 +45,48 @@ def rule_of(shape: tuple[int, ...], rows: Sequence[tuple[int, Box]]) -> AnyCut:
 def _even(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> _Even | None:
     if not all(box.is_inside(shape) for box in boxes):
         return None
-    return _split(Box.whole(shape), boxes, tuple(range(len(boxes))))
+    return _split([_Region(Box.whole(shape), tuple(range(len(boxes))))], boxes)
 
 
-def _split(region: Box, boxes: tuple[Box, ...], inside: tuple[int, ...]) -> _Even | None:
-    """The splits that cut `region` into the boxes numbered `inside`; None if there are none."""
-    if len(inside) == 1:
-        return _Even((), inside) if boxes[inside[0]] == region else None
-    for dim, parts in _first_splits(region, boxes, inside):
-        chunks = _chunks(region, boxes, inside, dim, parts)
-        found = _alike(_split(chunk, boxes, members) for chunk, members in chunks)
-        if found is not None:
-            return _Even(((dim, parts), *found.splits), found.order)
+def _split(regions: Sequence[_Region], boxes: tuple[Box, ...]) -> _Even | None:
+    """Return the splits that cut every one of `regions` into its boxes; None if there are none."""
+    first, *others = regions
+    if len(first.inside) == 1:
+        is_whole = all(len(one.inside) == 1 and boxes[one.inside[0]] == one.box for one in regions)
+        return _Even((), tuple(one.inside[0] for one in regions)) if is_whole else None
+    for dim, parts in _first_splits(first, boxes):
+        if all(_may_split(one, dim, parts, one.starts(boxes, dim)) for one in others):
+            chunks = [chunk for one in regions for chunk in _chunks(one, boxes, dim, parts)]
+            found = _split(chunks, boxes)
+            if found is not None:
+                return _Even(((dim, parts), *found.splits), found.order)
     return None
 
 
-def _first_splits(region: Box, boxes: tuple[Box, ...], inside: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(dim, parts) that may come first: the parts are alike, and a box begins at each of them."""
-    for dim, length in enumerate(region.lengths):
-        starts = {boxes[index].offsets[dim] for index in inside}
+def _first_splits(region: _Region, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
+    """Yield each (dim, parts) that may come first: many parts before few."""
+    for dim in range(len(region.box.lengths)):
+        starts = region.starts(boxes, dim)
         for parts in range(len(starts), 1, -1):  # one split into many rather than many into few
-            size = -(-length // parts)
-            edges = range(region.offsets[dim], region.offsets[dim] + length, size) if length else ()
-            if len(inside) % parts == 0 and len(edges) == parts and starts.issuperset(edges):
+            if _may_split(region, dim, parts, starts):
                 yield dim, parts
 
 
-def _chunks(
-    region: Box, boxes: tuple[Box, ...], inside: tuple[int, ...], dim: int, parts: int
-) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Each part of a region that is split, and the numbers of the boxes that begin in it."""
-    size = -(-region.lengths[dim] // parts)
+def _may_split(region: _Region, dim: int, parts: int, starts: set[int]) -> bool:
+    """Return True if a box begins at each of the parts, and the parts can have equally many boxes."""
+    start, length = region.box.offsets[dim], region.box.lengths[dim]
+    edges = range(start, start + length, -(-length // parts)) if length else ()
+    return len(region.inside) % parts == 0 and len(edges) == parts and starts.issuperset(edges)
+
+
+def _chunks(region: _Region, boxes: tuple[Box, ...], dim: int, parts: int) -> Iterator[_Region]:
+    """Yield each part of a region that is split, with the boxes that begin in it."""
+    box = region.box
+    size = -(-box.lengths[dim] // parts)
     members: list[list[int]] = [[] for _ in range(parts)]
-    for index in inside:
-        members[(boxes[index].offsets[dim] - region.offsets[dim]) // size].append(index)
+    for index in region.inside:
+        members[(boxes[index].offsets[dim] - box.offsets[dim]) // size].append(index)
     cut = Cut(((dim, parts),), tuple(range(parts)))
-    for which, chunk in cut.boxes(region.lengths):
-        at = tuple(a + b for a, b in zip(region.offsets, chunk.offsets, strict=True))
-        yield Box(at, chunk.lengths), tuple(members[which])
-
-
-def _alike(found: Iterator[_Even | None]) -> _Even | None:
-    """The splits that all parts have in common, and their boxes one part after the other."""
-    splits: tuple[tuple[int, int], ...] | None = None
-    order: list[int] = []
-    for one in found:
-        if one is None or splits not in (None, one.splits):
-            return None
-        splits = one.splits
-        order += one.order
-    assert splits is not None
-    return _Even(splits, tuple(order))
+    for which, chunk in cut.boxes(box.lengths):
+        at = tuple(a + b for a, b in zip(box.offsets, chunk.offsets, strict=True))
+        yield _Region(Box(at, chunk.lengths), tuple(members[which]))

@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills soak docs clean torn
+.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills soak fuzz docs clean torn
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -54,10 +54,14 @@ lint: $(DEV) ## formatting, lint and types
 bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
 
-campaigns: crash-states damage kills soak torn ## every long search for failures, with its defaults
+campaigns: crash-states damage kills soak torn fuzz ## every long search for failures, with its defaults
 
 soak: $(DEV) ## trainings on a file system whose calls fail at random
 	$(BIN)/python -m campaigns.faults
+
+FUZZ_SECONDS ?= 300
+fuzz: $(DEV) ## mutated documents and files for everything that is read; FUZZ_SECONDS=300
+	$(BIN)/python -m campaigns.fuzz --seconds $(FUZZ_SECONDS)
 
 crash-states: $(DEV) ## states that a power cut may leave; needs strace
 	$(BIN)/python -m campaigns.crash_states

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import math
 import re
-from collections.abc import Collection
-from typing import Any, NoReturn, final
+import types
+import typing
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any, NoReturn, TypeVar, final
 
 from holdfast.errors import Corrupt
 
@@ -26,6 +31,8 @@ MAX_TEXT_CHARS = 1 << 16
 _LONG_INTEGER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NUMBER = 1.7e308
+_MAX_INTEGER = 2**64 - 1
+_T = TypeVar("_T")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
@@ -40,6 +47,7 @@ def decode(
     *,
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
+    any_text: bool = False,
 ) -> Any:
     """Return the value of a JSON text.
 
@@ -50,6 +58,7 @@ def decode(
         what: its name, for errors.
         max_bytes: limit on its length.
         max_depth: limit on nested arrays and objects.
+        any_text: allow lone surrogates, by which Python writes file names that are not UTF-8.
 
     Raises:
         Corrupt: it is not JSON, or exceeds a limit.
@@ -62,7 +71,7 @@ def decode(
         bare = _STRING.sub(b"", data)
         _check_depth(bare, max_depth)
         value = (_SLOW if _LONG_INTEGER.search(bare) else _FAST).decode(data.decode())
-        if _ESCAPED_SURROGATE.search(data):
+        if not any_text and _ESCAPED_SURROGATE.search(data):
             _check_texts(value)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{what} is not JSON that can be read: {_reason(error)}.", key=what) from error
@@ -75,13 +84,14 @@ def decode_object(
     *,
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
+    any_text: bool = False,
 ) -> Fields:
     """Return the members of a JSON object.
 
     Raises:
         Corrupt: it is not a JSON object, or exceeds a limit.
     """
-    return Fields(decode(text, what, max_bytes=max_bytes, max_depth=max_depth), what)
+    return Fields(decode(text, what, max_bytes=max_bytes, max_depth=max_depth, any_text=any_text), what)
 
 
 def _reason(error: ValueError | RecursionError) -> str:
@@ -354,3 +364,119 @@ class Fields:
             Corrupt: it is missing or something else.
         """
         return Fields(self.value(name), f"{self.what}: {name}")
+
+
+def decode_dataclass(
+    cls: type[_T],
+    text: bytes | bytearray | memoryview | str,
+    what: str,
+    *,
+    max_bytes: int = MAX_BYTES,
+    any_text: bool = False,
+) -> _T:
+    """Return the dataclass that was written as a JSON object of its fields; see `decode` for the arguments.
+
+    Raises:
+        Corrupt: it is not JSON, or not of these fields and their types.
+    """
+    return read_dataclass(cls, decode(text, what, max_bytes=max_bytes, any_text=any_text), what)
+
+
+def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
+    """Return a dataclass whose fields are the members of a JSON object.
+
+    Every member is checked against the annotation of its field: numbers, texts, None, enums by value, arrays
+    for tuples, lists and sets, objects for mappings and dataclasses. A field with a default may be missing.
+
+    Raises:
+        Corrupt: a member is missing, unknown or of another type.
+    """
+    members = Fields(value, what).members
+    hints, required = _fields_of(cls)
+    for name in members.keys() - hints.keys():
+        raise Corrupt(f"{what} has the unknown member {shown(name)}.", key=what)
+    for name in sorted(required - members.keys()):
+        raise Corrupt(f"{what} lacks {name!r}.", key=what)
+    arguments = {name: read_as(hints[name], member, f"{what}: {name}") for name, member in members.items()}
+    return cls(**arguments)
+
+
+@cache
+def _fields_of(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
+    hints = typing.get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    required = frozenset(
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+    return {field.name: hints[field.name] for field in fields}, required
+
+
+def read_as(hint: Any, value: Any, what: str) -> Any:
+    """Return a value of JSON as the type of an annotation, see `read_dataclass`.
+
+    Raises:
+        Corrupt: it is of another type.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _read_as_one_of(arguments, value, what)
+    if origin in _ARRAYS:
+        return _read_as_array(origin, arguments, value, what)
+    if origin in (dict, Mapping):
+        return {
+            _read_key(arguments[0], name, what): read_as(arguments[1], member, f"{what}: {name}"[:200])
+            for name, member in Fields(value, what).members.items()
+        }
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return read_dataclass(hint, value, what)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        if value not in [one.value for one in hint]:
+            raise Corrupt(f"{what} is {shown(value)}, which is no {hint.__name__}.", key=what)
+        return hint(value)
+    if not _is_plain(hint, value):
+        raise Corrupt(
+            f"{what} should be of type {getattr(hint, '__name__', hint)}, found {shown(value)}.", key=what
+        )
+    return float(value) if hint is float else value
+
+
+_ARRAYS: dict[Any, Any] = {tuple: tuple, list: list, frozenset: frozenset, set: set}
+
+
+def _is_plain(hint: Any, value: Any) -> bool:
+    if hint is float:
+        return type(value) in (int, float) and abs(value) <= _MAX_NUMBER
+    if hint is int:
+        return type(value) is int and abs(value) <= _MAX_INTEGER
+    return hint in (str, bool, type(None)) and type(value) is hint
+
+
+def _read_as_one_of(hints: tuple[Any, ...], value: Any, what: str) -> Any:
+    for hint in hints:
+        try:
+            return read_as(hint, value, what)
+        except Corrupt as error:
+            last = error
+    raise last
+
+
+def _read_as_array(origin: Any, hints: tuple[Any, ...], value: Any, what: str) -> Any:
+    if type(value) is not list:
+        refuse(what, "it", "an array", value)
+    if origin is tuple and hints[-1:] != (Ellipsis,):
+        if len(hints) != len(value):
+            refuse(what, "it", f"an array of {len(hints)} items", value)
+        return tuple(read_as(hint, item, what) for hint, item in zip(hints, value, strict=True))
+    return _ARRAYS[origin](read_as(hints[0], item, what) for item in value)
+
+
+def _read_key(hint: Any, name: str, what: str) -> Any:
+    if hint is not int:
+        return name
+    if not name.isascii() or not name.isdigit() or len(name) > MAX_DIGITS:
+        refuse(what, "a key", "an integer", name)
+    return int(name)

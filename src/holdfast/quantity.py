@@ -8,10 +8,13 @@ import re
 
 from holdfast.errors import InvalidInput
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
-_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|d)\s*", re.IGNORECASE)
+_NUMBER = r"\s{0,9}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,9}"
+_SIZE = re.compile(_NUMBER + r"([kmgtp]?)(i?)b?\s{0,9}", re.IGNORECASE | re.ASCII)
+_TIME = re.compile(_NUMBER + r"(ms|s|sec|m|min|h|d)\s{0,9}", re.IGNORECASE | re.ASCII)
 MAX_STEP = 10**15 - 1
 """The greatest step; every JSON reader holds integers up to here exactly."""
+MAX_SECONDS = 1e10
+"""A duration is shorter than this, 300 years."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -24,8 +27,9 @@ def read_bytes(value: str | int, what: str) -> int:
     if isinstance(value, str) and (found := _SIZE.fullmatch(value)):
         factor = (1024 if found[3] else 1000) ** " kmgtp".index(found[2].lower() or " ")
         value = int(float(found[1]) * factor)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise InvalidInput(f"{what} must be a size like '8GiB' or a positive number of bytes, got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        shown = f"{value!r:.100}" if not isinstance(value, int) else "a number out of range"
+        raise InvalidInput(f"{what} must be a size like '8GiB' or a positive number of bytes, got {shown}.")
     return value
 
 
@@ -39,8 +43,8 @@ def read_seconds(value: str | float | datetime.timedelta, what: str) -> float:
         value = value.total_seconds()
     elif isinstance(value, str) and (found := _TIME.fullmatch(value)):
         value = float(found[1]) * _SECONDS[found[2].lower()]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise InvalidInput(f"{what} must be a duration like '10m' or a timedelta, got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_SECONDS:
+        raise InvalidInput(f"{what} must be a duration like '10m' or a timedelta, got {value!r:.100}.")
     return float(value)
 
 

@@ -8,6 +8,9 @@ import json
 import os
 from pathlib import Path
 
+from holdfast.documents import decode_object
+from holdfast.errors import Corrupt
+
 NOTICES = "HOLDFAST_NOTICES"
 """Where preemption notices come from, see `holdfast.notice.sources`."""
 PROGRESS = "HOLDFAST_PROGRESS"
@@ -51,7 +54,8 @@ def read_progress(path: Path) -> dict[str, int]:
         return {}
     steps: dict[str, int] = {}
     for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill has torn
-            told = json.loads(line)
-            steps[told["home"]] = max(steps.get(told["home"], 0), int(told["step"]))
+        with contextlib.suppress(Corrupt):  # a line that a kill has torn
+            told = decode_object(line, "a line of progress", any_text=True)
+            home, step = told.text("home"), told.integer("step")
+            steps[home] = max(steps.get(home, 0), step)
     return steps

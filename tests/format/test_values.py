@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.format.limits import MAX_VALUE_DEPTH
 from holdfast.format.sealed import dumps
 from holdfast.format.values import TensorRef, decode, encode
 
@@ -240,3 +241,56 @@ def test_an_array_of_objects_cannot_be_smuggled_in() -> None:
     """A forged document cannot have Python objects made from bytes."""
     with pytest.raises(Corrupt):
         decode({"$ndarray": ["|O", [1], "AAAAAAAAAAA="]})
+
+
+def test_a_value_that_contains_itself_or_is_nested_too_deeply_is_refused() -> None:
+    """What is written can be read back: the limit is the reader's."""
+    own: list[Any] = []
+    own.append(own)
+    deep: Any = 0
+    for _ in range(MAX_VALUE_DEPTH + 1):
+        deep = [deep]
+    for value in (own, deep, {"a": deep}):
+        with pytest.raises(InvalidInput, match="state contains itself, or is nested too deeply") as caught:
+            encode(value, "state")
+        assert caught.value.key == "state"
+    assert through_json(deep[0]) == deep[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            {"$int": "1" * 3000},
+            {"$int": 5},
+            {"$float": []},
+            {"$set": [[1]]},
+            {"$dict": [[1]]},
+            {"$dict": [[[], 1]]},
+        ),
+        *(
+            {"$range": [1, 2, 0]},
+            {"$range": "abc"},
+            {"$deque": [-1, []]},
+            {"$deque": [10**30, []]},
+            {"$date": 1},
+        ),
+        *(
+            {"$ndarray": ["<U0", [10**9], ""]},
+            {"$ndarray": ["<f4", [2], ""]},
+            {"$ndarray": ["<f4,<f4", [0], ""]},
+        ),
+        *(
+            {"$timedelta": [10**18, 0, 0]},
+            {"$torch": ["device", "no"]},
+            {"$torch": ["size", ["1"]]},
+            {"$path": 1},
+        ),
+        {"$set": [{"$int": str(i * (2**61 - 1))} for i in range(4000)]},
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_what_is_under_a_tag_and_not_ours_is_corrupt(body: Any) -> None:
+    """The last one is a set of integers with one hash, which would take quadratic time."""
+    with pytest.raises(Corrupt, match="cannot be decoded"):
+        decode(body)

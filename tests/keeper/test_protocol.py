@@ -26,11 +26,11 @@ def test_messages_arrive_in_order_with_their_descriptors(ends: Ends):
     with os.fdopen(os.memfd_create("draft"), "w+b") as draft:
         draft.write(b"a draft")
         draft.flush()
-        protocol.send(ours, {"op": "note"})
-        protocol.send(ours, {"op": "save", "step": 1}, (draft.fileno(),))
-    assert protocol.receive(theirs) == ({"op": "note"}, [])
+        protocol.send(ours, {"op": "goodbye"})
+        protocol.send(ours, {"op": "commit", "step": 1}, (draft.fileno(),))
+    assert protocol.receive(theirs) == ({"op": "goodbye"}, [])
     message, (fd,) = protocol.receive(theirs)
-    assert message == {"op": "save", "step": 1}
+    assert message == {"op": "commit", "step": 1}
     assert os.pread(fd, 100, 0) == b"a draft"
     os.close(fd)
 
@@ -42,10 +42,10 @@ def test_what_was_sent_before_an_end_died_is_received(ends: Ends, unread: int):
     for number in range(unread):
         protocol.send(theirs, {"event": "released", "arena": number})
     for step in range(3):
-        protocol.send(ours, {"op": "save", "step": step})
+        protocol.send(ours, {"op": "commit", "step": step})
     ours.close()
     assert [protocol.receive(theirs)[0] for _ in range(4)] == [
-        *({"op": "save", "step": step} for step in range(3)),
+        *({"op": "commit", "step": step} for step in range(3)),
         None,
     ]
     with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
+from holdfast.documents import decode_object
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.store.local import LocalStore
 
@@ -296,12 +297,17 @@ class _Series:
     def _read(self, step: int) -> _Metadata:
         name = self._metadata_name(step)
         try:
-            facts = json.loads(self._store.get(name))
-            files = facts.get("files")
-            if files is not None:
-                files = {key: _File(int(one["num_bytes"]), str(one["xxh3"])) for key, one in files.items()}
-            return _Metadata(step, str(facts["timestamp"]), str(facts["model_type"]), files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            facts = decode_object(self._store.get(name), name)
+            files = None
+            if "files" in facts:
+                found = facts.fields("files")
+                rows = {key: found.fields(key) for key in found.members}
+                files = {
+                    key: _File(one.integer("num_bytes"), one.text("xxh3", max_chars=64))
+                    for key, one in rows.items()
+                }
+            return _Metadata(step, str(facts.value("timestamp")), str(facts.value("model_type")), files)
+        except Corrupt as error:
             raise Corrupt(f"{self._folder / name} cannot be read: {error}", step=step) from error
 
     def _names(self, step: int) -> list[str]:

@@ -39,6 +39,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--under", metavar="KEY", help="put everything under this key, such as model for a bare state dict"
     )
+    parser.add_argument(
+        "--allow-expanded",
+        action="store_true",
+        help="write the tensors also if they have many times the bytes of the source (expanded, or shared)",
+    )
     add_json(parser)
 
 
@@ -54,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
             step=args.step,
             only=args.only,
             under=args.under,
+            allow_expanded=args.allow_expanded,
             on_total=bar.on_total,
             on_bytes=bar.on_bytes,
         )

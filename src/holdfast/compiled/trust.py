@@ -49,7 +49,10 @@ def place_of(text: str) -> Place:
     if mark and scheme.lower() != "file":
         raise InvalidInput(f"{text!r} is no place for checkpoints, so it cannot be trusted.")
     path = "/" + unquote(rest.partition("/")[2]) if mark else text
-    return Place(("file",), PurePosixPath(Path(path).expanduser().resolve()).parts)
+    try:
+        return Place(("file",), PurePosixPath(Path(path).expanduser().resolve()).parts)
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a NUL character
+        raise InvalidInput(f"{text!r} is no path of a home: {error}.") from error
 
 
 def is_trusted(home: str) -> bool:

@@ -25,7 +25,7 @@ ALIGN_BYTES = 64
 _LOCAL_HEADER_BYTES, _ZIP64_EXTRA_BYTES, _ZIP64_BYTES = 30, 20, 1 << 31
 _MAX_AT_ONCE_BYTES = 1 << 16  # a smaller archive is read whole: one read instead of ten
 _ROOT = "archive"
-_DAMAGED = (
+DAMAGED = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError),
     *(LookupError, TypeError, ValueError, AttributeError, OverflowError),
 )
@@ -55,7 +55,7 @@ def find_tensor(path: Path, offset: int, length: int) -> Place | None:
     try:
         with zipfile.ZipFile(_opened(path, offset, length)) as archive:
             return _find(archive, path, offset, what)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         message = f"{what} ({length} bytes) holds no archive of torch.save: {error}. It is damaged."
         raise Corrupt(message, key=str(path)) from error
 
@@ -63,6 +63,7 @@ def find_tensor(path: Path, offset: int, length: int) -> Place | None:
 def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Place | None:
     members = {info.filename: info for info in archive.infolist()}
     root = next((name for name in members if name.endswith("/data.pkl")), "data.pkl").removesuffix("data.pkl")
+    check_stored(members.values(), what)
     order = f"{root}byteorder"
     if order in members and archive.read(order) != b"little":
         return None
@@ -85,6 +86,17 @@ def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Place
     skip = sum(struct.unpack_from("<HH", head, 26))  # length of the name and of what comes after it
     start = offset + info.header_offset + _LOCAL_HEADER_BYTES + skip
     return Place(dtype, tuple(size), start + first * ITEM_BYTES[dtype])
+
+
+def check_stored(members: Iterable[zipfile.ZipInfo], what: str) -> None:
+    """Refuse an archive with compressed members: torch writes none, and a small one can be any size unpacked.
+
+    Raises:
+        ValueError: a member is compressed.
+    """
+    for info in members:
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise ValueError(f"{info.filename[:100]!r} in {what} is compressed")
 
 
 def _is_contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -17,6 +17,9 @@ from holdfast.exchange.writing import refuse_used, write_home
 from holdfast.store import Store, open_store
 
 AUTO = "auto"
+MAX_EXPANSION = 4
+"""Bytes that an import writes for each byte of its source, if not told otherwise."""
+_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ def import_checkpoint(
     step: int = 0,
     only: Iterable[str] | None = None,
     under: str | None = None,
+    allow_expanded: bool = False,
     on_total: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Imported:
@@ -58,6 +62,7 @@ def import_checkpoint(
         step: step that the checkpoint is of.
         only: prefixes of the names that are taken ("model" takes "model.weight"); default all.
         under: top-level key that everything is put under, such as "model" for a bare state dict.
+        allow_expanded: write also more than `MAX_EXPANSION` times the bytes of the source.
         on_total: called once with the bytes of all tensors, before they are read.
         on_bytes: called with the bytes of tensors when they have been read.
 
@@ -84,11 +89,32 @@ def import_checkpoint(
     if prefixes is not None:
         below = prefixes if under is None else tuple(f"{under}.{prefix}" for prefix in prefixes)
         offered = _selected(offered, below, str(path))
+    if not allow_expanded:
+        _check_expansion(path, offered)
     if on_total is not None:
         on_total(sum(offer.piece.num_bytes for offer in offered))
     file = write_home(store, offered, step=step, origin=f"{path} ({found})", on_bytes=on_bytes)
     seconds = time.perf_counter() - began
     return Imported(store.url, step, found, len(offered.tensors), file.num_bytes, seconds)
+
+
+def _check_expansion(path: Path, offered: Offered) -> None:
+    """Refuse to write much more than the source has: an expanded tensor of any size takes few bytes in it.
+
+    Raises:
+        InvalidInput: the tensors have more bytes than `MAX_EXPANSION` times the source.
+    """
+    folder = path.parent if path.name.endswith(".index.json") else path
+    files = folder.iterdir() if folder.is_dir() else (path,)
+    there = sum(file.stat().st_size for file in files if file.is_file())
+    wanted = sum(offer.piece.num_bytes for offer in offered)
+    if wanted > MAX_EXPANSION * there + _FREE_BYTES:
+        message = (
+            f"The tensors of {path} have {wanted} bytes, and its files {there}: some are expanded, or share "
+            f"their bytes. Nothing was written, since more than {MAX_EXPANSION} times the bytes of a source "
+            "are only written if you allow it (--allow-expanded, allow_expanded=True)."
+        )
+        raise InvalidInput(message, key=str(path))
 
 
 def _selected(offered: Offered, prefixes: tuple[str, ...], what: str) -> Offered:

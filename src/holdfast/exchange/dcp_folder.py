@@ -9,19 +9,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
 
+from holdfast.documents import read_integers
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.exchange import allowlist
 from holdfast.exchange.archive import find_tensor
 from holdfast.exchange.offer import FileRegion, Offer, Offered, Region, read_range
 from holdfast.exchange.selection import select
-from holdfast.exchange.torch_files import MemoryRegion, offer_tree, weights_only
+from holdfast.exchange.torch_files import MemoryRegion, check_archive, offer_tree, weights_only
 from holdfast.exchange.trees import is_state_dict, is_told_by_names
 from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.limits import MAX_DIMS
 from holdfast.format.values import TensorRef
 
 METADATA = ".metadata"
-_DAMAGED = (LookupError, TypeError, ValueError, AttributeError)
+_DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 def offer_folder(folder: Path, *, only: Iterable[str] | None = None) -> Offered:
@@ -37,9 +39,10 @@ def offer_folder(folder: Path, *, only: Iterable[str] | None = None) -> Offered:
         NotFound: it holds nothing under a prefix.
     """
     path = folder / METADATA
-    metadata = allowlist.load(_whole(path), allowlist.DCP_NAMES, str(path))
+    data = _whole(path)
+    metadata = allowlist.load(data, allowlist.DCP_NAMES, str(path))
     try:
-        return _Folder(folder, metadata.facts).offer(only)
+        return _Folder(folder, metadata.facts, num_bytes=len(data)).offer(only)
     except _DAMAGED as error:
         message = f"{path} is no metadata that this version of Holdfast knows: {error!r}."
         raise Corrupt(message, key=str(path)) from error
@@ -52,7 +55,8 @@ def _whole(path: Path) -> bytes:
 class _Folder:
     """The metadata of a DCP checkpoint, looked at."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], *, num_bytes: int) -> None:
+        self._left = num_bytes  # chunks that may be listed: lists of them can be shared
         self._folder = folder
         self._kinds: dict[str, allowlist.Record] = facts["state_dict_metadata"]
         self._paths: dict[str, tuple[Any, ...]] = facts.get("planner_data") or {}
@@ -94,6 +98,11 @@ class _Folder:
         if dtype is None:
             message = f"{name} is of dtype {torch_name}, which no checkpoint can hold."
             raise Unsupported(message, key=name)
+        self._left -= len(kind.facts["chunks"])
+        if self._left < 0:
+            message = "it lists more chunks than it has bytes"
+            raise ValueError(message)
+        read_integers(list(shape), max_items=MAX_DIMS)
         boxes = [Box(tuple(c.facts["offsets"]), tuple(c.facts["sizes"])) for c in kind.facts["chunks"]]
         for box in boxes:
             if not box.is_inside(shape):
@@ -109,6 +118,8 @@ class _Folder:
     def _value(self, name: str) -> Any:
         path, start, length = self._place(name, None)
         data = bytes(read_range(path, start, length))
+        if data.startswith(b"PK"):
+            check_archive(io.BytesIO(data), f"{name} in {path.name}")
         return weights_only(io.BytesIO(data), f"{name} in {path.name}")
 
     def _place(self, name: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
@@ -157,6 +168,8 @@ class ItemRegion(Region):
         from holdfast.state.tensors import dtype_name
 
         data = bytes(read_range(self._path, self._start, self._length))
+        if data.startswith(b"PK"):
+            check_archive(io.BytesIO(data), f"{self._name} in {self._path.name}")
         tensor = weights_only(io.BytesIO(data), f"{self._name} in {self._path.name}")
         self._check(dtype_name(tensor.dtype), tuple(tensor.shape))
         return MemoryRegion(tensor, self.box)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,11 +63,17 @@ def read_range(path: Path, start: int, num_bytes: int) -> memoryview:
         Corrupt: the file ends before.
         RetryLater: it could not be read.
     """
-    buffer = bytearray(num_bytes)
-    view, done = memoryview(buffer), 0
+    view, done = memoryview(b""), 0
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise Corrupt(f"{path} is not read: it is no regular file.", key=str(path))
+            if start < 0 or num_bytes < 0 or start + num_bytes > status.st_size:
+                message = f"{path} ends at byte {status.st_size}; {num_bytes} bytes at {start} were wanted."
+                raise Corrupt(f"{message} It is truncated, or not the file that was written.", key=str(path))
+            view = memoryview(bytearray(num_bytes))
             while done < num_bytes:
                 got = os.preadv(fd, [view[done:]], start + done)
                 if not got:
@@ -77,8 +84,8 @@ def read_range(path: Path, start: int, num_bytes: int) -> memoryview:
     except FileNotFoundError:
         message = f"{path} does not exist, though something else of the source refers to it."
         raise NotFound(message, key=str(path)) from None
-    except OSError as error:
-        raise RetryLater(f"{path} could not be read: {error.strerror}.", key=str(path)) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        raise RetryLater(f"{path} could not be read: {error}.", key=str(path)) from error
     if done < num_bytes:
         message = f"{path} ends at byte {start + done}; {num_bytes} bytes at {start} were wanted."
         raise Corrupt(f"{message} It is truncated, or not the file that was written.", key=str(path))

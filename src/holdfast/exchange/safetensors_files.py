@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.documents import Fields, decode_object, shown
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.exchange.offer import FileRegion, Offer, Offered, read_range
+from holdfast.format.catalog import columns
 from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import MAX_HEADER_BYTES, parse_header
+from holdfast.format.limits import MAX_DIMS
 
 SHARDING = "DCP_SHARDING_INFO"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -78,11 +80,14 @@ def read_index(path: Path) -> dict[str, str]:
         Corrupt: it is no such index, or names files outside its folder.
     """
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        files = set(weight_map.values())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"{path} is not an index with a weight_map: {error!r}.", key=str(path)) from error
-    outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
+        size = path.stat().st_size
+        text = bytes(read_range(path, 0, min(size, MAX_HEADER_BYTES + 1)))
+        found = decode_object(text, str(path), max_bytes=MAX_HEADER_BYTES).fields("weight_map")
+    except Corrupt as error:
+        raise Corrupt(f"{path} is not an index with a weight_map: {error}", key=str(path)) from error
+    weight_map = {name: found.text(name, max_chars=1024) for name in found.members}
+    files = set(weight_map.values())
+    outside = [name for name in files if not name or "\0" in name or Path(name).name != name]
     if outside:
         message = f"{path} names {outside[0]!r}, which is not a file of its folder."
         raise Corrupt(message, key=str(path))
@@ -128,16 +133,37 @@ def _regions(path: Path) -> list[tuple[str, str, FileRegion]]:
     entries, data_start = _header(path)
     metadata = entries.pop("__metadata__", {})
     try:
-        sharding = json.loads(metadata[SHARDING]) if SHARDING in metadata else {}
-        rows = [_row(path, name, entry, sharding, data_start) for name, entry in entries.items()]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        message = f"{path} is not a safetensors file: an entry of its header is wrong ({error!r})."
+        facts = Fields(metadata, "its metadata")
+        sharding = None
+        if SHARDING in facts:
+            text = facts.text(SHARDING, max_chars=MAX_HEADER_BYTES)
+            sharding = decode_object(text, SHARDING, max_bytes=MAX_HEADER_BYTES)
+        rows = [
+            _row(path, name, Fields(entry, shown(name)), sharding, data_start)
+            for name, entry in entries.items()
+        ]
+        end = _check_places(entries) + data_start
+    except (Corrupt, ValueError) as error:
+        message = f"{path} is not a safetensors file: an entry of its header is wrong ({error})."
         raise Corrupt(message, key=str(path)) from error
-    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0) + data_start
     if path.stat().st_size < end:
         message = f"{path} is truncated: expected {end} bytes, found {path.stat().st_size}."
         raise Corrupt(message, key=str(path))
     return rows
+
+
+def _check_places(entries: dict[str, Any]) -> int:
+    """Return where the last tensor ends.
+
+    Raises:
+        ValueError: tensors share bytes, which the format forbids.
+    """
+    end = 0
+    for start, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
+        if start < end and start < stop:
+            raise ValueError(f"two tensors share the bytes from {start} on")
+        end = max(end, stop)
+    return end
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -147,16 +173,16 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _row(
-    path: Path, name: str, entry: dict[str, Any], sharding: dict[str, Any], data_start: int
+    path: Path, name: str, entry: Fields, sharding: Fields | None, data_start: int
 ) -> tuple[str, str, FileRegion]:
-    dtype, lengths, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    dtype, lengths = entry.text("dtype", max_chars=64), entry.integers("shape", max_items=MAX_DIMS)
+    start, stop = columns(list(entry.integers("data_offsets")), 2, "the offsets")
     if dtype not in ITEM_BYTES:
         message = f"{name} in {path} has dtype {dtype}, which no checkpoint can hold."
         raise Unsupported(message, key=name)
-    offsets = tuple(sharding[name]["saved_offsets"]) if sharding else (0,) * len(lengths)
-    numbers = [start, stop, *offsets, *lengths]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{name} has numbers that are not counts: {numbers}")
+    offsets = (0,) * len(lengths)
+    if sharding is not None and sharding.members:
+        offsets = sharding.fields(name).integers("saved_offsets", max_items=MAX_DIMS)
     if len(offsets) != len(lengths) or stop - start != math.prod(lengths) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(lengths)}")
     return name, dtype, FileRegion(path, data_start + start, Box(offsets, lengths), ITEM_BYTES[dtype])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.exchange import dcp_folder, safetensors_files, torch_files
-from holdfast.exchange.offer import Offered
+from holdfast.exchange.offer import Offered, read_range
 from holdfast.format import names
 from holdfast.format.values import TensorRef
 
@@ -50,8 +50,9 @@ def tell_kind(path: Path) -> str:
 def _kind_of_file(path: Path) -> str | None:
     if path.name.endswith((safetensors_files.INDEX_SUFFIX, _BIN_INDEX)):
         return "hf"
-    with path.open("rb") as file:
-        head = file.read(16)
+    if not path.is_file():
+        return None  # a FIFO would be waited for
+    head = bytes(read_range(path, 0, min(16, path.stat().st_size)))
     if head.startswith((b"PK\x03\x04", _LEGACY)):
         return "torch"
     size = int.from_bytes(head[:8], "little")

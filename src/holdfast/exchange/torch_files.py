@@ -7,12 +7,14 @@ import errno
 import mmap
 import re
 import sys
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.exchange.offer import Offer, Offered, Region
+from holdfast.exchange.archive import DAMAGED, check_stored
+from holdfast.exchange.offer import Offer, Offered, Region, read_range
 from holdfast.exchange.trees import Gathered, gather
 from holdfast.format.cuts import Box
 
@@ -82,7 +84,22 @@ def load(path: Path) -> Any:
             f"in torch {torch.__version__}. It was not loaded; use torch 2.6 or newer."
         )
         raise Unsupported(message, key=str(path))
+    if is_archive:
+        check_archive(path, str(path))
     return weights_only(path, str(path), mmap=is_archive)
+
+
+def check_archive(source: Any, what: str) -> None:
+    """Check that an archive is no larger unpacked than it is.
+
+    Raises:
+        Corrupt: a member is compressed, or the archive is damaged.
+    """
+    try:
+        with zipfile.ZipFile(source) as archive:
+            check_stored(archive.infolist(), what)
+    except (*DAMAGED, OSError) as error:
+        raise Corrupt(f"{what} is no whole file of torch.save: {error}", key=what) from error
 
 
 def weights_only(source: Any, what: str, **options: Any) -> Any:
@@ -112,8 +129,8 @@ def weights_only(source: Any, what: str, **options: Any) -> Any:
 
 def _is_archive(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            return file.read(4) == b"PK\x03\x04"
+        size = path.stat().st_size
+        return bytes(read_range(path, 0, min(4, size))) == b"PK\x03\x04"
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist.", key=str(path)) from None
     except OSError as error:

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.documents import is_text
+from holdfast.documents import decode_object, is_text
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.dtypes import ITEM_BYTES
 
@@ -128,10 +128,6 @@ def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
     size = struct.unpack_from("<Q", head)[0] if len(head) >= 8 else -1
     if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):
         raise Corrupt(f"{what} has no safetensors header (length field says {size}).", key=what)
-    try:
-        entries = json.loads(head[8 : 8 + size])
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{what}: the safetensors header is not JSON: {error}.", key=what) from error
-    if not isinstance(entries, dict):
-        raise Corrupt(f"{what}: the safetensors header is not a JSON object.", key=what)
-    return entries, 8 + size
+    header = f"{what}: the safetensors header"
+    entries = decode_object(bytes(head[8 : 8 + size]), header, max_bytes=MAX_HEADER_BYTES)
+    return entries.members, 8 + size

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from holdfast.errors import Corrupt
+from holdfast.format.limits import MAX_DOCUMENT_BYTES, MAX_LOG_BYTES, MAX_SMALL_BYTES
+
 RUN = "holdfast.json"
 """Says which run this home holds, and in which format."""
 DONE = "done.json"
@@ -27,7 +30,13 @@ _RANK_FILE = re.compile(
 _NUMBERED = re.compile(
     r"(?:attempts|history|compiled/[^/]+|step-[0-9]{8,})/(?:[^/]*-)?a([0-9]{4,18})[-.][^/]*"
 )
-
+_LIMITS = {
+    "attempt": MAX_SMALL_BYTES,
+    "refusal": MAX_SMALL_BYTES,
+    "passed": MAX_SMALL_BYTES,
+    "manifest": MAX_DOCUMENT_BYTES,
+    "part": MAX_DOCUMENT_BYTES,
+}
 _KINDS = {".json": "part", ".safetensors": "data", "-frozen.safetensors": "frozen"}
 
 
@@ -91,6 +100,31 @@ def attempt_in(name: str) -> int | None:
     """Return the attempt number that an object's name carries, whatever kind of object it is."""
     found = _NUMBERED.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def check_size(name: str, num_bytes: int) -> None:
+    """Refuse a document that is larger than any of its kind, before it is read.
+
+    Args:
+        name: of an object of any kind.
+        num_bytes: its size.
+
+    Raises:
+        Corrupt: it is a document and too large; a sparse file can have any size.
+    """
+    limit = _limit_of(name)
+    if limit is not None and num_bytes > limit:
+        message = f"{name} is not read: it has {num_bytes} bytes; documents of its kind have at most {limit}."
+        raise Corrupt(message, key=name)
+
+
+def _limit_of(name: str) -> int | None:
+    if name in (RUN, DONE):
+        return MAX_SMALL_BYTES
+    if parse_history(name):
+        return MAX_LOG_BYTES
+    facts = parse(name)
+    return None if facts is None else _LIMITS.get(facts.kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def encode(value: Any, path: str) -> Any:
 
 def _too_deep(path: str) -> InvalidInput:
     message = (
-        f"{path} contains itself, or containers in it are nested too deeply (as JSON, more than "
+        f"{path} contains itself, or is nested too deeply (as JSON, more than "
         f"{MAX_VALUE_DEPTH} arrays and objects in each other), so it cannot be saved. Nothing was written."
     )
     return InvalidInput(message, key=path)
@@ -73,7 +73,7 @@ def _too_deep(path: str) -> InvalidInput:
 
 def _is_deeper(value: Any, most: int) -> bool:
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(most):
         level = [
             item
             for one in level

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.documents import decode_dataclass
 from holdfast.errors import Conflict, NotFound, RetryLater
 from holdfast.jobs.due import Due
 from holdfast.jobs.machine import Life, Terms
-from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.status import Status
+from holdfast.jobs.outcome import Outcome
 
 _BUSY_S = 30.0
 _VERSION = 2
@@ -286,8 +286,7 @@ def terms_text(terms: Terms) -> str:
 
 def read_terms(text: str) -> Terms:
     """See `terms_text`."""
-    told = json.loads(text)
-    return Terms(**{**told, "free_codes": frozenset(told["free_codes"])})
+    return decode_dataclass(Terms, text, "the terms of a job")
 
 
 def life_text(life: Life) -> str:
@@ -306,15 +305,9 @@ def _outcome_told(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _outcome(told: Mapping[str, Any]) -> Outcome:
-    return Outcome(**{**told, "phase": Phase(told["phase"])})
-
-
 def read_life(text: str) -> Life:
     """See `life_text`."""
-    told = json.loads(text)
-    outcomes = {int(node): _outcome(one) for node, one in told["outcomes"].items()}
-    return Life(**{**told, "status": Status(told["status"]), "outcomes": outcomes})
+    return decode_dataclass(Life, text, "the state of a job", any_text=True)
 
 
 def _record(row: tuple[Any, ...]) -> Record:
@@ -323,9 +316,9 @@ def _record(row: tuple[Any, ...]) -> Record:
         number,
         name,
         task_id,
-        Spec(**json.loads(spec)),
+        decode_dataclass(Spec, spec, "what was submitted", any_text=True),
         read_terms(terms),
         read_life(life),
-        Due(**json.loads(due)),
+        decode_dataclass(Due, due, "what is due", any_text=True),
         *rest,
     )

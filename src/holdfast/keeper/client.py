@@ -527,7 +527,7 @@ class Keeper:
             elif event == "retain-failed":
                 self.problems.append(f"Old checkpoints could not be deleted: {message['detail']}")
             elif event in ("failed", "fenced"):
-                error = getattr(errors, message["kind"], RetryLater)(message["detail"], step=step)
+                error = _error_class(message["kind"])(message["detail"], step=step)
                 if event == "fenced":
                     self.fenced = error
                 self._finish(step, error)
@@ -560,9 +560,7 @@ class Keeper:
         if not message["kind"]:
             self.problems.append(f"Home is not reached; training goes on, and it is tried again: {detail}")
             return
-        error = getattr(errors, message["kind"], RetryLater)(
-            f"Step {step} is not in home: {detail}", step=step
-        )
+        error = _error_class(message["kind"])(f"Step {step} is not in home: {detail}", step=step)
         if isinstance(error, RetryLater):  # home has failed for too long; else it is about this step alone
             self.home_lost = error
         else:
@@ -626,3 +624,9 @@ def wait_for_let_go(home: str, *, timeout_s: float) -> None:
     for keeper in list(_let_go.values()):
         if keeper.terms.home == home:
             keeper.wait_ended(timeout_s)
+
+
+def _error_class(name: str) -> type[HoldfastError]:
+    """Return the class of errors with a name; RetryLater if there is none."""
+    found = vars(errors).get(name)
+    return found if isinstance(found, type) and issubclass(found, HoldfastError) else RetryLater

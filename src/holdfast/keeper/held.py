@@ -61,11 +61,11 @@ def _answer_all(door: socket.socket, arenas: Mapping[int, Iterable[Image]], dead
         while (left_s := deadline_s - time.monotonic()) > 0 and selector.select(left_s):
             end, _ = door.accept()
             end.settimeout(_ANSWER_S)
-            with end, contextlib.suppress(OSError):  # who asked may be gone
+            with end, contextlib.suppress(OSError, Corrupt):  # who asked may be gone, or be no trainer
                 message, _ = protocol.receive(end)
                 if message is None:
                     continue
-                if message["op"] == "end":
+                if message.get("op") == "end":
                     return
                 for fd, images in arenas.items():
                     rows = [[image.name, image.offset, image.num_bytes] for image in images]
@@ -101,7 +101,7 @@ class HeldStore(ReadOnly):
     def _take(self, end: socket.socket) -> None:
         while True:
             message, fds = protocol.receive(end)
-            if message is None or message["images"] is None:
+            if message is None or message.get("images") is None:
                 return
             try:
                 self._map(fds[0], message["images"])

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.errors import Denied, RetryLater, Unsupported
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Corrupt, Denied, RetryLater, Unsupported
 from holdfast.privacy import is_own, is_private, make_private
 
 _POLL_S = 0.02
@@ -199,7 +200,11 @@ class Presence:
 
 
 def _read(fd: int) -> Trace:
-    return Trace(**json.loads(os.pread(fd, _TRACE_BYTES, 0)))
+    trace = decode_dataclass(Trace, os.pread(fd, _TRACE_BYTES, 0), "the trace of a keeper")
+    if "/" in trace.held or "\0" in trace.held:
+        message = "The trace of a keeper names a socket outside its folder."
+        raise Corrupt(message)
+    return trace
 
 
 def living(home: str) -> Iterator[tuple[Path, Trace]]:
@@ -213,7 +218,8 @@ def living(home: str) -> Iterator[tuple[Path, Trace]]:
             if not os.fstat(fd).st_size:
                 continue  # it is just being made, and locked perhaps, but not yet written
             if _is_locked(fd):
-                yield path, _read(fd)
+                with contextlib.suppress(Corrupt):  # no keeper wrote it, so nobody need wait for it
+                    yield path, _read(fd)
             else:
                 path.unlink(missing_ok=True)
         finally:

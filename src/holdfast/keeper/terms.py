@@ -6,6 +6,8 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 
+from holdfast.documents import decode_dataclass
+
 # Whoever stops a run wants its last save finished, so what stops trainers does not stop keepers. SIGKILL
 # does.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -64,6 +66,9 @@ class Terms:
 
     @classmethod
     def parse(cls, text: str) -> Terms:
-        """The terms in a line of JSON."""
-        terms = json.loads(text)
-        return cls(**{**terms, "local_ranks": tuple(terms["local_ranks"])})
+        """Return the terms in a line of JSON.
+
+        Raises:
+            Corrupt: they are no terms.
+        """
+        return decode_dataclass(cls, text, "the terms of a keeper", any_text=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 
+from holdfast.documents import decode_object
+from holdfast.errors import Corrupt
 from holdfast.notice.cloud import Cloud
 from holdfast.notice.metadata import Answer, Unreachable, ask
 from holdfast.notice.word import Word, read_time
@@ -71,7 +72,8 @@ class Aws(Cloud):
 
 def _read_action(text: str) -> Word:
     try:
-        told = json.loads(text)
-        return Word("aws", f"spot {told['action']}", read_time(str(told.get("time", ""))))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        told = decode_object(text, "the notice")
+        until = told.text("time", max_chars=64) if "time" in told else ""
+        return Word("aws", f"spot {told.text('action', max_chars=64)}", read_time(until))
+    except Corrupt:
         return Word("aws", "spot interruption")  # that the document is there says enough

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
+from holdfast.documents import decode_object
+from holdfast.errors import Corrupt
 from holdfast.notice.cloud import Cloud
 from holdfast.notice.metadata import Unreachable, ask
 from holdfast.notice.word import Word, read_time
@@ -13,6 +14,7 @@ from holdfast.notice.word import Word, read_time
 BASE = "http://169.254.169.254"
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+_MAX_EVENTS = 10_000
 _ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 """Events that end every process; a Freeze lets them sleep for some seconds."""
 
@@ -38,12 +40,12 @@ class Azure(Cloud):
         # The first question turns the service on for this machine, which may take it two minutes.
         timeout_s = 2.0 if self._incarnation is not None else 130.0
         try:
-            told = json.loads(self._get(_EVENTS, timeout_s=timeout_s))
-            events = told["Events"]
-        except (ValueError, KeyError, TypeError) as error:
-            message = f"{self._base}{_EVENTS}: not a list of events ({error!r})"
+            told = decode_object(self._get(_EVENTS, timeout_s=timeout_s), "the list of events")
+            events = told.array("Events", max_items=_MAX_EVENTS)
+        except Corrupt as error:
+            message = f"{self._base}{_EVENTS}: not a list of events ({error})"
             raise Unreachable(message) from error
-        self._incarnation = told.get("DocumentIncarnation", 0)
+        self._incarnation = told.members.get("DocumentIncarnation", 0)
         return _first_end(events, self._machine)
 
     def _get(self, path: str, *, timeout_s: float) -> str:
@@ -57,8 +59,10 @@ class Azure(Cloud):
 def _first_end(events: Iterable[Any], machine: str) -> Word | None:
     """The first event that ends `machine`."""
     for event in events:
-        if not isinstance(event, dict) or event.get("EventType") not in _ENDS:
+        if not isinstance(event, dict):
             continue
-        if machine in event.get("Resources", ()):
-            return Word("azure", str(event["EventType"]), read_time(str(event.get("NotBefore", ""))))
+        kind, machines = event.get("EventType"), event.get("Resources")
+        if isinstance(kind, str) and kind in _ENDS and isinstance(machines, list) and machine in machines:
+            until = event.get("NotBefore")
+            return Word("azure", kind, read_time(until) if isinstance(until, str) else None)
     return None

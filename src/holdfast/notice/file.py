@@ -7,8 +7,9 @@ import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from holdfast.documents import decode_object
+from holdfast.errors import Corrupt
 from holdfast.notice.word import Word
 
 _MAX_BYTES = 1 << 16
@@ -37,15 +38,12 @@ def read_notice(path: Path) -> Word | None:
     except OSError:
         return None
     try:
-        told: Any = json.loads(text)
-    except ValueError:
-        told = None
-    if not isinstance(told, dict):
+        told = decode_object(text, str(path), any_text=True)
+        return Word(
+            (told.text("source") if "source" in told else "") or "file",
+            told.text("detail") if "detail" in told else "",
+            told.number("deadline_unix_s") if "deadline_unix_s" in told else None,
+            is_final=told.flag("is_final") if "is_final" in told else True,
+        )
+    except Corrupt:
         return Word("file", text.splitlines()[0][:200] if text else str(path))
-    deadline = told.get("deadline_unix_s")
-    return Word(
-        str(told.get("source") or "file"),
-        str(told.get("detail") or ""),
-        float(deadline) if isinstance(deadline, (int, float)) else None,
-        is_final=told.get("is_final") is not False,
-    )

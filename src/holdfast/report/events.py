@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import NotFound
+from holdfast.documents import decode
+from holdfast.errors import Corrupt, NotFound
+from holdfast.format.limits import MAX_LINE_BYTES
 from holdfast.store import Store
 
 Line = dict[str, Any]
@@ -95,8 +96,8 @@ def read_lines(store: Store) -> tuple[list[Line], int]:
 
 def _parse(text: bytes) -> Line | None:
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
+        line = decode(text, "a line", max_bytes=MAX_LINE_BYTES)
+    except Corrupt:
         return None
     whole = isinstance(line, dict) and isinstance(line.get("event"), str)
     return line if whole and _is_number(line.get("t")) else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.documents import shown
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import manifest as manifest_format
 from holdfast.format import names, run
@@ -197,13 +199,12 @@ def _read_manifest(store: Store, step: int, attempt: int, run_id: str | None) ->
     if run_id is not None and found.run != run_id:
         message = f"{name} belongs to another run: expected run {run_id}, found {found.run}."
         raise Corrupt(message, step=step, key=name)
-    if [part.rank for part in found.parts] != list(range(found.world_size)) or not found.parts:
-        ranks = [part.rank for part in found.parts]
-        message = f"{name} says {found.world_size} ranks but lists the parts of ranks {ranks}."
-        raise Corrupt(message, step=step, key=name)
+    left = found.data_bytes
     for key, tensor in found.tensors.items():
-        if tensor.dtype not in ITEM_BYTES or min(tensor.shape, default=0) < 0:
-            message = f"{name} says that {key} is {tensor.dtype!r}{list(tensor.shape)}, which cannot be."
+        if tensor.cut is not None:
+            left -= math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+        if left < 0:
+            message = f"{name} names tensors that need more than the {found.data_bytes} bytes of its files."
             raise Corrupt(message, step=step, key=key)
     return found
 
@@ -335,10 +336,13 @@ def check_part(part: Part, rank: int, name: str) -> None:
             )
             raise Corrupt(message, step=part.step, rank=rank, key=name)
     sizes = {False: part.file.num_bytes, True: part.frozen.num_bytes if part.frozen else -1}
+    left = dict(sizes)  # bytes that no piece has: shared ones would let a small file ask for any memory
     for piece, start in zip(part.pieces, part.starts, strict=True):
-        is_possible = piece.dtype in ITEM_BYTES and _is_box(piece)
-        if not (is_possible and 0 <= start <= sizes[piece.frozen] - piece.num_bytes):
-            message = f"{name} places {piece.name} at byte {start} as {piece}, which cannot be."
+        is_inside = _is_box(piece) and 0 <= start <= sizes[piece.frozen] - piece.num_bytes
+        left[piece.frozen] -= piece.num_bytes if is_inside else 0
+        if not is_inside or (left[piece.frozen] < 0 and piece.num_bytes):
+            where = f"{list(piece.lengths)} at {list(piece.offsets)} of {piece.dtype}{list(piece.shape)}"
+            message = f"{name} places {shown(piece.name)} at byte {start} as {where}, which cannot be."
             raise Corrupt(message, step=part.step, rank=rank, key=piece.name)
 
 

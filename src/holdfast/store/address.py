@@ -99,6 +99,9 @@ class Address:
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
+_MAX_OPTIONS, _MAX_CHARS = 64, 8192
+
+
 def parse_address(url: str) -> Address:
     """The address that a URL names.
 
@@ -111,6 +114,8 @@ def parse_address(url: str) -> Address:
             message does not show what may be a secret.
     """
     scheme, _, rest = url.partition("://")
+    if scheme.lower() not in SCHEMES or len(url) > _MAX_CHARS:
+        raise InvalidInput(f"{hide_secrets(url)[:200]!r} is no URL of an object store: {', '.join(SCHEMES)}.")
     path, _, query = rest.partition("?")
     bucket, _, prefix = path.partition("/")
     protocol = SCHEMES[scheme.lower()]
@@ -150,7 +155,11 @@ def hide_secrets(url: str) -> str:
 def _options(protocol: str, query: str) -> Iterator[tuple[str, str]]:
     known = (*_FOR_ALL, *_FOR_ONE[protocol])
     seen = set()
-    for name, value in parse_qsl(query, keep_blank_values=True):
+    try:
+        given = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_OPTIONS)
+    except ValueError as error:
+        raise InvalidInput(f"The options of the URL cannot be read: {error}.") from None
+    for name, value in given:
         if name not in known:
             raise InvalidInput(
                 f"A {protocol}:// URL has no option {name!r}; it may have: {', '.join(known)}. {_SECRETS}"
@@ -163,7 +172,11 @@ def _options(protocol: str, query: str) -> Iterator[tuple[str, str]]:
 
 def _checked(name: str, value: str) -> str:
     if name == "endpoint_url":
-        parts = urlsplit(value)
+        try:
+            parts = urlsplit(value)
+            _ = parts.port
+        except ValueError as error:
+            raise InvalidInput(f"endpoint_url is no URL: {error}.") from None
         if parts.username or parts.password or parts.query:
             raise InvalidInput(f"endpoint_url holds more than an address. {_SECRETS}")
         if parts.scheme not in ("http", "https") or not parts.netloc:

@@ -117,6 +117,7 @@ class Store(ABC):
 
         Raises:
             NotFound: no such object.
+            Corrupt: it is a document of a home and larger than any of its kind, see `names.check_size`.
             RetryLater: the store failed.
         """
 

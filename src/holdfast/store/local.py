@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.format.names import check_size
 from holdfast.killpoint import kill_point
 from holdfast.store import direct
 from holdfast.store.contract import Buffer, Entry, Properties, Store, wrong_length
@@ -169,7 +170,9 @@ class LocalStore(Store):
     def get(self, name: str) -> bytes:
         """See `Store.get`."""
         with self._refusing("read", name), self._opened(name) as fd:
-            data = bytearray(os.fstat(fd).st_size)
+            num_bytes = os.fstat(fd).st_size
+            check_size(name, num_bytes)
+            data = bytearray(num_bytes)
             got = direct.read(fd, 0, memoryview(data))
             return bytes(memoryview(data)[:got])
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.format.names import check_size
 from holdfast.killpoint import kill_point
 from holdfast.store.address import AZURE, S3, Address, parse_address
 from holdfast.store.clients import Clients, check_process, load_library
@@ -323,8 +324,13 @@ class ObjectStore(Store):
         key = self._address.key(name)
         return self._retries.ask(
             Request("read", name, limit_s=limit_s),
-            lambda client: bytes(self._library.get(client, key).bytes()),
+            lambda client: self._read_whole(client, key, name),
         )
+
+    def _read_whole(self, client: Any, key: str, name: str) -> bytes:
+        answer = self._library.get(client, key)
+        check_size(name, answer.meta["size"])
+        return bytes(answer.bytes())
 
     def _read_ranges(self, name: str, offset: int, buffer: memoryview) -> set[str | None]:
         """Fill the buffer; returns the versions of the object that its ranges came from."""

@@ -47,8 +47,17 @@ def open_store(place: str | os.PathLike[str]) -> Store:
                 "pass it as a string."
             )
         return LocalStore(text)
+    if "\0" in text:
+        raise InvalidInput(f"{text!r} holds a NUL character, so it names no place.")
     url = _SCHEME.fullmatch(text)
-    return _open_url(url[1].lower(), url[2], text) if url else LocalStore(Path(text).expanduser())
+    return _open_url(url[1].lower(), url[2], text) if url else LocalStore(_expanded(text))
+
+
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InvalidInput(f"{text!r} is no path of this machine: {error}") from error
 
 
 def _open_url(scheme: str, rest: str, url: str) -> Store:

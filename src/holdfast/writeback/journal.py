@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from holdfast.documents import decode, read_dataclass, refuse, shown
 from holdfast.errors import Corrupt, NotFound, RetryLater
 from holdfast.writeback.files import Fingerprint
 from holdfast.writeback.order import Deed, Entry, Order, Problem, Sent, Version
@@ -19,6 +20,9 @@ FOLDER = ".holdfast-writeback"
 FILE, VERSION = "journal.sqlite", "1"
 _WAIT_S = 30.0  # for another process's transaction
 
+_ENTRY = "number, name, source, form, bytes, changed_ns, inode, digest"
+_SENT = "name, bytes, changed_ns, inode, digest"
+_PROBLEM = "name, bytes, changed_ns, inode, kind, why"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS fact (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entry (
@@ -54,6 +58,8 @@ class Journal:
             self._base = sqlite3.connect(
                 self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
             )
+            self._base.execute("PRAGMA trusted_schema=OFF")
+            self._check_schema()
             if not is_reader:
                 self._base.execute("PRAGMA journal_mode=WAL")
                 self._base.execute("PRAGMA synchronous=NORMAL")
@@ -64,6 +70,16 @@ class Journal:
         if not is_reader:
             self.state(version=VERSION)
 
+    def _check_schema(self) -> None:
+        """Refuse a database with views or triggers, which could run for any time.
+
+        Raises:
+            Corrupt: it has some.
+        """
+        kinds = {row[0] for row in self._base.execute("SELECT DISTINCT type FROM sqlite_master")}
+        if kinds - {"table", "index"}:
+            raise Corrupt(f"{self._path} is no journal: it holds a {', a '.join(sorted(map(str, kinds)))}.")
+
     def close(self) -> None:
         """Give up the file."""
         self._base.close()
@@ -72,7 +88,10 @@ class Journal:
         """One fact about the mount."""
         with self._refusing():
             row = self._base.execute("SELECT value FROM fact WHERE key = ?", (key,)).fetchone()
-        return row[0] if row else default
+        value = row[0] if row else default
+        if type(value) is not str:
+            refuse(str(self._path), f"the fact {key}", "a text", value)
+        return value
 
     def state(self, **facts: str) -> None:
         """Write facts about the mount."""
@@ -89,15 +108,19 @@ class Journal:
         """The order as the journal has it, at one moment."""
         with self._refusing(), self._transaction():
             ask = self._base.execute
-            entries = {row[0]: _entry(row) for row in ask("SELECT * FROM entry ORDER BY number")}
-            rows = ask("SELECT * FROM sent ORDER BY rowid")  # the newest last: REPLACE gives a new one
+            entries = {row[0]: _entry(row) for row in ask(f"SELECT {_ENTRY} FROM entry ORDER BY number")}
+            rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # the newest last: REPLACE gives a new one
             sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in rows}
             problems = {
                 row[0]: Problem(row[4], row[5], Fingerprint(*row[1:4]))
-                for row in ask("SELECT * FROM problem")
+                for row in ask(f"SELECT {_PROBLEM} FROM problem")
             }
             last = ask("SELECT value FROM fact WHERE key = 'last'").fetchone()
-        return Order(entries, sent, problems, max([int(json.loads(last[0])) if last else 0, *entries]))
+        _check_rows(self._path, entries, sent, problems)
+        number = decode(str(last[0]), str(self._path)) if last else 0
+        if type(number) is not int:
+            refuse(str(self._path), "the last number", "an integer", number)
+        return Order(entries, sent, problems, max([number, *entries]))
 
     def _write(self, deed: Deed) -> None:
         value = deed.value
@@ -131,11 +154,26 @@ class Journal:
         try:
             yield
         except sqlite3.OperationalError as error:
+            if any(word in str(error).lower() for word in ("decode", "malformed", "no such column")):
+                raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
             if "no such table" in str(error):
                 raise NotFound(f"{self._path} is empty: its directory was never mounted.") from error
             raise RetryLater(f"The journal {self._path} could not be used: {error}.") from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError) as error:
             raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
+
+
+def _check_rows(path: Path, *tables: Mapping[Any, Entry | Sent | Problem]) -> None:
+    """Check the types of what a journal holds: SQLite keeps any value in any column.
+
+    Raises:
+        Corrupt: a value is of another type.
+    """
+    for key, row in (pair for table in tables for pair in table.items()):
+        what = f"{path}: {shown(key)}"
+        if type(key) is not (int if isinstance(row, Entry) else str):
+            refuse(str(path), "a key", "of another type", key)
+        read_dataclass(type(row), dataclasses.asdict(row), what)
 
 
 def _looks(fingerprint: Fingerprint) -> tuple[int, int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import select
 import subprocess
@@ -15,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast import errors
+from holdfast.documents import decode_object
 from holdfast.entry import command
-from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.store import open_store
 from holdfast.writeback.journal import FOLDER, Journal
 from holdfast.writeback.status import ALIVE, Status, is_locked, status_of, wait_until_settled
@@ -253,10 +253,10 @@ def _heard(fd: int, timeout_s: float | None) -> bytes | None:
 def _error(said: bytes | None, folder: Path, terms: Terms) -> HoldfastError:
     if said is None:
         return RetryLater(_LATE.format(terms.directory, terms.place))
-    with suppress(ValueError):
-        facts = json.loads(said)
+    with suppress(Corrupt):
+        facts = decode_object(said, "what the uploader said")
         kinds = {kind.kind: kind for kind in vars(errors).values() if _is_error(kind)}
-        return kinds[facts["kind"]](facts["message"])
+        return kinds[facts.choice("kind", kinds)](facts.text("message"))
     tail = (folder / LOG).read_text(errors="replace")[-2000:]
     return RetryLater(f"The uploader of {terms.directory} died while it started. It said: {tail}")
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.documents import decode, read_as
 from holdfast.errors import NotFound, RetryLater
 from holdfast.quantity import plural, say_bytes, say_seconds
 from holdfast.writeback.files import Found, is_open_now, look
@@ -116,7 +117,9 @@ def status_of(directory: str | os.PathLike[str]) -> Status:
     journal = Journal(root, is_reader=True)
     try:
         state, order = journal.fact("state"), journal.load()
-        exclude = tuple(json.loads(journal.fact("exclude", json.dumps(EXCLUDED))))
+        exclude = read_as(
+            tuple[str, ...], decode(journal.fact("exclude", json.dumps(EXCLUDED)), "exclude"), "exclude"
+        )
         # Only now are the files looked at: what changes after the journal was read shows as changed.
         waiting, unread, written, left_out = _compare(root, order, exclude)
         pid, place, trouble = journal.fact("pid"), journal.fact("place"), _trouble(journal)

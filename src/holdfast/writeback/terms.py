@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 
+from holdfast.documents import decode_dataclass
 from holdfast.errors import InvalidInput
 from holdfast.writeback.claim import check_owner
 from holdfast.writeback.journal import FOLDER
@@ -68,6 +69,10 @@ def skips(name: str, exclude: tuple[str, ...]) -> bool:
 
 
 def read_terms(text: str) -> Terms:
-    """The terms that a mounter wrote."""
-    facts = json.loads(text)
-    return Terms(**{**facts, "exclude": tuple(facts["exclude"])})
+    """Return the terms that a mounter wrote.
+
+    Raises:
+        Corrupt: they are no terms.
+        InvalidInput: they cannot be kept.
+    """
+    return decode_dataclass(Terms, text, "the terms of an uploader", any_text=True)

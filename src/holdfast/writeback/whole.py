@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from pathlib import PurePosixPath
+
+from holdfast.documents import decode_object
+from holdfast.errors import Corrupt
 
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_END_BYTES, _ZIP_TAIL_BYTES = 22, 22 + 0xFFFF
@@ -54,10 +56,13 @@ def _why_torn_safetensors(fd: int, num_bytes: int) -> str:
     if header_bytes > _MAX_HEADER_BYTES:
         return ""  # not what its name says
     try:
-        header = json.loads(os.pread(fd, header_bytes, 8))
-        ends = [one["data_offsets"][1] for key, one in header.items() if key != "__metadata__"]
+        text = os.pread(fd, min(header_bytes, num_bytes), 8)
+        header = decode_object(text, "the header", max_bytes=_MAX_HEADER_BYTES)
+        ends = [
+            header.fields(key).integers("data_offsets")[-1] for key in header.members if key != "__metadata__"
+        ]
         wanted = 8 + header_bytes + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (Corrupt, IndexError):
         return "the header of a safetensors file is missing or cut off"
     if num_bytes < wanted:
         return f"its header tells of {wanted} bytes, and {num_bytes} are there"

@@ -11,12 +11,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from holdfast.adapters.dcp.claim import Claim
 from holdfast.adapters.dcp.rules import rule_of
+from holdfast.documents import decode_object, read_as, refuse
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import part, values
 from holdfast.format.agreement import agree
 from holdfast.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
 from holdfast.format.cuts import Box
 from holdfast.format.layout import Piece, check_name
+from holdfast.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.format.part import DataFile
 from holdfast.state.tensors import NAMES
 
@@ -52,17 +54,20 @@ class Index:
         return json.dumps({"values": self.ranks, "paths": self.paths}, ensure_ascii=False)
 
     @classmethod
-    def parse(cls, text: str, world_size: int) -> Index:
+    def parse(cls, text: object, world_size: int) -> Index:
         """The index in the text that one of `world_size` ranks keeps.
 
         Raises:
-            LookupError, TypeError, ValueError, AttributeError: it is something else.
+            Corrupt: it is something else.
         """
-        body = json.loads(text)
-        ranks = {str(name): int(rank) for name, rank in body["values"].items()}
-        if not all(0 <= rank < world_size for rank in ranks.values()):
-            raise ValueError(f"it names other ranks than {world_size} can be")
-        return cls(ranks, {name: tuple(path) for name, path in body["paths"].items()})
+        if type(text) is not str:
+            refuse("the values", "the index", "a text", text)
+        body = decode_object(text, "the index of values", max_bytes=MAX_DOCUMENT_BYTES)
+        found, paths = body.fields("values"), body.fields("paths")
+        ranks = {name: found.integer(name, at_most=world_size - 1) for name in found.members}
+        return cls(
+            ranks, {name: read_as(tuple[str | int, ...], paths.array(name), name) for name in paths.members}
+        )
 
 
 def catalog_of(plans: Sequence[SavePlan]) -> bytes:

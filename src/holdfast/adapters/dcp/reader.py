@@ -210,8 +210,8 @@ def _index(parts: Parts) -> Index:
         return Index({}, {})
     try:
         return Index.parse(part.values[INDEX], part.world_size)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        message = f"{part.what} has an index of values that cannot be read: {error!r}."
+    except Corrupt as error:
+        message = f"{part.what} has an index of values that cannot be read: {error}"
         raise Corrupt(message, step=part.step, rank=0, key=INDEX) from error
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
+from holdfast.documents import decode_dataclass, decode_object
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.format.hashes import digest
 
@@ -37,9 +38,12 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Plan:
-        """The plan in a JSON text."""
-        body = json.loads(text)
-        return cls(**{**body, "members": tuple(body["members"])})
+        """Return the plan in a JSON text.
+
+        Raises:
+            Corrupt: it is no plan.
+        """
+        return decode_dataclass(cls, text, "the plan for a tag")
 
 
 class Board:
@@ -107,7 +111,10 @@ class Board:
     def claim_run(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that save in this run: these, if nobody has saved before."""
         key, told = f"{self.name}/members", json.dumps(members)
-        return tuple(json.loads(self.store.compare_set(key, "", told)))
+        found = decode_object(
+            b'{"members":%s}' % self.store.compare_set(key, "", told), "the ranks that save"
+        )
+        return found.integers("members")
 
     def leave(self, members: tuple[int, ...]) -> None:
         """Say that this rank needs nothing more; the first rank, which serves the store, goes last.

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from holdfast.documents import decode_dataclass
 from holdfast.restore.placing import placed_file
 
 _FIRST_LINE = "This is no file of torch.save: the state is in a Holdfast checkpoint.\n"
@@ -33,12 +34,15 @@ class Marker:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Marker | None:
-        """The marker at a path; None if there is something else, or nothing."""
+        """Return the marker at a path; None if there is something else, or nothing.
+
+        Raises:
+            Corrupt: it begins as a marker and is none.
+        """
         place = Path(path)
         if not place.is_file() or place.stat().st_size > _LIMIT_BYTES:
             return None
         text = place.read_bytes()
         if not text.startswith(_FIRST_LINE.encode()):
             return None
-        body = json.loads(text[len(_FIRST_LINE) :])
-        return cls(body["home"], body["tag"], body["partition"])
+        return decode_dataclass(cls, text[len(_FIRST_LINE) :], str(path), any_text=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 from holdfast.jobs.environment import Node, run_environment, setup_environment
 from holdfast.jobs.machine import Life
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.plan import Plan, write_whole
+from holdfast.jobs.node.plan import Environment, Plan, read_environment, write_whole
 from holdfast.jobs.records import Record
 from holdfast.jobs.task.contents import Task
 
@@ -38,11 +37,11 @@ def plans(record: Record, life: Life, folder: JobFolder) -> list[Plan]:
         life: where it stands now: the attempt, and why it is needed.
         folder: of the job.
     """
-    told = json.loads(folder.environment.read_text())
+    told = read_environment(folder)
     return [_plan(record, life, folder, rank, told) for rank in range(record.spec.num_nodes)]
 
 
-def _plan(record: Record, life: Life, folder: JobFolder, rank: int, told: dict[str, Any]) -> Plan:
+def _plan(record: Record, life: Life, folder: JobFolder, rank: int, told: Environment) -> Plan:
     spec = record.spec
     notice = folder.node(life.attempt, rank).notice
     node = Node(

@@ -8,10 +8,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from holdfast.errors import Internal
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Corrupt, Internal
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.outcome import Outcome
+
+MAX_OWN_BYTES = 64 << 20
+"""Bytes of a document that holds an environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,30 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Read it."""
-        return cls(**json.loads(path.read_text()))
+        """Read it.
+
+        Raises:
+            Corrupt: it is no plan.
+        """
+        return decode_dataclass(cls, path.read_bytes(), str(path), max_bytes=MAX_OWN_BYTES, any_text=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The environment of a job: of who submitted it, and what its task adds."""
+
+    base: Mapping[str, str]
+    task: Mapping[str, str]
+
+
+def read_environment(job: JobFolder) -> Environment:
+    """Return the environment of a job.
+
+    Raises:
+        Corrupt: its document is damaged.
+    """
+    text, what = job.environment.read_bytes(), str(job.environment)
+    return decode_dataclass(Environment, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
@@ -57,10 +83,9 @@ def read_outcome(path: Path) -> Outcome | None:
     except FileNotFoundError:
         return None
     try:
-        told: dict[str, Any] = json.loads(text)
-        return Outcome(Phase(told["phase"]), told["code"], told["killed_by"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise Internal(f"{path} does not say how a node ended: {error!r}.") from error
+        return decode_dataclass(Outcome, text, str(path))
+    except Corrupt as error:
+        raise Internal(f"{path} does not say how a node ended: {error}") from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from holdfast.errors import RetryLater
+from holdfast.documents import Fields, decode
+from holdfast.errors import Corrupt, RetryLater
 from holdfast.jobs.status import Status
 
 _OURS: Mapping[str, Status] = {
@@ -40,13 +39,15 @@ def read_queue(text: str) -> list[Managed]:
     """
     start = text.find("[")  # words about the server may come before it
     try:
-        rows: list[dict[str, Any]] = json.loads(text[start:]) if start >= 0 else []
-        return [_read(row) for row in rows if row.get("job_id") is not None]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise RetryLater(f"SkyPilot's queue cannot be read: {error!r} in {text[:200]!r}.") from error
+        rows = decode(text[start:], "SkyPilot's queue", max_bytes=64 << 20) if start >= 0 else []
+        every = [Fields(row, "a job of SkyPilot") for row in rows]
+        return [_read(row) for row in every if "job_id" in row]
+    except (Corrupt, ValueError, TypeError) as error:
+        raise RetryLater(f"SkyPilot's queue cannot be read: {error} In {text[:200]!r}.") from error
 
 
-def _read(row: Mapping[str, Any]) -> Managed:
+def _read(job: Fields) -> Managed:
+    row = job.members
     word = str(row.get("status") or "PENDING").rpartition(".")[2]
     status = _OURS.get(word) or Status(word)
     why = row.get("failure_reason") or row.get("details") or ""
@@ -55,8 +56,8 @@ def _read(row: Mapping[str, Any]) -> Managed:
         str(row["job_id"]),
         str(row.get("job_name") or ""),
         status,
-        int(row.get("recovery_count") or 0),
+        job.integer("recovery_count") if "recovery_count" in job else 0,
         (special + str(why)).strip(),
-        row.get("start_at"),
-        row.get("end_at") if status.is_final else None,
+        job.number("start_at") if "start_at" in job else None,
+        job.number("end_at") if status.is_final and "end_at" in job else None,
     )

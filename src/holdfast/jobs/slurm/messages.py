@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from holdfast.documents import decode_object, read_dataclass
+from holdfast.errors import Corrupt
 from holdfast.jobs.outcome import Outcome, Phase
 
 
@@ -108,7 +109,11 @@ class Inbox:
 
 def _read(line: bytes) -> Message | None:
     try:
-        told: Any = json.loads(line)
-        return _KINDS[told.pop("holdfast")](**told)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        members = decode_object(line, "a line", any_text=True).members
+        kind = _KINDS.get(str(members.pop("holdfast", "")))
+        found = None if kind is None else read_dataclass(kind, members, "a message")
+        if isinstance(found, EndedNode):
+            found.outcome()
+    except (Corrupt, ValueError):
         return None
+    return found

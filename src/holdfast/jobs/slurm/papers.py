@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
-from holdfast.errors import Internal
+from holdfast.documents import decode_dataclass, decode_object, read_dataclass
+from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.machine import Life, Terms
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.plan import write_whole
+from holdfast.jobs.node.plan import MAX_OWN_BYTES, write_whole
 from holdfast.jobs.records import life_text, read_life, read_terms, terms_text
 
 
@@ -74,8 +74,12 @@ class Papers:
 
     def facts(self) -> Facts:
         """What was submitted."""
-        told = json.loads(self._facts.read_text())
-        return Facts(**{**told, "terms": read_terms(told["terms"])})
+        told = decode_object(
+            self._facts.read_bytes(), str(self._facts), max_bytes=MAX_OWN_BYTES, any_text=True
+        )
+        terms = asdict(read_terms(told.text("terms")))
+        body = {**told.members, "terms": {**terms, "free_codes": sorted(terms["free_codes"])}}
+        return read_dataclass(Facts, body, str(self._facts))
 
     def write_story(self, story: Story) -> None:
         """Write down where the job stands."""
@@ -89,10 +93,12 @@ class Papers:
             Internal: it is no such document.
         """
         try:
-            told: dict[str, Any] = json.loads(self._story.read_text())
-            return Story(**{**told, "life": read_life(told["life"])})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Internal(f"{self._story} does not say where the job stands: {error!r}.") from error
+            told = decode_object(self._story.read_bytes(), str(self._story), any_text=True)
+            life = read_life(told.text("life"))
+            facts = {name: value for name, value in told.members.items() if name != "life"}
+            return replace(read_dataclass(Story, facts, str(self._story)), life=life)
+        except (OSError, Corrupt) as error:
+            raise Internal(f"{self._story} does not say where the job stands: {error}") from error
 
     def ask(self, asked: Asked) -> None:
         """Ask something of the controller, which looks once a second."""
@@ -106,4 +112,4 @@ class Papers:
     def asked(self) -> list[Asked]:
         """All that was ever asked of it, the oldest first."""
         lines = self._asked.read_bytes().split(b"\n")[:-1]
-        return [Asked(**json.loads(line)) for line in lines]
+        return [decode_dataclass(Asked, line, "a request to a job") for line in lines]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from holdfast.errors import InvalidInput, Unsupported
+
+MAX_CHARS = 1 << 17
+MAX_VALUES = 20_000
+"""Values of a task file, each alias counted as what it names."""
+MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +39,11 @@ def read_documents(text: str, name: str) -> list[Value]:
         InvalidInput: it is no YAML, or a key stands twice in a map.
         Unsupported: it holds what no task file needs: anchors that contain themselves, objects.
     """
+    if len(text) > MAX_CHARS:
+        raise InvalidInput(f"{name} has {len(text)} characters; a task file has at most {MAX_CHARS}.")
     try:
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+        _check_expansion(nodes, name)
         loader = yaml.SafeLoader("")
         return [_value(node, loader, name) for node in nodes if node is not None]
     except yaml.MarkedYAMLError as error:
@@ -57,7 +66,48 @@ def _value(node: Any, loader: yaml.SafeLoader, name: str) -> Value:
     if isinstance(node, yaml.SequenceNode):
         items = tuple(_value(item, loader, name) for item in node.value)
         return Value(line, [item.plain for item in items], items=items, kind="list")
-    return Value(line, loader.construct_object(node))
+    return Value(line, _scalar(node, loader, name))
+
+
+def _scalar(node: Any, loader: yaml.SafeLoader, name: str) -> Any:
+    try:
+        value = loader.construct_object(node)
+        hash(value)
+    except yaml.YAMLError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
+        line = node.start_mark.line + 1
+        raise InvalidInput(f"{name}:{line}: {node.value[:100]!r} is no value: {error}.") from error
+    if isinstance(value, int) and value.bit_length() > 64:
+        line = node.start_mark.line + 1
+        raise InvalidInput(f"{name}:{line}: an integer of {value.bit_length()} bits is too large.")
+    return value
+
+
+def _check_expansion(nodes: list[Any], name: str) -> None:
+    """Refuse what would be very large once every alias stands for what it names.
+
+    Raises:
+        InvalidInput: it has too many values, or is nested too deeply.
+        Unsupported: an anchor contains itself.
+    """
+    sizes: dict[int, int] = {}
+
+    def size_of(node: Any, depth: int) -> int:
+        if depth > MAX_DEPTH:
+            raise InvalidInput(f"{name}: values are nested more than {MAX_DEPTH} deep.")
+        known = sizes.get(id(node))
+        if known is None:
+            sizes[id(node)] = 0  # until it is known: met again before that, it contains itself
+            inner = () if isinstance(node, yaml.ScalarNode) else node.value
+            parts = itertools.chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+            known = sizes[id(node)] = 1 + sum(size_of(part, depth + 1) for part in parts)
+        if not known:
+            raise Unsupported(f"{name}: an anchor contains itself.")
+        return known
+
+    if sum(size_of(node, 0) for node in nodes if node is not None) > MAX_VALUES:
+        raise InvalidInput(f"{name}: with its aliases it has more than {MAX_VALUES} values.")
 
 
 def _map(node: yaml.MappingNode, loader: yaml.SafeLoader, name: str, line: int) -> Value:
@@ -68,7 +118,7 @@ def _map(node: yaml.MappingNode, loader: yaml.SafeLoader, name: str, line: int) 
         key_line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
             raise InvalidInput(f"{name}:{key_line}: expected a word as a key, found a {key_node.id}.")
-        raw = loader.construct_object(key_node)
+        raw = _scalar(key_node, loader, name)
         key = str(raw)
         members[key] = _value(value_node, loader, name)
         key_lines[key] = key_line

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.documents import decode_object
 from holdfast.jobs.environment import MARK
 from holdfast.jobs.node import locks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.porter import HOLDERS, LOCK, THERE
+from holdfast.jobs.node.plan import read_environment
 from holdfast.jobs.node.spawning import spawn
 
 STOPPED = "stopped"
@@ -77,9 +78,10 @@ class Hold:
 
     def _told(self) -> dict[str, str] | None:
         try:
-            return json.loads((self._folder / THERE).read_text())
+            told = decode_object((self._folder / THERE).read_bytes(), THERE, any_text=True)
         except FileNotFoundError:
             return None
+        return {name: told.text(name) for name in told.members}
 
     def _start(self) -> bool:
         """Start a porter, unless there is one; True if there was none."""
@@ -96,5 +98,5 @@ class Hold:
 
 def job_environment(job: JobFolder) -> dict[str, str]:
     """The environment in which a job's mounts are made: the keys that the job was given open its buckets."""
-    told = json.loads(job.environment.read_text())
-    return {name: value for name, value in {**told["base"], **told["task"]}.items() if name != MARK}
+    told = read_environment(job)
+    return {name: value for name, value in {**told.base, **told.task}.items() if name != MARK}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from holdfast.documents import decode, read_as
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.plan import write_whole
@@ -30,9 +31,10 @@ def write_links(folder: JobFolder, links: list[Link]) -> None:
 def read_links(folder: JobFolder) -> list[Link]:
     """The links of a job."""
     try:
-        return [Link(**told) for told in json.loads(_document(folder).read_text())]
+        told = decode(_document(folder).read_bytes(), "the links of a job", any_text=True)
     except FileNotFoundError:
         return []
+    return list(read_as(tuple[Link, ...], told, "the links of a job"))
 
 
 def attach(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from holdfast.documents import decode, read_as
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.plan import write_whole
 
@@ -38,10 +39,10 @@ def write_supplies(folder: JobFolder, supplies: list[Supply]) -> None:
 def read_supplies(folder: JobFolder) -> list[Supply]:
     """What the attempts of a job need; nothing if nobody has written it down."""
     try:
-        told = json.loads(_document(folder).read_text())
+        told = decode(_document(folder).read_bytes(), "what a job needs", any_text=True)
     except FileNotFoundError:
         return []
-    return [Supply(**{**one, "kind": Kind(one["kind"])}) for one in told]
+    return list(read_as(tuple[Supply, ...], told, "what a job needs"))
 
 
 def caches(folder: JobFolder) -> list[Supply]:

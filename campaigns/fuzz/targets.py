@@ -1,0 +1,1068 @@
+"""Everything that reads what others wrote, each with seeds that it accepts and mutations that suit them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import json
+import random
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from campaigns.fuzz.mutation import (
+    Mutation,
+    mutate_bytes,
+    mutate_json,
+    mutate_lines,
+    mutate_sealed,
+    mutate_text,
+)
+from holdfast.errors import Corrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One parser."""
+
+    name: str
+    seeds: Callable[[], list[bytes]]
+    run: Callable[[bytes], object]
+    mutate: Mutation
+
+
+# -- documents of a home -----------------------------------------------------------------------------------
+
+
+@cache
+def _home() -> dict[str, bytes]:
+    """A home with three checkpoints of two ranks, by name of the object."""
+    import torch
+
+    from holdfast.format import names, run
+    from holdfast.format.cuts import Cut
+    from holdfast.format.sealed import dumps
+    from holdfast.store.memory import MemoryStore
+    from making import make_checkpoint, make_home
+
+    store = MemoryStore("fuzz")
+    make_home(store, attempts=(1, 2))
+    for step, attempt in ((10, 1), (20, 1), (30, 2)):
+        ranks = [
+            {
+                "model.w": (torch.arange(8.0) + step, (8 * rank,), (16,)),
+                "model.b": (torch.ones(2, 2) * rank, (2 * rank, 0), (4, 2)),
+                f"only{rank}": torch.ones(3),
+                "rng": torch.zeros(16, dtype=torch.uint8),
+            }
+            for rank in range(2)
+        ]
+        values = [{"epoch": step, "state": {1: (1, "a", 2.5), "b": {1, 2}, "c": b"xy", "d": 2**70}}] * 2
+        make_checkpoint(
+            store,
+            step,
+            attempt,
+            ranks,
+            per_rank=("rng",),
+            tied={"head": "model.w"},
+            values=values,
+            base=(1, 20) if attempt == 2 else None,
+            cuts={"model.b": Cut(((0, 2),), (0, 1))},
+            frozen=("only1",),
+        )
+    facts = {"attempt": 1, "rank": 0, "bytes": 10**6, "seconds": 0.5, "tier": "home", "detail": "x"}
+    kinds = ("claimed", "staged", "persisted", "committed", "restored", "failed", "preempted", "closed")
+    lines: list[dict[str, Any]] = [
+        {"t": 1.0 + i, "event": kind, "step": 10 * (1 + i % 3), **facts} for i, kind in enumerate(kinds)
+    ]
+    lines.append({"t": 12.0, "event": "metrics", "steps": [1, 2], "values": {"loss": [0.5, "nan"]}})
+    store.put(names.history(1, 0), b"".join(dumps(line) + b"\n" for line in lines))
+    store.put(names.DONE, run.document(run.Done("run-one", 2, 30, 1.5)))
+    return {entry.name: store.get(entry.name) for entry in store.list()}
+
+
+def _named(part: str) -> Callable[[], list[bytes]]:
+    return lambda: [data for name, data in _home().items() if part in name and name.endswith(".json")]
+
+
+def _run_part(data: bytes) -> None:
+    from holdfast.format import part
+    from holdfast.restore.find import check_part
+
+    check_part(part.parse(data, "part"), 0, "part")
+
+
+def _run_manifest(data: bytes) -> None:
+    from holdfast.format import names
+    from holdfast.restore import find
+    from holdfast.store.memory import MemoryStore
+
+    store = MemoryStore("fuzz")
+    store.put(names.manifest(30, 2), data)
+    manifest = find.read_manifest(store, 30, 2, None)
+    with contextlib.suppress(Corrupt):
+        find.check_files([find.list_home(store)], manifest)
+    list(
+        manifest.tensors["model.w"].cut.boxes(manifest.tensors["model.w"].shape)
+    ) if "model.w" in manifest.tensors else 0
+
+
+def _catalogs() -> list[bytes]:
+    from holdfast.format.catalog import Catalog, Tensor, catalog_text
+    from holdfast.format.cuts import Box, Boxes, Cut, whole
+
+    boxes = Boxes(((0, Box((0, 0), (2, 4))), (1, Box((2, 0), (2, 1))), (2, Box((2, 1), (2, 3)))))
+    tensors = {
+        "a": Tensor("F32", (4, 4), boxes, (0, 1, 2)),
+        "b": Tensor("BF16", (8,), Cut(((0, 3),), (2, 0, 1)), (0, 1, 2), True),
+        "c": Tensor("I64", (), whole(1), (1,)),
+        "d": Tensor("F32", (4, 4), boxes, (0, 1, 2)),
+    }
+    return [catalog_text(Catalog(tensors, {"e": "a"}))]
+
+
+def _run_catalog(data: bytes) -> None:
+    from holdfast.format.agreement import agree
+    from holdfast.format.catalog import parse_catalog
+
+    catalog = parse_catalog(data, "catalog")
+    for rank in range(3):
+        list(catalog.written_by(rank))
+    agree((data,), (0, 0, 0))
+
+
+def _value_seeds() -> list[bytes]:
+    import collections
+    import datetime
+    import pathlib
+
+    import numpy
+    import torch
+
+    from holdfast.format.sealed import dumps
+    from holdfast.format.values import encode
+
+    values = [
+        {"a": [1, 2.5, None, True, "x"], 3: (1, {2}, frozenset({3})), "b": b"abc", "c": bytearray(b"x")},
+        [2**80, complex(1, 2), range(3), collections.OrderedDict(a=1), collections.Counter("aab")],
+        [collections.deque([1, 2], maxlen=3), datetime.datetime(2020, 1, 2), datetime.timedelta(1, 2, 3)],
+        [
+            datetime.date(2020, 1, 2),
+            pathlib.PurePosixPath("/a/b"),
+            numpy.arange(6).reshape(2, 3),
+            numpy.float32(2),
+        ],
+        [
+            torch.float32,
+            torch.device("cpu"),
+            torch.Size([1, 2]),
+            float("nan"),
+            numpy.array(["ab"]),
+            {"$x": 1},
+        ],
+    ]
+    return [dumps(encode(value, "value")) for value in values]
+
+
+def _run_value(data: bytes) -> None:
+    from holdfast.documents import decode
+    from holdfast.format import values
+    from holdfast.format.limits import MAX_DEPTH
+
+    values.decode(decode(data, "values", max_depth=MAX_DEPTH))
+
+
+def _run_documents() -> list[bytes]:
+    from holdfast.format import run
+
+    return [
+        run.document(run.Run("run-one", 1.5)),
+        run.document(run.Attempt(3, "run-one", 2, "host", 77, 2.5)),
+        run.document(run.Done("run-one", 3, 40, 2.5)),
+        run.document(run.Refusal("run-one", 3, 40, "why", 1, "model.w")),
+        run.document(run.Passed("run-one", 3, 40, "why", 2.5)),
+    ]
+
+
+def _run_run(data: bytes) -> None:
+    from holdfast.format import run
+
+    for cls in (run.Run, run.Attempt, run.Done, run.Refusal, run.Passed):
+        with contextlib.suppress(Corrupt):
+            run.parse(cls, data, "document")
+
+
+def _run_sealed(data: bytes) -> None:
+    from holdfast.format.sealed import unseal, unseal_lines
+
+    with contextlib.suppress(Corrupt):
+        unseal(data, "document")
+    unseal_lines(data, "document")
+
+
+def _run_history(data: bytes) -> None:
+    from holdfast.report import events
+    from holdfast.store.memory import MemoryStore
+
+    store = MemoryStore("fuzz")
+    store.put("history/a0001-rank-00000.jsonl", data)
+    lines, _ = events.read_lines(store)
+    events.events_of(lines)
+
+
+def _history() -> list[bytes]:
+    return [data for name, data in _home().items() if name.startswith("history/")]
+
+
+# -- homes with every command ------------------------------------------------------------------------------
+
+
+def _home_seeds() -> list[bytes]:
+    return [
+        name.encode() + b"\0" + data for name, data in _home().items() if name.endswith((".json", ".jsonl"))
+    ]
+
+
+def _mutate_home(case: bytes, chance: random.Random) -> bytes:
+    name, _, data = case.partition(b"\0")
+    mutate = mutate_lines if name.endswith(b"jsonl") else mutate_sealed
+    if not chance.randrange(12):
+        name = chance.choice(
+            (
+                b"attempts/a" + b"9" * 200 + b".json",
+                b"step-00000040/manifest-a0003.json",
+                b"attempts/a0009.json",
+                name + b"x",
+            )
+        )
+    return name + b"\0" + mutate(data, chance)
+
+
+def _run_home(case: bytes, command: str) -> None:
+    from holdfast import cli
+
+    name, _, data = case.partition(b"\0")
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-home-"))
+    try:
+        for one, content in {**_home(), name.decode("utf-8", "replace"): data}.items():
+            path = folder / one
+            if "\0" in one or ".." in path.parts or one.startswith("/"):
+                return
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            except OSError:
+                return
+        _COMMANDS[command](folder, cli)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _call(*words: str) -> Callable[[Path, Any], None]:
+    def act(folder: Path, cli: Any) -> None:
+        out = io.StringIO()
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+            contextlib.suppress(SystemExit),
+        ):
+            cli.main([word.replace("HOME", str(folder)) for word in words])
+        if "Traceback" in out.getvalue() or "internal" in out.getvalue().lower():
+            raise AssertionError(out.getvalue()[-2000:])
+
+    return act
+
+
+def _restore(folder: Path, _: Any) -> None:
+    import torch
+
+    from holdfast.restore.resume import restore_newest
+    from holdfast.state import load  # noqa: F401 - imported before time is counted
+    from holdfast.store import open_store
+
+    class Alone:
+        def gather(self, value: Any) -> list[Any]:
+            return [json.loads(json.dumps(value))]
+
+        def share(self, value: Any) -> Any:
+            return json.loads(json.dumps(value))
+
+    from holdfast.state.load import Target
+
+    class Loading:
+        def __init__(self) -> None:
+            self.targets = {"model.w": Target(torch.zeros(16)), "only0": Target(torch.zeros(3))}
+
+        def finish(self) -> None:
+            return
+
+    found = restore_newest(
+        open_store(folder),
+        lambda manifest, values: Loading(),
+        rank=0,
+        world_size=1,
+        group=Alone(),
+        patience_s=0.0,
+    )
+    assert found is not None
+    assert found.step in (10, 20, 30, 40)
+
+
+_COMMANDS: dict[str, Callable[[Path, Any], None]] = {
+    "ls": _call("ls", "HOME", "--json"),
+    "show": _call("show", "HOME", "--json"),
+    "history": _call("history", "HOME"),
+    "verify": _call("verify", "HOME"),
+    "report": _call("report", "HOME", "-o", "HOME/../report.html", "--overwrite"),
+    "restore": _restore,
+}
+
+
+# -- compile cache, write-back, jobs ------------------------------------------------------------------------
+
+
+def _index_seeds() -> list[bytes]:
+    from holdfast.compiled.index import Index, Packed, document
+
+    files = tuple(Packed(f"ab/kernel{i}.so", 4, "0" * 32, "1" * 32, 12 * i, 12) for i in range(3))
+    return [document(Index(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, files))]
+
+
+def _run_index(data: bytes) -> None:
+    from holdfast.compiled import index
+
+    index.parse(data, index.index_name("0" * 32, 3, 1, 2))
+
+
+def _pack_seeds() -> list[bytes]:
+    from holdfast.compiled.packs import pack
+
+    whole, _ = pack({"a": b"\x7fELF" * 100, "b": bytes(1000)})
+    return [whole]
+
+
+def _run_pack(data: bytes) -> None:
+    from holdfast.compiled.index import Packed
+    from holdfast.compiled.packs import unpack
+
+    for offset in (0, 30):
+        with contextlib.suppress(Corrupt):
+            unpack(data, Packed("a", 400, "0" * 32, "1" * 32, offset, len(data)))
+
+
+@cache
+def _journal_seed() -> bytes:
+    from holdfast.writeback.files import Fingerprint
+    from holdfast.writeback.journal import FILE, FOLDER, Journal
+    from holdfast.writeback.order import Deed, Entry, Problem, Sent, Version
+
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
+    try:
+        (folder / FOLDER).mkdir()
+        journal = Journal(folder)
+        mark = Fingerprint(10, 20, 30)
+        journal.write(
+            [
+                Deed("entry", 1, Entry(1, "a/b", Version("copy", mark, "0" * 32), "inotify")),
+                Deed("entry", 2, Entry(2, "c", None, "scan")),
+                Deed("sent", "d", Sent(mark, "0" * 32)),
+                Deed("problem", "e", Problem("torn", "why", mark)),
+            ]
+        )
+        journal._base.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        journal._base.execute("PRAGMA journal_mode=DELETE")
+        journal.close()
+        return (folder / FOLDER / FILE).read_bytes()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_journal(data: bytes) -> None:
+    from holdfast.writeback.journal import FILE, FOLDER, Journal
+
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
+    try:
+        (folder / FOLDER).mkdir()
+        (folder / FOLDER / FILE).write_bytes(data)
+        journal = Journal(folder, is_reader=True)
+        try:
+            journal.load()
+        finally:
+            journal.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
+    """Change cells of the tables through SQLite, or bytes of the file."""
+    if chance.randrange(3) == 0:
+        return mutate_bytes(data, chance)
+    base = sqlite3.connect(":memory:")
+    try:
+        base.deserialize(data)
+        tables = {
+            "fact": ("key", "value"),
+            "entry": ("number", "name", "source", "form", "bytes", "changed_ns", "inode", "digest"),
+            "sent": ("name", "bytes", "changed_ns", "inode", "digest"),
+            "problem": ("name", "bytes", "changed_ns", "inode", "kind", "why"),
+        }
+        table = chance.choice(list(tables))
+        column = chance.choice(tables[table])
+        value = chance.choice(
+            (None, "x", b"\xff\xfe", -1, 2**62, 1.5, "[" * 5000, "9" * 5000, "null", "x" * 10**5)
+        )
+        if chance.randrange(6) == 0:
+            recursive = (
+                "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+                "SELECT i, i, i, i, i, i, i, i FROM n"
+            )
+            statement = chance.choice(
+                (
+                    f"DROP TABLE {table}",
+                    f"ALTER TABLE {table} ADD COLUMN more",
+                    f"DROP TABLE {table};CREATE VIEW {table} AS {recursive}",
+                )
+            )
+            base.executescript(statement)
+        else:
+            base.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        base.execute(
+            "INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(chance.choice((1, "x", "[]", "1e9"))),)
+        )
+        base.commit()
+        return base.serialize()
+    except sqlite3.Error:
+        return mutate_bytes(data, chance)
+    finally:
+        base.close()
+
+
+def _messages() -> list[bytes]:
+    save = {
+        **{"op": "save", "step": 5, "arena": 1, "arenas": [1, 2], "to_home": True},
+        **{"bytes": 100, "frozen_at": 0, "frozen_bytes": 0, "is_frozen_unchanged": False},
+    }
+    every = [
+        save,
+        {
+            "op": "note",
+            "t": 1.5,
+            "event": "restored",
+            "step": 3,
+            "bytes": 4,
+            "seconds": 0.5,
+            "detail": "x",
+            "tier": "home",
+        },
+        {"op": "drain", "attempt": 1, "step": 2},
+        {"event": "released", "arena": 1},
+        {"event": "failed", "step": 5, "kind": "Corrupt", "detail": "why", "history_trouble": None},
+        {"images": [["step-00000001/rank-00000-a0001.safetensors", 0, 4096]]},
+    ]
+    return [json.dumps(one).encode() for one in every]
+
+
+def _run_message(data: bytes) -> None:
+    import socket
+
+    from holdfast.keeper import protocol
+
+    a, b = protocol.pair()
+    with a, b, contextlib.suppress(OSError):
+        b.setblocking(False)
+        a.setblocking(False)
+        a.send(data)
+        a.shutdown(socket.SHUT_WR)
+        protocol.receive(b)
+
+
+def _run_dataclass(cls: type, data: bytes) -> None:
+    from holdfast.documents import decode_dataclass
+
+    decode_dataclass(cls, data, "document", any_text=True)
+
+
+def _dataclass_seeds(value: Any) -> list[bytes]:
+    def plain(one: Any) -> Any:
+        return sorted(one) if isinstance(one, (set, frozenset)) else getattr(one, "value", str(one))
+
+    return [json.dumps(dataclasses.asdict(value), default=plain).encode()]
+
+
+def _records() -> dict[str, Callable[[], Any]]:
+    """Values that one process writes for another, each made when it is needed."""
+
+    def keeper_terms() -> Any:
+        from holdfast.keeper.terms import Terms
+
+        return Terms("/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, "/local", (0, 1))
+
+    def trace() -> Any:
+        from holdfast.keeper.presence import Trace
+
+        return Trace(1, 0, 77, 12345, busy=True, held="a.sock")
+
+    def uploader_terms() -> Any:
+        from holdfast.writeback.terms import Terms
+
+        return Terms("/data", "s3://bucket/x")
+
+    def life() -> Any:
+        from holdfast.jobs.machine import Life
+        from holdfast.jobs.outcome import Outcome, Phase
+
+        return Life(attempt=2, outcomes={0: Outcome(next(iter(Phase)), 1, None)})
+
+    def node_plan() -> Any:
+        from holdfast.jobs.node.plan import Plan
+
+        return Plan("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, {}, 30.0)
+
+    def tag_plan() -> Any:
+        from holdfast.adapters.nebula.board import Plan
+
+        return Plan((0, 1), 5, True, None, True)
+
+    return {
+        "keeper-terms": keeper_terms,
+        "keeper-traces": trace,
+        "writeback-terms": uploader_terms,
+        "job-states": life,
+        "node-plans": node_plan,
+        "nebula-plans": tag_plan,
+    }
+
+
+def _run_record(make: Callable[[], Any], data: bytes) -> None:
+    _run_dataclass(type(make()), data)
+
+
+# -- notices, words and texts -------------------------------------------------------------------------------
+
+
+def _notice_seeds() -> list[bytes]:
+    event = {
+        "EventId": "1",
+        "EventType": "Preempt",
+        "Resources": ["vm1"],
+        "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT",
+    }
+    every = [
+        {"DocumentIncarnation": 1, "Events": [event]},
+        {"action": "terminate", "time": "2017-09-18T08:22:00Z"},
+        {"source": "x", "detail": "y", "deadline_unix_s": 1.5, "is_final": True},
+    ]
+    return [json.dumps(one).encode() for one in every] + [b"TRUE", b"TERMINATE_ON_HOST_MAINTENANCE"]
+
+
+def _run_notice(data: bytes) -> None:
+    from holdfast.notice import aws, azure, file, gcp
+    from holdfast.notice.metadata import Unreachable
+
+    text = data.decode("utf-8", "replace")
+    aws._read_action(text)
+    cloud = azure.Azure()
+    cloud._machine = "vm1"
+    cloud._get = lambda path, timeout_s: text  # type: ignore[method-assign]
+    with contextlib.suppress(Unreachable):
+        cloud.ask()
+    for kind in vars(gcp).values():
+        is_reader = isinstance(kind, type) and hasattr(kind, "_read") and kind.__module__ == gcp.__name__
+        if is_reader and not inspect.isabstract(kind):
+            with contextlib.suppress(Unreachable):
+                kind._read(kind.__new__(kind), text)
+    with tempfile.NamedTemporaryFile() as out:
+        out.write(data)
+        out.flush()
+        file.read_notice(Path(out.name))
+
+
+def _run_progress(data: bytes) -> None:
+    from holdfast.surroundings import read_progress
+
+    with tempfile.NamedTemporaryFile() as out:
+        out.write(data)
+        out.flush()
+        read_progress(Path(out.name))
+
+
+def _run_marker(data: bytes) -> None:
+    from holdfast.adapters.nebula.markers import _FIRST_LINE, Marker
+
+    with tempfile.NamedTemporaryFile() as out:
+        out.write(_FIRST_LINE.encode() + data)
+        out.flush()
+        Marker.read(out.name)
+
+
+def _run_slurm(data: bytes) -> None:
+    from holdfast.jobs.slurm.messages import Inbox
+
+    list(Inbox().take(data + b"\n"))
+
+
+def _run_queue(data: bytes) -> None:
+    from holdfast.jobs.sky.states import read_queue
+
+    read_queue(data.decode("utf-8", "replace"))
+
+
+_TASK = b"""\
+name: gpt
+num_nodes: 2
+workdir: .
+resources:
+  accelerators: {A100: 8}
+  cpus: 8+
+  use_spot: true
+  job_recovery:
+    max_restarts_on_errors: 3
+file_mounts:
+  /data: s3://bucket/data
+  /ckpt: {name: b, mode: MOUNT, store: s3}
+envs: {A: "1", B: x}
+secrets: {KEY: y}
+setup: |
+  pip install x
+run: |
+  python train.py
+"""
+_YAML_WORDS = (
+    *(
+        b"&a ",
+        b"*a",
+        b"<<: *a",
+        b"\n- ",
+        b"\n  ",
+        b": ",
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b"!!python/object:os.system ",
+        b"!!binary x",
+    ),
+    *(
+        b"!!set {a}",
+        b"!!timestamp 2000-99-99",
+        b"!!int 0b",
+        b"!!float x",
+        b"!!bool x",
+        b"1:99:1",
+        b"0x",
+        b"0o9",
+        b"---\n",
+        b"? ",
+    ),
+    *(
+        b"2001-12-32",
+        b"2001-12-14t21:59:43.10-99:00",
+        b".inf",
+        b"~",
+        b"[&b [*b]]",
+        b"9" * 5000,
+        b"\x00",
+        b"\xf0\x9f",
+        b"1e999",
+    ),
+    b"a: &a [x,x,x,x,x,x,x,x]\n"
+    + b"".join(b"%c: &%c [*%c,*%c,*%c,*%c,*%c,*%c]\n" % (c + 1, c + 1, *(c,) * 6) for c in b"abcdefgh"),
+)
+
+
+def _run_task(data: bytes) -> None:
+    from holdfast.jobs.task.reading import parse_task
+
+    parse_task(data.decode("utf-8", "replace"), "task.yaml")
+
+
+_WORDS = (
+    *(
+        b"8GiB",
+        b"10m",
+        b"1.5h",
+        b"-1",
+        b"1e9",
+        b"inf",
+        b"nan",
+        "٣".encode(),
+        "²".encode(),
+        b"9" * 400,
+        b"s3://b/p?region=x",
+    ),
+    *(
+        b"gs://b",
+        b"az://c/p?account=a",
+        b"s3://b?endpoint_url=http://[",
+        b"s3://u:p@b",
+        b"file://x",
+        b"://",
+        b"?part_bytes=",
+        b"%00",
+    ),
+    *(
+        b"[::1]:99999",
+        b"\0",
+        b"&parallel=",
+        b"timeout_s=1e999",
+        b"\xff",
+        b"#",
+        b"every=",
+        b"0.0000000000001ms",
+    ),
+)
+
+
+def _run_words(data: bytes) -> None:
+    from holdfast import quantity
+    from holdfast.compiled.trust import place_of
+    from holdfast.format import names
+    from holdfast.store.address import hide_secrets, parse_address
+    from holdfast.store.naming import check_name
+
+    text = data.decode("utf-8", "surrogateescape")
+    for act in (
+        lambda: quantity.read_bytes(text, "x"),
+        lambda: quantity.read_seconds(text, "x"),
+        lambda: parse_address(text),
+        lambda: hide_secrets(text),
+        lambda: place_of(text),
+        lambda: check_name(text),
+        lambda: names.parse(text),
+        lambda: names.parse_history(text),
+    ):
+        with contextlib.suppress(*_ours()):
+            act()
+
+
+def _ours() -> tuple[type[BaseException], ...]:
+    from holdfast.errors import HoldfastError
+
+    return (HoldfastError,)
+
+
+def _run_cli(data: bytes) -> None:
+    from holdfast import cli
+
+    words = data.decode("utf-8", "surrogateescape").split("\n")
+    if words and words[0] in (
+        "launch",
+        "demo",
+        "tune",
+        "drain",
+        "logs",
+        "queue",
+        "cancel",
+        "preempt",
+        "forget",
+        "trust",
+        "writeback",
+        "check",
+    ):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-cli-"))
+    try:
+        out = io.StringIO()
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+            contextlib.suppress(SystemExit),
+        ):
+            cli.main([word.replace("HOME", str(folder)) for word in words])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_CLI_WORDS = (
+    b"--step",
+    b"--attempt",
+    b"\n",
+    b"9" * 400,
+    b"-1",
+    b"--json",
+    b"\n--limit\n",
+    b"--step\n-5",
+    b"\0",
+    b"\xff",
+    b"nan",
+)
+
+
+# -- files of other tools ------------------------------------------------------------------------------------
+
+
+def _run_import(kind: str, name: str, data: bytes) -> None:
+    from holdfast.exchange.arrival import import_checkpoint
+
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-import-"))
+    try:
+        if kind in ("dcp", "hf"):
+            source = folder / "source"
+            shutil.copytree(_folder_seed(kind), source)
+            (source / name).write_bytes(data)
+        else:
+            source = folder / name
+            source.write_bytes(data)
+        import_checkpoint(source, folder / "home", kind=kind, under="model" if kind == "torch" else None)
+        written = sum(path.stat().st_size for path in (folder / "home").rglob("*") if path.is_file())
+        given = sum(path.stat().st_size for path in source.parent.rglob("*") if path.is_file()) - written
+        assert written < 64 * given + (1 << 20), f"{written} bytes were written of {given}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _folder_seed(kind: str) -> Path:
+    import atexit
+
+    import torch
+
+    folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{kind}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    state = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
+    if kind == "dcp":
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model": state, "step": 5}, checkpoint_id=folder, no_dist=True)
+    else:
+        from safetensors.torch import save_file
+
+        save_file({"w": state["w"]}, folder / "model-1.safetensors")
+        save_file({"b": state["b"]}, folder / "model-2.safetensors")
+        index = {"metadata": {}, "weight_map": {"w": "model-1.safetensors", "b": "model-2.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _torch_seeds(legacy: bool) -> list[bytes]:
+    import torch
+
+    out = []
+    w = torch.arange(6.0)
+    for value in (
+        {"w": w, "n": 3},
+        {"a": {"b": w[1:3], "c": w.reshape(2, 3).t()}},
+        {"e": torch.ones(1).expand(4)},
+    ):
+        file = io.BytesIO()
+        torch.save(value, file, _use_new_zipfile_serialization=not legacy)
+        out.append(file.getvalue())
+    return out
+
+
+def _mutate_torch(data: bytes, chance: random.Random) -> bytes:
+    """Change the pickle in an archive (sizes, strides, numbers), write the archive again."""
+    import zipfile
+
+    if not chance.randrange(4):
+        return mutate_bytes(data, chance)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = {info.filename: archive.read(info) for info in archive.infolist()}
+    except (zipfile.BadZipFile, ValueError, KeyError, OSError, NotImplementedError, RuntimeError, EOFError):
+        return mutate_bytes(data, chance)
+    out = io.BytesIO()
+    with zipfile.ZipFile(
+        out, "w", chance.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    ) as archive:
+        for name, content in members.items():
+            if name.endswith("data.pkl"):
+                content = mutate_pickle(content, chance)
+            elif not chance.randrange(10):
+                content = mutate_bytes(content, chance)
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+_PICKLE_WORDS = (
+    *(
+        b"K\x02",
+        b"M\xff\xff",
+        b"J\xff\xff\xff\x7f",
+        b"J\xff\xff\xff\xff",
+        b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f",
+        b"r\xff\xff\xff\x7f",
+    ),
+    *(
+        b"\x8b\xff\xff\xff\x7f",
+        b"B\xff\xff\xff\x7f",
+        b"\x8e\xff\xff\xff\xff\xff\xff\xff\x0f",
+        b"N",
+        b"(",
+        b"t",
+        b"]",
+        b"}",
+        b"R",
+        b"\x85",
+        b"\x86",
+        b".",
+    ),
+    *(
+        b"cos\nsystem\n",
+        b"ctorch\nSize\n",
+        b"ccollections\nOrderedDict\n",
+        b"q\x00",
+        b"h\x00",
+        b"b",
+        b"Q",
+        b"s",
+        b"u",
+        b"e",
+        b"a",
+        b"0",
+        b"2",
+        b"j\xff\xff\xff\xff",
+    ),
+)
+
+
+def mutate_pickle(data: bytes, chance: random.Random) -> bytes:
+    """Return a pickle with opcodes put in or numbers changed."""
+    if chance.randrange(2):
+        numbers = [i for i in range(len(data) - 1) if data[i : i + 1] == b"K"]
+        if numbers:
+            at = chance.choice(numbers)
+            return data[:at] + chance.choice(_PICKLE_WORDS[:6]) + data[at + 2 :]
+    return mutate_text(data, chance, _PICKLE_WORDS)
+
+
+def _safetensors_seeds() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(_folder_seed("hf").glob("*.safetensors"))]
+
+
+def _mutate_safetensors(data: bytes, chance: random.Random) -> bytes:
+    size = int.from_bytes(data[:8], "little")
+    if not chance.randrange(8) or size > len(data):
+        return mutate_bytes(data, chance)
+    head = mutate_json(data[8 : 8 + size].rstrip(), chance)
+    return len(head).to_bytes(8, "little") + head + data[8 + size :]
+
+
+def _whole(data: bytes) -> None:
+    from holdfast.writeback import whole
+
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as out:
+        out.write(data)
+        out.flush()
+        for act in ("_why_torn_safetensors", "_why_torn_zip"):
+            getattr(whole, act)(out.fileno(), len(data))
+
+
+def _json(*values: Any) -> Callable[[], list[bytes]]:
+    return lambda: [json.dumps(value).encode() for value in values]
+
+
+def every() -> dict[str, Target]:
+    """Return all targets by name."""
+    managed = [
+        {
+            "job_id": 1,
+            "job_name": "x",
+            "status": "RUNNING",
+            "recovery_count": 1,
+            "start_at": 1.5,
+            "end_at": None,
+        }
+    ]
+    found = [
+        Target("sealed", _named("manifest"), _run_sealed, mutate_sealed),
+        Target("manifest", _named("manifest-a0002"), _run_manifest, mutate_sealed),
+        Target("part", _named("rank-00000"), _run_part, mutate_sealed),
+        Target("catalog", _catalogs, _run_catalog, mutate_json),
+        Target("values", _value_seeds, _run_value, mutate_json),
+        Target("run-documents", _run_documents, _run_run, mutate_sealed),
+        Target("history", _history, _run_history, mutate_lines),
+        *(
+            Target(f"home-{name}", _home_seeds, partial(_run_home, command=name), _mutate_home)
+            for name in _COMMANDS
+        ),
+        Target("compile-index", _index_seeds, _run_index, mutate_sealed),
+        Target("compile-pack", _pack_seeds, _run_pack, mutate_bytes),
+        Target("journal", lambda: [_journal_seed()], _run_journal, _mutate_journal),
+        Target("keeper-messages", _messages, _run_message, mutate_json),
+        *(
+            Target(name, lambda make=make: _dataclass_seeds(make()), partial(_run_record, make), mutate_json)
+            for name, make in _records().items()
+        ),
+        Target("notices", _notice_seeds, _run_notice, mutate_json),
+        Target("progress", _json({"home": "/h", "step": 5}), _run_progress, mutate_lines),
+        Target(
+            "nebula-markers", _json({"home": "/h", "tag": "t", "partition": "p"}), _run_marker, mutate_json
+        ),
+        Target(
+            "slurm-messages",
+            _json(
+                {
+                    "holdfast": "EndedNode",
+                    "node": 0,
+                    "phase": "run",
+                    "code": 1,
+                    "killed_by": None,
+                    "is_stopped": False,
+                },
+                {"holdfast": "Here", "node": 1},
+            ),
+            _run_slurm,
+            mutate_json,
+        ),
+        Target("sky-queue", _json(managed), _run_queue, mutate_json),
+        Target("task-files", lambda: [_TASK], _run_task, partial(mutate_text, words=_YAML_WORDS)),
+        Target("words", lambda: list(_WORDS), _run_words, partial(mutate_text, words=_WORDS)),
+        Target(
+            "cli-values",
+            lambda: [
+                b"ls\nHOME",
+                b"show\nHOME\n--step\n5",
+                b"export\nHOME\nHOME/x.safetensors",
+                b"rm\nHOME\n--step\n5\n--yes",
+                b"diff\nHOME\nHOME",
+            ],
+            _run_cli,
+            partial(mutate_text, words=_CLI_WORDS),
+        ),
+        Target(
+            "safetensors",
+            _safetensors_seeds,
+            partial(_run_import, "safetensors", "a.safetensors"),
+            _mutate_safetensors,
+        ),
+        Target("writeback-files", _safetensors_seeds, _whole, _mutate_safetensors),
+        Target(
+            "hf-index",
+            lambda: [(_folder_seed("hf") / "model.safetensors.index.json").read_bytes()],
+            partial(_run_import, "hf", "model.safetensors.index.json"),
+            mutate_json,
+        ),
+        Target(
+            "dcp-metadata",
+            lambda: [(_folder_seed("dcp") / ".metadata").read_bytes()],
+            partial(_run_import, "dcp", ".metadata"),
+            mutate_pickle,
+        ),
+        Target(
+            "dcp-items",
+            lambda: [(_folder_seed("dcp") / "__0_0.distcp").read_bytes()],
+            partial(_run_import, "dcp", "__0_0.distcp"),
+            mutate_bytes,
+        ),
+        Target(
+            "torch-archive",
+            partial(_torch_seeds, legacy=False),
+            partial(_run_import, "torch", "a.pt"),
+            _mutate_torch,
+        ),
+        Target(
+            "torch-legacy",
+            partial(_torch_seeds, legacy=True),
+            partial(_run_import, "torch", "a.pt"),
+            mutate_pickle,
+        ),
+    ]
+    return {target.name: target for target in found}

@@ -1,0 +1,76 @@
+"""Whatever is read from outside: only our errors come out, within limits on time and memory.
+
+The corpus is what the fuzzer (`make fuzz`) has found; each file in it has failed once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from campaigns.fuzz.bounded import run_case
+from campaigns.fuzz.targets import every
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = every()
+QUICK = [
+    name for name in TARGETS if not name.startswith(("home-", "dcp", "hf", "torch", "cli", "safetensors"))
+]
+
+
+def test_no_case_of_the_corpus_fails_again() -> None:
+    """In a process of its own, with limits on its memory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "campaigns.fuzz.replay"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert "cases" in done.stdout
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_only_our_errors_come_out(name: str) -> None:
+    target = TARGETS[name]
+    seeds = target.seeds()
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.integers(0, 2**32), st.integers(0, len(seeds) - 1), st.integers(1, 3))
+    def check(seed: int, which: int, num_mutations: int) -> None:
+        chance, case = random.Random(seed), seeds[which]
+        for _ in range(num_mutations):
+            case = target.mutate(case, chance)
+        failure = run_case(lambda: target.run(case))
+        assert failure is None, failure.text
+
+    check()
+
+
+def test_an_error_that_is_none_of_ours_is_a_failure() -> None:
+    failure = run_case(lambda: [][0])
+    assert failure is not None
+    assert failure.kind == "IndexError"
+
+
+@pytest.mark.slow
+def test_a_case_that_never_ends_or_takes_all_memory_is_a_failure() -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(_kinds_of_excess) == ["TooLong", "MemoryError"]
+
+
+def _kinds_of_excess() -> list[str]:
+    from campaigns.fuzz.bounded import limit_memory
+
+    def never_end() -> None:
+        while True:
+            pass
+
+    limit_memory(50 << 20)
+    failures = [run_case(act) for act in (never_end, lambda: bytearray(1 << 30))]
+    return [failure.kind for failure in failures if failure]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from campaigns.fuzz.mutation import (
     Mutation,
@@ -50,7 +50,7 @@ def _home() -> dict[str, bytes]:
     from holdfast.format.cuts import Cut
     from holdfast.format.sealed import dumps
     from holdfast.store.memory import MemoryStore
-    from making import make_checkpoint, make_home
+    from tests.making import make_checkpoint, make_home
 
     store = MemoryStore("fuzz")
     make_home(store, attempts=(1, 2))
@@ -109,9 +109,9 @@ def _run_manifest(data: bytes) -> None:
     manifest = find.read_manifest(store, 30, 2, None)
     with contextlib.suppress(Corrupt):
         find.check_files([find.list_home(store)], manifest)
-    list(
-        manifest.tensors["model.w"].cut.boxes(manifest.tensors["model.w"].shape)
-    ) if "model.w" in manifest.tensors else 0
+    tensor = manifest.tensors.get("model.w")
+    if tensor is not None and tensor.cut is not None:
+        list(tensor.cut.boxes(tensor.shape))
 
 
 def _catalogs() -> list[bytes]:
@@ -196,7 +196,7 @@ def _run_run(data: bytes) -> None:
 
     for cls in (run.Run, run.Attempt, run.Done, run.Refusal, run.Passed):
         with contextlib.suppress(Corrupt):
-            run.parse(cls, data, "document")
+            run.parse(cast("type[Any]", cls), data, "document")
 
 
 def _run_sealed(data: bytes) -> None:
@@ -288,6 +288,14 @@ def _restore(folder: Path, _: Any) -> None:
     from holdfast.store import open_store
 
     class Alone:
+        rank = 0
+
+        def send(self, data: Any, to: int) -> Any:
+            raise AssertionError(f"sent to rank {to}")
+
+        def receive(self, data: Any, source: int) -> Any:
+            raise AssertionError(f"received from rank {source}")
+
         def gather(self, value: Any) -> list[Any]:
             return [json.loads(json.dumps(value))]
 
@@ -402,9 +410,9 @@ def _run_journal(data: bytes) -> None:
 
 def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
     """Change cells of the tables through SQLite, or bytes of the file."""
-    if chance.randrange(3) == 0:
+    if not hasattr(sqlite3.Connection, "deserialize") or chance.randrange(3) == 0:
         return mutate_bytes(data, chance)
-    base = sqlite3.connect(":memory:")
+    base: Any = sqlite3.connect(":memory:")  # serialize and deserialize are new in Python 3.11
     try:
         base.deserialize(data)
         tables = {
@@ -502,7 +510,7 @@ def _records() -> dict[str, Callable[[], Any]]:
     def keeper_terms() -> Any:
         from holdfast.keeper.terms import Terms
 
-        return Terms("/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, "/local", (0, 1))
+        return Terms("/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, local="/local", local_ranks=(0, 1))
 
     def trace() -> Any:
         from holdfast.keeper.presence import Trace
@@ -577,7 +585,7 @@ def _run_notice(data: bytes) -> None:
         is_reader = isinstance(kind, type) and hasattr(kind, "_read") and kind.__module__ == gcp.__name__
         if is_reader and not inspect.isabstract(kind):
             with contextlib.suppress(Unreachable):
-                kind._read(kind.__new__(kind), text)
+                kind._read(object.__new__(kind), text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()
@@ -828,9 +836,9 @@ def _folder_seed(kind: str) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     state = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
     if kind == "dcp":
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-        dcp.save({"model": state, "step": 5}, checkpoint_id=folder, no_dist=True)
+        dcp_save({"model": state, "step": 5}, checkpoint_id=folder, no_dist=True)
     else:
         from safetensors.torch import save_file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -456,12 +457,10 @@ def _is_plain(hint: Any, value: Any) -> bool:
 
 
 def _read_as_one_of(hints: tuple[Any, ...], value: Any, what: str) -> Any:
-    for hint in hints:
-        try:
+    for hint in hints[:-1]:
+        with contextlib.suppress(Corrupt):
             return read_as(hint, value, what)
-        except Corrupt as error:
-            last = error
-    raise last
+    return read_as(hints[-1], value, what)
 
 
 def _read_as_array(origin: Any, hints: tuple[Any, ...], value: Any, what: str) -> Any:

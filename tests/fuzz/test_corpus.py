@@ -1,6 +1,6 @@
 """Whatever is read from outside: only our errors come out, within limits on time and memory.
 
-The corpus is what the fuzzer (`make fuzz`) has found; each file in it has failed once.
+The corpus has cases that the fuzzer (`make fuzz`) found and cases made by hand for known attacks.
 """
 
 from __future__ import annotations

@@ -271,13 +271,16 @@ texts = st.text(st.characters(), max_size=5)
 
 
 @given(
-    st.dictionaries(texts, st.none() | st.booleans() | st.integers() | texts | st.lists(texts, max_size=3))
+    st.dictionaries(
+        texts.map("x-{}".format),
+        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts | st.lists(texts, max_size=3),
+    )
 )
 def test_messages_arrive_as_they_were_sent(message: dict[str, object]) -> None:
     ours, theirs = protocol.pair()
     with ours, theirs:
-        protocol.send(ours, message)
-        assert protocol.receive(theirs) == (message, [])
+        protocol.send(ours, {"op": "x", **message})
+        assert protocol.receive(theirs) == ({"op": "x", **message}, [])
 
 
 def test_the_longest_detail_fits_into_a_packet(tmp_path: Path) -> None:

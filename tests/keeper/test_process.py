@@ -266,13 +266,15 @@ def test_what_waits_for_room_is_sent_in_order_and_with_its_descriptors() -> None
     with Path(os.devnull).open() as file:
         for number in range(1000):
             outbox.send(
-                {"n": number}, (file.fileno(),) if number % 100 == 0 else (), sent=lambda: sent.append(1)
+                {"op": "x", "n": number},
+                (file.fileno(),) if number % 100 == 0 else (),
+                sent=lambda: sent.append(1),
             )
     assert outbox, "its socket has no room for so many"
     assert 0 < len(sent) < 1000, "what has no room is not called sent"
     for number in range(1000):
         message, fds = protocol.receive(theirs)
-        assert message == {"n": number}
+        assert message == {"op": "x", "n": number}
         assert len(fds) == (number % 100 == 0)
         for fd in fds:
             os.close(fd)

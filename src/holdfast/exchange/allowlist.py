@@ -85,7 +85,7 @@ def _check_memo(data: bytes) -> None:
         ValueError: a number is greater than the pickle has bytes, or it is no whole pickle.
     """
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in _PUTS and not 0 <= argument <= len(data):
+        if opcode.name in _PUTS and not 0 <= (argument or 0) <= len(data):
             raise ValueError(f"it numbers an object {argument}")
 
 

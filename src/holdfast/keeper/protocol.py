@@ -124,7 +124,7 @@ def read_message(packet: bytes) -> Message:
     for name, value in members.items():
         if name in _MEMBERS and not _is_of(_MEMBERS[name], value):
             refuse(what, name, "of another type", value)
-    kind = members.get("op", members.get("event"))
+    kind = members.get("op") or members.get("event") or ""
     for name in _NEEDED.get(kind, ()):
         if name not in members:
             raise Corrupt(f"{what} of the kind {shown(kind)} lacks {name!r}.", key=what)

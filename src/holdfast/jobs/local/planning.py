@@ -68,8 +68,8 @@ def _plan(record: Record, life: Life, folder: JobFolder, rank: int, told: Enviro
         log=str(folder.log(rank)),
         bell=str(folder.bell),
         notice=str(notice),
-        environment=run_environment(node, told["base"], told["task"], gpus=gpus),
-        setup_environment=setup_environment(node, told["base"], told["task"], gpus=gpus),
+        environment=run_environment(node, told.base, told.task, gpus=gpus),
+        setup_environment=setup_environment(node, told.base, told.task, gpus=gpus),
         grace_s=record.terms.grace_s,
     )
 

@@ -48,7 +48,7 @@ class Place:
 @pytest.fixture(autouse=True)
 def _trusted(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's own word that keys may be sent to the servers that task files name here."""
-    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url}")
+    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url},http://127.0.0.1:9")
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ def test_a_finished_run_says_so_and_how_to_train_on(home: Path, capfd: pytest.Ca
         ckpt.save(5).wait_durable()
         assert not (home / "done.json").exists(), "it is being trained again"
         steps.close()  # type: ignore[attr-defined]
-    assert "training goes on from step 4 to step 8" in capfd.readouterr().err
+    assert "training continues from step 4 to step 8" in capfd.readouterr().err
 
 
 def test_after_its_loop_a_training_can_be_terminated_again(tmp_path: Path) -> None:

@@ -1138,7 +1138,7 @@ class Checkpointer:
                 f"steps({total}) asks for no more"
             )
         elif is_finished:
-            self._say(f"training goes on from step {step} to step {total}")
+            self._say(f"training continues from step {step} to step {total}")
 
     def _note_end(self, how: str) -> None:
         """Have the history tell how this attempt ends; the first word counts."""

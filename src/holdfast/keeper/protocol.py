@@ -117,7 +117,7 @@ def read_message(packet: bytes) -> Message:
         Corrupt: it is no message, or lacks a member that messages of its kind have.
     """
     what = "a message between trainer and keeper"
-    body = decode_object(packet, what, max_bytes=MAX_PACKET_BYTES)
+    body = decode_object(packet, what, max_bytes=MAX_PACKET_BYTES, any_text=True)  # paths that are not UTF-8
     members = body.members
     if not members.keys() & {"op", "event", "terms", "images"}:
         raise Corrupt(f"{what} is of no kind.", key=what)

@@ -254,7 +254,7 @@ def _error(said: bytes | None, folder: Path, terms: Terms) -> HoldfastError:
     if said is None:
         return RetryLater(_LATE.format(terms.directory, terms.place))
     with suppress(Corrupt):
-        facts = decode_object(said, "what the uploader said")
+        facts = decode_object(said, "what the uploader said", any_text=True)
         kinds = {kind.kind: kind for kind in vars(errors).values() if _is_error(kind)}
         return kinds[facts.choice("kind", kinds)](facts.text("message"))
     tail = (folder / LOG).read_text(errors="replace")[-2000:]

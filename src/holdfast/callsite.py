@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's script, not at a line of this package."""
+"""Warnings that point at the line of the user's script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PASSED_THROUGH = frozenset(
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Issue a warning for the innermost line outside this package and the frameworks that call it.
+    """Issue a warning for the innermost line outside this package and its frameworks.
 
     The line is found by walking the stack: a fixed `stacklevel` is wrong as soon as a function is called from
     two places. Without such a line, as in a thread of our own, the warning points at its outermost frame.

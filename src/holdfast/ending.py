@@ -1,4 +1,4 @@
-"""Ends a process in the one way that keeps its exit status true when gloo ranks are alive."""
+"""Process exit that keeps its exit status while gloo ranks are alive."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs a module in a new process, apart from the current directory.
+    """Return the command line that runs a module without the current directory on its path.
 
     Args:
         module: full name, as after `python -m`.

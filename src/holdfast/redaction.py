@@ -34,7 +34,7 @@ def redact(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return a text whose control characters, but for tabs and line breaks, are written as escapes.
+    r"""Return `text` with control characters escaped, except tabs and line breaks.
 
     A name from a stranger's checkpoint could otherwise move a terminal's cursor or reorder what is read.
     """

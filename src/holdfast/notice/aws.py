@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from typing_extensions import override
+
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
 from holdfast.notice.cloud import Cloud
@@ -29,8 +31,8 @@ class Aws(Cloud):
         self._token_until_s = 0.0
         self._has_advised = False
 
+    @override
     def ask(self) -> Word | None:
-        """See Cloud.ask."""
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
             return _read_action(action)
@@ -51,8 +53,7 @@ class Aws(Cloud):
         if answer.status == 404:
             return None
         if answer.status != 200:
-            message = f"{self._base}{path}: status {answer.status}"
-            raise Unreachable(message)
+            raise Unreachable(f"{self._base}{path}: status {answer.status}")
         return answer.text
 
     def _authorized(self, path: str) -> Answer:
@@ -64,8 +65,7 @@ class Aws(Cloud):
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S), "Content-Length": "0"}
         answer = ask(self._base, "/latest/api/token", method="PUT", headers=headers)
         if answer.status != 200:
-            message = f"{self._base}/latest/api/token: status {answer.status}"
-            raise Unreachable(message)
+            raise Unreachable(f"{self._base}/latest/api/token: status {answer.status}")
         self._token_until_s = time.monotonic() + _TOKEN_S * 0.9
         return answer.text.strip()
 

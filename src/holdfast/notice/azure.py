@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from typing_extensions import override
+
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
 from holdfast.notice.cloud import Cloud
@@ -33,8 +35,8 @@ class Azure(Cloud):
         self._machine: str | None = None
         self._incarnation: object = None
 
+    @override
     def ask(self) -> Word | None:
-        """See Cloud.ask."""
         if self._machine is None:
             self._machine = self._get(_NAME, timeout_s=2.0).strip()
         # The first question turns the service on for this machine, which may take it two minutes.
@@ -43,16 +45,14 @@ class Azure(Cloud):
             told = decode_object(self._get(_EVENTS, timeout_s=timeout_s), "the list of events")
             events = told.array("Events", max_items=_MAX_EVENTS)
         except Corrupt as error:
-            message = f"{self._base}{_EVENTS}: not a list of events ({error})"
-            raise Unreachable(message) from error
+            raise Unreachable(f"{self._base}{_EVENTS}: not a list of events ({error})") from error
         self._incarnation = told.members.get("DocumentIncarnation", 0)
         return _first_end(events, self._machine)
 
     def _get(self, path: str, *, timeout_s: float) -> str:
         answer = ask(self._base, path, headers={"Metadata": "true"}, timeout_s=timeout_s)
         if answer.status != 200:
-            message = f"{self._base}{path}: status {answer.status}"
-            raise Unreachable(message)
+            raise Unreachable(f"{self._base}{path}: status {answer.status}")
         return answer.text
 
 

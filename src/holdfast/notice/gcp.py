@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 
+from typing_extensions import override
+
 from holdfast.notice.cloud import Cloud
 from holdfast.notice.metadata import Unreachable, ask
 from holdfast.notice.word import Word
@@ -25,8 +27,8 @@ class _Value(Cloud):
         self._wait_s = wait_s
         self._etag: str | None = None
 
+    @override
     def ask(self) -> Word | None:
-        """See Cloud.ask."""
         path = f"/computeMetadata/v1/instance/{self.path}"
         timeout_s = 2.0
         if self._etag is not None:  # else a value that has changed before we looked would never be told
@@ -34,8 +36,7 @@ class _Value(Cloud):
             timeout_s += self._wait_s
         answer = ask(self._base, path, headers=_HEADERS, timeout_s=timeout_s)
         if answer.status != 200 or answer.headers.get("metadata-flavor") != "Google":
-            message = f"{self._base}{path}: status {answer.status}"
-            raise Unreachable(message)
+            raise Unreachable(f"{self._base}{path}: status {answer.status}")
         # Without an etag nothing could wait: 0 matches no value, so the next answer comes at once.
         self._etag = answer.headers.get("etag", "0")
         return self._read(answer.text.strip())

@@ -47,7 +47,6 @@ def ask(
         found = {name.lower(): value for name, value in response.getheaders()}
         return Answer(response.status, text, found)
     except (OSError, http.client.HTTPException) as error:
-        message = f"{base}{path}: {error!r}"
-        raise Unreachable(message) from error
+        raise Unreachable(f"{base}{path}: {error!r}") from error
     finally:
         connection.close()

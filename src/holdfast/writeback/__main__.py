@@ -56,8 +56,7 @@ def main() -> int:
 
 def _terms(args: argparse.Namespace) -> Terms:
     if not args.directory or not args.place:
-        message = "Give DIRECTORY and PLACE."
-        raise InvalidInput(message)
+        raise InvalidInput("Give DIRECTORY and PLACE.")
     root = Path(args.directory).absolute()
     url = checked_place(root, args.place)
     made(root)

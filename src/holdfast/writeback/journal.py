@@ -65,8 +65,9 @@ class Journal:
                 self._base.execute("PRAGMA synchronous=NORMAL")
                 self._base.executescript(_TABLES)
         if self.fact("version", VERSION) != VERSION:
-            message = f"{self._path} is of a version that this Holdfast does not know. Nothing was changed."
-            raise Corrupt(message)
+            raise Corrupt(
+                f"{self._path} is of a version that this Holdfast does not know. Nothing was changed."
+            )
         if not is_reader:
             self.state(version=VERSION)
 

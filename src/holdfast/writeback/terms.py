@@ -50,8 +50,7 @@ class Terms:
     def __post_init__(self) -> None:
         check_owner(self.owner, self.attempt)
         if self.copy_bytes < 0 or self.kept_bytes < 0:
-            message = "copy_bytes and kept_bytes must not be negative."
-            raise InvalidInput(message)
+            raise InvalidInput("copy_bytes and kept_bytes must not be negative.")
 
     def skips(self, name: str) -> bool:
         """Whether a name in the directory is none that goes to the place."""

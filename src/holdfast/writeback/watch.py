@@ -54,10 +54,9 @@ class Watch:
         self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             reason = os.strerror(ctypes.get_errno())
-            message = (
+            raise Unsupported(
                 f"{root} cannot be watched: {reason}. Raise fs.inotify.max_user_instances, if it is that."
             )
-            raise Unsupported(message)
         self._names: dict[int, str] = {}
 
     def fileno(self) -> int:
@@ -112,11 +111,10 @@ class Watch:
         if reason in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
             return False
         if reason == errno.ENOSPC:
-            message = (
+            raise Unsupported(
                 f"{self._root} has more directories than this system lets one user watch; raise "
                 "fs.inotify.max_user_watches."
             )
-            raise Unsupported(message)
         raise RetryLater(f"{self._root / name} cannot be watched: {os.strerror(reason)}.")
 
     def _parse(self, data: bytes) -> list[Event]:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.errors import Conflict, HoldfastError, RetryLater
 from holdfast.jobs import engine
 from holdfast.jobs.engine import Effect, Job, Line
@@ -47,21 +49,21 @@ class LocalEngine(engine.Engine):
 
     # -- taking over -----------------------------------------------------------------------------------------
 
+    @override
     def effects(self, task: Task) -> list[Effect]:
-        """See Engine.effects."""
         return effects(task)
 
+    @override
     def handover(self, task: Task) -> list[str]:
-        """See Engine.handover."""
         return []
 
+    @override
     def check(self, task: Task) -> None:
-        """See Engine.check."""
         check_workdir(task)
         check(task, self._state)
 
+    @override
     def submit(self, task: Task) -> Job:
-        """See Engine.submit."""
         self.check(task)
         check_sources(task)
         now_s = time.time()
@@ -92,16 +94,16 @@ class LocalEngine(engine.Engine):
 
     # -- seeing ----------------------------------------------------------------------------------------------
 
+    @override
     def jobs(self) -> list[Job]:
-        """See Engine.jobs."""
         with self._records() as records:
             found = records.all(self.name)
         for record in found:
             self._tend(record)
         return [self._job(record) for record in found]
 
+    @override
     def job(self, number: int) -> Job:
-        """See Engine.job."""
         return self._job(self._record(number))
 
     def _record(self, number: int) -> Record:
@@ -121,12 +123,12 @@ class LocalEngine(engine.Engine):
 
     # -- asking ----------------------------------------------------------------------------------------------
 
+    @override
     def cancel(self, number: int) -> Job:
-        """See Engine.cancel."""
         return self._ask(number, "cancel")
 
+    @override
     def preempt(self, number: int, *, lead_s: float) -> Job:
-        """See Engine.preempt."""
         record = self._record(number)
         status = record.life.status
         if status is Status.WINDING_DOWN or not (status.is_final or record.life.is_active):
@@ -136,8 +138,8 @@ class LocalEngine(engine.Engine):
             )
         return self._ask(number, "preempt", lead_s)
 
+    @override
     def forget(self, number: int, *, force: bool = False) -> None:
-        """See Engine.forget."""
         with self._records() as records:
             forget(records, self._state, number, force=force)
 
@@ -153,8 +155,8 @@ class LocalEngine(engine.Engine):
 
     # -- output ----------------------------------------------------------------------------------------------
 
+    @override
     def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
-        """See Engine.lines."""
         record = self._record(number)
         folder = job_folder(self._state, number)
         readers: dict[int | None, Reader] = {None: Reader(folder.changed)} if with_changes else {}

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs import engine
 from holdfast.jobs.due import Due
@@ -42,8 +44,8 @@ class SkyEngine(engine.Engine):
 
     # -- taking over -----------------------------------------------------------------------------------------
 
+    @override
     def effects(self, task: Task) -> list[Effect]:
-        """See Engine.effects."""
         return effects(task)
 
     def handover(self, task: Task) -> list[str]:
@@ -51,12 +53,12 @@ class SkyEngine(engine.Engine):
         words = commands.launch_words(outer_name(task.name, "JOB"), "task.yaml", task.secrets)
         return [f"$ sky {' '.join(words)}", *handed_text(task, "TASK-ID", "JOB").splitlines()]
 
+    @override
     def check(self, task: Task) -> None:
-        """See Engine.check."""
         check_workdir(task)
 
+    @override
     def submit(self, task: Task) -> Job:
-        """See Engine.submit."""
         self.check(task)
         sys.stderr.write(f"holdfast: {commands.version()} is given the job; this may take minutes\n")
         now_s = time.time()
@@ -84,14 +86,14 @@ class SkyEngine(engine.Engine):
 
     # -- seeing ----------------------------------------------------------------------------------------------
 
+    @override
     def jobs(self) -> list[Job]:
-        """See Engine.jobs."""
         with self._records() as records:
             found = records.all(self.name)
         return self._look(found)
 
+    @override
     def job(self, number: int) -> Job:
-        """See Engine.job."""
         (found,) = self._look([self._record(number)])
         return found
 
@@ -143,8 +145,8 @@ class SkyEngine(engine.Engine):
 
     # -- asking ----------------------------------------------------------------------------------------------
 
+    @override
     def cancel(self, number: int) -> Job:
-        """See Engine.cancel."""
         job = self.job(number)
         if job.status.is_final:
             raise Conflict(f"Job {number} has ended already: {job.status.value}.")
@@ -168,8 +170,8 @@ class SkyEngine(engine.Engine):
             raise Conflict(f"SkyPilot has not told its number of job {number}. Try again when it has begun.")
         return outer_id
 
+    @override
     def forget(self, number: int, *, force: bool = False) -> None:
-        """See Engine.forget."""
         self.job(number)  # what became of it is written down when it is looked at
         with self._records() as records:
             forget(records, self._state, number, force=force)

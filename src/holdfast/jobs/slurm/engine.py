@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.entry import command
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs import engine
@@ -58,8 +60,8 @@ class SlurmEngine(engine.Engine):
 
     # -- taking over -----------------------------------------------------------------------------------------
 
+    @override
     def effects(self, task: Task) -> list[Effect]:
-        """See Engine.effects."""
         return effects(task)
 
     def handover(self, task: Task) -> list[str]:
@@ -67,8 +69,8 @@ class SlurmEngine(engine.Engine):
         script = self._script(task, "JOB", "TASK-ID")
         return ["$ sbatch --parsable sbatch.sh", *script.text().splitlines()]
 
+    @override
     def check(self, task: Task) -> None:
-        """See Engine.check."""
         wanted_options(task)
         check_workdir(task)
         for mount in task.file_mounts:
@@ -86,8 +88,8 @@ class SlurmEngine(engine.Engine):
                 )
         check(task, self._state)
 
+    @override
     def submit(self, task: Task) -> Job:
-        """See Engine.submit."""
         self.check(task)
         commands.require()
         now_s = time.time()
@@ -156,14 +158,14 @@ class SlurmEngine(engine.Engine):
 
     # -- seeing ----------------------------------------------------------------------------------------------
 
+    @override
     def jobs(self) -> list[Job]:
-        """See Engine.jobs."""
         with self._records() as records:
             found = records.all(self.name)
         return self._look(found)
 
+    @override
     def job(self, number: int) -> Job:
-        """See Engine.job."""
         (found,) = self._look([self._record(number)])
         return found
 
@@ -228,8 +230,8 @@ class SlurmEngine(engine.Engine):
 
     # -- asking ----------------------------------------------------------------------------------------------
 
+    @override
     def cancel(self, number: int) -> Job:
-        """See Engine.cancel."""
         job = self.job(number)
         if job.status.is_final:
             raise Conflict(f"Job {number} has ended already: {job.status.value}.")
@@ -241,8 +243,8 @@ class SlurmEngine(engine.Engine):
             commands.cancel_waiting(slurm_id)
         return self.job(number)
 
+    @override
     def preempt(self, number: int, *, lead_s: float) -> Job:
-        """See Engine.preempt."""
         job = self.job(number)
         if job.status.is_final:
             raise Conflict(f"Job {number} has ended already: {job.status.value}.")
@@ -254,16 +256,16 @@ class SlurmEngine(engine.Engine):
         self._papers(number).ask(Asked("preempt", lead_s))
         return job
 
+    @override
     def forget(self, number: int, *, force: bool = False) -> None:
-        """See Engine.forget."""
         self.job(number)  # what became of it is written down when it is looked at
         with self._records() as records:
             forget(records, self._state, number, force=force)
 
     # -- output ----------------------------------------------------------------------------------------------
 
+    @override
     def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
-        """See Engine.lines."""
         folder = job_folder(self._state, number)
         num_nodes = self._record(number).spec.num_nodes
         readers: dict[int | None, Reader] = {None: Reader(folder.changed)} if with_changes else {}

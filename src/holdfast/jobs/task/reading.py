@@ -39,8 +39,9 @@ def read_task(path: str | Path, overrides: Overrides | None = None) -> Task:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        message = f"There is no task file {path}. Give the path of a YAML file as SkyPilot has them."
-        raise NotFound(message) from error
+        raise NotFound(
+            f"There is no task file {path}. Give the path of a YAML file as SkyPilot has them."
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"The task file {path} cannot be read: {error}.") from error
     return parse_task(text, str(path), overrides)

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from holdfast.jobs.task.document import Value
 
 
@@ -53,12 +55,12 @@ def say_value(value: Value) -> str:
 class Anything(Shape):
     """Not looked into."""
 
+    @override
     def problems(self, value: Value, where: str) -> Iterator[Problem]:
-        """See Shape.problems."""
         yield from ()
 
+    @override
     def say(self) -> str:
-        """See Shape.say."""
         return "anything"
 
 
@@ -71,8 +73,8 @@ class Scalar(Shape):
     allowed: Collection[str] = ()  # if given: these, in any case of letters
     least: float | None = None
 
+    @override
     def problems(self, value: Value, where: str) -> Iterator[Problem]:
-        """See Shape.problems."""
         if not self.is_of_type(value):
             yield self.refuse(value, where)
         elif self.allowed and str(value.plain).lower() not in {one.lower() for one in self.allowed}:
@@ -81,8 +83,8 @@ class Scalar(Shape):
             what = f"expected {self.say()}, at least {self.least:g}, found {say_value(value)}"
             yield Problem(value.line, where, what)
 
+    @override
     def say(self) -> str:
-        """See Shape.say."""
         return f"one of {', '.join(self.allowed)}" if self.allowed else self.name
 
     def is_of_type(self, value: Value) -> bool:
@@ -119,8 +121,8 @@ class Either(Shape):
         else:
             yield self.refuse(value, where)
 
+    @override
     def say(self) -> str:
-        """See Shape.say."""
         said = [shape.say() for shape in self.shapes if shape is not NOTHING]
         return " or ".join(dict.fromkeys(said))
 
@@ -145,16 +147,16 @@ class ListOf(Shape):
 
     item: Shape
 
+    @override
     def problems(self, value: Value, where: str) -> Iterator[Problem]:
-        """See Shape.problems."""
         if value.kind != "list":
             yield self.refuse(value, where)
             return
         for number, item in enumerate(value.items):
             yield from self.item.problems(item, f"{where}[{number}]")
 
+    @override
     def say(self) -> str:
-        """See Shape.say."""
         return f"a list of {self.item.say()}"
 
 
@@ -164,16 +166,16 @@ class MapOf(Shape):
 
     member: Shape
 
+    @override
     def problems(self, value: Value, where: str) -> Iterator[Problem]:
-        """See Shape.problems."""
         if value.kind != "map":
             yield self.refuse(value, where)
             return
         for key, member in value.members.items():
             yield from self.member.problems(member, f"{where}.{key}")
 
+    @override
     def say(self) -> str:
-        """See Shape.say."""
         return f"a map to {self.member.say()}"
 
 
@@ -184,8 +186,8 @@ class Keys(Shape):
     shapes: Mapping[str, Shape]
     name: str = "a map"
 
+    @override
     def problems(self, value: Value, where: str) -> Iterator[Problem]:
-        """See Shape.problems."""
         if value.kind != "map":
             yield self.refuse(value, where)
             return
@@ -196,8 +198,8 @@ class Keys(Shape):
             else:
                 yield Problem(value.key_lines[key], path, self._unknown(key, where))
 
+    @override
     def say(self) -> str:
-        """See Shape.say."""
         return self.name
 
     def _unknown(self, key: str, where: str) -> str:

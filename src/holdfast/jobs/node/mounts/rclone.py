@@ -80,8 +80,7 @@ class BucketMount:
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
-                message = "The program rclone is not there any more; install it again."
-                raise Unsupported(message) from error
+                raise Unsupported("The program rclone is not there any more; install it again.") from error
         self._wait(is_wanted)
         self._look(is_wanted)
 

@@ -146,8 +146,10 @@ def parse(text: bytes, name: str) -> Index:
         index.rank,
         index.number,
     ):
-        message = f"{name} is the index of attempt {index.attempt}, rank {index.rank}, under a wrong name."
-        raise Corrupt(message, key=name)
+        raise Corrupt(
+            f"{name} is the index of attempt {index.attempt}, rank {index.rank}, under a wrong name.",
+            key=name,
+        )
     return index
 
 

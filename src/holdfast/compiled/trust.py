@@ -39,8 +39,7 @@ def place_of(text: str) -> Place:
     """
     scheme, mark, rest = text.partition("://")
     if not text.strip():
-        message = "An empty string is no home to be trusted."
-        raise InvalidInput(message)
+        raise InvalidInput("An empty string is no home to be trusted.")
     if mark and scheme.lower() in SCHEMES:
         address = parse_address(text)
         options = tuple(f"{name}={address.option(name) or ''}" for name in _DECIDING_OPTIONS)
@@ -89,12 +88,11 @@ def trusted() -> list[str]:
     with os.fdopen(fd) as file:
         facts = os.fstat(fd)
         if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            message = (
+            raise InvalidInput(
                 f"{path} says which homes may bring code, but others than you can write it (mode "
                 f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}), so it was not read. Look at "
                 "what it says, then make it yours: chmod 600."
             )
-            raise InvalidInput(message)
         lines = [line.strip() for line in file]
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -129,8 +127,7 @@ def distrust(home: str) -> bool:
 def _line_of(home: str) -> str:
     place_of(home)  # refuses what is none
     if "\n" in home or "\r" in home:
-        message = "A home with a line break in its name cannot stand in a list of lines."
-        raise InvalidInput(message)
+        raise InvalidInput("A home with a line break in its name cannot stand in a list of lines.")
     return home if "://" in home else str(Path(home).expanduser().resolve())
 
 

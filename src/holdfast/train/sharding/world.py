@@ -55,11 +55,10 @@ def enter(device: str | None) -> World:
 
 def _check_torch_shards_on(device: str) -> None:
     if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        message = (
+        raise Unsupported(
             f"torch {torch.__version__} computes sharded models (FSDP2) on accelerators only. Install "
             "torch 2.7 or newer to shard on CPUs. Nothing was changed."
         )
-        raise Unsupported(message)
 
 
 def accelerator_type() -> str | None:

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.utils
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import CompilationMetrics, clear_compilation_metrics, get_compilation_metrics
+from typing_extensions import override
 
 from holdfast.train.tuning import places
 from holdfast.train.tuning.facts import Break, Graphs, Place, Recompile
@@ -38,12 +39,12 @@ class GraphWatch(Watcher):
         self._number = 1
 
     @property
+    @override
     def num_steps(self) -> int:
-        """See `Watcher`."""
         return self._num_steps
 
+    @override
     def begin(self, scene: Scene) -> None:
-        """See `Watcher`."""
         torch._dynamo.reset()
         clear_compilation_metrics()
         if self._compiles_itself:
@@ -51,8 +52,8 @@ class GraphWatch(Watcher):
         else:
             torch.compiler.set_stance("force_eager")
 
+    @override
     def called(self, one: Outermost, call: Call) -> Call:
-        """See `Watcher`."""
         if self._compiles_itself:
             return call
         module = one.module
@@ -71,16 +72,16 @@ class GraphWatch(Watcher):
 
         return calling
 
+    @override
     def stepped(self, number: int) -> None:
-        """See `Watcher`."""
         self._number = number + 1
         if number == 1 and not self._compiles_itself:
             torch._dynamo.reset()
             clear_compilation_metrics()
             torch.compiler.set_stance("default", force_backend="eager")
 
+    @override
     def end(self) -> Graphs:
-        """See `Watcher`."""
         torch.compiler.set_stance("default")
         metrics = [one for one in get_compilation_metrics() if one.co_filename]
         if self._compiles_itself:

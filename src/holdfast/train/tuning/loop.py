@@ -60,8 +60,9 @@ def tune(
     """
     kept = list(itertools.islice(batches, max_batches))
     if not kept:
-        message = "tune needs some batches, and was given none: give a loader, or a list of batches."
-        raise InvalidInput(message)
+        raise InvalidInput(
+            "tune needs some batches, and was given none: give a loader, or a list of batches."
+        )
     with _as_before(state):
         asking = _Loop(step, kept)
         loaders = Loaders()
@@ -126,10 +127,9 @@ class _Loop:
         finally:
             probe.stop()
         if not told:
-            message = (
+            raise InvalidInput(
                 "tune gave 4 batches to the step function, and no optimizer made a step. Give a function "
                 "that does all of a training step: forward, backward, `optimizer.step()`."
             )
-            raise InvalidInput(message)
         assert isinstance(told[0], kind)
         return told[0]

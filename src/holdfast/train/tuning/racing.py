@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+from typing_extensions import override
 
 from holdfast.train.tuning import modules
 from holdfast.train.tuning.clock import Clock
@@ -47,8 +48,8 @@ class Racing(Watcher):
         """See `Watcher`; more are needed if shapes go on to be compiled anew."""
         return 2 * (self._num_pairs + 3 + len(self._compiling))
 
+    @override
     def begin(self, scene: Scene) -> None:
-        """See `Watcher`."""
         self._undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the compiler warns of what it does itself
         self._clock = Clock(scene.device)
@@ -64,8 +65,8 @@ class Racing(Watcher):
         self._set(is_compiled=False)
         self._begin_step()
 
+    @override
     def called(self, one: Outermost, call: Call) -> Call:
-        """See `Watcher`."""
         chosen = call if self._is_own or self._variant == "blocks" else self._toggled(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
@@ -74,8 +75,8 @@ class Racing(Watcher):
 
         return calling
 
+    @override
     def stepped(self, number: int) -> None:
-        """See `Watcher`."""
         self._clock.settle()
         seconds, spent_s = self._clock.now_s() - self._began_s, self._clock.spent_s() - self._began_spent_s
         peak, used = self._clock.peak_bytes(), self._began_bytes
@@ -90,8 +91,8 @@ class Racing(Watcher):
         self._set(is_compiled=not self._is_compiled)
         self._begin_step()
 
+    @override
     def end(self) -> Race:
-        """See `Watcher`."""
         self._undo.close()
         torch.compiler.set_stance("default")
         eager, compiled = (tuple(self._times[key][-self._num_pairs :]) for key in (False, True))

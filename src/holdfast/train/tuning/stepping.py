@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from holdfast.train.tuning import modules
 from holdfast.train.tuning.clock import Clock
@@ -40,20 +41,19 @@ class Stepping(Watcher):
         self._items = self._elements = 0
 
     @property
+    @override
     def num_steps(self) -> int:
-        """See `Watcher`."""
         return self._num_steps
 
+    @override
     def begin(self, scene: Scene) -> None:
-        """See `Watcher`."""
         self._scene = scene
         self._clock = Clock(scene.device)
         self._loader = self._loaders.last()
         self._begin_step()
 
+    @override
     def called(self, one: Outermost, call: Call) -> Call:
-        """See `Watcher`."""
-
         def calling(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 self._note(args, kwargs)
@@ -61,8 +61,8 @@ class Stepping(Watcher):
 
         return calling
 
+    @override
     def stepped(self, number: int) -> None:
-        """See `Watcher`."""
         self._clock.settle()
         wall_s, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._began_cpu_s
         is_odd = self._loaders.num_begun != self._begun or modules.compilations() != self._compiled
@@ -73,8 +73,8 @@ class Stepping(Watcher):
         self._look_at_given()
         self._begin_step()
 
+    @override
     def end(self) -> Steps:
-        """See `Watcher`."""
         groups = self._scene.optimizer.param_groups
         rate = groups[0].get("initial_lr", groups[0].get("lr"))  # a schedule changes "lr"
         found = [modules.inner(one.module) for one in self._scene.modules]

@@ -91,14 +91,14 @@ class _Survey:
         try:
             steps = self._rehearsals.run(self._plan, Steps)
         except Failed as why:
-            message = f"{self._plan.script} could not be measured: {why}\nNothing of it was changed."
-            raise InvalidInput(message) from None
+            raise InvalidInput(
+                f"{self._plan.script} could not be measured: {why}\nNothing of it was changed."
+            ) from None
         if not steps.steps:
-            message = (
+            raise InvalidInput(
                 f"{self._plan.script} ends after too few steps to be measured: give it arguments with which "
                 f"it takes at least {plural(self._plan.num_steps + 3, 'step')}, or --steps fewer."
             )
-            raise InvalidInput(message)
         now = pace(steps.steps, steps.device)
         paddings = sizes.compare(steps.lengths) if "shapes" in self._questions else None
         self._findings += sizes.find_padding(steps, paddings)

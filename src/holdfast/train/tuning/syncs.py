@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from holdfast.train.tuning import places
 from holdfast.train.tuning.facts import Place, Sync, Syncs
@@ -81,12 +82,12 @@ class SyncWatch(Watcher):
         self._on_device: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
+    @override
     def num_steps(self) -> int:
-        """See `Watcher`."""
         return self._num_steps
 
+    @override
     def begin(self, scene: Scene) -> None:
-        """See `Watcher`."""
         self._device = scene.device
         for one in scene.modules:
             for tensor in (*one.module.parameters(), *one.module.buffers()):
@@ -94,9 +95,8 @@ class SyncWatch(Watcher):
         torch.compiler.set_stance("force_eager")  # a function mode would make compiled code compile anew
         self._mode.__enter__()
 
+    @override
     def called(self, one: Outermost, call: Call) -> Call:
-        """See `Watcher`."""
-
         def calling(*args: Any, **kwargs: Any) -> Any:
             for tensor in tensors((args, kwargs)):
                 self._on_device[tensor] = True
@@ -108,12 +108,12 @@ class SyncWatch(Watcher):
 
         return calling
 
+    @override
     def stepped(self, number: int) -> None:
-        """See `Watcher`."""
         self._number = number + 1
 
+    @override
     def end(self) -> Syncs:
-        """See `Watcher`."""
         self._mode.__exit__(None, None, None)
         torch.compiler.set_stance("default")
         found = tuple(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
 from holdfast import callsite
+from nursery import shared
 
 KEEPER_DIES = """
 import os, sys, time
@@ -82,13 +81,9 @@ def test_a_warning_shows_the_line_of_the_script(script: str, tmp_path: Path) -> 
     file = tmp_path / "train.py"
     file.write_text(script)
     (tmp_path / "runtime").mkdir(mode=0o700)
-    done = subprocess.run(
-        [sys.executable, "-W", "always", file, tmp_path / "home"],
+    done = shared().run(
+        ["-W", "always", str(file), str(tmp_path / "home")],
         env={**os.environ, "HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     line = next(number for number, text in enumerate(script.splitlines(), 1) if "<- here" in text)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from nursery import shared
 
 GLOO = """
 import torch.distributed as dist, tempfile
@@ -20,5 +19,5 @@ def test_leave_ends_with_the_status_and_all_output(status: int, setup: str) -> N
     program = (
         f"import sys, holdfast\n{setup}\nsys.stdout.write('said'); holdfast.leave({status}); print('never')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = shared().run(["-c", program])
     assert (done.returncode, done.stdout) == (status, "said"), done.stderr

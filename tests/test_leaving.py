@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from tqdm import tqdm
 
 import holdfast
 from holdfast.errors import InvalidInput
+from nursery import shared
 from stage.training import make_checkpointer, make_model, train
 
 Loop = Callable[[holdfast.Checkpointer, Callable[[], None]], object]
@@ -309,9 +308,7 @@ print("evaluating", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 print("still here")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = shared().run(["-c", script], cwd=tmp_path)
     assert done.stdout == "evaluating\n", done.stderr
     assert done.returncode == -signal.SIGTERM
     with make_checkpointer(tmp_path / "home", {"x": torch.zeros(1)}) as ckpt:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from nursery import shared
 from stage import ranks
 
 pytestmark = pytest.mark.ranks
@@ -59,10 +58,7 @@ def test_if_one_rank_must_skip_all_skip(tmp_path: Path) -> None:
 
 def test_ranks_without_a_process_group_are_refused(tmp_path: Path) -> None:
     program = "import sys, holdfast; holdfast.Checkpointer(sys.argv[1], {'n': 1})"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "home")],
-        env={**os.environ, "WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = shared().run(["-c", program, str(tmp_path / "home")], env={**os.environ, "WORLD_SIZE": "2"})
     assert done.returncode == 1
     assert "InvalidInput: WORLD_SIZE is 2 but there is no process group" in done.stderr
     assert "init_process_group()" in done.stderr

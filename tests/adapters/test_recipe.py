@@ -15,6 +15,7 @@ import torch
 
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
 from holdfast.errors import Corrupt, InvalidInput
+from nursery import shared
 
 # The guide's functions, word for word.
 GUIDE = """
@@ -79,14 +80,7 @@ for step in range(start, int(sys.argv[1])):
 
 def run(folder: Path, code: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a folder."""
-    return subprocess.run(
-        [sys.executable, "-c", GUIDE + code, *words],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return shared().run(["-c", GUIDE + code, *words], cwd=folder, env={**os.environ, **env})
 
 
 class Functions:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ import torch
 
 import holdfast
 from holdfast.cli import make_parser
+from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [
@@ -77,9 +76,7 @@ def test_python_compiles_and_names_what_there_is(code: str) -> None:
 
 @pytest.mark.parametrize("code", blocks("python", "py", run=True))
 def test_marked_python_runs(code: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = shared().run(["-c", code], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic.trainer import Forkserver
-from faults.nursery import Child
 from faults.playground import Playground, free_port
+from nursery import Child
 
 pytestmark = pytest.mark.ranks
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.world import FORKSERVER
-from faults.nursery import Child
+from nursery import Child
 
 WIDTH = 33  # two ranks hold unequal shards
 
@@ -28,9 +28,9 @@ WIDTH = 33  # two ranks hold unequal shards
 class Forkserver:
     """Starts trainers by forks of a process that has imported torch; stands where a `Nursery` does."""
 
-    def start(self, arguments: list[str], output: Path, **env: str) -> Child:
+    def start(self, arguments: list[str], output: Path, *, env: dict[str, str]) -> Child:
         """Start a trainer in a new process."""
-        process = FORKSERVER.Process(target=_become, args=(arguments, str(output), env))
+        process = FORKSERVER.Process(target=_become, args=(arguments[1:], str(output), env))
         process.start()
         assert process.pid is not None
         child = Child(process.pid, output)

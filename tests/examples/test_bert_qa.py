@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from holdfast.report import read_story
 from holdfast.report.curves import Curve
 from holdfast.store import open_store
 from jobs.desk import Desk
+from nursery import shared
 
 pytest.importorskip("transformers")
 
@@ -53,8 +53,7 @@ def curves(home: Path) -> dict[str, Curve]:
 
 def train(home: Path, *options: str) -> dict[str, float]:
     """Train with the script alone; what it says at its end."""
-    words = [sys.executable, str(FOLDER / "train.py"), "--output_dir", str(home), *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = shared().run([str(FOLDER / "train.py"), "--output_dir", str(home), *options], timeout_s=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

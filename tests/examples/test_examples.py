@@ -8,13 +8,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
+from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -27,14 +27,8 @@ def run_example(
 ) -> subprocess.CompletedProcess[str]:
     """Run one example to its end, whatever that is."""
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    command = [*launcher, str(EXAMPLES / name), *map(str, arguments)]
+    return shared().run(command, env={**os.environ, "PYTHONPATH": path, **env}, timeout_s=LIMIT_S)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -1,4 +1,4 @@
-"""Fixtures of the crash tests: a nursery per worker, a playground per test, a reference per session."""
+"""Fixtures of the crash tests: the nursery of the worker, a playground per test, a reference per session."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from faults.nursery import Nursery
 from faults.playground import Playground, free_port
+from nursery import Nursery, shared
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery()
-    yield found
-    found.close()
+def nursery() -> Nursery:
+    return shared()
 
 
 @pytest.fixture

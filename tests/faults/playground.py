@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -11,11 +12,12 @@ from pathlib import Path
 import psutil
 
 import holdfast
-from faults.nursery import END_TIMEOUT_S, Child, Nursery
 from holdfast.restore.find import candidates, list_home
 from holdfast.store import open_store
+from nursery import END_TIMEOUT_S, Child, Nursery
 
 TOTAL = 24
+TRAINER = Path(__file__).resolve().parent / "trainer.py"
 
 
 class Playground:
@@ -35,8 +37,9 @@ class Playground:
         """Start one trainer."""
         self.num_started += 1
         output = self.folder / f"output-{self.num_started}.txt"
-        arguments = [str(self.home), str(total), *options]
-        return self.nursery.start(arguments, output, **{"HOLDFAST_RUNTIME_DIR": str(self.runtime)} | env)
+        arguments = [str(TRAINER), str(self.home), str(total), *options]
+        env = {**os.environ, "HOLDFAST_RUNTIME_DIR": str(self.runtime), **env}
+        return self.nursery.start(arguments, output, env=env)
 
     def start_ranks(
         self, world_size: int, port: int, *options: str, total: int = TOTAL, **env: str

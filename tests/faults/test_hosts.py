@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.nursery import Child
 from faults.playground import TOTAL, Playground, free_port, keepers_of
 from holdfast.format import names
 from holdfast.restore.find import list_home
 from holdfast.store import open_store
+from nursery import Child
 
 pytestmark = pytest.mark.ranks
 HOSTS = (0, 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.nursery import Child
 from faults.playground import Playground, free_port
+from nursery import Child
 
 pytestmark = pytest.mark.ranks
 

@@ -6,8 +6,6 @@ import fcntl
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from holdfast.state.load import Target
 from holdfast.store.memory import MemoryStore
 from holdfast.store.nearest import Nearest
 from making import make_checkpoint, make_home
+from nursery import shared
 
 HOME = "/somewhere/run"
 WAIT_S = 60.0
@@ -199,8 +198,8 @@ state["x"] = torch.arange(8_000_000.0)
 ckpt._arenas.acquire(32_100_000)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "home")]
-    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+    done = shared().run(["-c", script, str(tmp_path / "home")])
+    assert done.returncode == -signal.SIGKILL, done.stderr
     state = {"x": torch.zeros(1000)}
     with holdfast.Checkpointer(tmp_path / "home", state, quiet=True) as ckpt:
         assert ckpt.restore() == 1

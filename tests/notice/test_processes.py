@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from nursery import shared
 
 LIMIT_S = 120.0
 
@@ -33,14 +34,7 @@ def train(home, total=1000, at=5, number=signal.SIGTERM):
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process of its own; its exit status is negative if a signal ended it."""
     (folder / "script.py").write_text(TRAIN + textwrap.dedent(script))
-    return subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return shared().run(["script.py"], cwd=folder, timeout_s=LIMIT_S)
 
 
 def test_a_second_checkpointer_does_not_swallow_the_signal_of_the_first(tmp_path: Path) -> None:
@@ -156,7 +150,6 @@ def test_the_first_ctrl_c_leaves_the_workers_of_a_data_loader_at_work(tmp_path: 
     done = run(
         tmp_path,
         """
-        os.setpgid(0, 0)
         from torch.utils.data import DataLoader
         state = {"x": torch.zeros(1)}
         with holdfast.Checkpointer("home", state, quiet=True) as ckpt:

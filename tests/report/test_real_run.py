@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from faults.nursery import Child, Nursery
 from faults.playground import Playground
 from holdfast.report import read_story
 from holdfast.store import open_store
+from nursery import Child, shared
 
 
 @pytest.fixture
-def playground(tmp_path: Path) -> Iterator[Playground]:
-    nursery = Nursery()
-    yield Playground(tmp_path, nursery)
-    nursery.close()
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path, shared())
 
 
 def test_the_story_of_a_killed_run_is_what_was_seen(playground: Playground) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.state import State, per_rank, replicated
+from nursery import shared
 from state.trip import Net, assert_same_state, kept, same, train
 
 
@@ -320,21 +319,13 @@ torch.distributed.destroy_process_group()
 def _run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
     script = folder / "ranks.py"
     script.write_text(RANKS)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(world_size), str(folder / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
+    outputs = [folder / f"output-{rank}" for rank in range(world_size)]
+    ranks = [
+        shared().start([str(script), str(rank), str(world_size), str(folder / "store")], output)
+        for rank, output in enumerate(outputs)
     ]
-    results = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        results.append(json.loads(out.splitlines()[-1]))
-    return results
+    assert [rank.wait() for rank in ranks] == [0] * world_size, [rank.said() for rank in ranks]
+    return [json.loads(rank.said().splitlines()[-1]) for rank in ranks]
 
 
 @pytest.mark.ranks

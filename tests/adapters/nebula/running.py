@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from nursery import shared
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 300
@@ -14,14 +16,7 @@ LIMIT_S = 300
 
 def run(script: str, *args: object, status: int = 0, env: dict[str, str] | None = None) -> str:
     """What a script prints; it must end with a status."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / f"{script}.py"), *map(str, args)],
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = shared().run(_command(script, args), env={**os.environ, **(env or {})}, timeout_s=LIMIT_S)
     assert done.returncode == status, done.stderr
     return done.stdout
 
@@ -38,9 +33,12 @@ def run_ranks(count: int, *args: object, script: str = "ranks", dies: bool = Fal
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    folder = Path(tempfile.mkdtemp())
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPTS / f"{script}.py"), *map(str, args)],
+        shared().start(
+            _command(script, args),
+            folder / f"output-{rank}",
+            errors=folder / f"errors-{rank}",
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -50,22 +48,22 @@ def run_ranks(count: int, *args: object, script: str = "ranks", dies: bool = Fal
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(count)
     ]
     try:
         if dies:
-            assert ranks[1].wait(LIMIT_S) == -9, ranks[1].communicate()
-            for one in ranks:
-                one.kill()
-        outputs = [one.communicate(timeout=LIMIT_S) for one in ranks]
+            assert ranks[1].wait(LIMIT_S) == -9, (folder / "errors-1").read_text()
+        else:
+            statuses = [one.wait(LIMIT_S) for one in ranks]
+            told = "\n".join((folder / f"errors-{rank}").read_text() for rank in range(count))
+            assert statuses == [0] * count, told
     finally:
         for one in ranks:
             one.kill()
             one.wait()
-    if not dies:
-        assert [one.returncode for one in ranks] == [0] * count, "\n".join(err for _, err in outputs)
-    return [out.splitlines() for out, _ in outputs]
+    return [one.said().splitlines() for one in ranks]
+
+
+def _command(script: str, args: Sequence[object]) -> list[str]:
+    return [str(SCRIPTS / f"{script}.py"), *map(str, args)]

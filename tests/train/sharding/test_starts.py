@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 import holdfast
 from elastic.conftest import Worlds
+from nursery import shared
 from train.sharding.models import make
 from train.sharding.parity import Curve, whole_curve
 from train.sharding.starts import breaks_on_the_way, from_different_ranks, from_meta, generated, refusal
@@ -118,10 +118,7 @@ print(holdfast.describe(net).layout)
 
 
 def run_alone(**env: str) -> subprocess.CompletedProcess[str]:
-    given = {**os.environ, **env}
-    return subprocess.run(
-        [sys.executable, "-c", ALONE], env=given, capture_output=True, text=True, timeout=120, check=False
-    )
+    return shared().run(["-c", ALONE], env={**os.environ, **env})
 
 
 def test_a_single_process_needs_no_process_group() -> None:

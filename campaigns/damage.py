@@ -328,8 +328,7 @@ def made_home(workload: Workload) -> Iterator[Path]:
     """Return the folder of a workload that has run to its end."""
     folder = Path(tempfile.mkdtemp(prefix="holdfast-damage-"))
     try:
-        os.environ |= environment(folder)
-        play(workload, folder / "root")
+        play(workload, folder / "root", environment(folder))
         yield folder / "root"
     finally:
         shutil.rmtree(folder)

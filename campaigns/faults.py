@@ -1,6 +1,6 @@
 """Soak: real trainings on a file system whose calls fail at random, killed at random, and restarted.
 
-    python -m campaigns.faults --seeds 40
+    make soak
 
 Each seed is one run of several lives. Checked in each life: the step that is restored is the newest that was
 ever reported durable or a newer one, its tensor holds exactly that step, no keeper dies, and nothing but
@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 from campaigns import counts
@@ -77,11 +79,12 @@ holdfast.leave(0)
 
 @dataclass
 class Outcome:
-    """What came of one seed."""
+    """The outcome of one seed."""
 
     seed: int
     lives: int = 0
     durable: int = 0
+    seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
@@ -95,7 +98,7 @@ def soak(seed: int, folder: Path, *, total: int = TOTAL, share: float = SHARE) -
         total: steps of the training, each saved.
         share: of system calls below the home that fail.
     """
-    outcome, dice = Outcome(seed), random.Random(seed)
+    outcome, dice, began = Outcome(seed), random.Random(seed), time.monotonic()
     home, told = folder / "home", folder / "told.txt"
     told.touch()
     path = os.pathsep.join(map(str, (HERE / "faulty_system", SRC)))
@@ -134,33 +137,42 @@ def soak(seed: int, folder: Path, *, total: int = TOTAL, share: float = SHARE) -
     outcome.durable = sum(line.startswith("durable") for line in lines)
     log = folder / "home.faults"
     outcome.faults.update(log.read_text().splitlines() if log.exists() else ())
+    outcome.seconds = time.monotonic() - began
     return outcome
 
 
 def main() -> int:
     """Run the campaign; exit status 1 if any seed failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m campaigns.faults", description=__doc__)
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--share", type=float, default=SHARE)
-    args = parser.parse_args()
+    parser.add_argument("--workers", type=int, default=6, help="trainings at a time; they mostly wait")
+    options = parser.parse_args()
     began, outcomes = time.monotonic(), []
-    for seed in range(args.first, args.first + args.seeds):
-        with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as folder:
-            outcomes.append(soak(seed, Path(folder), share=args.share))
-        one = outcomes[-1]
-        print(
-            f"seed {seed}: {one.lives} lives, {one.durable} durable, {one.faults.total()} faults", flush=True
-        )
-        for failure in one.failures:
-            print(f"  FAILED: {failure}", flush=True)
+    with ThreadPoolExecutor(options.workers) as pool:
+        seeds = range(options.first, options.first + options.seeds)
+        for one in pool.map(_soak_in_new_folder, seeds, repeat(options.share)):
+            outcomes.append(one)
+            numbers = f"{one.lives} lives, {one.durable} durable, {one.faults.total()} faults"
+            print(f"seed {one.seed}: {numbers}, {one.seconds:.0f} s", flush=True)
+            for failure in one.failures:
+                print(f"  FAILED: {failure}", flush=True)
+    counts.write("faults", [_count(outcomes)], seconds=time.monotonic() - began)
+    return int(any(one.failures for one in outcomes))
+
+
+def _soak_in_new_folder(seed: int, share: float) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="holdfast-soak-", ignore_cleanup_errors=True) as folder:
+        return soak(seed, Path(folder), share=share)
+
+
+def _count(outcomes: list[Outcome]) -> counts.Count:
     num_failed = sum(bool(one.failures) for one in outcomes)
     num_lives, num_faults = sum(one.lives for one in outcomes), sum(one.faults.total() for one in outcomes)
     num_durable = sum(one.durable for one in outcomes)
     detail = f"{num_faults:,} faults in {num_lives:,} lives, {num_durable:,} durable saves"
-    found = [counts.Count("trainings on a faulty file system", len(outcomes), num_failed, detail)]
-    counts.write("faults", found, seconds=time.monotonic() - began)
-    return 1 if num_failed else 0
+    return counts.Count("trainings on a faulty file system", len(outcomes), num_failed, detail)
 
 
 if __name__ == "__main__":

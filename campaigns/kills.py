@@ -55,10 +55,10 @@ def _hosts(playground: Playground, expected: str, seed: int) -> None:
 
 
 KINDS = (
-    Kind("one rank", 20, 1, lambda one, expected, seed: kill_processes(one, expected, seed, KILLS_PER_RUN)),
-    Kind("local folder, drained to home", 8, 1, _with_tiers),
-    Kind("two ranks", 6, 2, lambda one, expected, seed: kill_ranks(one, expected, seed, KILLS_PER_RUN)),
-    Kind("two hosts with folders of their own", 4, 2, _hosts),
+    Kind("one rank", 10, 1, lambda one, expected, seed: kill_processes(one, expected, seed, KILLS_PER_RUN)),
+    Kind("local folder, drained to home", 5, 1, _with_tiers),
+    Kind("two ranks", 4, 2, lambda one, expected, seed: kill_ranks(one, expected, seed, KILLS_PER_RUN)),
+    Kind("two hosts with folders of their own", 3, 2, _hosts),
 )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 
 from rich.console import Console
@@ -31,11 +34,11 @@ def main() -> int:
     if options.state:
         return _check_one(chosen[0], options)
     began = time.monotonic()
-    outcomes: list[Outcome] = []
-    for workload in chosen:
-        outcomes.append(_explore(workload, options))
-        if not options.workload:  # after each, so that a run that is stopped has counted something
-            counts.write("crash_states", [_count(one) for one in outcomes], seconds=time.monotonic() - began)
+    with _folder(options.recordings) as folder:
+        recorded = _record(chosen, folder)
+        outcomes = [_explore(one, options) for one in recorded]
+    if not options.workload:
+        counts.write("crash_states", [_count(one) for one in outcomes], seconds=time.monotonic() - began)
     if options.json:
         print(json.dumps([asdict(one) for one in outcomes], indent=2))
     else:
@@ -54,7 +57,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
-        "--resumed", type=float, default=0.02, help="share of states that a process resumes from"
+        "--resumed", type=float, default=0.01, help="share of states that a process resumes from"
     )
     parser.add_argument("--recordings", type=Path, help="folder of recordings: kept, and used again if there")
     parser.add_argument("--state", help="check this one state, as a failure shows it")
@@ -63,26 +66,39 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _explore(workload: Workload, options: argparse.Namespace) -> Outcome:
-    folder = options.recordings or Path(tempfile.mkdtemp(prefix="holdfast-crash-"))
-    try:
-        recording = _recorded(workload, folder)
-        log = recording.read()
-        with _bar() as progress:
-            task = progress.add_task(workload.name, total=options.states)
-            return explore(
-                recording,
-                log,
-                num_states=options.states,
-                seed=options.seed,
-                num_workers=options.workers,
-                limit_s=options.seconds,
-                resumed_share=options.resumed,
-                on_checked=lambda: progress.advance(task),
-            )
-    finally:
-        if options.recordings is None:
-            shutil.rmtree(folder)
+@contextmanager
+def _folder(given: Path | None) -> Iterator[Path]:
+    """Return the folder of recordings; a temporary one is removed afterwards."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-crash-") as folder:
+        yield Path(folder)
+
+
+def _record(workloads: Sequence[Workload], folder: Path) -> list[Recording]:
+    """Record workloads, two at a time: they mostly wait for fsyncs. No thread is left when workers fork."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(_recorded, workloads, repeat(folder)))
+
+
+def _explore(recording: Recording, options: argparse.Namespace) -> Outcome:
+    log = recording.read()
+    with _bar() as progress:
+        task = progress.add_task(recording.workload.name, total=options.states)
+        found = explore(
+            recording,
+            log,
+            num_states=options.states,
+            seed=options.seed,
+            num_workers=options.workers,
+            limit_s=options.seconds,
+            resumed_share=options.resumed,
+            on_checked=lambda: progress.advance(task),
+        )
+    summary = f"{found.name}: {found.num_distinct:,} states, {found.num_failed} failed, {found.seconds:.0f} s"
+    print(summary, file=sys.stderr, flush=True)
+    return found
 
 
 def _recorded(workload: Workload, folder: Path) -> Recording:
@@ -128,7 +144,9 @@ def _print(outcomes: list[Outcome]) -> None:
 
 
 def _count(one: Outcome) -> counts.Count:
-    detail = f"{one.num_drawn:,} drawn; a process resumed from {one.num_resumed:,} of them and saved on top"
+    drawn = f"{one.num_drawn:,} drawn" + ("; no others are found" if one.is_exhausted else "")
+    resumed = f"a process resumed from {one.num_resumed:,} of them and saved on top"
+    detail = f"{drawn}; {resumed}" if one.num_resumed else drawn
     return counts.Count(one.name, one.num_distinct, one.num_failed, detail)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # a Checkpointer imports it, which takes seconds: once here, not in every forked worker
 
 import holdfast
 from campaigns.crash_states import trainer

@@ -42,6 +42,7 @@ class Outcome:
     num_distinct: int = 0
     num_resumed: int = 0  # of the distinct ones, by a real process that saved on top
     num_failed: int = 0
+    is_exhausted: bool = False  # thousands of draws found no other state
     rules: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0
@@ -103,7 +104,8 @@ def _distinct(
     seen: set[tuple[bytes, tuple[str, ...]]] = set()
     in_vain, random_ = 0, random.Random(seed)
     for rule, state in draw(log, seed):
-        if len(seen) >= num_states or in_vain >= _MAX_IN_VAIN:
+        outcome.is_exhausted = in_vain >= _MAX_IN_VAIN
+        if len(seen) >= num_states or outcome.is_exhausted:
             return
         outcome.num_drawn += 1
         key = digest(log, state), tuple(promises(log, state.cut))

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,19 +81,18 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def play(workload: Workload, root: Path) -> None:
-    """Run the processes of a workload, one act after the other."""
+def play(workload: Workload, root: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Run the processes of a workload, one act after the other, in the environment `env`."""
     for act in workload.acts:
         if act.world_size > 1:
             from campaigns.crash_states.trainer import play_ranks
 
-            play_ranks(root, act.world_size, *act.numbers)
+            play_ranks(root, act.world_size, *act.numbers, env=env)
         else:
-            _run(act, root)
+            _run(act, root, dict(env))
 
 
-def _run(act: Act, root: Path) -> None:
-    env = dict(os.environ)
+def _run(act: Act, root: Path, env: dict[str, str]) -> None:
     if act.kill_at:
         env |= {"HOLDFAST_KILL_AT": act.kill_at, "HOLDFAST_KILL_MARK": str(root.parent / "killed")}
     command = [

@@ -261,8 +261,8 @@ ACTS: dict[str, Callable[..., None]] = {
 }
 
 
-def play_ranks(folder: Path, world_size: int, *numbers: int) -> None:
-    """Start the ranks of a gloo world, and wait for all of them."""
+def play_ranks(folder: Path, world_size: int, *numbers: int, env: Mapping[str, str]) -> None:
+    """Start the ranks of a gloo world in the environment `env`, and wait for all of them."""
     import socket
 
     with socket.socket() as found:
@@ -277,10 +277,7 @@ def play_ranks(folder: Path, world_size: int, *numbers: int) -> None:
         str(folder),
         *map(str, numbers),
     ]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **world, "RANK": str(rank)})
-        for rank in range(world_size)
-    ]
+    ranks = [subprocess.Popen(command, env={**env, **world, "RANK": str(rank)}) for rank in range(world_size)]
     statuses = [rank.wait() for rank in ranks]
     if any(statuses):
         raise RuntimeError(f"the ranks ended with {statuses}")

@@ -31,7 +31,6 @@ NOT_YET = {
     "keeper",
     "leaving",
     "metrics",
-    "notice",
     "policy",
     "position",
     "privacy",

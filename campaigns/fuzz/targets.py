@@ -575,17 +575,17 @@ def _run_notice(data: bytes) -> None:
     from holdfast.notice.metadata import Unreachable
 
     text = data.decode("utf-8", "replace")
-    aws._read_action(text)
+    aws._parse_action(text)
     cloud = azure.Azure()
     cloud._machine = "vm1"
     cloud._get = lambda path, timeout_s: text  # type: ignore[method-assign]
     with contextlib.suppress(Unreachable):
-        cloud.ask()
+        cloud.poll()
     for kind in vars(gcp).values():
-        is_reader = isinstance(kind, type) and hasattr(kind, "_read") and kind.__module__ == gcp.__name__
+        is_reader = isinstance(kind, type) and hasattr(kind, "_parse") and kind.__module__ == gcp.__name__
         if is_reader and not inspect.isabstract(kind):
             with contextlib.suppress(Unreachable):
-                kind._read(object.__new__(kind), text)
+                kind._parse(object.__new__(kind), text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()

@@ -54,7 +54,7 @@ from holdfast.keeper import (
 from holdfast.killpoint import kill_point
 from holdfast.leaving import is_orderly, looping
 from holdfast.metrics import Metrics
-from holdfast.notice import Notices
+from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, Meter, Overdue, Pace, single_policies
 from holdfast.position import Position
 from holdfast.quantity import plural, read_bytes, read_seconds, read_step, say_bytes, say_seconds
@@ -197,7 +197,7 @@ class Checkpointer:
         self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
         self._stager = Stager(self._objects.optimizers())
         self._meter, self._metrics, self._overdue = Meter(), Metrics(), Overdue(now_s=time.monotonic())
-        self._notices = Notices(notices)
+        self._notices = NoticeWatcher(notices)
         self._run: str | None = None
         self._keeper: Keeper | None = None
         # Of the time before the claim: events for the history, and checkpoints that were passed over.
@@ -224,8 +224,8 @@ class Checkpointer:
         self._position = Position(lambda: (self._stager.num_steps, self._objects.marks()))
         # An exception that is being handled all the time does not make the end of a loop disorderly.
         self._around, self._done = id(sys.exc_info()[1]), cast("runs.Done | None", None)
-        self._watches_signals = signals and self._notices.watch()
-        self._notices.listen()
+        self._watches_signals = signals and self._notices.watch_signals()
+        self._notices.poll_clouds()
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Checkpointer:
         """
         total, around = read_step(total, "steps()"), sys.exc_info()[1]
         if self._watches_signals:
-            self._notices.watch()
+            self._notices.watch_signals()
         self._begin(restores_later=True)
         step = self.restore() or 0
         self._pace = Pace(step=step, now_s=time.monotonic(), saved_step=step, saved_s=time.monotonic())
@@ -272,7 +272,7 @@ class Checkpointer:
         """Save at the end of a loop that was left early; None: `close` decides whether it was in order."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._notices.rest()
+        self._notices.release_signals()
         if is_orderly is None:
             return
         try:
@@ -322,7 +322,7 @@ class Checkpointer:
                 self._begin()  # who only looked marks nothing
             self._mark_done(step)
             self._position.clear()
-            self._notices.rest()
+            self._notices.release_signals()
 
     def _last_step(self) -> int:
         """Return the step that the state is of.
@@ -383,7 +383,7 @@ class Checkpointer:
         is_first = self._ranks.rank == 0
         timed = is_first and any(policy.due(pace) for policy in self._every if policy.timed)
         timed_home = is_first and self._tiers.is_due_by_clock(step)
-        advised = self._notices.take_advice() is not None  # a machine that may go: one save, on all ranks
+        advised = self._notices.pop_rebalance() is not None  # a machine that may go: one save, on all ranks
         newest_here, lacks_proposed = self._consensus.say()
         flags = (
             self._notices.reason is not None,
@@ -1221,7 +1221,7 @@ class Checkpointer:
 
     def _let_go(self, timeout_s: float | None, *, goodbye: bool) -> None:
         self._closed = True
-        self._notices.unwatch()
+        self._notices.close()
         self._stager.close()
         if self._compiled is not None:
             self._compiled.close(min(CLOSE_LIMIT_S, CLOSE_LIMIT_S if timeout_s is None else timeout_s))

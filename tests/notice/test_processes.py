@@ -1,4 +1,4 @@
-"""Signals in real processes: several Checkpointers, forked children, handlers of users, calls from them."""
+"""Signals in real processes: several Checkpointers, forked children, users' handlers and their calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(home, total=1000, at=5, number=signal.SIGTERM):
 
 
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own; its exit status is negative if a signal ended it."""
+    """Run a script in its own process. The exit status is negative if a signal ended it."""
     (folder / "script.py").write_text(TRAIN + textwrap.dedent(script))
     return shared().run(["script.py"], cwd=folder, timeout_s=LIMIT_S)
 
@@ -84,7 +84,7 @@ def test_the_first_closed_first_leaves_the_second_watching_and_then_the_default(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_forked_child_dies_of_signals_as_if_holdfast_were_not_there(tmp_path: Path, number: int) -> None:
+def test_signals_kill_a_forked_child_as_if_nothing_were_installed(tmp_path: Path, number: int) -> None:
     done = run(
         tmp_path,
         f"""
@@ -145,8 +145,8 @@ def test_a_forked_child_can_train_and_be_preempted_itself(tmp_path: Path) -> Non
     assert "75" in done.stdout.splitlines(), done.stderr
 
 
-def test_the_first_ctrl_c_leaves_the_workers_of_a_data_loader_at_work(tmp_path: Path) -> None:
-    """A terminal sends Ctrl-C to all processes; the step under way still needs its batch."""
+def test_the_first_ctrl_c_does_not_stop_the_workers_of_a_data_loader(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to all processes, but the current step still needs its batch."""
     done = run(
         tmp_path,
         """
@@ -164,7 +164,7 @@ def test_the_first_ctrl_c_leaves_the_workers_of_a_data_loader_at_work(tmp_path: 
     assert done.returncode == 75, done.stderr
 
 
-def test_a_handler_from_before_is_called_too(tmp_path: Path) -> None:
+def test_a_previously_installed_handler_is_called_too(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         """
@@ -175,7 +175,7 @@ def test_a_handler_from_before_is_called_too(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("mine 15\n", 75), done.stderr
 
 
-def test_a_handler_from_before_that_exits_is_obeyed(tmp_path: Path) -> None:
+def test_a_previously_installed_handler_may_exit(tmp_path: Path) -> None:
     done = run(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\ntrain('home')")
     assert done.returncode == 9, done.stderr
 
@@ -198,7 +198,7 @@ def test_a_handler_installed_later_replaces_ours_and_may_call_it(tmp_path: Path)
         """,
     )
     assert done.stdout == "theirs\ntheirs\n", done.stderr
-    assert done.returncode == -signal.SIGTERM, "nobody watches any more: the default"
+    assert done.returncode == -signal.SIGTERM, "without watchers the default applies"
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_handler_of_c_code_is_left_alone_with_a_warning(tmp_path: Path) -> Non
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert "SIGUSR1 is no preemption notice" in done.stderr
+    assert "SIGUSR1 is not treated as a preemption notice" in done.stderr
     assert "most recent call first" in done.stderr, "its own handler has run"
 
 
@@ -239,10 +239,10 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "call", ["save(9)", "record(9, loss=1.0)", "wait()", "close()", "should_save(9)", "restore()"]
 )
-def test_a_call_from_a_handler_that_interrupts_a_save_is_refused_and_the_save_goes_on(
+def test_a_call_from_a_handler_that_interrupts_a_save_is_rejected_and_the_save_completes(
     tmp_path: Path, call: str
 ) -> None:
-    """The handler runs in the middle of the copy, where it would otherwise wait for the copy for ever."""
+    """The handler runs in the middle of the copy, so waiting for the copy would deadlock."""
     done = run(
         tmp_path,
         f"""
@@ -305,8 +305,8 @@ def test_handlers_that_save_at_random_moments_neither_block_the_training_nor_tea
     assert "dropped" not in done.stderr
 
 
-def test_a_save_from_a_handler_that_interrupts_an_optimizer_is_refused(tmp_path: Path) -> None:
-    """Half of its parameters may have been updated."""
+def test_a_save_from_a_handler_that_interrupts_an_optimizer_is_rejected(tmp_path: Path) -> None:
+    """Some of its parameters may already be updated and others not."""
     done = run(
         tmp_path,
         """

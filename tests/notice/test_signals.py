@@ -1,4 +1,4 @@
-"""Notices: signals become a word to ask for, and go back to whoever had them."""
+"""Signals: each is a notice, and closing the watcher restores the previous handlers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.notice import SIGNALS, Notices
+from holdfast.notice import SIGNALS, NoticeWatcher
 
 
 @pytest.fixture
-def notices() -> Iterator[Notices]:
+def notices() -> Iterator[NoticeWatcher]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    found = Notices()
-    assert found.watch()
+    found = NoticeWatcher()
+    assert found.watch_signals()
     yield found
-    found.unwatch()
+    found.close()
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_a_notice_with_its_name(notices: Notices, number: int) -> None:
+def test_a_signal_is_a_notice_with_its_name(notices: NoticeWatcher, number: int) -> None:
     assert notices.reason is None
     os.kill(os.getpid(), number)
     assert notices.reason == signal.Signals(number).name
 
 
-def test_only_a_second_ctrl_c_interrupts_whatever_came_between(
-    notices: Notices, capfd: pytest.CaptureFixture[str]
+def test_only_a_second_ctrl_c_interrupts_even_after_another_signal(
+    notices: NoticeWatcher, capfd: pytest.CaptureFixture[str]
 ) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
@@ -41,19 +41,19 @@ def test_only_a_second_ctrl_c_interrupts_whatever_came_between(
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_handler_that_somebody_put_over_ours_is_left_alone() -> None:
+def test_a_handler_installed_over_ours_is_left_alone() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    notices = Notices()
-    notices.watch()
+    notices = NoticeWatcher()
+    notices.watch_signals()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    notices.unwatch()
+    notices.close()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_other_threads_cannot_watch_and_say_so() -> None:
+def test_watching_in_another_thread_returns_false() -> None:
     answers = []
-    thread = threading.Thread(target=lambda: answers.append(Notices().watch()))
+    thread = threading.Thread(target=lambda: answers.append(NoticeWatcher().watch_signals()))
     thread.start()
     thread.join()
     assert answers == [False]

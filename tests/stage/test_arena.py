@@ -16,7 +16,7 @@ import torch
 from torch.optim import AdamW
 
 from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
-from holdfast.notice import Word
+from holdfast.notice import Notice
 from holdfast.stage import Arena, Arenas
 from stage.training import WAIT_S, CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
 
@@ -208,7 +208,7 @@ def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool)
     with make_checkpointer(home, make_state(), memory="180kB", when_full="skip", every=1) as ckpt:
         for step in ckpt.steps(total):
             if step == 1:
-                ckpt._notices._word = Word("SIGTERM") if is_preempted else None
+                ckpt._notices._notice = Notice("SIGTERM") if is_preempted else None
                 threading.Timer(0.1, gate.opened.set).start()
 
 

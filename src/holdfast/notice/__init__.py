@@ -1,7 +1,7 @@
-"""Preemption notices: signals, a file and the metadata of clouds, all turned into one word to ask for."""
+"""Preemption notices from signals, files and the metadata services of clouds."""
 
+from holdfast.notice.preemption import Notice
 from holdfast.notice.signals import SIGNALS
-from holdfast.notice.watch import Notices
-from holdfast.notice.word import Word
+from holdfast.notice.watcher import NoticeWatcher
 
-__all__ = ["SIGNALS", "Notices", "Word"]
+__all__ = ["SIGNALS", "Notice", "NoticeWatcher"]

@@ -1,4 +1,4 @@
-"""Notices of AWS: spot interruptions and rebalance recommendations, asked for by IMDSv2."""
+"""NoticeWatcher of AWS: spot interruptions and rebalance recommendations, from IMDSv2."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from typing_extensions import override
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
 from holdfast.notice.cloud import Cloud
-from holdfast.notice.metadata import Answer, Unreachable, ask
-from holdfast.notice.word import Word, read_time
+from holdfast.notice.metadata import Response, Unreachable, request
+from holdfast.notice.preemption import Notice, parse_time
 
 BASE = "http://169.254.169.254"
 _TOKEN_S = 3600
 
 
 class Aws(Cloud):
-    """Asks for a spot interruption, then for a rebalance recommendation, which is advice: save, and go on.
+    """Source of spot interruptions and rebalance recommendations. The latter ask for one save only.
 
     Source: EC2 user guide, "Spot Instance interruption notices"; aws-node-termination-handler.
     """
 
     name = "aws"
-    pause_s = 5.0  # as the user guide says
+    pause_s = 5.0  # as the user guide recommends
 
     def __init__(self, base: str = BASE) -> None:
         self._base = base
         self._token: str | None = None
         self._token_until_s = 0.0
-        self._has_advised = False
+        self._has_rebalanced = False
 
     @override
-    def ask(self) -> Word | None:
+    def poll(self) -> Notice | None:
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
-            return _read_action(action)
-        if self._has_advised:
+            return _parse_action(action)
+        if self._has_rebalanced:
             return None
-        advice = self._get("/latest/meta-data/events/recommendations/rebalance")
-        if advice is None:
+        recommendation = self._get("/latest/meta-data/events/recommendations/rebalance")
+        if recommendation is None:
             return None
-        self._has_advised = True  # it stays there; one save for it is enough
-        return Word("aws", "rebalance recommendation", is_final=False)
+        self._has_rebalanced = True  # the document is never withdrawn, and one save for it is enough
+        return Notice("aws", "rebalance recommendation", is_final=False)
 
     def _get(self, path: str) -> str | None:
-        """The document at a path; None if there is none (404)."""
-        answer = self._authorized(path)
-        if answer.status == 401:  # the token has expired, or another one was made for the machine
+        """Return the document at `path`, or None if it does not exist (404)."""
+        response = self._authorized(path)
+        if response.status == 401:  # the token has expired, or another one was made for the machine
             self._token = None
-            answer = self._authorized(path)
-        if answer.status == 404:
+            response = self._authorized(path)
+        if response.status == 404:
             return None
-        if answer.status != 200:
-            raise Unreachable(f"{self._base}{path}: status {answer.status}")
-        return answer.text
+        if response.status != 200:
+            raise Unreachable(f"{self._base}{path}: status {response.status}")
+        return response.text
 
-    def _authorized(self, path: str) -> Answer:
+    def _authorized(self, path: str) -> Response:
         if self._token is None or time.monotonic() > self._token_until_s:
             self._token = self._new_token()
-        return ask(self._base, path, headers={"X-aws-ec2-metadata-token": self._token})
+        return request(self._base, path, headers={"X-aws-ec2-metadata-token": self._token})
 
     def _new_token(self) -> str:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S), "Content-Length": "0"}
-        answer = ask(self._base, "/latest/api/token", method="PUT", headers=headers)
-        if answer.status != 200:
-            raise Unreachable(f"{self._base}/latest/api/token: status {answer.status}")
+        response = request(self._base, "/latest/api/token", method="PUT", headers=headers)
+        if response.status != 200:
+            raise Unreachable(f"{self._base}/latest/api/token: status {response.status}")
         self._token_until_s = time.monotonic() + _TOKEN_S * 0.9
-        return answer.text.strip()
+        return response.text.strip()
 
 
-def _read_action(text: str) -> Word:
+def _parse_action(text: str) -> Notice:
     try:
-        told = decode_object(text, "the notice")
-        until = told.text("time", max_chars=64) if "time" in told else ""
-        return Word("aws", f"spot {told.text('action', max_chars=64)}", read_time(until))
+        document = decode_object(text, "the notice")
+        time_text = document.text("time", max_chars=64) if "time" in document else ""
+        return Notice("aws", f"spot {document.text('action', max_chars=64)}", parse_time(time_text))
     except Corrupt:
-        return Word("aws", "spot interruption")  # that the document is there says enough
+        return Notice("aws", "spot interruption")  # the document exists only when the machine is reclaimed

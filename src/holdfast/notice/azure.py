@@ -1,4 +1,4 @@
-"""Notices of Azure: the scheduled events of this machine."""
+"""NoticeWatcher of Azure: the scheduled events of this machine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing_extensions import override
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
 from holdfast.notice.cloud import Cloud
-from holdfast.notice.metadata import Unreachable, ask
-from holdfast.notice.word import Word, read_time
+from holdfast.notice.metadata import Unreachable, request
+from holdfast.notice.preemption import Notice, parse_time
 
 BASE = "http://169.254.169.254"
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _MAX_EVENTS = 10_000
 _ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-"""Events that end every process; a Freeze lets them sleep for some seconds."""
+"""Types of events that end every process. A Freeze only suspends them for some seconds."""
 
 
 class Azure(Cloud):
-    """Asks for scheduled events, and takes those that name this machine and end it.
+    """Source of the scheduled events that end this machine.
 
     Source: Azure documentation, "Scheduled Events for Linux VMs".
     """
@@ -36,33 +36,33 @@ class Azure(Cloud):
         self._incarnation: object = None
 
     @override
-    def ask(self) -> Word | None:
+    def poll(self) -> Notice | None:
         if self._machine is None:
             self._machine = self._get(_NAME, timeout_s=2.0).strip()
-        # The first question turns the service on for this machine, which may take it two minutes.
+        # The first request enables the service for this machine, which may take two minutes.
         timeout_s = 2.0 if self._incarnation is not None else 130.0
         try:
-            told = decode_object(self._get(_EVENTS, timeout_s=timeout_s), "the list of events")
-            events = told.array("Events", max_items=_MAX_EVENTS)
+            document = decode_object(self._get(_EVENTS, timeout_s=timeout_s), "the list of events")
+            events = document.array("Events", max_items=_MAX_EVENTS)
         except Corrupt as error:
             raise Unreachable(f"{self._base}{_EVENTS}: not a list of events ({error})") from error
-        self._incarnation = told.members.get("DocumentIncarnation", 0)
+        self._incarnation = document.members.get("DocumentIncarnation", 0)
         return _first_end(events, self._machine)
 
     def _get(self, path: str, *, timeout_s: float) -> str:
-        answer = ask(self._base, path, headers={"Metadata": "true"}, timeout_s=timeout_s)
-        if answer.status != 200:
-            raise Unreachable(f"{self._base}{path}: status {answer.status}")
-        return answer.text
+        response = request(self._base, path, headers={"Metadata": "true"}, timeout_s=timeout_s)
+        if response.status != 200:
+            raise Unreachable(f"{self._base}{path}: status {response.status}")
+        return response.text
 
 
-def _first_end(events: Iterable[Any], machine: str) -> Word | None:
-    """The first event that ends `machine`."""
+def _first_end(events: Iterable[Any], machine: str) -> Notice | None:
+    """Return the first event that ends `machine`, as a notice."""
     for event in events:
         if not isinstance(event, dict):
             continue
         kind, machines = event.get("EventType"), event.get("Resources")
         if isinstance(kind, str) and kind in _ENDS and isinstance(machines, list) and machine in machines:
-            until = event.get("NotBefore")
-            return Word("azure", kind, read_time(until) if isinstance(until, str) else None)
+            not_before = event.get("NotBefore")
+            return Notice("azure", kind, parse_time(not_before) if isinstance(not_before, str) else None)
     return None

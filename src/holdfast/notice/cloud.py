@@ -1,26 +1,26 @@
-"""What each cloud's source of notices must do: answer one question, again and again, from a thread."""
+"""The interface of a cloud's source of notices, which a thread polls."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from holdfast.notice.word import Word
+from holdfast.notice.preemption import Notice
 
 
 class Cloud(ABC):
-    """A place to ask whether this machine goes."""
+    """Source of one cloud's notices about this machine."""
 
     name: str
-    """As users write it."""
+    """The name that users write."""
     pause_s: float
-    """Between two questions; 0 where the service itself lets a question wait until there is news."""
+    """Pause between two polls. 0 if the service itself holds a request until its response changes."""
 
     @abstractmethod
-    def ask(self) -> Word | None:
-        """The notice, if there is one.
+    def poll(self) -> Notice | None:
+        """Return the notice for this machine, or None.
 
         Raises:
-            Unreachable: no answer now.
+            Unreachable: the service did not answer.
 
-        Blocks: for one request, at most about `timeout_s` of it.
+        Blocks: for one request, at most for about its `timeout_s`.
         """

@@ -1,4 +1,4 @@
-"""Notices in a file: whoever knows that the machine goes writes it, whole or not at all."""
+"""NoticeWatcher in a file, which is written atomically."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
-from holdfast.notice.word import Word
+from holdfast.notice.preemption import Notice
 
 _MAX_BYTES = 1 << 16
 
 
-def write_notice(path: Path, word: Word) -> None:
-    """Put a notice where trainings look for it.
+def write_notice(path: Path, notice: Notice) -> None:
+    """Write a notice to a file that training processes watch.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the file cannot be written.
     """
     fd, name = tempfile.mkstemp(prefix=".notice-", dir=path.parent)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump(asdict(word), file)
-    os.replace(name, path)  # noqa: PTH105 - whoever reads sees all of it or nothing
+        json.dump(asdict(notice), file)
+    os.replace(name, path)  # noqa: PTH105 - readers see the whole document or no file
 
 
-def read_notice(path: Path) -> Word | None:
-    """The notice in a file; None if there is no such file.
+def read_notice(path: Path) -> Notice | None:
+    """Return the notice in a file, or None if the file does not exist.
 
-    A file that is no document of `write_notice` is a notice too: `touch PATH` says enough.
+    Any other contents are a notice too, so that `touch PATH` is enough.
     """
     try:
         with path.open("rb") as file:
@@ -38,12 +38,12 @@ def read_notice(path: Path) -> Word | None:
     except OSError:
         return None
     try:
-        told = decode_object(text, str(path), any_text=True)
-        return Word(
-            (told.text("source") if "source" in told else "") or "file",
-            told.text("detail") if "detail" in told else "",
-            told.number("deadline_unix_s") if "deadline_unix_s" in told else None,
-            is_final=told.flag("is_final") if "is_final" in told else True,
+        document = decode_object(text, str(path), any_text=True)
+        return Notice(
+            (document.text("source") if "source" in document else "") or "file",
+            document.text("detail") if "detail" in document else "",
+            document.number("deadline_unix_s") if "deadline_unix_s" in document else None,
+            is_final=document.flag("is_final") if "is_final" in document else True,
         )
     except Corrupt:
-        return Word("file", text.splitlines()[0][:200] if text else str(path))
+        return Notice("file", text.splitlines()[0][:200] if text else str(path))

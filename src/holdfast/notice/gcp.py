@@ -1,4 +1,4 @@
-"""Notices of Google Cloud: preemption and host maintenance, by requests that wait until a value changes."""
+"""NoticeWatcher of Google Cloud: preemption and host maintenance, from its metadata server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from abc import abstractmethod
 from typing_extensions import override
 
 from holdfast.notice.cloud import Cloud
-from holdfast.notice.metadata import Unreachable, ask
-from holdfast.notice.word import Word
+from holdfast.notice.metadata import Unreachable, request
+from holdfast.notice.preemption import Notice
 
 BASE = "http://metadata.google.internal"
 _WAIT_S = 60
@@ -17,7 +17,7 @@ _HEADERS = {"Metadata-Flavor": "Google"}
 
 
 class _Value(Cloud):
-    """One value of the metadata server: asked for at once first, then by waiting for its change."""
+    """A value of the metadata server. The first request returns it; later ones wait for a change."""
 
     pause_s = 0.0
     path: str
@@ -28,26 +28,26 @@ class _Value(Cloud):
         self._etag: str | None = None
 
     @override
-    def ask(self) -> Word | None:
+    def poll(self) -> Notice | None:
         path = f"/computeMetadata/v1/instance/{self.path}"
         timeout_s = 2.0
-        if self._etag is not None:  # else a value that has changed before we looked would never be told
+        if self._etag is not None:  # waiting at once would miss a value that has already changed
             path += f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}"
             timeout_s += self._wait_s
-        answer = ask(self._base, path, headers=_HEADERS, timeout_s=timeout_s)
-        if answer.status != 200 or answer.headers.get("metadata-flavor") != "Google":
-            raise Unreachable(f"{self._base}{path}: status {answer.status}")
-        # Without an etag nothing could wait: 0 matches no value, so the next answer comes at once.
-        self._etag = answer.headers.get("etag", "0")
-        return self._read(answer.text.strip())
+        response = request(self._base, path, headers=_HEADERS, timeout_s=timeout_s)
+        if response.status != 200 or response.headers.get("metadata-flavor") != "Google":
+            raise Unreachable(f"{self._base}{path}: status {response.status}")
+        # An etag of 0 matches no value: without a real one, the next request returns at once.
+        self._etag = response.headers.get("etag", "0")
+        return self._parse(response.text.strip())
 
     @abstractmethod
-    def _read(self, text: str) -> Word | None:
-        """What the value means."""
+    def _parse(self, text: str) -> Notice | None:
+        """Return the notice that a value stands for, or None."""
 
 
 class GcpPreemption(_Value):
-    """Preemption of a spot machine: 30 s before the end, or as long as the machine was given.
+    """Preemption of a spot machine, announced 30 s before its end unless configured otherwise.
 
     Source: Compute Engine documentation, "Preempted instances: detecting whether a VM was preempted".
     """
@@ -55,13 +55,14 @@ class GcpPreemption(_Value):
     name = "gcp"
     path = "preempted"
 
-    def _read(self, text: str) -> Word | None:
-        # The lead is 30 s unless another was chosen, which the value does not tell.
-        return Word("gcp", "preempted", time.time() + 30) if text == "TRUE" else None
+    @override
+    def _parse(self, text: str) -> Notice | None:
+        # A lead other than the default of 30 s can be configured, but the value does not contain it.
+        return Notice("gcp", "preempted", time.time() + 30) if text == "TRUE" else None
 
 
 class GcpMaintenance(_Value):
-    """Host maintenance that ends the machine; one that moves it while it runs is no notice.
+    """Host maintenance that ends the machine. Live migration does not count.
 
     Source: Compute Engine documentation, "Live migration and host maintenance events".
     """
@@ -69,5 +70,6 @@ class GcpMaintenance(_Value):
     name = "gcp-maintenance"
     path = "maintenance-event"
 
-    def _read(self, text: str) -> Word | None:
-        return Word("gcp", "host maintenance") if text == "TERMINATE_ON_HOST_MAINTENANCE" else None
+    @override
+    def _parse(self, text: str) -> Notice | None:
+        return Notice("gcp", "host maintenance") if text == "TERMINATE_ON_HOST_MAINTENANCE" else None

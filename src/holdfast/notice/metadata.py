@@ -1,4 +1,4 @@
-"""Asks a cloud's metadata service: one small HTTP request to an address on this machine's own link."""
+"""Requests to a cloud's metadata service, which answers on this machine's own link."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ _MAX_BYTES = 1 << 20
 
 
 class Unreachable(Exception):
-    """The service did not answer, or not as it should; it may later. Stays within this room."""
+    """The service did not answer correctly, but may do so later. Never leaves this folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the service said."""
+class Response:
+    """Response of a metadata service."""
 
     status: int
     text: str
     headers: Mapping[str, str]  # names in lower case
 
 
-def ask(
+def request(
     base: str, path: str, *, headers: Mapping[str, str], method: str = "GET", timeout_s: float = 2.0
-) -> Answer:
-    """One request. No proxy is used, no redirect followed, at most 1 MiB is read.
+) -> Response:
+    """Send a request and return the response. Ignores proxies and redirects, and reads at most 1 MiB.
 
     Args:
         base: `http://host[:port]`.
-        path: with its query.
-        headers: of the request.
+        path: path and query.
+        headers: request headers.
         method: GET or PUT.
-        timeout_s: for connecting, and for each wait for bytes.
+        timeout_s: limit for connecting, and for each wait for bytes.
 
     Raises:
-        Unreachable: no answer, or one that is no HTTP.
+        Unreachable: the service did not answer, or not in HTTP.
     """
-    place = urllib.parse.urlsplit(base)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port or 80, timeout=timeout_s)
+    url = urllib.parse.urlsplit(base)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port or 80, timeout=timeout_s)
     try:
-        connection.request(method, place.path.rstrip("/") + path, headers=dict(headers))
+        connection.request(method, url.path.rstrip("/") + path, headers=dict(headers))
         response = connection.getresponse()
         text = response.read(_MAX_BYTES).decode("utf-8", "replace")
-        found = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, text, found)
+        return Response(response.status, text, {name.lower(): value for name, value in response.getheaders()})
     except (OSError, http.client.HTTPException) as error:
         raise Unreachable(f"{base}{path}: {error!r}") from error
     finally:

@@ -1,4 +1,4 @@
-"""The signals by which schedulers and people announce the end, noted while a training runs."""
+"""Signals that announce a preemption, recorded while training runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
 
 
-class Signals:
-    """Notes SIGTERM, SIGUSR1 and the first SIGINT as a name to ask for.
+class SignalRecorder:
+    """Recorder of SIGTERM, SIGUSR1 and the first SIGINT.
 
-    All of them in a process share one handler for each signal, which also calls the Python handler that was
-    installed before. A second SIGINT raises KeyboardInterrupt at once. A signal that was ignored stays
-    ignored, and one whose handler was not installed by Python is left alone. A forked child behaves as if
-    nothing had been installed. Only the main thread can watch; elsewhere `watch` returns False.
+    All recorders in a process share one handler per signal. It also calls the Python handler that was
+    installed before. A second SIGINT raises KeyboardInterrupt at once. An ignored signal stays ignored, and a
+    handler that code other than Python installed is left alone. A forked child behaves as if nothing had been
+    installed. Signals can only be recorded in the main thread.
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        """The first signal that came."""
+        self.received: str | None = None
+        """Name of the first signal that arrived."""
 
     def watch(self) -> bool:
-        """Start noting signals; True if they are noted now."""
+        """Start recording signals. Return False outside the main thread, where that is impossible."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if all(ref() is not self for ref in _watchers):
@@ -42,18 +42,18 @@ class Signals:
         return True
 
     def unwatch(self) -> None:
-        """Stop noting signals. The last one to stop restores the handlers from before."""
+        """Stop recording signals. The last recorder to stop restores the previous handlers."""
         _watchers[:] = [ref for ref in _watchers if ref() not in (self, None)]
         if not _watchers and threading.current_thread() is threading.main_thread():
             _uninstall()
 
 
 class _Handler:
-    """Our handler of one signal: notes it for every watcher, then passes it on to the handler from before.
+    """Handler of one signal: records it for every watcher, then calls the previous handler.
 
     Args:
-        number: of the signal.
-        before: the handler from before, as `signal.getsignal` returns it.
+        number: signal number.
+        before: previous handler, as `signal.getsignal` returns it.
     """
 
     def __init__(self, number: int, before: Any) -> None:
@@ -65,12 +65,12 @@ class _Handler:
 
     @property
     def is_of_this_process(self) -> bool:
-        """False in a process that was forked from the one that installed it."""
+        """False in a process that was forked from the one that installed the handler."""
         return os.getpid() == self._pid
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
-        if self._is_running:  # a handler in between called us back
+        if self._is_running:  # a handler installed in between has called this one back
             return
         self._is_running = True
         try:
@@ -85,7 +85,7 @@ class _Handler:
             return
         watchers = [one for ref in _watchers if (one := ref()) is not None]
         for one in watchers:
-            one.name = one.name or signal.Signals(number).name
+            one.received = one.received or signal.Signals(number).name
         if not watchers:
             self._pass_on(number, frame)
             return
@@ -96,10 +96,10 @@ class _Handler:
             if self._num_interrupts > 1:
                 raise KeyboardInterrupt
             with contextlib.suppress(OSError):
-                os.write(2, _INTERRUPTED)  # print may not be entered from a handler while it runs
+                os.write(2, _INTERRUPTED)  # print is not reentrant: the handler may have interrupted it
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Do what would have been done without us."""
+        """Do what the process would have done without this handler."""
         if callable(self.before):
             self.before(number, frame)
         elif self.before == signal.SIG_DFL:
@@ -107,7 +107,7 @@ class _Handler:
             os.kill(os.getpid(), number)
 
     def _is_left_to_the_trainer(self) -> bool:
-        """True for the first Ctrl-C in a worker of a data loader: the trainer still needs its batches."""
+        """Return True for a data loader worker's first Ctrl-C: the trainer still needs its batches."""
         loading = sys.modules.get("torch.utils.data")
         if self.number != signal.SIGINT or loading is None or os.getppid() != self._pid:
             return False
@@ -115,16 +115,16 @@ class _Handler:
         return self._num_interrupts == 1 and loading.get_worker_info() is not None
 
     def reset_in_child(self) -> Any:
-        """Return the handler that a forked child should have: the one from before, but for SIGINT."""
+        """Return the handler for a forked child: the previous one, except for SIGINT."""
         self._is_running, self._num_interrupts = False, 0
         return self if self.number == signal.SIGINT and callable(self.before) else self.before
 
 
-_watchers: list[weakref.ref[Signals]] = []
+_watchers: list[weakref.ref[SignalRecorder]] = []
 
 
 def _is_python_handler(handler: Any) -> bool:
-    """True for a handler that somebody wrote in Python; the default of SIGINT is none."""
+    """Return True for a user's Python handler. Python's default one for SIGINT does not count."""
     return callable(handler) and handler is not signal.default_int_handler
 
 
@@ -136,8 +136,8 @@ def _install(number: int) -> None:
         before = before.before
     if before is None or (before == signal.SIG_DFL and _is_caught(number)):
         warn(
-            f"{signal.Signals(number).name} is no preemption notice in this process: code that is not Python "
-            "has installed a handler for it, which was left alone.",
+            f"{signal.Signals(number).name} is not treated as a preemption notice in this process: a handler "
+            "that was not installed by Python stays in place.",
             RuntimeWarning,
         )
     elif before != signal.SIG_IGN:
@@ -145,7 +145,7 @@ def _install(number: int) -> None:
 
 
 def _is_caught(number: int) -> bool:
-    """True if this process has a handler for a signal, whatever installed it."""
+    """Return True if this process has any handler for a signal."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -155,7 +155,7 @@ def _is_caught(number: int) -> bool:
 
 
 def _uninstall() -> None:
-    """Restore the handlers from before, unless somebody has installed another one since."""
+    """Restore the previous handlers, unless ours have been replaced since."""
     for number in SIGNALS:
         handler = signal.getsignal(number)
         if isinstance(handler, _Handler):

@@ -1,4 +1,4 @@
-"""From what a user writes for sources of notices, or from the machine's own make, to those sources."""
+"""Sources of notices, from the user's setting or the machine's vendor."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from holdfast.notice import aws, azure, gcp
 from holdfast.notice.cloud import Cloud
 from holdfast.surroundings import NOTICES
 
-_MAKE = Path("/sys/class/dmi/id")
+_DMI_FOLDER = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the same on every machine of that cloud
 NAMES = ("auto", "none", "aws", "gcp", "azure", "file:PATH")
-"""What a source may be called. `aws=URL` asks another address than the cloud's own, for tests and proxies."""
+"""Names of sources. `aws=URL` polls another address than the cloud's own, for tests and proxies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where notices come from, beside signals."""
+    """Sources of notices other than signals."""
 
     clouds: tuple[Cloud, ...] = ()
     files: tuple[Path, ...] = ()
 
 
-def read_sources(value: str | Iterable[str] | None, *, make: Path = _MAKE) -> Sources:
-    """The sources that a user names.
+def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_FOLDER) -> Sources:
+    """Return the sources that a user names.
 
     Args:
-        value: `aws`, `gcp`, `azure`, `file:PATH`, `auto` (the cloud that this machine is of, if any) or
-            `none`; several as a list, or with commas. By default what HOLDFAST_NOTICES says, else `auto`.
-        make: folder in which the kernel tells who made the machine.
+        value: `aws`, `gcp`, `azure`, `file:PATH`, `auto` (the cloud that runs this machine, if any) or
+            `none`. Give several as a list, or separated by commas. Default: the environment variable
+            HOLDFAST_NOTICES, else `auto`.
+        dmi_folder: folder of the kernel's DMI strings, which name the machine's vendor.
 
     Raises:
-        InvalidInput: there is no such source.
+        InvalidInput: a source does not exist.
     """
     if value is None:
         value = os.environ.get(NOTICES, "auto")
@@ -47,13 +48,13 @@ def read_sources(value: str | Iterable[str] | None, *, make: Path = _MAKE) -> So
         if word.startswith("file:"):
             files.append(Path(word.removeprefix("file:")).absolute())
         elif name == "auto":
-            clouds += _clouds(_own_cloud(make), "")
+            clouds += _clouds(_own_cloud(dmi_folder), "")
         elif name in ("aws", "gcp", "azure"):
             clouds += _clouds(name, base)
         elif name not in ("none", ""):
             raise InvalidInput(
-                f"There is no source of notices called {word!r}. Expected: {', '.join(NAMES)}; several with "
-                f"commas. It stands in notices= or in {NOTICES}."
+                f"Unknown source of preemption notices: {word!r}, in notices= or in {NOTICES}. "
+                f"Expected: {', '.join(NAMES)}, or several of them separated by commas."
             )
     return Sources(tuple(clouds), tuple(files))
 
@@ -66,13 +67,13 @@ def _clouds(name: str, base: str) -> list[Cloud]:
     return [azure.Azure(base or azure.BASE)] if name == "azure" else []
 
 
-def _own_cloud(make: Path) -> str:
-    """The cloud that this machine is of; empty if it is none that we know."""
-    if _read(make / "sys_vendor") == "Amazon EC2":
+def _own_cloud(dmi_folder: Path) -> str:
+    """Return the name of the cloud that runs this machine, or an empty string."""
+    if _read(dmi_folder / "sys_vendor") == "Amazon EC2":
         return "aws"
-    if _read(make / "product_name") == "Google Compute Engine":
+    if _read(dmi_folder / "product_name") == "Google Compute Engine":
         return "gcp"
-    return "azure" if _read(make / "chassis_asset_tag") == _AZURE_TAG else ""
+    return "azure" if _read(dmi_folder / "chassis_asset_tag") == _AZURE_TAG else ""
 
 
 def _read(path: Path) -> str:

@@ -19,7 +19,7 @@ from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawning import spawn
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.notice.file import write_notice
-from holdfast.notice.word import Word
+from holdfast.notice.preemption import Notice
 
 _SWEEP_S = 60.0
 """How long processes that do not vanish are killed again and again before that is an error."""
@@ -132,7 +132,7 @@ class Nodes:
 
     def tell(self, source: str, deadline_unix_s: float) -> int:
         """Give every node the notice: a file, and SIGTERM for those that have a handler; how many do."""
-        word = Word(source, deadline_unix_s=deadline_unix_s)
+        word = Notice(source, deadline_unix_s=deadline_unix_s)
         for node in self._nodes:
             if node.outcome is None:
                 with contextlib.suppress(FileNotFoundError):  # it was never started

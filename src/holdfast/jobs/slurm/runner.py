@@ -34,7 +34,7 @@ from holdfast.jobs.slurm.messages import (
 )
 from holdfast.jobs.slurm.papers import Facts, Papers
 from holdfast.notice.file import write_notice
-from holdfast.notice.word import Word
+from holdfast.notice.preemption import Notice
 
 KILL_WAIT_S = 30.0
 """What Slurm leaves between SIGTERM and SIGKILL, unless a site has chosen another KillWait."""
@@ -210,7 +210,7 @@ class _Runner:
         if self._is_told:
             return len(listening)
         self._is_told = True
-        word = Word(message.source, deadline_unix_s=message.deadline_unix_s)
+        word = Notice(message.source, deadline_unix_s=message.deadline_unix_s)
         with contextlib.suppress(OSError):
             write_notice(self._node.notice, word)
         return sum(processes.send(one, signal.SIGTERM) for one in listening)

@@ -1,4 +1,4 @@
-"""Metadata services of clouds on 127.0.0.1, which answer by each cloud's own protocol."""
+"""Metadata services of clouds on 127.0.0.1, which follow each cloud's own protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Headers = dict[str, str]
 
 
 class Service:
-    """One server; subclasses answer requests. `asked` is what it was asked, in order."""
+    """HTTP server whose subclasses answer the requests. `asked` lists these in order."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -34,7 +34,7 @@ class Service:
             do_GET = do_PUT = _do
 
             def log_message(self, format: str, *args: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -54,7 +54,7 @@ class Service:
 
 
 class AwsService(Service):
-    """IMDSv2: nothing without a token, 404 where there is nothing to tell."""
+    """IMDSv2: requires a token, and returns 404 for a document that does not exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class AwsService(Service):
 
 
 class GcpService(Service):
-    """Values with etags; a request may wait until its value has another one."""
+    """Values with etags. A request may wait until its value has another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def etag(value: str) -> str:
 
 
 class AzureService(Service):
-    """Scheduled events, as the document that the service has now."""
+    """Document of scheduled events."""
 
     def __init__(self) -> None:
         super().__init__()

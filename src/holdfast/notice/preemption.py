@@ -1,4 +1,4 @@
-"""What a preemption notice says: who gives it, why, and until when the machine stays."""
+"""A preemption notice: its source, its reason, and the machine's deadline."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """One notice."""
+class Notice:
+    """Notice that this machine will be reclaimed, or may be."""
 
-    source: str  # who says so: "SIGTERM", "aws", "holdfast preempt"
+    source: str  # such as "SIGTERM", "aws", "holdfast preempt"
     detail: str = ""
-    deadline_unix_s: float | None = None  # when the machine goes; None: nobody said
-    is_final: bool = True  # False: it may go soon, so save, and go on
+    deadline_unix_s: float | None = None  # the machine's end, if the source gives it
+    is_final: bool = True  # False: the machine may be reclaimed soon, so save once and continue
 
     @property
     def reason(self) -> str:
-        """In a few words."""
+        """Source and detail in a few words."""
         return f"{self.source}: {self.detail}" if self.detail else self.source
 
 
-def read_time(text: str) -> float | None:
-    """Seconds since 1970 of a moment as clouds write it (ISO 8601 or RFC 1123); None if it cannot be read."""
+def parse_time(text: str) -> float | None:
+    """Parse a time in ISO 8601 or RFC 1123 format into Unix time. Return None if it is neither."""
     text = text.strip()
     for form in ("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%dT%H:%M:%S.%fZ", "%a, %d %b %Y %H:%M:%S GMT"):
         try:

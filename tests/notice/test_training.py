@@ -1,4 +1,4 @@
-"""What a notice does to a training loop: it saves the step and ends; after advice it saves and goes on."""
+"""Notices in a training loop: a final one saves and ends it, a rebalance notice only saves."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.notice import Word
+from holdfast.notice import Notice
 from holdfast.notice.file import write_notice
 
 
-def train(home: Path, state: dict[str, Any], notice: Path, word: Word, *, at: int, total: int) -> None:
-    """Train; before step `at` is completed, somebody gives a notice."""
+def train(home: Path, state: dict[str, Any], path: Path, notice: Notice, *, at: int, total: int) -> None:
+    """Train, and write a notice to `path` before step `at` is completed."""
     with holdfast.Checkpointer(
-        home, state, every=1000, signals=False, notices=f"file:{notice}", quiet=True
+        home, state, every=1000, signals=False, notices=f"file:{path}", quiet=True
     ) as ckpt:
         for step in ckpt.steps(total):
             state["seen"] = step + 1
             if step + 1 == at:
-                write_notice(notice, word)
+                write_notice(path, notice)
 
 
 def saved_steps(home: Path) -> list[int]:
@@ -30,28 +30,28 @@ def saved_steps(home: Path) -> list[int]:
 def test_a_notice_in_a_file_ends_the_run_with_a_durable_save(tmp_path: Path) -> None:
     state: dict[str, Any] = {"seen": 0}
     with pytest.raises(holdfast.Preempted, match="holdfast preempt") as preempted:
-        train(tmp_path / "home", state, tmp_path / "notice", Word("holdfast preempt"), at=4, total=10)
+        train(tmp_path / "home", state, tmp_path / "notice", Notice("holdfast preempt"), at=4, total=10)
     assert preempted.value.step == 4
     assert saved_steps(tmp_path / "home") == [4]
     (tmp_path / "notice").unlink()
     state = {"seen": 0}
-    train(tmp_path / "home", state, tmp_path / "notice", Word("late"), at=99, total=10)
+    train(tmp_path / "home", state, tmp_path / "notice", Notice("late"), at=99, total=10)
     assert state["seen"] == 10
 
 
-def test_advice_is_one_save_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_rebalance_notice_causes_one_save_and_training_continues(tmp_path: Path) -> None:
     state: dict[str, Any] = {"seen": 0}
-    word = Word("aws", "rebalance recommendation", is_final=False)
-    train(tmp_path / "home", state, tmp_path / "notice", word, at=4, total=10)
+    notice = Notice("aws", "rebalance recommendation", is_final=False)
+    train(tmp_path / "home", state, tmp_path / "notice", notice, at=4, total=10)
     assert state["seen"] == 10
     first, *others = saved_steps(tmp_path / "home")
-    assert first in (4, 5), "in the step of the advice, or in the next"
+    assert first in (4, 5), "in the step of the notice, or in the next"
     assert others == [10]
 
 
 def test_a_notice_in_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
-    """Coming back would only find that there is nothing left to do."""
+    """A restart would have nothing left to do."""
     state: dict[str, Any] = {"seen": 0}
-    train(tmp_path / "home", state, tmp_path / "notice", Word("holdfast preempt"), at=10, total=10)
+    train(tmp_path / "home", state, tmp_path / "notice", Notice("holdfast preempt"), at=10, total=10)
     assert saved_steps(tmp_path / "home") == [10]
     assert (tmp_path / "home" / "done.json").exists()

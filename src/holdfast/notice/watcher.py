@@ -1,0 +1,115 @@
+"""Watcher of all sources of preemption notices, for a training loop to poll."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable
+
+from holdfast.notice.cloud import Cloud
+from holdfast.notice.file import read_notice
+from holdfast.notice.metadata import Unreachable
+from holdfast.notice.preemption import Notice
+from holdfast.notice.signals import SignalRecorder
+from holdfast.notice.sources import parse_sources
+
+_MAX_PAUSE_S = 60.0
+"""Longest pause before a service that does not answer is polled again."""
+
+
+class NoticeWatcher:
+    """Watcher of signals, files and metadata services. Its `notice` is the first one that arrived.
+
+    Args:
+        sources: sources other than signals, see `holdfast.notice.sources.parse_sources`.
+
+    Raises:
+        InvalidInput: a source does not exist.
+    """
+
+    def __init__(self, sources: str | Iterable[str] | None = None) -> None:
+        self._signals = SignalRecorder()
+        self._sources = parse_sources(sources)
+        self._notice: Notice | None = None
+        self._rebalance: Notice | None = None
+        self._rebalance_files: set[str] = set()
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def watch_signals(self) -> bool:
+        """Start watching signals. Return False outside the main thread, where that is impossible."""
+        return self._signals.watch()
+
+    def poll_clouds(self) -> None:
+        """Start polling the clouds, each in its own thread.
+
+        On each host only the process with LOCAL_RANK 0 polls. Other ranks receive its notice with the next
+        step.
+        """
+        if os.environ.get("LOCAL_RANK", "0") != "0" or self._threads:
+            return
+        for cloud in self._sources.clouds:
+            name = f"holdfast-notice-{cloud.name}"
+            thread = threading.Thread(target=self._poll, args=(cloud,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def release_signals(self) -> None:
+        """Stop watching signals until the next `watch_signals`: no loop is left to stop."""
+        self._signals.unwatch()
+
+    def close(self) -> None:
+        """Restore the previous signal handlers and stop polling.
+
+        Does not wait for a request in progress. Its thread ends with the response.
+        """
+        self._signals.unwatch()
+        self._stopped.set()
+
+    @property
+    def notice(self) -> Notice | None:
+        """First final notice that arrived, or None."""
+        if self._notice is None and self._signals.received is not None:
+            self._notice = Notice(self._signals.received)
+        if self._notice is None:
+            self._check_files()
+        return self._notice
+
+    @property
+    def reason(self) -> str | None:
+        """Summary of the notice in a few words, or None."""
+        return None if self.notice is None else self.notice.reason
+
+    def pop_rebalance(self) -> Notice | None:
+        """Return a new notice that is not final, or None. One save is enough for it."""
+        rebalance, self._rebalance = self._rebalance, None
+        return rebalance
+
+    def _check_files(self) -> None:
+        """Read the files. A file that does not exist costs some microseconds per step."""
+        for path in self._sources.files:
+            notice = read_notice(path)
+            if notice is not None and notice.is_final:
+                self._notice = notice
+            elif notice is not None and str(path) not in self._rebalance_files:
+                self._rebalance_files.add(str(path))
+                self._rebalance = notice
+
+    def _poll(self, cloud: Cloud) -> None:
+        num_failures = 0
+        while not self._stopped.is_set():
+            try:
+                notice = cloud.poll()
+                num_failures, pause_s = 0, cloud.pause_s
+            except Unreachable as error:
+                num_failures += 1
+                pause_s = min(_MAX_PAUSE_S, 2.0**num_failures)
+                if num_failures == 5:  # not at once: a service may be slow to come up with its machine
+                    sys.stderr.write(f"holdfast: cannot reach {cloud.name} for preemption notices: {error}\n")
+                notice = None
+            if notice is not None and notice.is_final:
+                self._notice = self._notice or notice
+                return
+            self._rebalance = notice or self._rebalance
+            self._stopped.wait(pause_s)

@@ -128,8 +128,8 @@ def _other(value: Any, chance: random.Random, raw: list[bytes], places: list[Any
             value * 2,
             value * 10**9,
             value + 4096,
-            float(value),
-            str(value),
+            float(value) if abs(value) < 2**1000 else 0.5,
+            str(value) if abs(value) < 2**1000 else "0",
             [value],
         )
         return chance.choice(near)

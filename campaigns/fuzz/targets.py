@@ -446,7 +446,7 @@ def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
         )
         base.commit()
         return base.serialize()
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):
         return mutate_bytes(data, chance)
     finally:
         base.close()

@@ -102,7 +102,7 @@ def _lacked_memory(error: BaseException | None) -> bool:
     """Return True if memory ran out, although one of our errors was made of it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, MemoryError):
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

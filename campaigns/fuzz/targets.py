@@ -42,7 +42,7 @@ class Target:
 
 
 @cache
-def _home() -> dict[str, bytes]:
+def home_documents() -> dict[str, bytes]:
     """A home with three checkpoints of two ranks, by name of the object."""
     import torch
 
@@ -85,11 +85,15 @@ def _home() -> dict[str, bytes]:
     lines.append({"t": 12.0, "event": "metrics", "steps": [1, 2], "values": {"loss": [0.5, "nan"]}})
     store.put(names.history(1, 0), b"".join(dumps(line) + b"\n" for line in lines))
     store.put(names.DONE, run.document(run.Done("run-one", 2, 30, 1.5)))
+    store.put(names.first_saved(2), run.document(run.Saved("run-one", 2, 30)))
+    store.put(names.passed(20, 2), run.document(run.Passed("run-one", 2, 20, "why", 2.5)))
     return {entry.name: store.get(entry.name) for entry in store.list()}
 
 
 def _named(part: str) -> Callable[[], list[bytes]]:
-    return lambda: [data for name, data in _home().items() if part in name and name.endswith(".json")]
+    return lambda: [
+        data for name, data in home_documents().items() if part in name and name.endswith(".json")
+    ]
 
 
 def _run_part(data: bytes) -> None:
@@ -218,7 +222,7 @@ def _run_history(data: bytes) -> None:
 
 
 def _history() -> list[bytes]:
-    return [data for name, data in _home().items() if name.startswith("history/")]
+    return [data for name, data in home_documents().items() if name.startswith("history/")]
 
 
 # -- homes with every command ------------------------------------------------------------------------------
@@ -226,7 +230,9 @@ def _history() -> list[bytes]:
 
 def _home_seeds() -> list[bytes]:
     return [
-        name.encode() + b"\0" + data for name, data in _home().items() if name.endswith((".json", ".jsonl"))
+        name.encode() + b"\0" + data
+        for name, data in home_documents().items()
+        if name.endswith((".json", ".jsonl"))
     ]
 
 
@@ -251,7 +257,7 @@ def _run_home(case: bytes, command: str) -> None:
     name, _, data = case.partition(b"\0")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-home-"))
     try:
-        for one, content in {**_home(), name.decode("utf-8", "replace"): data}.items():
+        for one, content in {**home_documents(), name.decode("utf-8", "replace"): data}.items():
             path = folder / one
             if "\0" in one or ".." in path.parts or one.startswith("/"):
                 return

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import holdfast
+from campaigns.fuzz.bounded import run_case
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.exchange import allowlist
 from holdfast.exchange.arrival import import_checkpoint
@@ -78,3 +79,77 @@ def test_a_fifo_is_no_source_of_any_kind(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "source")
     with pytest.raises(InvalidInput, match="is nothing that can be imported"):
         import_checkpoint(tmp_path / "source", tmp_path / "home")
+
+
+def _torch_file(path: Path, pickled: bytes, *, legacy: bool) -> Path:
+    """Write a file of torch.save with the given pickle in it."""
+    if legacy:
+        parts = [pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+        path.write_bytes(b"".join(parts) + pickled + pickle.dumps([], 2))
+        return path
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(f"a/{name}", content)
+    return path
+
+
+def _doubled(kind: str, levels: int) -> object:
+    value: object = (1, 2)
+    makes = {"dict": lambda one: {"a": one, "b": one}, "list": lambda one: [one, one]}
+    for _ in range(levels):
+        value = makes.get(kind, lambda one: (one, one))(value)
+    return value
+
+
+PICKLES = {
+    "lists in each other": pickle.dumps({"a": _doubled("list", 60)}, 2),
+    "dicts in each other": pickle.dumps({"a": _doubled("dict", 60)}, 2),
+    "tuples in each other": pickle.dumps({"a": _doubled("tuple", 60)}, 2),
+    "lists that are filled late": b"\x80\x02}X\1\0\0\0a"
+    + b"".join(b"]q%c" % i for i in range(60))
+    + b"0" * 59
+    + b"".join(b"h%c(h%ch%ce0" % (i, i + 1, i + 1) for i in range(59))
+    + b"s.",
+    "tuples that are hashed and dropped": b"\x80\x02}" + b"K\1K\1\x86" + b"2\x86" * 60 + b"K\1s.",
+    "a text of 2 GiB": b"\x80\x02}X\1\0\0\0aX\xff\xff\xff\x7fb",
+    "a bytearray of 1 TiB": b"\x80\x02}X\1\0\0\0acbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\1\x85Rs.",
+    "a tensor of a size": b"\x80\x02}X\1\0\0\0actorch\nTensor\n\x8a\x05\0\0\0\0\1\x85Rs.",
+    "a dict of integers with one hash": pickle.dumps(
+        {"a": {(2**61 - 1) * i: None for i in range(1, 3000)}}, 2
+    ),
+    "an object that contains itself": b"\x80\x02}X\1\0\0\0a]q\0h\0as.",
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
+@pytest.mark.parametrize("pickled", PICKLES.values(), ids=PICKLES)
+def test_a_small_pickle_that_stands_for_a_huge_object_is_refused(
+    tmp_path: Path, pickled: bytes, legacy: bool
+) -> None:
+    assert len(pickled) < 100_000
+    source = _torch_file(tmp_path / "a.pt", pickled, legacy=legacy)
+    failure = run_case(lambda: import_checkpoint(source, tmp_path / "home", under="model", kind="torch"))
+    assert failure is None, failure.text
+    with pytest.raises(Corrupt):
+        import_checkpoint(source, tmp_path / "home", under="model", kind="torch")
+    with pytest.raises(Corrupt):
+        allowlist.load(pickled, allowlist.TENSOR_NAMES, "bomb")
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
+def test_objects_that_are_shared_a_few_times_are_imported(tmp_path: Path, legacy: bool) -> None:
+    shared = {"betas": (0.9, 0.99), "names": [f"layer{i}" for i in range(500)]}
+    state = {"w": torch.ones(3), "groups": [shared] * 50, "raw": bytearray(b"abc"), "tied": [shared]}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "home")
+    assert torch.equal(holdfast.open(tmp_path / "home")["w"], torch.ones(3))
+
+
+def test_a_storage_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(3)}, source, _use_new_zipfile_serialization=False)
+    data = source.read_bytes()
+    at = data.index(b"K\x03")  # elements of the storage
+    source.write_bytes(data[:at] + b"J\xff\xff\xff\x7f" + data[at + 2 :])
+    with pytest.raises(Corrupt, match="larger than its file"):
+        import_checkpoint(source, tmp_path / "home", under="model")

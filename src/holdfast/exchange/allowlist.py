@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from holdfast.errors import Corrupt, Unsupported
+from holdfast.exchange.pickles import check_pickle
 from holdfast.format.dtypes import TORCH_NAMES
 
 DTYPE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
@@ -70,26 +70,12 @@ def load(data: bytes, names: Names, what: str, *, storage: Callable[[Any], Any] 
         Corrupt: it is no whole pickle.
     """
     try:
-        _check_memo(data)
+        check_pickle(data)
         return _Unpickler(data, names, what, storage).load()
     except Unsupported:
         raise
     except Exception as error:  # a damaged pickle can fail in any way
         raise Corrupt(f"{what} cannot be unpickled: {error!r}. It is damaged.", key=what) from error
-
-
-def _check_memo(data: bytes) -> None:
-    """Refuse numbers of the memo that no pickler gives: nine bytes can ask for gigabytes of it.
-
-    Raises:
-        ValueError: a number is greater than the pickle has bytes, or it is no whole pickle.
-    """
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in _PUTS and not 0 <= (argument or 0) <= len(data):
-            raise ValueError(f"it numbers an object {argument}")
-
-
-_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 
 
 class _Unpickler(pickle.Unpickler):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.exchange.archive import DAMAGED, check_stored
 from holdfast.exchange.offer import Offer, Offered, Region, read_range
+from holdfast.exchange.pickles import check_pickle
 from holdfast.exchange.trees import Gathered, gather
 from holdfast.format.cuts import Box
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)|add_safe_globals\(\[([^\]]+)\]\)")
 _MADV_PAGEOUT = 21
+_NUM_LEGACY_PICKLES = 5  # magic number, protocol, facts of the system, the object, keys of its storages
 _MAX_MAPPED_BYTES = 8 << 20
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -86,20 +88,42 @@ def load(path: Path) -> Any:
         raise Unsupported(message, key=str(path))
     if is_archive:
         check_archive(path, str(path))
+    else:
+        _check_legacy(path)
     return weights_only(path, str(path), mmap=is_archive)
 
 
 def check_archive(source: Any, what: str) -> None:
-    """Check that an archive is no larger unpacked than it is.
+    """Check that an archive is no larger unpacked than it is, and what its pickle asks for.
 
     Raises:
-        Corrupt: a member is compressed, or the archive is damaged.
+        Corrupt: a member is compressed, its pickle asks for too much, or the archive is damaged.
     """
     try:
         with zipfile.ZipFile(source) as archive:
             check_stored(archive.infolist(), what)
-    except (*DAMAGED, OSError) as error:
+            for member in archive.infolist():
+                if member.filename.lower().endswith("data.pkl"):
+                    check_pickle(archive.read(member))
+    except (*DAMAGED, OSError, ValueError) as error:
         raise Corrupt(f"{what} is no whole file of torch.save: {error}", key=what) from error
+
+
+def _check_legacy(path: Path) -> None:
+    """Check what the pickles of a file ask for that torch wrote before 1.6.
+
+    Raises:
+        Corrupt: one asks for too much, or is not whole.
+        RetryLater: it could not be read.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            for _ in range(_NUM_LEGACY_PICKLES):
+                check_pickle(mapped, max_elements=len(mapped))
+    except ValueError as error:
+        raise Corrupt(f"{path} is no whole file of torch.save: {error}", key=str(path)) from error
+    except OSError as error:
+        raise RetryLater(f"{path} could not be read: {error.strerror}.", key=str(path)) from error
 
 
 def weights_only(source: Any, what: str, **options: Any) -> Any:

@@ -52,7 +52,11 @@ def gather(tree: Mapping[str, Any]) -> Gathered:
             found.tied[name] = first
 
     for key, item in tree.items():
-        stripped = strip(item, key, emit)
+        try:
+            stripped = strip(item, key, emit)
+        except RecursionError as error:
+            message = f"What is under {key[:60]!r} contains itself, or is nested too deeply."
+            raise InvalidInput(message, key=key[:60]) from error
         if not is_told_by_names(key, stripped):
             found.values[key] = {} if is_state_dict(key, stripped) else stripped
     return found

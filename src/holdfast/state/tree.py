@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput
+from holdfast.format.limits import MAX_NAME_CHARS
 from holdfast.format.values import TensorRef
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
@@ -26,11 +27,17 @@ def strip(value: Any, name: str, emit: Emit) -> Any:
         name: name of the tree; a tensor's name is this and its path, joined by dots.
 
     Raises:
-        InvalidInput: an object with its own state_dict() inside a container.
+        InvalidInput: an object with its own state_dict() inside a container, or a name that is too long.
     """
     kind = type(value)
     if kind in _LEAVES:
         return value
+    if len(name) > MAX_NAME_CHARS:
+        message = (
+            f"The path {name[:60]}... has {len(name)} characters, and at most {MAX_NAME_CHARS} can be saved. "
+            "Nothing was written. Use shorter keys."
+        )
+        raise InvalidInput(message, key=name[:60])
     if isinstance(value, torch.Tensor):
         emit(name, value)
         return TensorRef(name)

@@ -62,3 +62,10 @@ def test_any_other_directory_is_an_error(holdfast: Command, tmp_path: Path):
     said = holdfast("drain", str(tmp_path))
     assert said.status == 2
     assert "is not a write-back directory" in said.err
+
+
+def test_a_file_in_place_of_the_directory_is_an_error(holdfast: Command, tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"")
+    said = holdfast("drain", str(tmp_path / "file"))
+    assert said.status == 2
+    assert "is not a write-back directory" in said.err

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.report.events import METRICS, Event
 from holdfast.report.saves import owner_of
+
+_NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def _source(
 def _owner(event: Event, saves: Sequence[tuple[int, int]]) -> int | None:
     """The attempt whose checkpoint was restored, if it was told or can be told from the saves."""
     first = event.detail.partition(";")[0].split()
-    if len(first) == 2 and first[0] == "attempt" and first[1].isdigit():
+    if len(first) == 2 and first[0] == "attempt" and _NUMBER.fullmatch(first[1]):
         return int(first[1])
     known = owner_of(event, saves)
     return known[0] if known else None

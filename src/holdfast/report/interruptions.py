@@ -22,7 +22,9 @@ Went back: the same process restored an older checkpoint. Finished: the run was 
 longer. Closed: a person ended it. An attempt that could tell how it ended says one of these words first.
 """
 _IDLE = (FINISHED, CLOSED)  # nobody wanted it to train
-_PASSED_OVER = re.compile(r"passed over step (\d+) of attempt (\d+)")  # in what a restore tells
+_PASSED_OVER = re.compile(
+    r"passed over step ([0-9]{1,19}) of attempt ([0-9]{1,19})(?![0-9])"
+)  # in what a restore tells
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ DURABLE, UNFINISHED = "durable", "unfinished"
 
 _ENDED = ("skipped", "dropped", "failed", "fenced")
 _OWN = ("saved", "staged", "persisted", "committed")  # the order in which their bytes are believed
-_OF_ATTEMPT = re.compile(r"\battempt (\d+)")  # whose checkpoint it was, where the teller is another attempt
+_OF_ATTEMPT = re.compile(
+    r"\battempt ([0-9]{1,19})(?![0-9])"
+)  # whose checkpoint it was, where the teller is another attempt
 
 
 @dataclass(frozen=True, slots=True)

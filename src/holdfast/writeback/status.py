@@ -177,11 +177,18 @@ def wait_until_settled(
 
 
 def is_locked(root: Path) -> bool:
-    """Whether an uploader lives."""
+    """Return True if an uploader is alive.
+
+    Raises:
+        RetryLater: the lock could not be looked at.
+    """
+    lock = root / FOLDER / LOCK
     try:
-        fd = os.open(root / FOLDER / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise RetryLater(f"{lock} could not be opened: {error.strerror}.", key=str(lock)) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

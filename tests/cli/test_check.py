@@ -118,6 +118,7 @@ def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+@pytest.mark.slow
 def test_a_shuffled_loader_outside_of_the_state_is_named(tmp_path: Path) -> None:
     status, report, said = check(tmp_path, START + SHUFFLED)
     assert (status, report["exact"], report["deterministic"]) == (1, False, True), said

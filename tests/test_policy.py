@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
-from holdfast.policy import EveryAuto, EverySteps, EveryTime, Keep, Meter, Pace, every, line_of
+from holdfast.policy import EveryAuto, EverySteps, EveryTime, Keep, Meter, Overdue, Pace, every, line_of
 
 
 def pace(step: int, **facts: float) -> Pace:
@@ -177,3 +177,61 @@ def test_a_step_that_happens_to_be_quick_costs_nothing():
     meter.step(0.5, in_flight=True)
     meter.saved(blocked_s=0.01, durable_s=1.0)
     assert meter.save_cost_s == 0.0
+
+
+def overdue_at(overdue: Overdue, *moments_s: float) -> list[float]:
+    """Return the moments at which a report is due."""
+    return [now_s for now_s in moments_s if overdue.look(now_s) is not None]
+
+
+def test_three_failed_saves_in_a_row_are_reported_and_then_twice_as_many():
+    overdue = Overdue(now_s=0.0)
+    reported = []
+    for number in range(1, 13):
+        overdue.begin(10.0 * number)
+        overdue.fail()
+        if overdue.look(10.0 * number + 1.0) is not None:
+            reported.append(number)
+    assert reported == [3, 6, 12]
+
+
+def test_a_save_that_takes_longer_than_three_intervals_is_reported_and_then_at_twice_the_time():
+    overdue = Overdue(now_s=0.0)
+    overdue.begin(100.0)
+    overdue.succeed(101.0)
+    overdue.begin(200.0)  # 100 s after the one before
+    assert overdue_at(overdue, 499.0, 501.0, 799.0, 801.0, 1399.0, 1401.0) == [501.0, 801.0, 1401.0]
+
+
+def test_saves_that_follow_each_other_quickly_have_a_minute():
+    overdue = Overdue(now_s=0.0)
+    overdue.begin(1.0)
+    overdue.begin(2.0)  # the first has not succeeded: it counts
+    assert overdue_at(overdue, 10.0, 60.0, 62.0) == [62.0]
+
+
+def test_the_report_names_the_time_since_the_last_success():
+    overdue = Overdue(now_s=0.0)
+    overdue.begin(5.0)
+    overdue.succeed(7.0)
+    for moment_s in (20.0, 30.0, 40.0):
+        overdue.begin(moment_s)
+        overdue.fail()
+    assert overdue.look(47.0) == 40.0
+    assert overdue.num_failed == 3
+
+
+def test_a_success_ends_the_count_of_failures_and_the_doubling():
+    overdue = Overdue(now_s=0.0)
+    for moment_s in (1.0, 2.0, 3.0):
+        overdue.begin(moment_s)
+        overdue.fail()
+    assert overdue.look(4.0) is not None
+    overdue.begin(5.0)
+    overdue.succeed(6.0)
+    assert overdue.look(1e6) is None, "nothing is under way"
+    for moment_s in (7.0, 8.0, 9.0):
+        assert overdue.look(moment_s) is None
+        overdue.begin(moment_s)
+        overdue.fail()
+    assert overdue.look(10.0) is not None, "three are enough again"

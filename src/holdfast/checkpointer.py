@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
 import sys
@@ -70,6 +71,7 @@ from holdfast.tiers import Base, Tiers
 from holdfast.trial import Trial
 
 Mark = tuple[Sequence[Passed], "tuple[int, int] | None"]  # what was passed over, and what was restored
+_log = logging.getLogger(__name__)
 _TOLD_WAIT_S = 0.001  # a wait for memory that is shorter is none
 
 
@@ -204,23 +206,24 @@ class Checkpointer:
         self._early_notes, self._marks = list[dict[str, Any]](), list[Mark]()
         # Whether `restore` was called since the last claim was given up, and what came of it.
         self._has_looked, self._restored = False, cast("Restored | None", None)
+        # The last save that only other ranks had torn; the attempt, and how its history says tears are found.
+        self._tear_step, self._guarantee = cast("int | None", None), cast("tuple[int, str] | None", None)
         self._in_use: dict[int, Arena] = {}
         self._plan, self._plan_key = cast("Plan | None", None), cast("object", None)
         self._ancestors, self._newest_durable = cast("Ancestors", ()), cast("int | None", None)
-        self._attempt, self._pulse_step = 0, 0
+        self._attempt, self._pulse_step, self._closed = 0, 0, False
         # The consensus is on the newest save that every rank has.
         self._consensus, self._trial = Consensus(), Trial.of_environment()
         self._saves: deque[Save] = deque()  # not yet settled
-        self._last: Save | None = None
-        self._failures, self._failing_since_s = 0, cast("float | None", None)
+        self._last, self._failures = cast("Save | None", None), 0
         self.num_skipped = 0
         """Saves that were skipped because no staging memory was free."""
         self.waited_for_memory_s = 0.0
         """Time that `save` has waited for staging memory, in all."""
-        self._step_ended_s: float | None = None
+        self._step_ended_s, self._failing_since_s = cast("float | None", None), cast("float | None", None)
         self._pace = Pace(step=0, now_s=time.monotonic(), saved_step=0, saved_s=time.monotonic())
         self._stagings: dict[int, Staging] = {}  # of the saves not yet settled, and of the last, by step
-        self._has_told_end = self._has_warned_of_tear = self._has_reviewed = self._closed = False
+        self._has_told_end = self._has_warned_of_tear = self._has_reviewed = False
         self._position = Position(lambda: (self._stager.num_steps, self._objects.marks()))
         # An exception that is being handled all the time does not make the end of a loop disorderly.
         self._around, self._done = id(sys.exc_info()[1]), cast("runs.Done | None", None)
@@ -292,9 +295,15 @@ class Checkpointer:
                 f"training has gone on after step {self._position.step}, and up to which step is not known; "
                 f"the newest save is that of step {newest}. Call finish(step) to save the end"
             )
-        if step is None or step <= newest:
+        if step is None or (step <= newest and not self._can_repeat(step)):
             return None
         return self._save(step, must=True)
+
+    def _can_repeat(self, step: int) -> bool:
+        """True if the last save was torn, is of `step`, and can be made again under the same number."""
+        self._stager.wait()
+        is_last = self._last is not None and self._last.step == step
+        return is_last and self._must_repeat() and self._ranks.world_size == 1
 
     def finish(self, step: int | None = None) -> None:
         """Save the last step, wait until it is durable, and mark the run as finished.
@@ -314,6 +323,7 @@ class Checkpointer:
         self._check_process()
         with self._calls.guard("finish()"):
             step = self._last_step() if step is None else read_step(step, "finish()")
+            self._stager.wait()  # a save that turns out to be torn is made again
             if not self._is_saved(step) and step != self._base_step():
                 self._save(step, must=True)
             self._wait()
@@ -399,10 +409,13 @@ class Checkpointer:
         has_saved_since = self._pace.saved_step >= said_step
         timed, repeated = timed and not has_saved_since, repeated and not has_saved_since
         self._tiers.hear(is_due=timed_home, said_step=said_step)
+        if repeated:
+            self._learn_of_tear(self._last)
         if noticed and self.preempted is None:
             self.preempted = self._notices.reason or "another rank's notice"
         if self._plan is None:
-            self._prepare_in_background()
+            plan, captured = self._prepare_in_background()
+            self._stager.settle_in_background(plan, captured.tensors)
         self._step_ended_s = time.monotonic()
         already = self._last is not None and self._last.step == step
         return (due_here or timed or noticed or repeated) and not already
@@ -444,6 +457,7 @@ class Checkpointer:
     def _stop(self, step: int) -> None:
         """End a preempted run: everything durable, then SystemExit."""
         with self._calls.guard("the save after a preemption notice"):
+            self._stager.wait()  # a save that turns out to be torn is made again
             if not self._is_saved(step):
                 self._save(step, must=True)
             self._wait()
@@ -533,6 +547,15 @@ class Checkpointer:
         if self._last is not None and step <= self._last.step:
             if step == self._last.step and self._last.failed is None:
                 return self._last
+            if step == self._last.step and self._ranks.world_size > 1:
+                # Others have saved this step, perhaps before something was written that is in it now.
+                raise InvalidInput(
+                    f"The save of step {step} has failed on rank {self._ranks.rank}, and cannot be made "
+                    "again under the same number: the other ranks have saved that step as it was then. "
+                    f"Earlier checkpoints stand. Save a later step. It failed because: {self._last.failed}",
+                    step=step,
+                    rank=self._ranks.rank,
+                )
             if step < self._last.step:
                 raise InvalidInput(
                     f"Step {step} comes after step {self._last.step} was saved. To go back, call "
@@ -572,10 +595,20 @@ class Checkpointer:
         if not self._has_reviewed:
             self._has_reviewed = True
             self._review()
+        self._note_guarantee(keeper, plan)
         keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
         now_s = self._step_ended_s = time.monotonic()
         self._pace = Pace(step, now_s, saved_step=step, saved_s=now_s)
         return save
+
+    def _note_guarantee(self, keeper: Keeper, plan: Plan) -> None:
+        """Record by which means torn copies are found, at the first save and when that changes."""
+        guarantee = keeper.terms.attempt, self._stager.guarantee(plan)
+        if guarantee == self._guarantee:
+            return
+        self._guarantee = guarantee
+        keeper.note("tear-check", step=None, detail=guarantee[1])
+        _log.info("rank %d of %s: torn copies are found by %s", self._ranks.rank, self.home, guarantee[1])
 
     def _review(self) -> None:
         """Warn of what will not resume exactly, and in a new run offer the check that would show it."""
@@ -650,6 +683,7 @@ class Checkpointer:
             error = RetryLater(f"The copy of step {save.step} failed: {error!r}. Earlier checkpoints stand.")
         if error is not None:
             keeper.note("dropped", step=save.step, detail=str(error))
+            keeper.drop(save.step, str(error))
             self._release(staging.arena.number)
             save.mark_failed(error)  # last: whoever waits for it may save again at once
             return
@@ -668,6 +702,7 @@ class Checkpointer:
         except OSError as error:
             self._release(staging.arena.number)
             message = f"Step {save.step} could not be handed to the keeper: {error}."
+            keeper.drop(save.step, message)
             save.mark_failed(RetryLater(message, step=save.step))
             return
         kill_point("trainer.handed")
@@ -739,7 +774,11 @@ class Checkpointer:
         assert save.failed is not None
         is_torn = self._is_torn(save)
         self._saves.remove(save)
-        self._stager.distrust_frozen(for_long=is_torn)
+        staging = self._stagings.get(save.step)
+        by_keeper = is_torn and staging is not None and not staging.torn  # else the copy has counted it
+        self._stager.distrust_frozen(for_long=by_keeper)
+        if self._ranks.world_size > 1 and isinstance(save.failed, InvalidInput):
+            self._learn_of_tear(save)  # also in loops that never call should_save()
         self._failures += 1
         self._overdue.fail()
         if self._failing_since_s is None:
@@ -760,6 +799,12 @@ class Checkpointer:
     def _must_repeat(self) -> bool:
         """True if the last save was torn: the next step is saved in its place."""
         return self._last is not None and self._is_torn(self._last)
+
+    def _learn_of_tear(self, save: Save | None) -> None:
+        """Copy everything at once for some saves, if one was torn on another rank only."""
+        if save is not None and save.step != self._tear_step and not self._is_torn(save):
+            self._tear_step = save.step
+            self._stager.repeats.note_torn_elsewhere()
 
     def _warn_if_overdue(self) -> None:
         """Warn that no save has succeeded for long, and again each time that this takes twice as long."""

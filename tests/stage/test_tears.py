@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from torch.optim import SGD
 
 from campaigns import tears
 from campaigns.tears import KINDS, run_case
+from holdfast.cli import main
 from holdfast.errors import InvalidInput, SaveWarning
 from holdfast.stage import watch
 from holdfast.stage.repeats import Repeats
@@ -59,6 +62,26 @@ def test_a_write_that_no_counter_shows_drops_the_save_and_the_next_step_is_saved
     check_saved(tmp_path / "home", 2, expected)
 
 
+@pytest.mark.parametrize("end", ["finish", "close"])
+def test_a_torn_last_save_is_repeated_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    model = make_model()
+    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    gate = CopyGate(monkeypatch)
+    ckpt = make_checkpointer(tmp_path / "home", state, every=1, keep=None)
+    train(model, state["optimizer"])
+    assert ckpt.should_save(1)
+    ckpt.save(1)
+    model.get_parameter("2.weight").data.clamp_(-0.01, 0.01)
+    gate.opened.set()
+    expected = snapshot(state)
+    with pytest.warns(SaveWarning, match="step 1 was dropped"):
+        ckpt.finish(1) if end == "finish" else ckpt.close()
+    ckpt.close()
+    check_saved(tmp_path / "home", 1, expected)
+
+
 def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +98,51 @@ def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
         model.get_parameter("2.weight").data.zero_()
         ckpt.wait()
     check_saved(tmp_path / "home", 1, expected)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "means"),
+    [
+        (None, "the kernel's record of written pages"),
+        (
+            "Operation not permitted",
+            "copying everything before save() returns, as the kernel keeps no record",
+        ),
+    ],
+)
+def test_the_means_by_which_tears_are_found_is_visible(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    refusal: str | None,
+    means: str,
+) -> None:
+    def refuse() -> None:
+        raise OSError(1, refusal)
+
+    if refusal is not None:
+        monkeypatch.setattr(watch, "WriteTracker", refuse)
+    elif watch.Watcher().refusal is not None:
+        pytest.skip("this kernel keeps no record of writes")
+    caplog.set_level(logging.INFO, "holdfast.checkpointer")
+    with make_checkpointer(tmp_path / "home", {"model": make_model()}) as ckpt:
+        ckpt.save(1)
+        ckpt.save(2)
+    assert [means in line and (refusal or "") in line for line in caplog.messages] == [True]
+    events = [json.loads(line) for line in history_of(tmp_path / "home")]
+    details = [event["detail"] for event in events if event["event"] == "tear-check"]
+    assert len(details) == 1
+    assert means in details[0]
+    assert (refusal or "") in details[0]
+    for command in ("history", "report"):
+        assert main([command, str(tmp_path / "home")]) == 0
+        assert means[:20] in " ".join(capsys.readouterr().out.split())
+
+
+def history_of(home: Path) -> list[str]:
+    """Return the lines of all histories of a home."""
+    return [line for path in (home / "history").iterdir() for line in path.read_text().splitlines()]
 
 
 def test_a_save_beside_a_thread_that_steps_is_refused(tmp_path: Path) -> None:

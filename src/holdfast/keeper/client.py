@@ -304,6 +304,14 @@ class Keeper:
         """Have an event of the trainer's written into the run's history."""
         self._send(_note(event, step, num_bytes, seconds, detail[:MAX_DETAIL], tier))
 
+    def drop(self, step: int, reason: str) -> None:
+        """Refuse a save for all ranks, since this one has no copy of it.
+
+        The saves of the other ranks fail at once then; else they would wait for the part of this rank.
+        """
+        if self.terms.world_size > 1:
+            self._tell_surely({"op": "drop", "step": step, "detail": reason[:MAX_DETAIL]})
+
     def note_restored(self, *, step: int, num_bytes: int, seconds: float, detail: str, tier: str) -> None:
         """Have the history tell from where this attempt goes on, also if this keeper is killed meanwhile."""
         self._tell_surely(_note("restored", step, num_bytes, seconds, detail[:MAX_DETAIL], tier))

@@ -25,6 +25,7 @@ EVENTS = (
     "dropped",
     "failed",
     "fenced",
+    "tear-check",  # by which means torn copies are found; the detail names it
     "ended",  # of an attempt that could tell; the detail begins with how
     "retain-failed",
     "metrics",  # what training told of itself; with members `steps` and `values`

@@ -26,6 +26,7 @@ from holdfast.keeper.commit import (
     missing_ranks,
     newest_committed,
     read_committed,
+    refuse,
 )
 from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.frozen import FrozenFile
@@ -97,6 +98,7 @@ class Desk:
         self.jobs: deque[Job] = deque()
         self.notes: deque[Message] = deque()
         self.drains: deque[Id] = deque()  # that the trainer wants in home
+        self.drops: deque[Message] = deque()  # saves that this rank has no copy of
         self.known: deque[Id] = deque()  # that are complete although this host's folder does not show it
         self.arenas: dict[int, Mapped] = {}
         self.arena_in_use = 0  # being persisted
@@ -146,6 +148,9 @@ class Desk:
             return
         if message["op"] == "drain":
             self.drains.append((message["attempt"], message["step"]))
+            return
+        if message["op"] == "drop":
+            self.drops.append(message)
             return
         if message["op"] == "known":
             self.known.append((message["attempt"], message["step"]))
@@ -209,6 +214,7 @@ class Work:
             self.is_home_failing = False
         self.newest: Job | None = None  # that this keeper saw committed; not always the last
         self.wanted_home: set[Id] = set()  # to be drained as soon as they are committed
+        self.untold: list[Message] = []  # drops that other ranks have not been told of, as the store failed
         self.unseen: list[Id] = []  # wanted in home, while the near tier cannot be looked at
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
@@ -223,6 +229,7 @@ class Work:
             )  # asked before the last notes
             self._write_notes()
             self._take_drains()
+            self._take_drops()
             self._take_known()
             if is_over:
                 break
@@ -270,6 +277,19 @@ class Work:
             else:
                 self.wanted_home.add(one)
 
+    def _take_drops(self) -> None:
+        """Write refusals of the saves that this rank has dropped, so that no other rank waits for them."""
+        dropped, self.untold = self.untold, []
+        while self.desk.drops:
+            dropped.append(self.desk.drops.popleft())
+        for message in dropped if not self.terms.is_scattered else ():
+            step, rank = message["step"], self.terms.rank
+            error = InvalidInput(f"Rank {rank} has no copy of it: {message['detail']}", step=step, rank=rank)
+            try:
+                refuse(self.store, self.terms, step, error)
+            except _PASSING:
+                self.untold.append(message)
+
     def _is_near(self, attempt: int, step: int) -> bool:
         """Whether a checkpoint is complete in the near tier, as far as that can be; else it may become so."""
         if not self.terms.is_scattered:
@@ -293,7 +313,7 @@ class Work:
     def _next_job(self) -> Job | None:
         desk = self.desk
         with desk.changed:
-            is_idle = not (desk.jobs or desk.notes or desk.drains or desk.known)
+            is_idle = not (desk.jobs or desk.notes or desk.drains or desk.drops or desk.known)
             if is_idle and (self.waiting or not desk.trainer_gone):
                 desk.changed.wait(self._pause_s())
             if not desk.jobs:
@@ -305,7 +325,7 @@ class Work:
 
     def _pause_s(self) -> float | None:
         if not self.waiting:
-            return _LAST_LOOK_S if self.unseen else None
+            return _LAST_LOOK_S if self.unseen or self.untold else None
         return max(0.0, min(job.next_look_s for job in self.waiting) - time.monotonic())
 
     def _write_notes(self) -> None:
@@ -462,6 +482,8 @@ class Work:
             job.ancestors = committed.ancestors
             return True
         missing = missing_ranks(self.store, self.terms, job.step)
+        if missing or self.terms.rank != 0:
+            check_not_refused(self.store, self.terms, job.step)
         if self.terms.rank in missing and self._is_behind_newer(job.step):
             return True  # committed and, while we did not look, retained away in favour of newer ones
         # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
@@ -469,7 +491,6 @@ class Work:
         if self.terms.rank == 0 and not missing:
             job.ancestors = commit(self.store, self.terms, job.step).ancestors
             return True
-        check_not_refused(self.store, self.terms, job.step)
         job.hopeless = self._why_hopeless(job, missing)
         return False
 

@@ -102,6 +102,7 @@ _NEEDED = {
     ),
     **dict.fromkeys(("drain", "known"), ("attempt", "step")),
     "commit": ("step",),
+    "drop": ("step", "detail"),
     "note": ("event",),
     "close": ("goodbye",),
     "released": ("arena",),

@@ -30,6 +30,7 @@ class Life:
     pid: int | None
     num_ranks: int | None
     end: str | None = None  # how it ended, if it could tell
+    tear_check: str = ""  # by which means torn copies were found; where ranks differ, of the lowest
     remark: str = ""  # what its restore had to say: what it passed over, and why
 
 
@@ -86,5 +87,6 @@ def _life(number: int, told: list[Event], claim: run.Attempt | None) -> Life:
         pid=claim.pid if claim else None,
         num_ranks=claim.world_size if claim else len({event.rank for event in trainers}) or None,
         end=(ended[0].detail or "ended") if ended else None,
+        tear_check=next((event.detail for event in told if event.kind == "tear-check"), ""),
         remark=next((event.detail for event in map(_without_source, restored) if event.detail), ""),
     )

@@ -67,7 +67,14 @@ def numbers(story: Story) -> list[Number]:
             + (f", {seconds(advice.durable_s)} until durable" if advice.durable_s is not None else ""),
         ),
         Number("Best interval", *_best(story)),
+        *_tear_check(story),
     ]
+
+
+def _tear_check(story: Story) -> list[Number]:
+    """Return by which means the newest attempt that recorded it found torn copies."""
+    told = [life.tear_check for life in story.lives if life.tear_check]
+    return [Number("Torn copies", "are found by " + told[-1])] if told else []
 
 
 def _held(story: Story) -> str:

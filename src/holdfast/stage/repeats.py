@@ -30,6 +30,14 @@ class Repeats:
         self._saves_left = min(_FIRST_SAVES << self.num_torn, _MAX_SAVES)
         self.num_torn += 1
 
+    def note_torn_elsewhere(self) -> None:
+        """Count a save that was torn on another rank: the next saves copy everything at once on this one too.
+
+        Else each rank would be torn by itself at another save, and none of these would be complete.
+        """
+        self.note_torn(())
+        self._are_all = True
+
     def note_saved(self) -> None:
         """Count a save that was not torn."""
         self._saves_left = max(0, self._saves_left - 1)

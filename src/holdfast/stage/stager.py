@@ -100,10 +100,25 @@ class Stager:
         self._hook = StepHook(self._before_step)
         self._hook.know(optimizers)
         self._thread: threading.Thread | None = None
+        self._settling: threading.Thread | None = None
         self._closing = False
         # The plan's number, address and version of each frozen tensor at the save before.
         self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
         self._frozen_names: frozenset[str] = frozenset()
+
+    def guarantee(self, plan: Plan) -> str:
+        """Return in words by which means a copy of `plan` that a write has torn is found in this process."""
+        if plan.is_cuda:
+            return (
+                "version counters, as tensors are on a GPU: a write that raises none (.data) is not found "
+                "before save(...).wait_staged()"
+            )
+        if self.watcher.refusal is not None:
+            return (
+                "copying everything before save() returns, as the kernel keeps no record of written pages "
+                f"for this process: {self.watcher.refusal}"
+            )
+        return "the kernel's record of written pages"
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Take note of the optimizers of the state; the steps of all optimizers wait for a copy under way."""
@@ -312,6 +327,20 @@ class Stager:
             self.watcher.look_at(live, plan.large)
             self._settle(plan, live, current)
 
+    def settle_in_background(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Do the same in a thread, once, so that the first save does not have to protect small pages.
+
+        Blocks: for the look at where the tensors are in memory.
+        """
+        if plan.is_cuda or self._settling is not None or self._current is not None:
+            return
+        live = [tensors[name] for name in plan.names]
+        self.watcher.look_at(live, plan.large)  # not in the thread: a save beside it reads what this finds
+        self._settling = threading.Thread(
+            target=self._settle, args=(plan, live, None), name="holdfast-settle", daemon=True
+        )
+        self._settling.start()
+
     def _settle(self, plan: Plan, live: list[torch.Tensor], current: Staging | None) -> None:
         large = {i: live[i] for i in (*plan.background, *plan.frozen) if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
@@ -319,8 +348,9 @@ class Stager:
     def close(self) -> None:
         """Wait for the copy under way and stop making optimizers wait."""
         self._closing = True
-        if self._thread is not None:
-            self._thread.join()
+        for thread in (self._thread, self._settling):
+            if thread is not None:
+                thread.join()
         self._hook.remove()
         self.watcher.close()
 

@@ -48,7 +48,7 @@ class Watcher:
         addresses = {i: tensors[i].data_ptr() for i in large}
         if addresses != self._addresses:
             self._addresses, self._mappings = addresses, private_mappings()
-            self._extents.clear()
+            self._extents = {}
         if self._ids == before:
             return
         new = range(len(tensors))
@@ -82,11 +82,11 @@ class Watcher:
         return Watch(self._tracker, extents, watched, extents.save_edges())
 
     def _find_extents(self, tensors: Mapping[int, torch.Tensor]) -> Extents:
-        key = tuple(tensors)
-        if key not in self._extents:
+        key, known = tuple(tensors), self._extents  # which a save beside this thread may replace
+        if key not in known:
             watchable = {i: t for i, t in tensors.items() if i not in self.shared and _is_watchable(t)}
-            self._extents[key] = Extents.of(watchable, self._mappings, self._apart_from(watchable))
-        return self._extents[key]
+            known[key] = Extents.of(watchable, self._mappings, self._apart_from(watchable))
+        return known[key]
 
     def _apart_from(self, indices: Collection[int]) -> list[int]:
         """Return the addresses of the large tensors that are not among `indices`, sorted."""

@@ -123,6 +123,16 @@ def test_shared_memory_is_not_watched_but_known(watcher: Watcher, tmp_path: Path
     assert watch.end(tensors) == [2]
 
 
+def test_memory_that_is_shared_after_a_save_is_known_too(watcher: Watcher) -> None:
+    tensors = [torch.ones(SIZE), torch.ones(SIZE)]
+    watcher.look_at(tensors, [0, 1])
+    assert not watcher.shared
+    tensors[1].share_memory_()  # the same object, in other memory
+    watcher.look_at(tensors, [0, 1])
+    assert watcher.shared == {1}
+    assert set(watcher.start(dict(enumerate(tensors))).tensors) == {0}
+
+
 def test_neighbours_on_the_heap_may_be_written(watcher: Watcher) -> None:
     """Two watches over tensors that take turns in memory, with small tensors between them, are apart."""
     tensors = [torch.ones(20_000 if i % 2 else 50) for i in range(64)]

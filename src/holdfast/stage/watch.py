@@ -46,15 +46,19 @@ class Watcher:
         """
         before, self._ids = self._ids, list(map(id, tensors))
         addresses = {i: tensors[i].data_ptr() for i in large}
-        if addresses != self._addresses:
+        new, known = set[int](), self._addresses
+        if has_moved := addresses != known:
+            new.update(i for i, address in addresses.items() if known.get(i) != address)
             self._addresses, self._mappings = addresses, private_mappings()
-            self._extents = {}
-        if self._ids == before:
-            return
-        new = range(len(tensors))
-        if len(before) == len(tensors):
-            new = [i for i in new if self._ids[i] != before[i]]
-        self.shared = self.shared.difference(new) | self._find_shared({i: tensors[i] for i in new})
+        if len(before) != len(tensors):
+            new.update(range(len(tensors)))
+        elif self._ids != before:
+            new.update(i for i in range(len(tensors)) if self._ids[i] != before[i])
+        shared = self.shared.difference(new) | self._find_shared({i: tensors[i] for i in new})
+        if has_moved or shared != self.shared:
+            # The extents come last: a thread beside this one that finds them empty and fills them must not
+            # take what is shared now for private.
+            self.shared, self._extents = shared, {}
 
     def _find_shared(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
         plain = {i: t for i, t in tensors.items() if t.device.type == "cpu" and t.nbytes}

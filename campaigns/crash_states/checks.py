@@ -28,6 +28,7 @@ from holdfast.restore.find import candidates, list_home
 from holdfast.store import open_store
 
 Place = tuple[int, int]  # (branch, step), ordered as checkpoints are
+_MARKS = ("durable", "home", "training", "done", "restored")
 _RESUME_TIMEOUT_S = 120
 
 
@@ -37,18 +38,23 @@ class Promises:
 
     durable: tuple[Place, ...]
     home: tuple[Place, ...]
-    done: Place | None
+    done: Place | None  # where the run finished, unless it was continued since
 
     @classmethod
     def read(cls, marks: Collection[str]) -> Promises:
         """Return the promises that are in the texts of marks."""
-        found: dict[str, list[Place]] = {"durable": [], "home": [], "done": [], "restored": []}
+        found: dict[str, list[Place]] = {
+            kind: [] for kind in ("durable", "home", "training", "done", "restored")
+        }
         for text in marks:
             kind, branch, step = text.split()
             if step != "None":
                 found[kind].append((int(branch), int(step)))
         durable = sorted({*found["durable"], *found["home"]})
-        return cls(tuple(durable), tuple(sorted(found["home"])), max(found["done"], default=None))
+        done = max(found["done"], default=None)
+        if done and max(found["training"], default=done) > done:
+            done = None  # the run was continued after it had finished
+        return cls(tuple(durable), tuple(sorted(found["home"])), done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,7 @@ def loop(folder: Path, branch: int, first: int, last: int, keep: int) -> None:
     state = state_of(branch, 0)
     with make(folder, state, keep=keep, every=2) as checkpointer:
         for step in checkpointer.steps(last):
+            mark("training", branch, step + 1)  # a run that continues is no longer done
             set_state(state, branch, step + 1)
         mark("done", branch, last)
         mark("durable", branch, last)

@@ -254,7 +254,7 @@ def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> N
     for line in lines:
         assert set(line) == {"t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier"}
         assert line["event"] in EVENTS
-        assert line["bytes"] > 0 or line["event"] in ("retained", "ended")
+        assert line["bytes"] > 0 or line["event"] in ("retained", "tear-check", "ended")
 
 
 def test_a_history_that_cannot_be_written_is_told_and_stops_nothing() -> None:

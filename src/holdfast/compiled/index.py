@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.compiled.facts import Facts
-from holdfast.documents import is_text, read_integers, shown
+from holdfast.documents import Fields, is_text, read_integers, shown
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.catalog import columns
 from holdfast.format.hashes import DIGITS
 from holdfast.format.limits import HASH, MAX_ATTEMPT, MAX_RANKS
-from holdfast.format.part import check_kind
 from holdfast.format.sealed import dumps, seal, unseal
+from holdfast.format.versions import Versions
 from holdfast.store.naming import check_name
 
 FOLDER = "compiled/"
 """All objects of compile caches begin with it."""
-VERSION = 1
-_KIND = "holdfast-compiled"
 MAX_FILE_BYTES = 256 << 20
 """A larger file does not travel."""
 MAX_INDEX_BYTES = 64 << 20
@@ -109,8 +107,7 @@ def document(index: Index) -> bytes:
         for file in index.files
     ]
     body = {
-        "format": _KIND,
-        "version": VERSION,
+        **VERSIONS.header,
         "attempt": index.attempt,
         "rank": index.rank,
         "number": index.number,
@@ -129,7 +126,10 @@ def parse(text: bytes, name: str) -> Index:
         Unsupported: written by a newer format.
     """
     body = unseal(text, name, max_bytes=MAX_INDEX_BYTES)
-    check_kind(body, _KIND, VERSION, name)
+    return VERSIONS.parser(body, name)(body, name)
+
+
+def _parse_v1(body: Fields, name: str) -> Index:
     attempt = body.integer("attempt", at_most=MAX_ATTEMPT)
     rank = body.integer("rank", at_most=MAX_RANKS - 1)
     number = body.integer("number")
@@ -151,6 +151,9 @@ def parse(text: bytes, name: str) -> Index:
             key=name,
         )
     return index
+
+
+VERSIONS = Versions("holdfast-compiled", written=1, parsers={1: _parse_v1})
 
 
 def _file(row: Any, packs: Sequence[str]) -> Packed:

@@ -21,13 +21,12 @@ from holdfast.format.limits import (
     MAX_STEP,
     RUN_ID,
 )
-from holdfast.format.part import Ancestors, Part, check_kind, read_ancestors
+from holdfast.format.part import Ancestors, Part, read_ancestors
 from holdfast.format.part import parse as parse_part
 from holdfast.format.sealed import dumps, seal, unseal_lines
+from holdfast.format.versions import Versions
 
 __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "merge_documents", "parse"]
-
-FORMAT, VERSION = "holdfast-manifest", 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +197,7 @@ def document(manifest: Manifest) -> bytes:
     each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.cut is None}
     head = dumps(
         {
-            "format": FORMAT,
-            "version": VERSION,
+            **VERSIONS.header,
             "id": manifest.id,
             "run": manifest.run,
             "step": manifest.step,
@@ -226,14 +224,14 @@ def parse(text: bytes, what: str) -> Manifest:
     """
     head, *catalogs = unseal_lines(text, what)
     body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
-    check_kind(body, FORMAT, VERSION, what)
+    parse_body = VERSIONS.parser(body, what)
     try:
-        return _parse(body, tuple(catalogs))
+        return parse_body(body, tuple(catalogs))
     except (Corrupt, ValueError) as error:
         raise Corrupt(f"{what} is sealed but lacks what a manifest holds: {error}", key=what) from error
 
 
-def _parse(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
+def _parse_v1(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
     rows = body.array("parts", max_items=MAX_RANKS)
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     parts = tuple(_part_file(row, rank, len(catalogs)) for rank, row in enumerate(rows))
@@ -274,3 +272,6 @@ def _each_tensor(name: str, row: Any) -> Tensor:
     dtype, shape = columns(row, 2, "a tensor of each rank")
     check_facts(name, dtype)
     return Tensor(dtype, read_integers(shape, max_items=MAX_DIMS), None)
+
+
+VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1})

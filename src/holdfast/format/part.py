@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.documents import Fields, decode_object, read_integers, shown
-from holdfast.errors import Corrupt, Unsupported
+from holdfast.documents import Fields, decode_object, read_integers
+from holdfast.errors import Corrupt
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, check_facts, columns, parse_catalog
 from holdfast.format.hashes import DIGITS, digest
@@ -24,8 +24,7 @@ from holdfast.format.limits import (
     RUN_ID,
 )
 from holdfast.format.sealed import dumps, seal, unseal_lines
-
-FORMAT, VERSION = "holdfast-part", 1
+from holdfast.format.versions import Versions
 
 Ancestors = tuple[tuple[int, int], ...]
 """(attempt, step) of each checkpoint that an attempt before was restored from, oldest first."""
@@ -135,8 +134,7 @@ def draft(
     """
     facts = dumps(
         {
-            "format": FORMAT,
-            "version": VERSION,
+            **VERSIONS.header,
             "run": run,
             "step": step,
             "attempt": attempt,
@@ -173,14 +171,14 @@ def parse(document: bytes, what: str) -> Part:
     """
     head, *lines = unseal_lines(document, what)
     body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
-    check_kind(body, FORMAT, VERSION, what)
+    parse_body = VERSIONS.parser(body, what)
     try:
-        return _parse(body, lines, what)
+        return parse_body(body, lines, what)
     except (Corrupt, ValueError) as error:
         raise Corrupt(f"{what} is sealed but lacks what a part holds: {error}", key=what) from error
 
 
-def _parse(body: Fields, lines: list[bytes], what: str) -> Part:
+def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
     # Not as JSON: a commit reads the parts of all ranks, and would spend most of its time on the hashes.
     sizes = [body.integers("file", max_items=2)]
     if "frozen" in body:
@@ -246,19 +244,4 @@ def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
     return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
 
 
-def check_kind(body: Fields, kind: str, version: int, what: str) -> None:
-    """Refuse a document of another kind or of a newer format.
-
-    Raises:
-        Corrupt: another kind of document.
-        Unsupported: a newer version.
-    """
-    found_kind = body.members.get("format")
-    if found_kind != kind:
-        raise Corrupt(f"{what} is a {shown(found_kind)} document, expected {kind!r}.", key=what)
-    found = body.members.get("version")
-    if type(found) is not int or not 0 < found <= version:
-        message = (
-            f"{what} has format version {shown(found)}; this Holdfast reads up to {version}. Upgrade it."
-        )
-        raise Unsupported(message, key=what)
+VERSIONS = Versions("holdfast-part", written=1, parsers={1: _parse_v1})

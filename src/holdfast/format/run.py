@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 from holdfast.documents import Fields
 from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_SMALL_BYTES, MAX_STEP, RUN_ID
-from holdfast.format.part import check_kind
 from holdfast.format.sealed import dumps, seal, unseal
+from holdfast.format.versions import Versions
 
-VERSION = 1
 _T = TypeVar("_T", "Run", "Attempt", "Saved", "Done", "Refusal", "Passed")
 
 
@@ -79,7 +78,7 @@ class Passed:
 
 def document(value: Run | Attempt | Saved | Done | Refusal | Passed) -> bytes:
     """The sealed document of a value."""
-    return seal(dumps({"format": _kind(type(value)), "version": VERSION, **asdict(value)}))
+    return seal(dumps({**VERSIONS[type(value)].header, **asdict(value)}))
 
 
 def parse(cls: type[_T], text: bytes, what: str) -> _T:
@@ -90,8 +89,7 @@ def parse(cls: type[_T], text: bytes, what: str) -> _T:
         Unsupported: written by a newer format.
     """
     body = unseal(text, what)
-    check_kind(body, _kind(cls), VERSION, what)
-    return cls(**_READERS[cls](body))
+    return cls(**VERSIONS[cls].parser(body, what)(body))
 
 
 def _run(body: Fields) -> dict[str, Any]:
@@ -142,14 +140,19 @@ def _passed(body: Fields) -> dict[str, Any]:
     }
 
 
-_READERS: dict[type, Callable[[Fields], dict[str, Any]]] = {
-    Run: _run,
-    Attempt: _attempt,
-    Done: _done,
-    Refusal: _refusal,
-    Passed: _passed,
+def _saved(body: Fields) -> dict[str, Any]:
+    return {
+        "run": body.text("run", pattern=RUN_ID),
+        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
+        "step": body.integer("step", at_most=MAX_STEP),
+    }
+
+
+VERSIONS: dict[type, Versions[Callable[[Fields], dict[str, Any]]]] = {
+    Run: Versions("holdfast-run", written=1, parsers={1: _run}),
+    Attempt: Versions("holdfast-attempt", written=1, parsers={1: _attempt}),
+    Saved: Versions("holdfast-saved", written=1, parsers={1: _saved}),
+    Done: Versions("holdfast-done", written=1, parsers={1: _done}),
+    Refusal: Versions("holdfast-refusal", written=1, parsers={1: _refusal}),
+    Passed: Versions("holdfast-passed", written=1, parsers={1: _passed}),
 }
-
-
-def _kind(cls: type) -> str:
-    return f"holdfast-{cls.__name__.lower()}"

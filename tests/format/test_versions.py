@@ -1,0 +1,89 @@
+"""Each version of a document has its own parser; a new version leaves the older ones readable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from holdfast.documents import Fields
+from holdfast.errors import Corrupt, Unsupported
+from holdfast.format import manifest, names
+from holdfast.format.manifest import Manifest
+from holdfast.format.sealed import dumps, seal, unseal_lines
+from holdfast.format.versions import Versions
+from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.store.memory import MemoryStore
+from making import make_checkpoint, make_home
+
+
+def parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
+    """Parse a made-up version 2 of the manifest, which calls the world size `num_ranks`."""
+    members = {"world_size" if name == "num_ranks" else name: value for name, value in body.members.items()}
+    return manifest.VERSIONS.parsers[1](Fields(members, body.what), catalogs)
+
+
+def rewrite_as_v2(store: MemoryStore, name: str) -> None:
+    head, *catalogs = unseal_lines(store.get(name), name)
+    body = json.loads(head)
+    members = {"num_ranks" if key == "world_size" else key: value for key, value in body.items()}
+    store.put(name, seal(b"\n".join((dumps(members | {"version": 2}), *catalogs))))
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """Return a home with step 1 in version 1 and step 2 in version 2."""
+    made = MemoryStore()
+    make_home(made)
+    for step in (1, 2):
+        make_checkpoint(made, step, tensors=[{"w": torch.full((2,), float(step))}])
+    rewrite_as_v2(made, names.manifest(2, 1))
+    return made
+
+
+def test_checkpoints_of_both_versions_are_read_once_the_parser_is_added(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_v2 = dataclasses.replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 2: parse_v2})
+    monkeypatch.setattr(manifest, "VERSIONS", with_v2)
+    for step in (1, 2):
+        opened = open_checkpoint(store, step)
+        assert opened.manifest.world_size == 1
+        assert opened.tensor("w").tolist() == [step, step]
+    assert open_checkpoint(store).step == 2
+
+
+def test_a_version_without_a_parser_is_unsupported(store: MemoryStore) -> None:
+    with pytest.raises(Unsupported, match=r"format version 2; this Holdfast reads up to 1\. Upgrade it"):
+        open_checkpoint(store, 2)
+
+
+VERSIONS: Versions[Callable[[], int]] = Versions(
+    "holdfast-egg", written=2, parsers={1: lambda: 1, 2: lambda: 2}
+)
+
+
+def test_the_header_has_the_version_that_is_written() -> None:
+    assert VERSIONS.header == {"format": "holdfast-egg", "version": 2}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_parser_is_that_of_the_documents_version(version: int) -> None:
+    body = Fields({"format": "holdfast-egg", "version": version}, "egg.json")
+    assert VERSIONS.parser(body, "egg.json")() == version
+
+
+@pytest.mark.parametrize("version", [0, 3, "1", True, None])
+def test_a_version_that_nobody_wrote_is_unsupported(version: object) -> None:
+    body = Fields({"format": "holdfast-egg", "version": version}, "egg.json")
+    with pytest.raises(Unsupported, match="reads up to 2"):
+        VERSIONS.parser(body, "egg.json")
+
+
+@pytest.mark.parametrize("members", [{}, {"format": "holdfast-hen", "version": 1}])
+def test_another_kind_of_document_is_corrupt(members: Mapping[str, object]) -> None:
+    with pytest.raises(Corrupt, match="expected 'holdfast-egg'"):
+        VERSIONS.parser(Fields(dict(members), "egg.json"), "egg.json")

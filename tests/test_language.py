@@ -46,7 +46,6 @@ NOT_YET = {
     "tiers",
     "train",
     "trial",
-    "writeback",
 }
 
 RULES = {

@@ -375,7 +375,7 @@ def _run_pack(data: bytes) -> None:
 def _journal_seed() -> bytes:
     from holdfast.writeback.files import Fingerprint
     from holdfast.writeback.journal import FILE, FOLDER, Journal
-    from holdfast.writeback.order import Deed, Entry, Problem, Sent, Version
+    from holdfast.writeback.upload_queue import JournalWrite, Problem, Sent, Upload, Version
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
     try:
@@ -384,10 +384,10 @@ def _journal_seed() -> bytes:
         mark = Fingerprint(10, 20, 30)
         journal.write(
             [
-                Deed("entry", 1, Entry(1, "a/b", Version("copy", mark, "0" * 32), "inotify")),
-                Deed("entry", 2, Entry(2, "c", None, "scan")),
-                Deed("sent", "d", Sent(mark, "0" * 32)),
-                Deed("problem", "e", Problem("torn", "why", mark)),
+                JournalWrite("entry", 1, Upload(1, "a/b", Version("copy", mark, "0" * 32), "watch")),
+                JournalWrite("entry", 2, Upload(2, "c", None, "scan")),
+                JournalWrite("sent", "d", Sent(mark, "0" * 32)),
+                JournalWrite("problem", "e", Problem("torn", "why", mark)),
             ]
         )
         journal._base.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -524,9 +524,9 @@ def _records() -> dict[str, Callable[[], Any]]:
         return Trace(1, 0, 77, 12345, busy=True, held="a.sock")
 
     def uploader_terms() -> Any:
-        from holdfast.writeback.terms import Terms
+        from holdfast.writeback.config import UploaderConfig
 
-        return Terms("/data", "s3://bucket/x")
+        return UploaderConfig("/data", "s3://bucket/x")
 
     def life() -> Any:
         from holdfast.jobs.machine import Life
@@ -960,13 +960,13 @@ def _mutate_safetensors(data: bytes, chance: random.Random) -> bytes:
 
 
 def _whole(data: bytes) -> None:
-    from holdfast.writeback import whole
+    from holdfast.writeback import truncation
 
     with tempfile.NamedTemporaryFile(suffix=".safetensors") as out:
         out.write(data)
         out.flush()
-        for act in ("_why_torn_safetensors", "_why_torn_zip"):
-            getattr(whole, act)(out.fileno(), len(data))
+        for act in ("_safetensors_truncation", "_zip_truncation"):
+            getattr(truncation, act)(out.fileno(), len(data))
 
 
 def _json(*values: Any) -> Callable[[], list[bytes]]:

@@ -44,12 +44,12 @@ def test_what_is_left_is_listed(holdfast: Command, held: Mount):
 def test_a_dead_uploader_is_told(holdfast: Command, held: Mount):
     import os
 
-    from holdfast.writeback.status import is_locked
+    from holdfast.writeback.status import has_uploader
 
     pid = held.status().pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    while is_locked(held.directory):
+    while has_uploader(held.directory):
         pass
     (held.directory / "file").write_text("x")
     said = holdfast("drain", str(held.directory))

@@ -1,4 +1,4 @@
-"""Fixtures of the write-back tests: a directory with a bucket on the disk, or behind a proxy."""
+"""Fixtures of the write-back tests: directories with a bucket on the disk, or behind a proxy."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ import pytest
 
 from holdfast.testing.faultproxy import FaultProxy
 from holdfast.testing.servers import Server
-from writeback.desk import Desk
+from writeback.harness import MountedDirectory
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
-def desks(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    """Makes directories whose files go to one bucket, which is a folder."""
-    made: list[Desk] = []
+def make_directory(tmp_path: Path) -> Iterator[Callable[..., MountedDirectory]]:
+    """Return a factory of directories with the same bucket, which is a folder."""
+    made: list[MountedDirectory] = []
 
-    def make(name: str = "checkpoints", place: str | None = None) -> Desk:
-        made.append(Desk(tmp_path / name, place or str(tmp_path / "bucket")))
+    def make(name: str = "checkpoints", place: str | None = None) -> MountedDirectory:
+        made.append(MountedDirectory(tmp_path / name, place or str(tmp_path / "bucket")))
         return made[-1]
 
     yield make
-    for desk in made:
-        desk.close()
+    for mounted in made:
+        mounted.close()
 
 
 @pytest.fixture
-def desk(desks: Callable[..., Desk]) -> Desk:
-    """A directory that is mounted."""
-    made = desks()
+def mounted(make_directory: Callable[..., MountedDirectory]) -> MountedDirectory:
+    """Return a mounted directory."""
+    made = make_directory()
     made.mount()
     return made
 
 
 @pytest.fixture
-def remote(s3: Server, proxy: FaultProxy, desks: Callable[..., Desk]) -> Desk:
-    """A directory whose uploader gets to its bucket by the proxy only, while the test looks past it."""
+def remote(
+    s3: Server, proxy: FaultProxy, make_directory: Callable[..., MountedDirectory]
+) -> MountedDirectory:
+    """Return a directory whose uploader uses a proxy, while the test accesses the bucket directly."""
     number = next(_numbers)
-    made = desks(
+    made = make_directory(
         "checkpoints",
         s3.home(f"writeback{number}", port=proxy.port, timeout="2", part_bytes="5MiB", parallel="1"),
     )

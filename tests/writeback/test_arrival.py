@@ -1,4 +1,4 @@
-"""What the bucket shows, and when: an S3 server behind a proxy that holds, slows and breaks uploads."""
+"""Order of arrival in the bucket: an S3 server behind a proxy that delays and breaks uploads."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import os
 from pathlib import Path
 
 from holdfast.testing.faultproxy import FaultProxy
-from writeback.desk import Desk, wait_for
+from writeback.harness import MountedDirectory, wait_for
 
 LARGE = 12 << 20  # sent in parts
 
 
-def test_a_marker_waits_for_the_data_that_was_closed_before_it(remote: Desk, proxy: FaultProxy):
-    """The first shard's last part is held on its way: nothing that was closed later may be seen."""
+def test_a_marker_waits_for_data_that_was_closed_earlier(remote: MountedDirectory, proxy: FaultProxy):
+    """While the first shard's last part is delayed, no file that was closed later may appear."""
     gate = proxy.hold(method="PUT", target=r"shard-0.*partNumber=2")
     remote.write("shard-0", os.urandom(LARGE))
     remote.write("shard-1", os.urandom(LARGE))
     remote.write("COMMITTED", "1")
     assert gate.reached.wait(60)
-    wait_for(lambda: len(remote.status().waiting) == 3, "all three to be noted")
+    wait_for(lambda: len(remote.status().waiting) == 3, "all three to be queued")
     assert remote.bucket() == {}
     gate.opened.set()
     assert remote.drained() == remote.local()
 
 
-def test_objects_appear_in_the_order_of_closing(remote: Desk, proxy: FaultProxy):
-    """Seen from the bucket at every moment, while uploads are slow."""
+def test_objects_appear_in_the_order_of_closing(remote: MountedDirectory, proxy: FaultProxy):
+    """Observed in the bucket continuously, while uploads are slow."""
     proxy.bytes_per_s = 4e6
     names = []
     for number in range(4):
@@ -46,11 +46,11 @@ def test_objects_appear_in_the_order_of_closing(remote: Desk, proxy: FaultProxy)
         return len(found) == len(names)
 
     wait_for(all_there, "every object")
-    assert len(set(seen)) > 3, "the bucket was not looked at often enough to see an order"
+    assert len(set(seen)) > 3, "the bucket was not listed often enough to show an order"
 
 
-def test_deletes_and_renames_keep_their_place(remote: Desk, proxy: FaultProxy):
-    """The old checkpoint stays until the new one's marker is there; a renamed file is never nowhere."""
+def test_deletes_and_renames_keep_their_place_in_the_order(remote: MountedDirectory, proxy: FaultProxy):
+    """The old checkpoint stays until the new marker exists, and a renamed file always has one name."""
     remote.write("data-1", "old data")
     remote.write("latest", "data-1")
     remote.drained()
@@ -61,22 +61,24 @@ def test_deletes_and_renames_keep_their_place(remote: Desk, proxy: FaultProxy):
     remote.write("notes", "x").rename(remote.directory / "notes-renamed")
     assert gate.reached.wait(60)
     wait_for(lambda: any(one.why == "to be deleted" for one in remote.status().waiting), "the delete")
-    # The answer is held, not the object: data-2 may be there, and nothing that came after it.
+    # The proxy delays the response, not the object: data-2 may exist, but nothing later.
     assert remote.bucket() == {"data-1": b"old data", "latest": b"data-1", "data-2": b"new data"}
     gate.opened.set()
     assert remote.drained() == {"data-2": b"new data", "latest": b"data-2", "notes-renamed": b"x"}
 
 
-def test_a_marker_that_is_overwritten_in_place_never_runs_ahead(remote: Desk, proxy: FaultProxy):
-    """`latest` is opened and rewritten for each step while the first step's data is still on its way."""
+def test_a_marker_that_is_overwritten_in_place_never_precedes_its_data(
+    remote: MountedDirectory, proxy: FaultProxy
+):
+    """`latest` is rewritten for each step while the first step's data is still being uploaded."""
     gate = proxy.hold(method="PUT", target="data-1")
     for step in range(1, 6):
         remote.write(f"data-{step}", os.urandom(200_000))
         remote.write("latest", str(step))
     assert gate.reached.wait(60)
     names = {"latest", *(f"data-{step}" for step in range(1, 6))}
-    wait_for(lambda: {one.name for one in remote.status().waiting} == names, "all files to be noted")
-    wait_for(lambda: not remote.status().unread, "all versions to be noted")
+    wait_for(lambda: {one.name for one in remote.status().waiting} == names, "all files to be queued")
+    wait_for(lambda: not remote.status().unread, "all versions to be queued")
     gate.opened.set()
 
     def is_last() -> bool:
@@ -89,16 +91,16 @@ def test_a_marker_that_is_overwritten_in_place_never_runs_ahead(remote: Desk, pr
     assert remote.drained() == remote.local()
 
 
-def test_data_that_is_overwritten_before_it_was_sent_still_comes_before_its_marker(
-    remote: Desk, proxy: FaultProxy
+def test_data_that_is_overwritten_before_its_upload_still_precedes_its_marker(
+    remote: MountedDirectory, proxy: FaultProxy
 ):
-    """The old bytes are gone, and the new ones are not closed yet: the marker waits."""
+    """The old bytes are lost and the new ones are not closed yet, so the marker waits."""
     gate = proxy.hold(method="PUT", target="first")
     remote.write("first", "x")
     path = remote.write("weights", os.urandom(LARGE))
     remote.write("marker", "weights are there")
     assert gate.reached.wait(60)
-    wait_for(lambda: len(remote.status().waiting) == 3, "the marker to be noted")
+    wait_for(lambda: len(remote.status().waiting) == 3, "the marker to be queued")
     with path.open("r+b", buffering=0) as file:
         file.write(b"new")
         gate.opened.set()
@@ -109,24 +111,26 @@ def test_data_that_is_overwritten_before_it_was_sent_still_comes_before_its_mark
     assert remote.drained() == remote.local()
 
 
-def test_a_file_that_is_written_while_it_is_sent_does_not_appear_torn(remote: Desk, proxy: FaultProxy):
-    """Its upload is under way when it changes: that upload must not complete."""
+def test_a_file_that_is_written_during_its_upload_does_not_appear_torn(
+    remote: MountedDirectory, proxy: FaultProxy
+):
+    """The upload in progress must not complete."""
     gate = proxy.hold(method="PUT", target=r"weights.*partNumber=1")
-    num_bytes = 40 << 20  # in 8 parts, of which few are read ahead
+    num_bytes = 40 << 20  # in 8 parts, few of which are read ahead
     path = remote.write("weights", os.urandom(num_bytes))
     assert gate.reached.wait(60)
     new = os.urandom(num_bytes)
     with path.open("r+b", buffering=0) as file:
         file.write(new[: num_bytes // 2])
         gate.opened.set()
-        wait_for(lambda: "opened for writing again" in remote.status().trouble, "the change to be seen")
+        wait_for(lambda: "opened for writing again" in remote.status().trouble, "the change to be noticed")
         assert remote.bucket() == {}
         file.write(new[num_bytes // 2 :])
     assert remote.drained() == {"weights": new}
 
 
-def test_a_file_that_is_still_open_is_not_sent(remote: Desk):
-    """However long it rests; a mapped file counts as open."""
+def test_an_open_file_is_not_uploaded(remote: MountedDirectory):
+    """However long it is idle. A mapped file counts as open."""
     with (remote.directory / "open").open("wb", buffering=0) as file:
         file.write(b"half")
         remote.write("closed", "x")
@@ -138,8 +142,8 @@ def test_a_file_that_is_still_open_is_not_sent(remote: Desk):
     assert remote.drained() == {"open": b"half and half", "closed": b"x"}
 
 
-def test_versions_survive_their_files(remote: Desk, proxy: FaultProxy):
-    """A large file is deleted, and another replaced, while they wait: what was closed arrives in its turn."""
+def test_versions_survive_their_files(remote: MountedDirectory, proxy: FaultProxy):
+    """A large file is deleted and another replaced while queued: the closed versions are uploaded."""
     gate = proxy.hold(method="PUT", target="blocks")
     remote.write("blocks", "x")
     doomed = remote.write("doomed", os.urandom(LARGE))
@@ -157,12 +161,14 @@ def test_versions_survive_their_files(remote: Desk, proxy: FaultProxy):
     assert hashlib.sha256(found["doomed"]).hexdigest() == remote.bucket()["marker-1"].decode()
 
 
-def test_a_bucket_that_fails_for_a_while_gets_everything_in_order(remote: Desk, proxy: FaultProxy):
-    """Refusals, broken connections, lost answers: told while they last, and then nothing is missing."""
+def test_after_failures_of_the_bucket_everything_arrives_in_order(
+    remote: MountedDirectory, proxy: FaultProxy
+):
+    """Errors, broken connections and lost responses are reported while they last."""
     proxy.order("503", times=None)
     for number in range(3):
         remote.write(f"file-{number}", os.urandom(1000))
-    wait_for(lambda: "file-0 could not be sent" in remote.status().trouble, "the trouble to be told")
+    wait_for(lambda: "Uploading file-0 has failed" in remote.status().trouble, "the failure to be reported")
     status = remote.status()
     assert not status.is_settled
     assert status.uploader == "alive"
@@ -174,8 +180,8 @@ def test_a_bucket_that_fails_for_a_while_gets_everything_in_order(remote: Desk, 
     assert remote.status().trouble == ""
 
 
-def test_the_bucket_holds_no_more_than_the_directory(remote: Desk, tmp_path: Path):
-    """Deleted at once after they were written, some before anybody could look."""
+def test_the_bucket_holds_no_more_than_the_directory(remote: MountedDirectory, tmp_path: Path):
+    """Files are deleted right after they were written, some before any scan."""
     for number in range(50):
         path = remote.write(f"brief-{number}", str(number))
         if number % 2:

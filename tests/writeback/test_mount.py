@@ -1,4 +1,4 @@
-"""What a write-back directory does with files: real uploaders, a folder as the bucket."""
+"""Files of a write-back directory, with real uploaders and a folder as the bucket."""
 
 from __future__ import annotations
 
@@ -14,190 +14,190 @@ import pytest
 
 from holdfast.errors import Conflict, InvalidInput, NotFound, RetryLater
 from holdfast.writeback import mount, status_of
-from writeback.desk import Desk, wait_for
+from writeback.harness import MountedDirectory, wait_for
 
-MakeDesk = Callable[..., Desk]
-LARGE = 5 << 20  # above what is copied when it is closed
-
-
-# -- what arrives ----------------------------------------------------------------------------------------
+MakeDirectory = Callable[..., MountedDirectory]
+LARGE = 5 << 20  # larger than files that are copied when closed
 
 
-def test_files_arrive_small_large_and_empty(desk: Desk):
-    desk.write("small", "one")
-    desk.write("a/b/c/deep", "two")
-    desk.write("large", os.urandom(LARGE))
-    (desk.directory / "empty").touch()
-    assert desk.drained() == desk.local()
-    assert set(desk.bucket()) == {"small", "a/b/c/deep", "large", "empty"}
+# -- uploads ---------------------------------------------------------------------------------------------
 
 
-def test_changes_are_followed(desk: Desk):
-    """Rewritten, appended, renamed over, deleted: the bucket ends as the directory does."""
+def test_files_arrive_small_large_and_empty(mounted: MountedDirectory):
+    mounted.write("small", "one")
+    mounted.write("a/b/c/deep", "two")
+    mounted.write("large", os.urandom(LARGE))
+    (mounted.directory / "empty").touch()
+    assert mounted.drained() == mounted.local()
+    assert set(mounted.bucket()) == {"small", "a/b/c/deep", "large", "empty"}
+
+
+def test_changes_are_uploaded(mounted: MountedDirectory):
+    """Files are rewritten, appended to, replaced and deleted: the bucket ends up like the directory."""
     for name in ("rewritten", "appended", "replaced", "deleted", "gone/with/its/folder"):
-        desk.write(name, os.urandom(1000))
-    large = desk.write("large", os.urandom(LARGE))
-    desk.drained()
-    desk.write("rewritten", "new")
-    with (desk.directory / "appended").open("ab") as file:
+        mounted.write(name, os.urandom(1000))
+    large = mounted.write("large", os.urandom(LARGE))
+    mounted.drained()
+    mounted.write("rewritten", "new")
+    with (mounted.directory / "appended").open("ab") as file:
         file.write(b"more")
-    desk.write("fresh", "fresh").replace(desk.directory / "replaced")
-    (desk.directory / "deleted").unlink()
-    (desk.directory / "gone/with/its/folder").unlink()
-    (desk.directory / "gone/with/its").rmdir()
+    mounted.write("fresh", "fresh").replace(mounted.directory / "replaced")
+    (mounted.directory / "deleted").unlink()
+    (mounted.directory / "gone/with/its/folder").unlink()
+    (mounted.directory / "gone/with/its").rmdir()
     with large.open("r+b") as file:
         file.write(b"in place")
-    found = desk.drained()
-    assert found == desk.local()
+    found = mounted.drained()
+    assert found == mounted.local()
     assert found["replaced"] == b"fresh"
     assert "fresh" not in found
 
 
-def test_directories_may_be_renamed_moved_in_and_moved_out(desk: Desk, tmp_path: Path):
-    """As programs do that write a checkpoint under another name first."""
+def test_directories_may_be_renamed_moved_in_and_moved_out(mounted: MountedDirectory, tmp_path: Path):
+    """As programs do that first write a checkpoint under another name."""
     for number in range(3):
-        desk.write(f"building-5/shard-{number}", os.urandom(100))
-    desk.drained()
-    (desk.directory / "building-5").rename(desk.directory / "step-5")
+        mounted.write(f"building-5/shard-{number}", os.urandom(100))
+    mounted.drained()
+    (mounted.directory / "building-5").rename(mounted.directory / "step-5")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "file").write_text("from outside")
-    (tmp_path / "outside").rename(desk.directory / "inside")
-    desk.drained()
-    desk.write("step-5/late", "written after the rename")
-    assert set(desk.drained()) == {*(f"step-5/shard-{n}" for n in range(3)), "step-5/late", "inside/file"}
-    (desk.directory / "step-5").rename(tmp_path / "left")
+    (tmp_path / "outside").rename(mounted.directory / "inside")
+    mounted.drained()
+    mounted.write("step-5/late", "written after the rename")
+    assert set(mounted.drained()) == {*(f"step-5/shard-{n}" for n in range(3)), "step-5/late", "inside/file"}
+    (mounted.directory / "step-5").rename(tmp_path / "left")
     (tmp_path / "left" / "shard-9").write_text("none of ours any more")
-    assert set(desk.drained()) == {"inside/file"}
+    assert set(mounted.drained()) == {"inside/file"}
 
 
-def test_a_second_name_of_a_file_arrives(desk: Desk):
-    """Nobody closes a hard link, and it must arrive all the same."""
-    desk.write("one", "bytes")
-    (desk.directory / "two").hardlink_to(desk.directory / "one")
-    assert desk.drained() == {"one": b"bytes", "two": b"bytes"}
+def test_a_hard_link_is_uploaded(mounted: MountedDirectory):
+    """Nothing closes a new hard link."""
+    mounted.write("one", "bytes")
+    (mounted.directory / "two").hardlink_to(mounted.directory / "one")
+    assert mounted.drained() == {"one": b"bytes", "two": b"bytes"}
 
 
-def test_a_renamed_file_is_copied_by_the_bucket(desk: Desk):
-    """Its bytes are there already: the bucket's file is the same one under both names."""
-    path = desk.write("before", os.urandom(LARGE))
-    desk.drained()
-    inode = (Path(desk.place) / "before").stat().st_ino
-    path.rename(desk.directory / "after")
-    assert set(desk.drained()) == {"after"}
-    assert (Path(desk.place) / "after").stat().st_ino == inode
+def test_a_renamed_file_is_copied_by_the_bucket(mounted: MountedDirectory):
+    """The bucket already has its bytes: the folder's file is the same one under both names."""
+    path = mounted.write("before", os.urandom(LARGE))
+    mounted.drained()
+    inode = (Path(mounted.place) / "before").stat().st_ino
+    path.rename(mounted.directory / "after")
+    assert set(mounted.drained()) == {"after"}
+    assert (Path(mounted.place) / "after").stat().st_ino == inode
 
 
-def test_unfinished_names_stay_until_they_are_renamed(desk: Desk):
-    desk.write("model.pt.tmp", "half of it")
-    desk.write("other", "x")
-    assert set(desk.drained()) == {"other"}
-    (desk.directory / "model.pt.tmp").rename(desk.directory / "model.bin")
-    assert set(desk.drained()) == {"other", "model.bin"}
+def test_unfinished_names_stay_until_they_are_renamed(mounted: MountedDirectory):
+    mounted.write("model.pt.tmp", "half of it")
+    mounted.write("other", "x")
+    assert set(mounted.drained()) == {"other"}
+    (mounted.directory / "model.pt.tmp").rename(mounted.directory / "model.bin")
+    assert set(mounted.drained()) == {"other", "model.bin"}
 
 
-def test_what_no_object_can_be_is_told_and_holds_up_nothing(desk: Desk):
-    """Links, pipes, and names that are no text."""
-    desk.write("file", "x")
-    (desk.directory / "link").symlink_to("file")
-    os.mkfifo(desk.directory / "pipe")
-    bad = os.path.join(os.fsencode(desk.directory), b"bad\xff")  # noqa: PTH118 - bytes
+def test_a_file_that_cannot_be_an_object_is_reported_and_does_not_block(mounted: MountedDirectory):
+    """Symbolic links, pipes, and names that are not text."""
+    mounted.write("file", "x")
+    (mounted.directory / "link").symlink_to("file")
+    os.mkfifo(mounted.directory / "pipe")
+    bad = os.path.join(os.fsencode(mounted.directory), b"bad\xff")  # noqa: PTH118 - bytes
     Path(os.fsdecode(bad)).write_text("x")
-    desk.write("later", "y")
-    status = desk.drain()
+    mounted.write("later", "y")
+    status = mounted.drain()
     assert not status.is_drained
     assert status.is_settled
     assert {one.name for one in status.left_out} == {"link", "pipe", "bad\\xff"}
-    assert set(desk.bucket()) == {"file", "later"}
+    assert set(mounted.bucket()) == {"file", "later"}
     for name in ("link", "pipe", os.fsdecode(b"bad\xff")):
-        (desk.directory / name).unlink()
-    assert set(desk.drained()) == {"file", "later"}
+        (mounted.directory / name).unlink()
+    assert set(mounted.drained()) == {"file", "later"}
 
 
-def test_a_torn_archive_is_withheld_until_it_is_whole(desk: Desk):
-    """A killed writer closes its file, too; zip archives, as torch writes, tell that they are torn."""
-    path = desk.directory / "model.pt"
+def test_an_incomplete_archive_is_held_back_until_it_is_complete(mounted: MountedDirectory):
+    """The kernel closes a killed writer's file too, but zip archives, as torch writes, show it."""
+    path = mounted.directory / "model.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data/0", os.urandom(100_000))
     whole = path.read_bytes()
-    desk.drained()
-    desk.write("model.pt", whole[:-10])
-    desk.write("marker", "step 2")
-    status = desk.drain()
+    mounted.drained()
+    mounted.write("model.pt", whole[:-10])
+    mounted.write("marker", "step 2")
+    status = mounted.drain()
     assert [one.name for one in status.left_out] == ["model.pt"]
     assert "directory at its end is missing" in status.left_out[0].why
-    assert desk.bucket() == {"model.pt": whole, "marker": b"step 2"}
-    desk.write("model.pt", whole)
-    assert desk.drained() == desk.local()
+    assert mounted.bucket() == {"model.pt": whole, "marker": b"step 2"}
+    mounted.write("model.pt", whole)
+    assert mounted.drained() == mounted.local()
 
 
-# -- what is there already -------------------------------------------------------------------------------
+# -- existing files --------------------------------------------------------------------------------------
 
 
-def test_what_the_bucket_holds_is_there_after_mounting(desks: MakeDesk):
-    desk = desks()
-    desk.store.put("a", b"small")
-    desk.store.put("b/c", os.urandom(20 << 20))
-    desk.mount()
-    assert desk.local() == desk.bucket()
-    assert desk.drained() == desk.local()
+def test_mounting_downloads_what_the_bucket_holds(make_directory: MakeDirectory):
+    mounted = make_directory()
+    mounted.store.put("a", b"small")
+    mounted.store.put("b/c", os.urandom(20 << 20))
+    mounted.mount()
+    assert mounted.local() == mounted.bucket()
+    assert mounted.drained() == mounted.local()
 
 
-def test_nothing_need_be_fetched(desks: MakeDesk):
-    """What is not fetched stays in the bucket, and is not taken for deleted."""
-    desk = desks()
-    desk.store.put("a", b"small")
-    desk.mount(fetch=False)
-    desk.write("b", "new")
-    assert desk.drained() == {"a": b"small", "b": b"new"}
-    assert set(desk.local()) == {"b"}
+def test_fetching_is_optional(make_directory: MakeDirectory):
+    """Objects that were not downloaded stay in the bucket and do not count as deleted."""
+    mounted = make_directory()
+    mounted.store.put("a", b"small")
+    mounted.mount(fetch=False)
+    mounted.write("b", "new")
+    assert mounted.drained() == {"a": b"small", "b": b"new"}
+    assert set(mounted.local()) == {"b"}
 
 
-def test_files_that_were_there_before_the_first_mount_are_sent(desks: MakeDesk):
-    desk = desks()
-    desk.write("early", "bird")
-    desk.mount()
-    assert desk.drained() == {"early": b"bird"}
+def test_existing_files_are_uploaded_at_the_first_mount(make_directory: MakeDirectory):
+    mounted = make_directory()
+    mounted.write("early", "bird")
+    mounted.mount()
+    assert mounted.drained() == {"early": b"bird"}
 
 
-def test_an_unknown_file_gives_way_to_the_object_of_its_name(desks: MakeDesk):
-    """It may be older; it is set aside, not lost."""
-    desk = desks()
-    desk.store.put("model", b"from the bucket")
-    desk.write("model", b"of unknown age")
-    desk.mount()
-    assert desk.local() == {"model": b"from the bucket"}
-    (aside,) = (desk.directory / ".holdfast-writeback" / "set-aside").rglob("model")
+def test_an_object_replaces_an_unknown_file_of_its_name(make_directory: MakeDirectory):
+    """The file may be older. It is set aside, not lost."""
+    mounted = make_directory()
+    mounted.store.put("model", b"from the bucket")
+    mounted.write("model", b"of unknown age")
+    mounted.mount()
+    assert mounted.local() == {"model": b"from the bucket"}
+    (aside,) = (mounted.directory / ".holdfast-writeback" / "set-aside").rglob("model")
     assert aside.read_bytes() == b"of unknown age"
 
 
-def test_two_objects_that_no_directory_can_hold_are_told(desks: MakeDesk):
-    desk = desks()
-    desk.store.put("a/b", b"x")
-    desk.write("a", "a file has the name of the object's folder")
+def test_two_objects_that_no_directory_can_hold_are_reported(make_directory: MakeDirectory):
+    mounted = make_directory()
+    mounted.store.put("a/b", b"x")
+    mounted.write("a", "a file has the name of the object's folder")
     with pytest.raises(RetryLater, match="no directory can hold both"):
-        desk.mount()
+        mounted.mount()
 
 
-def test_mounting_again_after_nobody_watched_sends_what_changed(desks: MakeDesk):
-    """Changed, new and deleted while no uploader was there."""
-    desk = desks()
-    desk.mount()
+def test_mounting_again_uploads_what_changed_in_between(make_directory: MakeDirectory):
+    """Files are changed, created and deleted while no uploader is running."""
+    mounted = make_directory()
+    mounted.mount()
     for name in ("changed", "deleted", "same"):
-        desk.write(name, name)
-    desk.drained()
-    desk.held.pop().close(timeout_s=None)
-    desk.write("changed", "after")
-    desk.write("new", os.urandom(LARGE))
-    (desk.directory / "deleted").unlink()
-    assert {one.name for one in desk.status().unread} == {"changed", "new", "deleted"}
-    desk.mount()
-    assert desk.drained() == desk.local()
-    assert set(desk.bucket()) == {"changed", "new", "same"}
+        mounted.write(name, name)
+    mounted.drained()
+    mounted.held.pop().close(timeout_s=None)
+    mounted.write("changed", "after")
+    mounted.write("new", os.urandom(LARGE))
+    (mounted.directory / "deleted").unlink()
+    assert {one.name for one in mounted.status().unread} == {"changed", "new", "deleted"}
+    mounted.mount()
+    assert mounted.drained() == mounted.local()
+    assert set(mounted.bucket()) == {"changed", "new", "same"}
 
 
-def test_a_directory_that_a_newer_attempt_has_overtaken_takes_the_newer_files(desks: MakeDesk):
-    """Its own unsent changes are older: they are set aside, and do not overwrite the bucket's."""
-    first, second = desks("first"), desks("second")
+def test_a_directory_of_an_older_attempt_receives_the_newer_files(make_directory: MakeDirectory):
+    """Its own unsent changes are older: they are set aside, and do not overwrite the bucket's files."""
+    first, second = make_directory("first"), make_directory("second")
     first.mount(owner="job-7", attempt=1)
     first.write("last", "step 1")
     first.write("same-size", "a" * 2_000_000)
@@ -210,7 +210,7 @@ def test_a_directory_that_a_newer_attempt_has_overtaken_takes_the_newer_files(de
     second.write("same-size", "b" * 2_000_000)
     second.drained()
     second.held.pop().close(timeout_s=None)
-    with pytest.raises(Conflict, match="by attempt 2 of job-7, and this is attempt 1"):
+    with pytest.raises(Conflict, match="by attempt 2 of job-7. This is attempt 1"):
         first.mount(owner="job-7", attempt=1)
     first.mount(owner="job-7", attempt=3)
     assert first.local() == second.local() == first.drained()
@@ -219,9 +219,9 @@ def test_a_directory_that_a_newer_attempt_has_overtaken_takes_the_newer_files(de
 
 
 @pytest.mark.slow
-def test_an_uploader_that_was_overtaken_sends_no_more(desks: MakeDesk):
-    """It looks every few seconds whether a newer attempt has come."""
-    first, second = desks("first"), desks("second")
+def test_an_uploader_of_an_older_attempt_stops_uploading(make_directory: MakeDirectory):
+    """The uploader checks every few seconds for a newer attempt."""
+    first, second = make_directory("first"), make_directory("second")
     first.mount(owner="job-7", attempt=1)
     second.mount(owner="job-7", attempt=2)
     number = iter(range(1_000_000))
@@ -230,7 +230,7 @@ def test_an_uploader_that_was_overtaken_sends_no_more(desks: MakeDesk):
         first.write(f"late-{next(number)}", "x")
         return first.status().uploader == "fenced"
 
-    wait_for(is_fenced, "the first uploader to see the second")
+    wait_for(is_fenced, "the first uploader to notice the second")
     first.wait_until_gone()
     status = first.status()
     assert not status.is_drained
@@ -239,9 +239,11 @@ def test_an_uploader_that_was_overtaken_sends_no_more(desks: MakeDesk):
 
 
 @pytest.mark.parametrize("owners", [("job-7", "job-7"), ("job-7", "job-8"), ("", "")])
-def test_mounts_of_one_attempt_or_of_others_write_beside_each_other(desks: MakeDesk, owners: tuple[str, str]):
-    """As the nodes of a job do, and jobs that share a bucket. What was not sent is sent at the next mount."""
-    first, second = desks("first"), desks("second")
+def test_mounts_of_the_same_attempt_or_other_owners_coexist(
+    make_directory: MakeDirectory, owners: tuple[str, str]
+):
+    """As the nodes of a job, and jobs that share a bucket. Unsent files are sent at the next mount."""
+    first, second = make_directory("first"), make_directory("second")
     options = [{"owner": owner, "attempt": 1} if owner else {} for owner in owners]
     first.mount(**options[0])
     second.mount(**options[1])
@@ -256,78 +258,78 @@ def test_mounts_of_one_attempt_or_of_others_write_beside_each_other(desks: MakeD
     assert not list(first.directory.rglob(".holdfast-writeback/set-aside/*/*"))
 
 
-# -- the uploader's life ---------------------------------------------------------------------------------
+# -- lifecycle of the uploader ---------------------------------------------------------------------------
 
 
-def test_the_uploader_ends_when_all_is_sent_and_nobody_holds_it(desk: Desk):
-    desk.write("file", os.urandom(LARGE))
-    status = desk.held.pop().close(timeout_s=None)
+def test_the_uploader_exits_when_all_is_uploaded_and_nobody_holds_it(mounted: MountedDirectory):
+    mounted.write("file", os.urandom(LARGE))
+    status = mounted.held.pop().close(timeout_s=None)
     assert status.uploader == "ended"
     assert status.is_drained
-    assert desk.bucket() == desk.local()
+    assert mounted.bucket() == mounted.local()
 
 
-def test_a_process_that_inherits_the_hold_keeps_the_uploader(desk: Desk):
-    """The job goes on when who mounted is gone, and what it writes then is sent."""
-    held = desk.held.pop()
+def test_a_process_that_inherits_the_handle_keeps_the_uploader_alive(mounted: MountedDirectory):
+    """The job continues after the mounting process exits, and its later files are uploaded."""
+    held = mounted.held.pop()
     code = "import sys; sys.stdin.read(); open(sys.argv[1], 'w').write('late')"
     job = subprocess.Popen(
-        [sys.executable, "-c", code, str(desk.directory / "late")],
+        [sys.executable, "-c", code, str(mounted.directory / "late")],
         stdin=subprocess.PIPE,
         pass_fds=(held.fileno(),),
     )
     status = held.close(timeout_s=1.0)
     assert status.uploader == "alive"
     job.communicate()
-    desk.wait_until_gone()
-    assert desk.bucket() == {"late": b"late"}
+    mounted.wait_until_gone()
+    assert mounted.bucket() == {"late": b"late"}
 
 
-def test_mounting_twice_joins(desks: MakeDesk):
-    desk = desks()
-    first = desk.mount()
-    pid = desk.pid()
-    desk.mount()
-    assert desk.pid() == pid
+def test_mounting_twice_joins_the_uploader(make_directory: MakeDirectory):
+    mounted = make_directory()
+    first = mounted.mount()
+    pid = mounted.pid()
+    mounted.mount()
+    assert mounted.pid() == pid
     first.close()
-    desk.write("file", "x")
-    desk.drained()
-    assert desk.pid() == pid
+    mounted.write("file", "x")
+    mounted.drained()
+    assert mounted.pid() == pid
 
 
-def test_a_directory_goes_to_one_place(desk: Desk, tmp_path: Path):
-    with pytest.raises(Conflict, match="mounted already"):
-        mount(desk.directory, tmp_path / "elsewhere")
+def test_a_directory_has_only_one_place(mounted: MountedDirectory, tmp_path: Path):
+    with pytest.raises(Conflict, match="already mounted"):
+        mount(mounted.directory, tmp_path / "elsewhere")
 
 
-def test_sigterm_sends_what_is_closed_and_ends(desk: Desk):
-    """As when the machine goes: what is still open is not waited for, and is told as missing."""
-    with (desk.directory / "open").open("w") as file:
-        desk.write("closed", "x")
+def test_after_sigterm_closed_files_are_uploaded_and_the_uploader_exits(mounted: MountedDirectory):
+    """As before the end of a machine: an open file is not waited for, and reported as missing."""
+    with (mounted.directory / "open").open("w") as file:
+        mounted.write("closed", "x")
         file.write("half")
         file.flush()
-        desk.signal(signal.SIGTERM)
-        desk.wait_until_gone()
-        status = desk.status()
+        mounted.signal(signal.SIGTERM)
+        mounted.wait_until_gone()
+        status = mounted.status()
         assert [one.name for one in status.written] == ["open"]
-    assert desk.bucket() == {"closed": b"x"}
-    assert desk.status().uploader == "ended"
+    assert mounted.bucket() == {"closed": b"x"}
+    assert mounted.status().uploader == "ended"
 
 
-def test_a_directory_that_is_deleted_is_told(desk: Desk):
+def test_the_deletion_of_the_directory_is_reported(mounted: MountedDirectory):
     import shutil
 
-    desk.write("file", "x")
-    desk.drained()
-    shutil.rmtree(desk.directory)
-    wait_for(lambda: not desk.directory.exists(), "the directory's end")
+    mounted.write("file", "x")
+    mounted.drained()
+    shutil.rmtree(mounted.directory)
+    wait_for(lambda: not mounted.directory.exists(), "the directory's end")
     with pytest.raises(NotFound):
-        desk.status()
-    assert desk.bucket() in ({"file": b"x"}, {})
-    desk.held.clear()
+        mounted.status()
+    assert mounted.bucket() in ({"file": b"x"}, {})
+    mounted.held.clear()
 
 
-def test_what_cannot_be_mounted_is_refused(tmp_path: Path):
+def test_invalid_mounts_are_rejected(tmp_path: Path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidInput, match="is a file"):
         mount(tmp_path / "file", tmp_path / "bucket")
@@ -341,9 +343,9 @@ def test_what_cannot_be_mounted_is_refused(tmp_path: Path):
         status_of(tmp_path)
 
 
-def test_a_place_that_cannot_be_reached_is_told_by_mount(desks: MakeDesk, tmp_path: Path):
+def test_mount_reports_an_unreachable_place(make_directory: MakeDirectory, tmp_path: Path):
     (tmp_path / "bucket").mkdir()
-    desk = desks(place=str(tmp_path / "bucket" / "inner"))
+    mounted = make_directory(place=str(tmp_path / "bucket" / "inner"))
     (tmp_path / "bucket" / "inner").write_text("a file")
     with pytest.raises(InvalidInput, match="is a file"):
-        desk.mount()
+        mounted.mount()

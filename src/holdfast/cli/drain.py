@@ -12,7 +12,7 @@ from holdfast.errors import RetryLater
 from holdfast.quantity import read_seconds, say_bytes
 
 if TYPE_CHECKING:
-    from holdfast.writeback import Status
+    from holdfast.writeback import DirectoryStatus
 
 NOT_DRAINED = 1
 """Exit status: something of the directory is not in the bucket."""
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if status.is_drained else NOT_DRAINED
 
 
-def _print(status: Status) -> None:
+def _print(status: DirectoryStatus) -> None:
     rows = [
         (one.name, say_bytes(one.num_bytes) if one.num_bytes else "-", state, one.why or "-")
         for found, state in (
@@ -76,10 +76,10 @@ def _print(status: Status) -> None:
         )
     if len(rows) > _MAX_ROWS:
         print(f"... {len(rows)} in all")
-    print(status.say())
+    print(status.summary())
     if status.trouble:
         print(f"holdfast: {status.trouble}", file=sys.stderr)
-    if not status.works and status.num_unsent:
+    if not status.is_running and status.num_unsent:
         print(
             f"holdfast: the uploader is {status.uploader}: nothing more is sent until the directory is "
             "mounted again.",

@@ -1,6 +1,6 @@
-"""A local directory whose files go to a store in the order in which they were closed. No torch."""
+"""Write-back directories: local files are uploaded in closing order. No torch."""
 
 from holdfast.writeback.mount import Mount, mount
-from holdfast.writeback.status import Status, status_of, wait_until_settled
+from holdfast.writeback.status import DirectoryStatus, status_of, wait_until_settled
 
-__all__ = ["Mount", "Status", "mount", "status_of", "wait_until_settled"]
+__all__ = ["DirectoryStatus", "Mount", "mount", "status_of", "wait_until_settled"]

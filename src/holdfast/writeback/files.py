@@ -1,4 +1,4 @@
-"""What can be told of a file from outside: its fingerprint, and whether somebody has it open for writing."""
+"""State of files: fingerprints, open writers, and a scan of the directory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from holdfast.errors import InvalidInput
 from holdfast.store.naming import check_name
 
 SETTLE_NS = 20_000_000
-"""A file that was changed less long ago may change again without a new time, which ticks every 10 ms."""
+"""Time after which a further write is sure to change a file's mtime, which ticks every 10 ms."""
 UNSETTLED = -1
-"""Time in the fingerprint of a file that was looked at too soon; no file has it, so it never matches."""
-_UNTOLD_S = 2.0  # where leases are not to be had: a file that was changed less long ago counts as open
+"""`changed_ns` of a file that was read too soon after a write. It matches nothing."""
+_UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """How a file looked; see `matches`.
+    """State of a file by size, time and inode. Compare with `matches`.
 
-    `changed_ns` - time of the last write, `UNSETTLED` if another one could have the same.
+    `changed_ns` is the time of the last write, or `UNSETTLED` if another write could have the same time.
     """
 
     num_bytes: int
@@ -36,20 +36,20 @@ class Fingerprint:
 
     @classmethod
     def of(cls, info: os.stat_result, *, now_ns: int | None = None) -> Fingerprint:
-        """The fingerprint that a look shows; with `now_ns`, one that matches no later look at other bytes."""
+        """Return the fingerprint of a file's state. With `now_ns`, a recent one matches no other."""
         is_fresh = now_ns is not None and not is_settled(info, now_ns)
         return cls(info.st_size, UNSETTLED if is_fresh else info.st_mtime_ns, info.st_ino)
 
     def matches(self, other: Fingerprint) -> bool:
-        """Whether both looks were at the same bytes, for certain."""
+        """Return True if both fingerprints are certainly of the same bytes."""
         return self == other and self.changed_ns != UNSETTLED
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A regular file of the directory.
+class ScannedFile:
+    """Regular file of the directory.
 
-    `status_changed_ns` - when bytes, name or links last changed: orders files whose closing nobody saw.
+    `status_changed_ns` is the ctime, by which files are sorted whose closing was not observed.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Found:
     is_settled: bool
 
     def order(self, touched: Container[int]) -> tuple[int, int, str]:
-        """Sorts by the last change, and data before a marker that was written in the same tick of the clock.
+        """Return a sort key: the last change, with data before a marker written in the same clock tick.
 
         Args:
-            touched: inodes whose links we have changed; there the last write counts.
+            touched: inodes whose links Holdfast has changed. For these, the last write counts.
         """
         is_touched = self.fingerprint.inode in touched
         changed_ns = self.fingerprint.changed_ns if is_touched else self.status_changed_ns
@@ -69,39 +69,39 @@ class Found:
 
 
 def is_settled(info: os.stat_result, now_ns: int) -> bool:
-    """Whether any later write would show in the file's time; a time in the future counts as settled."""
+    """Return True if any later write would change the file's time. Times in the future count as settled."""
     return not 0 <= now_ns - info.st_mtime_ns < SETTLE_NS
 
 
 def is_being_written(fd: int) -> bool:
-    """Whether anybody on this host has the file open, or mapped, for writing.
+    """Return True if a process on this host may write the file.
 
-    Asked by taking a read lease for a moment, which the kernel refuses exactly then; it also counts
-    writers of other users and containers. Where leases are not to be had (files of others, some file
-    systems), a file that was changed within two seconds counts as being written.
+    Takes a read lease for a moment, which the kernel refuses in exactly that case. This includes writers of
+    other users and containers. Where leases are unavailable (other users' files, some file systems), a file
+    that changed within the last two seconds counts as being written.
 
     Args:
-        fd: open for reading only.
+        fd: the file, open for reading only.
     """
     try:
-        # A lease that is broken sends SIGIO, which ends a process; SIGURG is ignored by default.
+        # Breaking a lease sends SIGIO, which ends a process. SIGURG is ignored by default.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
         if error.errno == errno.EAGAIN:
             return True
-        return -_UNTOLD_S < time.time() - os.fstat(fd).st_mtime < _UNTOLD_S
+        return -_UNKNOWN_S < time.time() - os.fstat(fd).st_mtime < _UNKNOWN_S
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return False
 
 
 def open_file(path: Path) -> int:
-    """Open a file to look at it: no link is followed, and a pipe does not block."""
+    """Open a file for inspection, without following links or blocking on a pipe."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def is_open_now(path: Path) -> bool:
-    """`is_being_written` for a path; False if there is no such file or it cannot be opened."""
+    """Return `is_being_written` for a path, or False if the file cannot be opened."""
     try:
         fd = open_file(path)
     except OSError:
@@ -112,13 +112,15 @@ def is_open_now(path: Path) -> bool:
         os.close(fd)
 
 
-def walk(root: Path, skips: Callable[[str], bool], below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Name and look of everything below `root` that is no directory.
+def walk(
+    root: Path, is_excluded: Callable[[str], bool], below: str = ""
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the name and state of everything below `root` except directories.
 
     Args:
-        root: the directory.
-        skips: whether a name is none of ours; what is below a directory of that kind is left out.
-        below: only what is in this directory.
+        root: directory to walk.
+        is_excluded: returns True for names to leave out. Directories of such names are not entered.
+        below: subdirectory to which the walk is limited.
     """
     pending = [below]
     while pending:
@@ -129,7 +131,7 @@ def walk(root: Path, skips: Callable[[str], bool], below: str = "") -> Iterator[
         ):
             for one in all_:
                 name = f"{below}/{one.name}" if below else one.name
-                if skips(name):
+                if is_excluded(name):
                     continue
                 if one.is_dir(follow_symlinks=False):
                     pending.append(name)
@@ -138,20 +140,22 @@ def walk(root: Path, skips: Callable[[str], bool], below: str = "") -> Iterator[
                         yield name, one.stat(follow_symlinks=False)
 
 
-def look(root: Path, skips: Callable[[str], bool], below: str = "") -> tuple[list[Found], dict[str, str]]:
-    """The regular files that `walk` finds, and why each other thing there cannot be an object."""
+def scan(
+    root: Path, is_excluded: Callable[[str], bool], below: str = ""
+) -> tuple[list[ScannedFile], dict[str, str]]:
+    """Return the regular files below `root`, and why each other entry cannot be uploaded."""
     found, others = [], {}
-    for name, info in walk(root, skips, below):
-        if reason := why_no_object(info.st_mode) or why_no_name(name):
+    for name, info in walk(root, is_excluded, below):
+        if reason := type_problem(info.st_mode) or name_problem(name):
             others[name] = reason
         else:
             now_ns = time.time_ns()
-            found.append(Found(name, Fingerprint.of(info), info.st_ctime_ns, is_settled(info, now_ns)))
+            found.append(ScannedFile(name, Fingerprint.of(info), info.st_ctime_ns, is_settled(info, now_ns)))
     return found, others
 
 
-def why_no_name(name: str) -> str:
-    """Why no object can be called so; "" if one can."""
+def name_problem(name: str) -> str:
+    """Return why no object can have this name, or an empty string."""
     try:
         check_name(name)
     except InvalidInput as error:
@@ -159,10 +163,12 @@ def why_no_name(name: str) -> str:
     return ""
 
 
-def why_no_object(mode: int) -> str:
-    """Why what has this mode cannot be an object; "" for a regular file."""
+def type_problem(mode: int) -> str:
+    """Return why a file of this mode cannot be uploaded. Empty for regular files."""
     if stat.S_ISREG(mode):
         return ""
     if stat.S_ISLNK(mode):
-        return "it is a symbolic link, which object stores do not have; write its target's name into a file"
+        return (
+            "it is a symbolic link, which object stores do not support; write the target's name into a file"
+        )
     return "it is neither a file nor a directory"

@@ -1,4 +1,4 @@
-"""The journal: what is to be done and what has been, in SQLite, so that a kill loses neither."""
+"""Journal of a directory in SQLite: queued and completed uploads, which survive a kill."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from holdfast.documents import decode, read_dataclass, refuse, shown
 from holdfast.errors import Corrupt, NotFound, RetryLater
 from holdfast.writeback.files import Fingerprint
-from holdfast.writeback.order import Deed, Entry, Order, Problem, Sent, Version
+from holdfast.writeback.upload_queue import JournalWrite, Problem, Sent, Upload, UploadQueue, Version
 
 FOLDER = ".holdfast-writeback"
-"""In the directory: journal, kept versions, lock. On the same disk, so that files can be linked there."""
+"""Folder in the directory for journal, kept versions and locks. On the same disk, for hard links."""
 FILE, VERSION = "journal.sqlite", "1"
 _WAIT_S = 30.0  # for another process's transaction
 
@@ -36,16 +36,16 @@ CREATE TABLE IF NOT EXISTS problem (
 
 
 class Journal:
-    """The journal of one directory; one process writes it, any may read.
+    """Journal of one directory. One process writes it, and any process may read it.
 
     Args:
-        directory: the write-back directory.
-        is_reader: True for those who only look.
+        directory: write-back directory.
+        is_reader: True to read only.
 
     Raises:
-        NotFound: only to be read, and there is none.
-        RetryLater: the disk is full, or does not answer.
-        Corrupt: it is no journal of this version.
+        NotFound: the journal to read does not exist.
+        RetryLater: the disk is full or does not respond.
+        Corrupt: the file is not a journal of this version.
     """
 
     def __init__(self, directory: Path, *, is_reader: bool = False) -> None:
@@ -53,8 +53,9 @@ class Journal:
         self._lock = threading.Lock()
         if is_reader and not self._path.is_file():
             raise NotFound(f"{directory} is not a write-back directory: it has no {FOLDER}/{FILE}.")
-        with self._refusing():
-            # A reader opens it for writing too: SQLite's log needs that after a kill, and nothing is written.
+        with self._translate_errors():
+            # A reader also opens the file for writing, as SQLite's log needs that after a kill, but writes
+            # nothing.
             self._base = sqlite3.connect(
                 self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
             )
@@ -64,53 +65,55 @@ class Journal:
                 self._base.execute("PRAGMA journal_mode=WAL")
                 self._base.execute("PRAGMA synchronous=NORMAL")
                 self._base.executescript(_TABLES)
-        if self.fact("version", VERSION) != VERSION:
+        if self.get("version", VERSION) != VERSION:
             raise Corrupt(
-                f"{self._path} is of a version that this Holdfast does not know. Nothing was changed."
+                f"{self._path} has an unknown version. Nothing was changed. Use the Holdfast that created it."
             )
         if not is_reader:
-            self.state(version=VERSION)
+            self.set(version=VERSION)
 
     def _check_schema(self) -> None:
-        """Refuse a database with views or triggers, which could run for any time.
+        """Check that the database has no views or triggers, which could run for any time.
 
         Raises:
             Corrupt: it has some.
         """
         kinds = {row[0] for row in self._base.execute("SELECT DISTINCT type FROM sqlite_master")}
         if kinds - {"table", "index"}:
-            raise Corrupt(f"{self._path} is no journal: it holds a {', a '.join(sorted(map(str, kinds)))}.")
+            raise Corrupt(
+                f"{self._path} is not a journal: it holds a {', a '.join(sorted(map(str, kinds)))}."
+            )
 
     def close(self) -> None:
-        """Give up the file."""
+        """Close the database."""
         self._base.close()
 
-    def fact(self, key: str, default: str = "") -> str:
-        """One fact about the mount."""
-        with self._refusing():
+    def get(self, key: str, default: str = "") -> str:
+        """Return the value of a setting or state of the mount."""
+        with self._translate_errors():
             row = self._base.execute("SELECT value FROM fact WHERE key = ?", (key,)).fetchone()
         value = row[0] if row else default
         if type(value) is not str:
             refuse(str(self._path), f"the fact {key}", "a text", value)
         return value
 
-    def state(self, **facts: str) -> None:
-        """Write facts about the mount."""
-        with self._refusing(), self._transaction():
+    def set(self, **facts: str) -> None:
+        """Write settings or states of the mount."""
+        with self._translate_errors(), self._transaction():
             self._base.executemany("INSERT OR REPLACE INTO fact VALUES (?, ?)", facts.items())
 
-    def write(self, deeds: Iterable[Deed]) -> None:
-        """Make deeds survive a kill of this process, all of them or none."""
-        with self._refusing(), self._transaction():
-            for deed in deeds:
-                self._write(deed)
+    def write(self, writes: Iterable[JournalWrite]) -> None:
+        """Apply writes in one transaction, so that they survive a kill of this process."""
+        with self._translate_errors(), self._transaction():
+            for write in writes:
+                self._write(write)
 
-    def load(self) -> Order:
-        """The order as the journal has it, at one moment."""
-        with self._refusing(), self._transaction():
+    def load(self) -> UploadQueue:
+        """Return the upload queue in the journal, from one transaction."""
+        with self._translate_errors(), self._transaction():
             ask = self._base.execute
             entries = {row[0]: _entry(row) for row in ask(f"SELECT {_ENTRY} FROM entry ORDER BY number")}
-            rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # the newest last: REPLACE gives a new one
+            rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # newest last: REPLACE assigns a new rowid
             sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in rows}
             problems = {
                 row[0]: Problem(row[4], row[5], Fingerprint(*row[1:4]))
@@ -121,22 +124,22 @@ class Journal:
         number = decode(str(last[0]), str(self._path)) if last else 0
         if type(number) is not int:
             refuse(str(self._path), "the last number", "an integer", number)
-        return Order(entries, sent, problems, max([number, *entries]))
+        return UploadQueue(entries, sent, problems, max([number, *entries]))
 
-    def _write(self, deed: Deed) -> None:
-        value = deed.value
+    def _write(self, write: JournalWrite) -> None:
+        value = write.value
         if value is None:
-            key = "number" if deed.table == "entry" else "name"
-            self._base.execute(f"DELETE FROM {deed.table} WHERE {key} = ?", (deed.key,))
-        elif isinstance(value, Entry):
+            key = "number" if write.table == "entry" else "name"
+            self._base.execute(f"DELETE FROM {write.table} WHERE {key} = ?", (write.key,))
+        elif isinstance(value, Upload):
             self._base.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?)", _row(value))
-            # A number is never used twice, as kept versions bear it.
+            # A number is never used twice, as kept versions are named by it.
             self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(value.number),))
         elif isinstance(value, Sent):
-            row = (deed.key, *_looks(value.fingerprint), value.digest)
+            row = (write.key, *_columns(value.fingerprint), value.digest)
             self._base.execute("INSERT OR REPLACE INTO sent VALUES (?, ?, ?, ?, ?)", row)
         else:
-            row = (deed.key, *_looks(value.fingerprint), value.kind, value.why)
+            row = (write.key, *_columns(value.fingerprint), value.kind, value.why)
             self._base.execute("INSERT OR REPLACE INTO problem VALUES (?, ?, ?, ?, ?, ?)", row)
 
     @contextmanager
@@ -151,7 +154,7 @@ class Journal:
             self._base.execute("COMMIT")
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -159,36 +162,36 @@ class Journal:
                 raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
             if "no such table" in str(error):
                 raise NotFound(f"{self._path} is empty: its directory was never mounted.") from error
-            raise RetryLater(f"The journal {self._path} could not be used: {error}.") from error
+            raise RetryLater(f"Cannot use the journal {self._path}: {error}.") from error
         except (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError) as error:
             raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
 
 
-def _check_rows(path: Path, *tables: Mapping[Any, Entry | Sent | Problem]) -> None:
-    """Check the types of what a journal holds: SQLite keeps any value in any column.
+def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | Problem]) -> None:
+    """Check the types of a journal's values, as SQLite stores any value in any column.
 
     Raises:
-        Corrupt: a value is of another type.
+        Corrupt: a value has another type.
     """
     for key, row in (pair for table in tables for pair in table.items()):
         what = f"{path}: {shown(key)}"
-        if type(key) is not (int if isinstance(row, Entry) else str):
+        if type(key) is not (int if isinstance(row, Upload) else str):
             refuse(str(path), "a key", "of another type", key)
         read_dataclass(type(row), dataclasses.asdict(row), what)
 
 
-def _looks(fingerprint: Fingerprint) -> tuple[int, int, int]:
+def _columns(fingerprint: Fingerprint) -> tuple[int, int, int]:
     return fingerprint.num_bytes, fingerprint.changed_ns, fingerprint.inode
 
 
-def _row(entry: Entry) -> tuple[object, ...]:
+def _row(entry: Upload) -> tuple[object, ...]:
     version = entry.version
-    kept = (version.form, *_looks(version.fingerprint), version.digest) if version else (None,) * 5
+    kept = (version.form, *_columns(version.fingerprint), version.digest) if version else (None,) * 5
     return (entry.number, entry.name, entry.source, *kept)
 
 
-def _entry(row: tuple[Any, ...]) -> Entry:
+def _entry(row: tuple[Any, ...]) -> Upload:
     number, name, source, form, num_bytes, changed_ns, inode, digest = row
     if form is None:
-        return Entry(number, name, None, source)
-    return Entry(number, name, Version(form, Fingerprint(num_bytes, changed_ns, inode), digest), source)
+        return Upload(number, name, None, source)
+    return Upload(number, name, Version(form, Fingerprint(num_bytes, changed_ns, inode), digest), source)

@@ -1,4 +1,4 @@
-"""What the uploader has to say to people: lines on its standard error, which `mount` makes a file of."""
+"""Log of the uploader: lines on standard error, which a mount redirects to a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 
 
-def say(text: str) -> None:
-    """Write one line, with the time."""
+def log(text: str) -> None:
+    """Write one line with the current time."""
     sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} holdfast: {text}\n")
     sys.stderr.flush()

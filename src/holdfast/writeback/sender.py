@@ -1,4 +1,4 @@
-"""Sends entries to the bucket, one after the other, each whole; tries again as long as it takes."""
+"""Sender of queued entries: uploads one after the other, each as a whole, with retries."""
 
 from __future__ import annotations
 
@@ -16,146 +16,148 @@ from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, Uns
 from holdfast.killpoint import kill_point
 from holdfast.quantity import say_seconds
 from holdfast.store import Store
-from holdfast.writeback.book import Book
-from holdfast.writeback.capture import Captures
-from holdfast.writeback.claim import check_not_overtaken
+from holdfast.writeback.config import UploaderConfig
 from holdfast.writeback.files import Fingerprint, is_being_written, is_settled, open_file
-from holdfast.writeback.order import COPY, PASSED_OVER, PATH, REFUSED, WITHHELD, Entry, Sent
-from holdfast.writeback.terms import Terms
-from holdfast.writeback.whole import why_torn
+from holdfast.writeback.journaled_queue import JournaledQueue
+from holdfast.writeback.ownership import check_newest_attempt
+from holdfast.writeback.truncation import truncation_reason
+from holdfast.writeback.upload_queue import COPY, INCOMPLETE, PATH, REJECTED, SKIPPED, Sent, Upload
+from holdfast.writeback.versions import KeptVersions
 
 _BLOCK_BYTES = 8 << 20
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
-_LOOK_S = 0.05  # between two looks whether a file is still open
-_CLAIM_S = 5.0  # between two looks whether a newer attempt has taken over
+_LOOK_S = 0.05  # between two checks whether a file is still open
+_ATTEMPT_CHECK_S = 5.0  # between two checks whether a newer attempt has taken over
 _dice = random.Random()
 
 
 class _Changed(Exception):
-    """The file was written while it was read."""
+    """The file was written while it was being read."""
 
 
 @dataclass(slots=True)
 class _Outage:
-    """How long sending has failed."""
+    """Duration and number of consecutive failures."""
 
     since_s: float | None = None
     num_tries: int = 0
 
 
 class Sender:
-    """A thread that does what the order says.
+    """Thread that uploads the entries of a queue.
 
     Args:
         store: the bucket.
-        book: the order.
-        captures: where kept versions are.
-        terms: of the uploader; sending ends when a newer attempt of its owner has mounted the place.
+        queue: the queue.
+        versions: the kept versions.
+        config: settings of the uploader. Sending ends when a newer attempt of its owner mounts the place.
     """
 
-    def __init__(self, store: Store, book: Book, captures: Captures, terms: Terms) -> None:
-        self._store, self._book, self._captures = store, book, captures
-        self._terms = terms
-        self._claim_seen_s = time.monotonic()
+    def __init__(
+        self, store: Store, queue: JournaledQueue, versions: KeptVersions, config: UploaderConfig
+    ) -> None:
+        self._store, self._queue, self._versions = store, queue, versions
+        self._config = config
+        self._attempt_checked_s = time.monotonic()
         self._outage = _Outage()
         self._stopping = threading.Event()
         self.error: BaseException | None = None
-        """Why it has ended, if it was not told to."""
+        """Failure that ended the thread, if any."""
         self._thread = threading.Thread(target=self._run, name="holdfast-sender", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End after the request at work; what is not sent stays in the order."""
+        """Stop after the current request. Unsent entries stay queued."""
         self._stopping.set()
-        with self._book.changed:
-            self._book.changed.notify_all()
+        with self._queue.changed:
+            self._queue.changed.notify_all()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                if (entry := self._book.begin_first(1.0)) is not None:
+                if (entry := self._queue.start_next(1.0)) is not None:
                     self._try(entry)
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             self.error = error
 
-    def _try(self, entry: Entry) -> None:
-        """Do an entry, or wait a while if that fails.
+    def _try(self, entry: Upload) -> None:
+        """Process an entry, or wait a while if that fails.
 
         Raises:
             Conflict: another mount has taken over.
         """
         try:
-            self._check_claim()
+            self._check_attempt()
             self._do(entry)
         except _Changed:
             self._stopping.wait(_LOOK_S)
         except Conflict:
             raise
         except (InvalidInput, Unsupported) as error:
-            self._refuse(entry, str(error))
+            self._reject(entry, str(error))
         except (HoldfastError, OSError) as error:
             self._pause(entry, error)
         else:
             self._outage = _Outage()
-            self._book.tell("")
+            self._queue.tell("")
 
-    def _pause(self, entry: Entry, error: Exception) -> None:
+    def _pause(self, entry: Upload, error: Exception) -> None:
         now_s = time.monotonic()
         if self._outage.since_s is None:
             self._outage.since_s = now_s
         self._outage.num_tries += 1
         since_s = now_s - self._outage.since_s
-        self._book.tell(f"{entry.name} could not be sent, for {say_seconds(since_s)} now: {error}")
+        self._queue.tell(f"Uploading {entry.name} has failed for {say_seconds(since_s)}: {error}")
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._outage.num_tries - 1, 20), _LAST_PAUSE_S)
         self._stopping.wait(_dice.uniform(0.5, 1.0) * pause_s)
 
-    def _check_claim(self) -> None:
+    def _check_attempt(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._claim_seen_s < _CLAIM_S:
+        if now_s - self._attempt_checked_s < _ATTEMPT_CHECK_S:
             return
-        check_not_overtaken(self._store, self._terms.owner, self._terms.attempt)
-        self._claim_seen_s = now_s
+        check_newest_attempt(self._store, self._config.owner, self._config.attempt)
+        self._attempt_checked_s = now_s
 
-    def _refuse(self, entry: Entry, why: str) -> None:
+    def _reject(self, entry: Upload, why: str) -> None:
         if entry.version is None:
-            self._book.do(lambda order: order.removed_now(entry))
+            self._queue.do(lambda order: order.mark_removed(entry))
         else:
-            self._pass(entry, REFUSED, why)
+            self._skip(entry, REJECTED, why)
 
-    def _pass(self, entry: Entry, kind: str, why: str) -> None:
-        self._book.do(lambda order: order.passed(entry, kind, why))
-        self._captures.drop(entry.number)
+    def _skip(self, entry: Upload, kind: str, why: str) -> None:
+        self._queue.do(lambda order: order.skip(entry, kind, why))
+        self._versions.drop(entry.number)
 
     # -- one entry -------------------------------------------------------------------------------------------
 
-    def _do(self, entry: Entry) -> None:
+    def _do(self, entry: Upload) -> None:
         if entry.version is None:
             self._store.delete(entry.name)
             kill_point("writeback.sent")
-            self._book.do(lambda order: order.removed_now(entry))
+            self._queue.do(lambda order: order.mark_removed(entry))
             return
         try:
-            fd = open_file(self._captures.path(entry.number, entry.name, entry.version.form))
+            fd = open_file(self._versions.path(entry.number, entry.name, entry.version.form))
         except FileNotFoundError:
             if entry.version.form == PATH:
-                self._pass(entry, PASSED_OVER, "it was deleted or renamed before it could be kept")
+                self._skip(entry, SKIPPED, "it was deleted or renamed before it could be kept")
             else:
-                self._book.do(lambda order: order.demote(entry))
+                self._queue.do(lambda order: order.mark_lost(entry))
             return
         try:
             self._put(entry, fd)
         finally:
             os.close(fd)
 
-    def _put(self, entry: Entry, fd: int) -> None:
-        """Put the file's bytes under the entry's name, unless they are there.
+    def _put(self, entry: Upload, fd: int) -> None:
+        """Upload a file under the entry's name, unless the bucket has the same bytes.
 
         Raises:
-            _Changed: it was written meanwhile; the bucket is as it was.
+            _Changed: the file was written meanwhile. The bucket has not changed.
             RetryLater: the bucket failed.
         """
         version = entry.version
@@ -166,43 +168,41 @@ class Sender:
             return
         else:
             fingerprint = Fingerprint.of(os.fstat(fd))
-        if torn := why_torn(fd, entry.name):
-            self._pass(entry, WITHHELD, f"{torn}; its writer was probably killed")
+        if reason := truncation_reason(fd, entry.name):
+            self._skip(entry, INCOMPLETE, f"{reason}; its writer was probably killed")
             return
         sent = self._sent_already(entry, fingerprint) or self._copied(entry, fingerprint)
         if sent is None:
             sent = Sent(fingerprint, self._upload(entry, fd))
             kill_point("writeback.sent")
         done = Sent(fingerprint, sent.digest)
-        self._book.do(lambda order: order.sent_now(entry, done))
+        self._queue.do(lambda order: order.mark_sent(entry, done))
         kill_point("writeback.done")
-        self._captures.drop(entry.number)
+        self._versions.drop(entry.number)
 
-    def _wait_until_closed(self, entry: Entry, fd: int) -> bool:
-        """Wait for a file that was opened again; False if that took too long and it was passed over."""
+    def _wait_until_closed(self, entry: Upload, fd: int) -> bool:
+        """Wait until a reopened file is closed. Return False if that took too long and it was skipped."""
         began_s = time.monotonic()
         while is_being_written(fd) or not is_settled(os.fstat(fd), time.time_ns()):
             waited_s = time.monotonic() - began_s
-            if waited_s > self._terms.open_limit_s:
-                why = f"it was open for writing for {say_seconds(waited_s)}; it goes when it is closed"
-                self._pass(entry, PASSED_OVER, why)
+            if waited_s > self._config.open_limit_s:
+                why = f"it was open for writing for {say_seconds(waited_s)}; it is uploaded once it is closed"
+                self._skip(entry, SKIPPED, why)
                 return False
             if waited_s > 1:
-                self._book.tell(
-                    f"{entry.name} was opened for writing again; what was closed later waits for it"
-                )
+                self._queue.tell(f"{entry.name} was opened for writing again; files closed later wait for it")
             if self._stopping.wait(_LOOK_S):
                 raise _Changed
         return True
 
-    def _sent_already(self, entry: Entry, fingerprint: Fingerprint) -> Sent | None:
-        """What the bucket has under this name, if it is the same bytes."""
-        sent = self._book.order.sent.get(entry.name)
+    def _sent_already(self, entry: Upload, fingerprint: Fingerprint) -> Sent | None:
+        """Return the object of this name, if it has the same bytes."""
+        sent = self._queue.order.sent.get(entry.name)
         return sent if _is_same(entry, fingerprint, sent) else None
 
-    def _copied(self, entry: Entry, fingerprint: Fingerprint) -> Sent | None:
-        """Have the bucket copy the bytes from the file's earlier name, if it can and they are the same."""
-        source = self._book.order.sent.get(entry.source)
+    def _copied(self, entry: Upload, fingerprint: Fingerprint) -> Sent | None:
+        """Let the bucket copy the bytes from the file's earlier name, if possible."""
+        source = self._queue.order.sent.get(entry.source)
         if not _is_same(entry, fingerprint, source):
             return None
         with suppress(Unsupported, NotFound):
@@ -211,12 +211,12 @@ class Sender:
             return source
         return None
 
-    def _upload(self, entry: Entry, fd: int) -> str:
-        """Send the bytes; returns their digest."""
+    def _upload(self, entry: Upload, fd: int) -> str:
+        """Upload the bytes and return their digest."""
         hashed, before = xxhash.xxh3_128(), os.fstat(fd)
 
         def check() -> None:
-            """The last part leaves only after this, so nothing torn becomes visible."""
+            """Check that the file has not changed. Called before the last part is sent."""
             if entry.version is None or entry.version.form == COPY:
                 return
             after = os.fstat(fd)
@@ -228,8 +228,8 @@ class Sender:
         return hashed.hexdigest()
 
 
-def _is_same(entry: Entry, fingerprint: Fingerprint, sent: Sent | None) -> bool:
-    """Whether what was sent is what the entry has."""
+def _is_same(entry: Upload, fingerprint: Fingerprint, sent: Sent | None) -> bool:
+    """Return True if the uploaded bytes are those of the entry."""
     if sent is None or entry.version is None:
         return False
     digest = entry.version.digest
@@ -239,7 +239,7 @@ def _is_same(entry: Entry, fingerprint: Fingerprint, sent: Sent | None) -> bool:
 def _blocks(
     fd: int, num_bytes: int, seen: Callable[[memoryview], None], check: Callable[[], None]
 ) -> Iterator[memoryview]:
-    """The bytes of a file in the same memory, block by block; `check` is called after the last was read."""
+    """Yield the bytes of a file in blocks of one buffer. Calls `check` after the last block was read."""
     room = memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
     at = 0
     while at < num_bytes:

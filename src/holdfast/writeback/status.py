@@ -1,8 +1,7 @@
-"""What of a directory is not in its bucket: told from the journal and a look at every file, by any process.
+"""Upload status of a directory, from its journal and a scan of every file.
 
-No uploader is asked, so a dead one is told as dead, and one that is behind, or has lost events, hides
-nothing: a file counts as being in the bucket only if it looks as it did when it was sent, and nobody has it
-open for writing.
+The uploader is not consulted, so a dead or lagging one cannot hide files. A file counts as uploaded only if
+it has not changed since, and is not open for writing.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from typing import Any
 from holdfast.documents import decode, read_as
 from holdfast.errors import NotFound, RetryLater
 from holdfast.quantity import plural, say_bytes, say_seconds
-from holdfast.writeback.files import Found, is_open_now, look
+from holdfast.writeback.config import EXCLUDED, is_excluded
+from holdfast.writeback.files import ScannedFile, is_open_now, scan
 from holdfast.writeback.journal import FOLDER, Journal
-from holdfast.writeback.order import Entry, Order
-from holdfast.writeback.terms import EXCLUDED, skips
+from holdfast.writeback.upload_queue import Upload, UploadQueue
 
 STARTING, ALIVE, ENDED, FENCED, FAILED, DEAD = "starting", "alive", "ended", "fenced", "failed", "dead"
-"""The uploader: prepares; works; ended as it should; another mount took over; a bug or a vanished directory;
-was killed."""
+"""States of the uploader. FENCED: another mount took over. FAILED: a bug, or the directory is gone."""
 LOCK = "lock"
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """A change that the bucket has not seen. `why` - what it waits for, or why it will not go."""
+    """Change that is not in the bucket. `why` is what it waits for, or why it is not uploaded."""
 
     name: str
     num_bytes: int
@@ -41,12 +39,12 @@ class Unsent:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """How a write-back directory stood at the moment when each of its files was looked at.
+class DirectoryStatus:
+    """Status of a write-back directory at the time of the scan.
 
-    `waiting` - in the order in which they go. `unread` - changed, and the uploader has not taken note yet.
-    `written` - somebody has them open for writing. `left_out` - they do not go as they are: torn, no object
-    can be so, or passed over. `trouble` - why the uploader does not get on; "" if it does.
+    `waiting` is in upload order. `unread` files have changes that the uploader has not recorded yet.
+    `written` files are open for writing. `left_out` files are not uploaded as they are: incomplete, rejected
+    or skipped. `trouble` is why uploading fails, or empty.
     """
 
     directory: str
@@ -62,31 +60,31 @@ class Status:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is left that the uploader would still send."""
+        """True if nothing is left that the uploader would send."""
         return not (self.waiting or self.unread or self.written)
 
     @property
     def is_drained(self) -> bool:
-        """All that was in the directory is in the bucket."""
+        """True if all files of the directory are in the bucket."""
         return self.is_settled and not self.left_out and self.uploader != STARTING
 
     @property
-    def works(self) -> bool:
-        """Whether an uploader is there to send what is not sent."""
+    def is_running(self) -> bool:
+        """True if an uploader is running."""
         return self.uploader in (STARTING, ALIVE)
 
     @property
     def num_unsent(self) -> int:
-        """How many changes are not in the bucket."""
+        """Number of changes that are not in the bucket."""
         return len(self.waiting) + len(self.unread) + len(self.written) + len(self.left_out)
 
     def as_json(self) -> dict[str, Any]:
-        """Members for programs."""
+        """Return the status as JSON values."""
         facts = {"is_drained": self.is_drained, "is_settled": self.is_settled, **asdict(self)}
         return json.loads(json.dumps(facts))
 
-    def say(self) -> str:
-        """One line for people."""
+    def summary(self) -> str:
+        """Return one line for users."""
         if self.is_drained:
             return f"all of {self.directory} is in {self.place} ({plural(self.num_sent, 'file')})"
         parts = [
@@ -102,31 +100,31 @@ class Status:
         return f"not all of {self.directory} is in {self.place}: " + ", ".join(parts or [self.uploader])
 
 
-def status_of(directory: str | os.PathLike[str]) -> Status:
-    """How a write-back directory stands.
+def status_of(directory: str | os.PathLike[str]) -> DirectoryStatus:
+    """Return the status of a write-back directory.
 
     Raises:
-        NotFound: it never was one.
-        RetryLater: its journal cannot be read now.
-        Corrupt: its journal is damaged.
+        NotFound: the directory was never mounted.
+        RetryLater: the journal cannot be read now.
+        Corrupt: the journal is damaged.
 
-    Blocks: while it looks at every file; not on the uploader.
+    Blocks: for a scan of all files. Does not wait for the uploader.
     """
     root = Path(directory).absolute()
-    is_held = is_locked(root)
+    is_held = has_uploader(root)
     journal = Journal(root, is_reader=True)
     try:
-        state, order = journal.fact("state"), journal.load()
+        state, order = journal.get("state"), journal.load()
         exclude = read_as(
-            tuple[str, ...], decode(journal.fact("exclude", json.dumps(EXCLUDED)), "exclude"), "exclude"
+            tuple[str, ...], decode(journal.get("exclude", json.dumps(EXCLUDED)), "exclude"), "exclude"
         )
-        # Only now are the files looked at: what changes after the journal was read shows as changed.
+        # The files are scanned after the journal is read, so that any change in between is seen.
         waiting, unread, written, left_out = _compare(root, order, exclude)
-        pid, place, trouble = journal.fact("pid"), journal.fact("place"), _trouble(journal)
+        pid, place, trouble = journal.get("pid"), journal.get("place"), _trouble(journal)
     finally:
         journal.close()
     uploader = state if is_held or state in (ENDED, FENCED, FAILED) else DEAD
-    return Status(
+    return DirectoryStatus(
         str(root),
         place,
         uploader,
@@ -144,21 +142,21 @@ def wait_until_settled(
     directory: str | os.PathLike[str],
     *,
     timeout_s: float | None = None,
-    seen: Callable[[Status], None] | None = None,
-) -> Status:
-    """Wait until all that can be in the bucket is there.
+    seen: Callable[[DirectoryStatus], None] | None = None,
+) -> DirectoryStatus:
+    """Wait until every file that can be uploaded is in the bucket.
 
     Args:
-        directory: the write-back directory.
-        timeout_s: the longest wait; None for as long as the uploader works.
-        seen: told each status on the way.
+        directory: write-back directory.
+        timeout_s: limit for waiting. None: as long as the uploader is running.
+        seen: called with each status on the way.
 
     Returns:
         The last status: settled, or with an uploader that is dead or has ended.
 
     Raises:
-        RetryLater: time ran out; the message says what is left.
-        NotFound: the directory never was a write-back directory.
+        RetryLater: the time ran out. The message lists what is left.
+        NotFound: the directory was never mounted.
 
     Blocks: until then.
     """
@@ -167,20 +165,20 @@ def wait_until_settled(
         status = status_of(directory)
         if seen:
             seen(status)
-        if (status.is_settled and status.uploader != STARTING) or not status.works:
+        if (status.is_settled and status.uploader != STARTING) or not status.is_running:
             return status
         waited_s = time.monotonic() - began_s
         if timeout_s is not None and waited_s >= timeout_s:
             trouble = f" {status.trouble}" if status.trouble else ""
-            raise RetryLater(f"After {say_seconds(waited_s)}, {status.say()}.{trouble}")
+            raise RetryLater(f"After {say_seconds(waited_s)}, {status.summary()}.{trouble}")
         time.sleep(_POLL_S if timeout_s is None else min(_POLL_S, max(timeout_s - waited_s, 0.001)))
 
 
-def is_locked(root: Path) -> bool:
-    """Return True if an uploader is alive.
+def has_uploader(root: Path) -> bool:
+    """Return True if an uploader is running.
 
     Raises:
-        RetryLater: the lock could not be looked at.
+        RetryLater: the lock cannot be read.
     """
     lock = root / FOLDER / LOCK
     try:
@@ -188,7 +186,7 @@ def is_locked(root: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise RetryLater(f"{lock} could not be opened: {error.strerror}.", key=str(lock)) from error
+        raise RetryLater(f"Cannot open {lock}: {error.strerror}.", key=str(lock)) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -198,10 +196,10 @@ def is_locked(root: Path) -> bool:
     return False
 
 
-def _compare(root: Path, order: Order, exclude: tuple[str, ...]) -> tuple[tuple[Unsent, ...], ...]:
+def _compare(root: Path, order: UploadQueue, exclude: tuple[str, ...]) -> tuple[tuple[Unsent, ...], ...]:
     if not root.is_dir():
         raise NotFound(f"{root} is gone.")
-    found, others = look(root, lambda name: skips(name, exclude))
+    found, others = scan(root, lambda name: is_excluded(name, exclude))
     present = {one.name for one in found}
     waiting = tuple(_waiting(entry) for entry in order.entries.values())
     unread, written, left_out = [], [], [Unsent(_shown(name), 0, why) for name, why in others.items()]
@@ -215,29 +213,29 @@ def _compare(root: Path, order: Order, exclude: tuple[str, ...]) -> tuple[tuple[
     return waiting, tuple(unread), tuple(written), tuple(left_out)
 
 
-def _why_not_sent(order: Order, one: Found) -> str | None:
-    """None if the file is sent, or is among those that wait; "" if nobody has taken note of it."""
+def _why_not_sent(order: UploadQueue, one: ScannedFile) -> str | None:
+    """Return why a file is not uploaded: "" if its change is not recorded, None if it is queued or sent."""
     problem, sent = order.problems.get(one.name), order.sent.get(one.name)
     if problem and problem.fingerprint == one.fingerprint:
         return f"{problem.kind}: {problem.why}"
     if sent and sent.fingerprint.matches(one.fingerprint) and one.is_settled:
         return None
-    if order.has_pending(one.name) and order.known(one.name) == one.fingerprint:
+    if order.has_pending(one.name) and order.fingerprint(one.name) == one.fingerprint:
         return None
     return ""
 
 
 def _shown(name: str) -> str:
-    """The name as text, whatever bytes it has."""
+    """Return a name as text, even if it is not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _waiting(entry: Entry) -> Unsent:
+def _waiting(entry: Upload) -> Unsent:
     if entry.version is None:
         return Unsent(entry.name, 0, "to be deleted")
     return Unsent(entry.name, entry.version.fingerprint.num_bytes, "")
 
 
 def _trouble(journal: Journal) -> str:
-    text, since = journal.fact("trouble"), journal.fact("trouble_unix_s")
+    text, since = journal.get("trouble"), journal.get("trouble_unix_s")
     return f"{text} ({say_seconds(max(0.0, time.time() - float(since)))} ago)" if text and since else text

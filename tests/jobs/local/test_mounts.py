@@ -19,7 +19,7 @@ from holdfast.store import Store, open_store
 from holdfast.testing.faultproxy import FaultProxy
 from holdfast.testing.servers import Server
 from holdfast.writeback import status_of
-from holdfast.writeback.claim import FOLDER
+from holdfast.writeback.ownership import FOLDER
 from jobs.desk import Desk
 
 _numbers = itertools.count()

@@ -42,7 +42,7 @@ class Process:
     @property
     def ends_by_itself(self) -> bool:
         """True if it finishes what it was given and then ends: a keeper, the uploader of a mount."""
-        return self.is_keeper or {b"holdfast.writeback", b"--terms"} <= set(self._words)
+        return self.is_keeper or {b"holdfast.writeback", b"--config"} <= set(self._words)
 
     @property
     def is_servant(self) -> bool:

@@ -17,7 +17,7 @@ from holdfast.jobs.node.plan import write_whole
 from holdfast.quantity import plural, say_bytes
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.address import parse_address
-from holdfast.writeback.claim import FOLDER
+from holdfast.writeback.ownership import FOLDER
 
 _AT_ONCE = 8  # files
 _BLOCK_BYTES = 16 << 20

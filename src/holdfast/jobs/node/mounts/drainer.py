@@ -20,7 +20,7 @@ from holdfast.jobs.node.plan import write_whole
 from holdfast.jobs.node.spawning import look_after
 from holdfast.jobs.place import database
 from holdfast.jobs.records import Records
-from holdfast.writeback import Mount, Status, status_of
+from holdfast.writeback import DirectoryStatus, Mount, status_of
 from holdfast.writeback.status import STARTING
 
 UNSENT = "unsent.json"
@@ -193,7 +193,7 @@ class _Cache:
             status = self._status()
             if status is None or _is_settled(status):
                 return
-            if (status.works and self._held is not None) or time.monotonic() < self._again_s:
+            if (status.is_running and self._held is not None) or time.monotonic() < self._again_s:
                 return
             self.close()
             self._held = hold_cache(self._supply, self._owner, self._attempt, is_wanted, fetch=False)
@@ -216,7 +216,7 @@ class _Cache:
         if status is None or status.is_drained:
             return Unsent(is_settled=True, is_hopeless=False, told="")
         trouble = self._trouble or status.trouble
-        told = f"{status.say()}{f': {trouble}' if trouble else ''}"
+        told = f"{status.summary()}{f': {trouble}' if trouble else ''}"
         is_settled = _is_settled(status)
         return Unsent(is_settled, self._is_hopeless and not is_settled, told)
 
@@ -226,14 +226,14 @@ class _Cache:
             self._held.close()
             self._held = None
 
-    def _status(self) -> Status | None:
+    def _status(self) -> DirectoryStatus | None:
         """What the directory shows; None if it was never mounted, so that nothing can be missing."""
         with suppress(NotFound):
             return status_of(self._supply.path)
         return None
 
 
-def _is_settled(status: Status) -> bool:
+def _is_settled(status: DirectoryStatus) -> bool:
     return status.is_settled and status.uploader != STARTING
 
 

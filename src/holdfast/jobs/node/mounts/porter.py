@@ -23,7 +23,7 @@ from holdfast.jobs.place import database
 from holdfast.jobs.records import Records
 from holdfast.quantity import say_seconds
 from holdfast.writeback import Mount, mount
-from holdfast.writeback.status import is_locked
+from holdfast.writeback.status import has_uploader
 
 HOLDERS, LOCK, THERE = "holders", "lock", "there"
 """In its folder: a pipe that keeps it while anybody holds its writing end; its lock; its word that all is
@@ -163,7 +163,7 @@ class Porter:
 
     def _is_there(self, supply: Supply) -> bool:
         if supply.kind is Kind.CACHE:
-            return supply in self._caches and is_locked(Path(supply.path))
+            return supply in self._caches and has_uploader(Path(supply.path))
         return supply.kind is Kind.COPY or (supply in self._buckets and self._buckets[supply].lives)
 
 

@@ -1,4 +1,4 @@
-"""Whether a file is whole, as far as its own format tells: a killed writer leaves one that is not."""
+"""Detection of truncated files by their own format, as a killed writer leaves them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _NEVER_EMPTY = (".pt", ".pth", ".npz", ".zip", ".safetensors")
 _MAX_HEADER_BYTES = 100 << 20  # of a safetensors file, as its own library limits it
 
 
-def why_torn(fd: int, name: str) -> str:
-    """Why the file cannot be all that was to be written; "" if its format does not tell or it is whole.
+def truncation_reason(fd: int, name: str) -> str:
+    """Return why a file is incomplete. Empty if its format does not show it.
 
-    Known are zip archives, which `torch.save` and `numpy.savez` write: their directory comes last. And
-    safetensors files: their header says how long they are.
+    Recognizes zip archives, which `torch.save` and `numpy.savez` write with the directory last, and
+    safetensors files, whose header contains their length.
 
     Args:
         fd: the file, open for reading.
-        name: its name; only safetensors files are told by it.
+        name: its name, by which safetensors files are recognized.
     """
     num_bytes, suffix = os.fstat(fd).st_size, PurePosixPath(name).suffix
     if not num_bytes:
         return "it is empty" if suffix in _NEVER_EMPTY else ""
     if suffix == ".safetensors":
-        return _why_torn_safetensors(fd, num_bytes)
+        return _safetensors_truncation(fd, num_bytes)
     if os.pread(fd, 4, 0) == _ZIP:
-        return _why_torn_zip(fd, num_bytes)
+        return _zip_truncation(fd, num_bytes)
     return ""
 
 
-def _why_torn_zip(fd: int, num_bytes: int) -> str:
+def _zip_truncation(fd: int, num_bytes: int) -> str:
     start = max(0, num_bytes - _ZIP_TAIL_BYTES)
     tail = os.pread(fd, num_bytes - start, start)
     at = tail.rfind(_ZIP_END)
@@ -45,16 +45,16 @@ def _why_torn_zip(fd: int, num_bytes: int) -> str:
             if at + _ZIP_END_BYTES + comment_bytes == len(tail):
                 return ""
         at = tail.rfind(_ZIP_END, 0, at)
-    return "it begins as a zip archive (as torch.save writes), and the directory at its end is missing"
+    return "it starts as a zip archive (as written by torch.save), but the directory at its end is missing"
 
 
-def _why_torn_safetensors(fd: int, num_bytes: int) -> str:
+def _safetensors_truncation(fd: int, num_bytes: int) -> str:
     head = os.pread(fd, 8, 0)
     if len(head) < 8:
         return "it is too short for a safetensors file"
     (header_bytes,) = struct.unpack("<Q", head)
     if header_bytes > _MAX_HEADER_BYTES:
-        return ""  # not what its name says
+        return ""  # not a safetensors file despite its name
     try:
         text = os.pread(fd, min(header_bytes, num_bytes), 8)
         header = decode_object(text, "the header", max_bytes=_MAX_HEADER_BYTES)
@@ -63,7 +63,7 @@ def _why_torn_safetensors(fd: int, num_bytes: int) -> str:
         ]
         wanted = 8 + header_bytes + max(ends, default=0)
     except (Corrupt, IndexError):
-        return "the header of a safetensors file is missing or cut off"
+        return "the header of a safetensors file is missing or truncated"
     if num_bytes < wanted:
-        return f"its header tells of {wanted} bytes, and {num_bytes} are there"
+        return f"its header specifies {wanted} bytes, but only {num_bytes} exist"
     return ""

@@ -1,4 +1,4 @@
-"""Files that tell by their own format whether they are whole."""
+"""Detection of truncated files by their own format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from holdfast.writeback.whole import why_torn
+from holdfast.writeback.truncation import truncation_reason
 
 
-def verdict(path: Path, data: bytes) -> str:
-    """What is said of a file with these bytes."""
+def reason_for(path: Path, data: bytes) -> str:
+    """Return the truncation reason of a file with these bytes."""
     path.write_bytes(data)
     fd = os.open(path, os.O_RDONLY)
     try:
-        return why_torn(fd, path.name)
+        return truncation_reason(fd, path.name)
     finally:
         os.close(fd)
 
@@ -51,31 +51,31 @@ WHOLE = {
     "model.pt": torch_bytes(),
     "model.safetensors": save({"weight": np.arange(1000.0)}),
     "arrays.npz": npz_bytes(),
-    "commented.zip": zip_bytes(b"said PK\x05\x06 in its comment" * 100),
+    "commented.zip": zip_bytes(b"reply PK\x05\x06 in its comment" * 100),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_file_is_whole(tmp_path: Path, name: str):
-    assert verdict(tmp_path / name, WHOLE[name]) == ""
+def test_a_complete_file_has_no_truncation(tmp_path: Path, name: str):
+    assert reason_for(tmp_path / name, WHOLE[name]) == ""
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @given(share=st.floats(0, 1, exclude_max=True))
-def test_a_file_that_was_cut_off_anywhere_is_torn(
+def test_a_file_that_was_truncated_anywhere_is_detected(
     tmp_path_factory: pytest.TempPathFactory, name: str, share: float
 ):
     folder = tmp_path_factory.mktemp("cut", numbered=True)
     length = int(share * len(WHOLE[name]))
     if 0 < length < 4 and not name.endswith(".safetensors"):
-        return  # too short for any format to be told
-    assert verdict(folder / name, WHOLE[name][:length])
+        return  # too short for any format to be recognized
+    assert reason_for(folder / name, WHOLE[name][:length])
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x00" * 5000, b"plain text\n" * 1000])
-def test_what_tells_nothing_counts_as_whole(tmp_path: Path, data: bytes):
-    assert verdict(tmp_path / "notes.txt", data) == ""
+def test_a_file_of_unknown_format_counts_as_complete(tmp_path: Path, data: bytes):
+    assert reason_for(tmp_path / "notes.txt", data) == ""
 
 
-def test_a_file_that_only_has_the_name_of_safetensors_is_let_pass(tmp_path: Path):
-    assert verdict(tmp_path / "odd.safetensors", b"\xff" * 5000) == ""
+def test_a_file_that_only_has_the_suffix_of_safetensors_counts_as_complete(tmp_path: Path):
+    assert reason_for(tmp_path / "odd.safetensors", b"\xff" * 5000) == ""

@@ -1,4 +1,4 @@
-"""What happens in a directory tree, in order, as the kernel's inotify tells it.
+"""File events of a directory tree, from the kernel's inotify.
 
 Source: inotify(7).
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from holdfast.errors import RetryLater, Unsupported
 
 CLOSED, CREATED, DELETED, MOVED_FROM, MOVED_TO, LOST = 0x8, 0x100, 0x200, 0x40, 0x80, 0x4000
-"""Kinds: a writer closed it, its name is new, gone, left for another, taken over; events were lost."""
+"""Kinds of events: closed after writing, created, deleted, moved away, moved here, events lost."""
 _IGNORED, _IS_DIRECTORY = 0x8000, 0x40000000
 _ONLY_DIRECTORIES, _NO_LINKS, _NOT_AFTER_UNLINK = 0x01000000, 0x02000000, 0x04000000
 _WATCHED = (
@@ -28,8 +28,8 @@ _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something happened to a name. `pair` - the same number in both events of one rename."""
+class FileEvent:
+    """Event of one name. Both events of a rename have the same `pair`."""
 
     kind: int
     name: str
@@ -37,42 +37,42 @@ class Event:
     pair: int = 0
 
 
-class Watch:
-    """Watches a directory and everything below it.
+class TreeWatch:
+    """TreeWatch of a directory and everything below it.
 
     Args:
-        root: the directory.
-        skips: names that are not watched, and nothing below them.
+        root: directory to watch.
+        is_excluded: returns True for names that are not watched, nor anything below them.
 
     Raises:
-        Unsupported: this system has no inotify, or allows no more of its instances.
+        Unsupported: inotify is missing, or its limit of instances is reached.
     """
 
-    def __init__(self, root: Path, skips: Callable[[str], bool]) -> None:
-        self._root, self._skips = root, skips
+    def __init__(self, root: Path, is_excluded: Callable[[str], bool]) -> None:
+        self._root, self._is_excluded = root, is_excluded
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             reason = os.strerror(ctypes.get_errno())
             raise Unsupported(
-                f"{root} cannot be watched: {reason}. Raise fs.inotify.max_user_instances, if it is that."
+                f"Cannot watch {root}: {reason}. You may have to raise fs.inotify.max_user_instances."
             )
         self._names: dict[int, str] = {}
 
     def fileno(self) -> int:
-        """For `poll`: readable when something happened."""
+        """Return the descriptor, which is readable when events are pending."""
         return self._fd
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         os.close(self._fd)
 
     def add_tree(self, name: str = "") -> None:
-        """Watch a directory and all below it; what is watched already stays so, under the name it has now.
+        """TreeWatch a directory and everything below it. Renews the names of directories already watched.
 
         Raises:
-            Unsupported: the system allows no more watches.
-            RetryLater: it could not be looked at.
+            Unsupported: the limit of watches is reached.
+            RetryLater: a directory cannot be watched.
         """
         pending = [name]
         while pending:
@@ -82,26 +82,26 @@ class Watch:
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / below) as entries:
                 for one in entries:
                     inner = f"{below}/{one.name}" if below else one.name
-                    if one.is_dir(follow_symlinks=False) and not self._skips(inner):
+                    if one.is_dir(follow_symlinks=False) and not self._is_excluded(inner):
                         pending.append(inner)
 
     def forget_tree(self, name: str) -> None:
-        """Watch a directory no more that left the tree, nor what is below it."""
+        """Stop watching a directory that left the tree, and everything below it."""
         for number, known in list(self._names.items()):
             if known == name or known.startswith(f"{name}/"):
                 self._libc.inotify_rm_watch(self._fd, number)
                 del self._names[number]
 
-    def read(self) -> list[Event]:
-        """What has happened since the last call, in order."""
-        events: list[Event] = []
+    def read(self) -> list[FileEvent]:
+        """Return the events since the last call, in order."""
+        events: list[FileEvent] = []
         with suppress(BlockingIOError):
             while data := os.read(self._fd, _READ_BYTES):
                 events += self._parse(data)
         return events
 
     def _add(self, name: str) -> bool:
-        """Watch one directory; False if it is gone meanwhile."""
+        """TreeWatch one directory. Return False if it no longer exists."""
         path = os.fsencode(self._root / name)
         number = self._libc.inotify_add_watch(self._fd, path, _WATCHED)
         if number >= 0:
@@ -112,25 +112,25 @@ class Watch:
             return False
         if reason == errno.ENOSPC:
             raise Unsupported(
-                f"{self._root} has more directories than this system lets one user watch; raise "
+                f"{self._root} has more directories than one user may watch. Raise "
                 "fs.inotify.max_user_watches."
             )
-        raise RetryLater(f"{self._root / name} cannot be watched: {os.strerror(reason)}.")
+        raise RetryLater(f"Cannot watch {self._root / name}: {os.strerror(reason)}.")
 
-    def _parse(self, data: bytes) -> list[Event]:
+    def _parse(self, data: bytes) -> list[FileEvent]:
         events, at = [], 0
         while at < len(data):
             number, mask, pair, length = _HEAD.unpack_from(data, at)
             at += _HEAD.size + length
             if mask & LOST:
-                events.append(Event(LOST, ""))
+                events.append(FileEvent(LOST, ""))
             elif mask & _IGNORED:
                 self._names.pop(number, None)
             elif number in self._names:
                 own = os.fsdecode(data[at - length : at].rstrip(b"\0"))
                 folder = self._names[number]
                 name = f"{folder}/{own}" if folder else own
-                if own and not self._skips(name):
+                if own and not self._is_excluded(name):
                     kind = mask & (CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO)
-                    events.append(Event(kind, name, bool(mask & _IS_DIRECTORY), pair))
+                    events.append(FileEvent(kind, name, bool(mask & _IS_DIRECTORY), pair))
         return events

@@ -1,4 +1,4 @@
-"""A write-back directory under test: its bucket, its uploader, and waiting for what must come."""
+"""A write-back directory under test, with its bucket and uploader, and waiting for conditions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.store import open_store
-from holdfast.writeback import Mount, Status, mount, status_of
-from holdfast.writeback.claim import FOLDER
-from holdfast.writeback.status import is_locked
+from holdfast.writeback import DirectoryStatus, Mount, mount, status_of
+from holdfast.writeback.ownership import FOLDER
+from holdfast.writeback.status import has_uploader
 
 LIMIT_S = 60.0
 
 
-def wait_for(what: Callable[[], Any], name: str, told: Callable[[], str] = str) -> Any:
-    """Wait until `what()` is true; returns what it said. `told()` is shown if it never is."""
+def wait_for(what: Callable[[], Any], name: str, describe: Callable[[], str] = str) -> Any:
+    """Wait until `what()` returns something true, and return that. On a timeout, `describe()` is shown."""
     give_up_s = time.monotonic() + LIMIT_S
     while not (found := what()):
-        assert time.monotonic() < give_up_s, f"waited in vain for {name}. {told()}"
+        assert time.monotonic() < give_up_s, f"timed out waiting for {name}. {describe()}"
         time.sleep(0.01)
     return found
 
 
-class Desk:
-    """One directory and the place its files go to."""
+class MountedDirectory:
+    """A write-back directory and its place."""
 
     def __init__(self, directory: Path, place: str) -> None:
         self.directory = directory
@@ -43,19 +43,19 @@ class Desk:
         return held
 
     def write(self, name: str, data: bytes | str) -> Path:
-        """Write a file as a program does: opened, written, closed."""
+        """Write a file as a program does: open, write, close."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
         return path
 
     def bucket(self) -> dict[str, bytes]:
-        """All that the bucket holds, but for what the mounts themselves put there."""
+        """Return all objects of the bucket, except those of the mounts themselves."""
         names = [entry.name for entry in self.store.list() if not entry.name.startswith(FOLDER)]
         return {name: self.store.get(name) for name in names}
 
     def local(self) -> dict[str, bytes]:
-        """All that the directory holds."""
+        """Return all files of the directory."""
         found = {}
         for path in self.directory.rglob("*"):
             name = path.relative_to(self.directory).as_posix()
@@ -63,51 +63,51 @@ class Desk:
                 found[name] = path.read_bytes()
         return found
 
-    def drain(self) -> Status:
-        """Wait until nothing is left to be sent."""
+    def drain(self) -> DirectoryStatus:
+        """Wait until nothing is left to upload."""
         assert self.held
         return self.held[-1].drain(timeout_s=LIMIT_S)
 
     def drained(self) -> dict[str, bytes]:
-        """The bucket after a drain that must find everything sent."""
+        """Return the bucket's contents after a drain that must upload everything."""
         status = self.drain()
         assert status.is_drained, status
         return self.bucket()
 
-    def status(self) -> Status:
+    def status(self) -> DirectoryStatus:
         return status_of(self.directory)
 
     def pid(self) -> int:
-        """The living uploader."""
+        """Return the process id of the running uploader."""
         return wait_for(lambda: self.status().pid, "an uploader")
 
     def signal(self, number: int) -> None:
         os.kill(self.pid(), number)
 
     def kill(self) -> None:
-        """SIGKILL the uploader; returns when it is gone."""
+        """Kill the uploader with SIGKILL and wait until it is gone."""
         self.signal(signal.SIGKILL)
         self.wait_until_gone()
 
     def wait_until_gone(self) -> None:
-        wait_for(lambda: not is_locked(self.directory), "the uploader's end")
+        wait_for(lambda: not has_uploader(self.directory), "the uploader's end")
 
-    def told(self) -> str:
-        """All there is to know, for a test that failed."""
+    def describe(self) -> str:
+        """Return status and log, for a test that failed."""
         return f"{self.status()}\n{self.log()}"
 
     def log(self) -> str:
-        """What the uploader has said."""
+        """Return the uploader's log."""
         return (self.directory / ".holdfast-writeback" / "log").read_text()
 
     def close(self) -> None:
-        """Let go of everything, and see that no process is left."""
+        """Close all handles, and kill the uploader if it does not exit."""
         for held in self.held:
             held.close()
         give_up_s = time.monotonic() + 5.0
-        while is_locked(self.directory) and time.monotonic() < give_up_s:
+        while has_uploader(self.directory) and time.monotonic() < give_up_s:
             time.sleep(0.01)
-        if is_locked(self.directory):  # it still has something to send: a failed test
+        if has_uploader(self.directory):  # files are left to upload: a failed test
             with suppress(ProcessLookupError, TypeError):
                 os.kill(self.status().pid, signal.SIGKILL)  # type: ignore[arg-type]
             self.wait_until_gone()

@@ -1,4 +1,4 @@
-"""Captures: keeps the version of a file that was just closed until it has been sent."""
+"""Versions of closed files, kept until they are uploaded."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from holdfast.format.hashes import digest
 from holdfast.killpoint import kill_point
 from holdfast.writeback.files import SETTLE_NS, Fingerprint, is_being_written, is_settled, open_file
 from holdfast.writeback.journal import FOLDER
-from holdfast.writeback.order import COPY, HOLD, PATH, Version
+from holdfast.writeback.upload_queue import COPY, HARD_LINK, PATH, Version
 
-_CLONE = 0x40049409  # FICLONE: an ioctl by which two files share their blocks until one is written
+_CLONE = 0x40049409  # FICLONE: an ioctl that lets two files share blocks until one is written
 _CANNOT_CLONE = (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.EPERM, errno.EBADF)
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOENT)
 
 
-class Captures:
-    """The kept versions of one directory, each under the number of its entry.
+class KeptVersions:
+    """Kept versions of one directory's files, each under the number of its upload.
 
-    A small file is copied. A larger one is cloned where the file system can, else it gets a second name,
-    which keeps it when the first is deleted or given to another file, but not when it is written in place.
+    A small file is copied. A larger one is cloned if the file system can do so, and hard-linked otherwise. A
+    hard link survives deletion and replacement of the file, but not a write in place.
 
     Args:
-        directory: the write-back directory.
-        copy_bytes: the largest file that is copied.
+        directory: write-back directory.
+        copy_bytes: largest file to copy.
     """
 
     def __init__(self, directory: Path, copy_bytes: int) -> None:
@@ -39,50 +39,50 @@ class Captures:
         self._can_clone = True
 
     def path(self, number: int, name: str, form: str) -> Path:
-        """Where the bytes of an entry's version are."""
+        """Return the path of a version's bytes."""
         return self._directory / name if form == PATH else self._folder / str(number)
 
-    def take(self, number: int, name: str, fd: int, is_overtaken: Callable[[], bool]) -> Version | None:
-        """Keep the file as it was when it was closed.
+    def take(self, number: int, name: str, fd: int, is_closed_again: Callable[[], bool]) -> Version | None:
+        """Keep a file as it was when it was closed.
 
         Args:
-            number: of the entry to be.
-            name: of the file.
+            number: number of the future upload.
+            name: name of the file.
             fd: the file, open for reading.
-            is_overtaken: whether it has been closed again meanwhile, asked after it was read.
+            is_closed_again: returns True if the file has been closed again. Called after the file was read.
 
         Returns:
-            None if it is being written, or was closed again: another event tells of that.
+            None if the file is being written or was closed again: a later event covers that.
         """
         if is_being_written(fd):
             return None
         info = os.fstat(fd)
         if info.st_size > self._copy_bytes and self._can_clone:
-            info = _settled(fd)  # there is no second, cheap look at whether a clone is the same
+            info = _settled(fd)  # a clone cannot be compared with the file cheaply, unlike a copy
         if info.st_size <= self._copy_bytes:
             version = self._copy(number, fd)
         else:
-            version = self._clone(number, fd) or self._hold(number, name, fd)
+            version = self._clone(number, fd) or self._link(number, name, fd)
         if version.form == COPY:
             after = os.fstat(fd)
             is_other = (after.st_size, after.st_mtime_ns) != (info.st_size, info.st_mtime_ns)
-            # No writer now: whoever wrote since the event has closed, and that is in the queue.
-            if is_other or is_being_written(fd) or is_overtaken():
+            # The file has no writer now: whoever wrote after the event has closed it, which is queued.
+            if is_other or is_being_written(fd) or is_closed_again():
                 self.drop(number)
                 return None
         kill_point("writeback.captured")
         return version
 
     def drop(self, number: int) -> None:
-        """Keep an entry's version no longer."""
+        """Delete a kept version."""
         (self._folder / str(number)).unlink(missing_ok=True)
 
     def sweep(self, needed: set[int]) -> set[int]:
-        """Drop what a kill has left of entries that were not yet, or are no longer, in the journal.
+        """Delete versions whose upload is not in the journal, left by a kill.
 
         Returns:
-            The inodes of files whose links changed by that, or shortly before the kill: the time of their
-            last change is ours.
+            The inodes of files whose links changed here, or shortly before the kill. Their ctime says nothing
+            about their contents.
         """
         touched = set()
         for path in self._folder.iterdir():
@@ -92,11 +92,11 @@ class Captures:
         return touched
 
     def is_kept(self, number: int) -> bool:
-        """Whether there is a kept version of this number."""
+        """Return True if a version of this number is kept."""
         return (self._folder / str(number)).exists()
 
-    def only_kept_bytes(self, number: int) -> int:
-        """Bytes that stay on the disk only for this entry, since the directory has other ones by now."""
+    def exclusive_bytes(self, number: int) -> int:
+        """Return the disk space used only by this upload, whose file was replaced or deleted."""
         with suppress(FileNotFoundError):
             info = (self._folder / str(number)).stat()
             return info.st_size if info.st_nlink == 1 and info.st_size > self._copy_bytes else 0
@@ -109,7 +109,7 @@ class Captures:
         while got < len(data) and (more := os.preadv(fd, [view[got:]], got)):
             got += more
         del view
-        del data[got:]  # it was cut off meanwhile: told by its size
+        del data[got:]  # the file was truncated meanwhile, which the comparison of sizes detects
         try:
             (self._folder / str(number)).write_bytes(data)
         except OSError as error:
@@ -140,7 +140,7 @@ class Captures:
             os.close(copy)
         return Version(COPY, Fingerprint.of(info, now_ns=now_ns))
 
-    def _hold(self, number: int, name: str, fd: int) -> Version:
+    def _link(self, number: int, name: str, fd: int) -> Version:
         now_ns, info = time.time_ns(), os.fstat(fd)
         self.drop(number)
         try:
@@ -150,14 +150,14 @@ class Captures:
                 raise
             return Version(PATH, Fingerprint.of(info, now_ns=now_ns))
         held = open_file(self._folder / str(number))
-        try:  # the name may have been given to another file since it was opened
-            return Version(HOLD, Fingerprint.of(os.fstat(held), now_ns=now_ns))
+        try:  # the name may refer to another file since `fd` was opened
+            return Version(HARD_LINK, Fingerprint.of(os.fstat(held), now_ns=now_ns))
         finally:
             os.close(held)
 
 
 def _settled(fd: int) -> os.stat_result:
-    """A look at a file, late enough that any later write shows in its time."""
+    """Return a file's state, once any later write is sure to change its time."""
     while not is_settled(info := os.fstat(fd), time.time_ns()):
         time.sleep(SETTLE_NS / 4e9)
     return info

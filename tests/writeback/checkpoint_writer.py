@@ -1,7 +1,7 @@
-"""A program that saves checkpoints into a directory as many do: `python job.py DIRECTORY FIRST LAST`.
+"""A program that saves checkpoints as many do: `python checkpoint_writer.py DIRECTORY FIRST LAST`.
 
-Each step: two data files, one of them larger than what is copied, a marker with their hashes, `latest`
-overwritten in place, and the step before the last three deleted, its marker first.
+Each step writes two data files, one of them too large to be copied, a marker with their hashes, overwrites
+`latest` in place, and deletes the step before the last three, its marker first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COPIED_BYTES = 100_000
 
 
 def save(folder: Path, step: int) -> None:
-    """Save one step."""
+    """Save a step."""
     draw = random.Random(step)
     hashes = {}
     for name, num_bytes in ((f"data-{step}-a", 3 * COPIED_BYTES), (f"data-{step}-b", 1000)):
@@ -36,7 +36,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def main() -> None:
-    """Save steps; each is told on standard output."""
+    """Save steps, and print each to standard output."""
     folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     for step in range(first, last + 1):
         save(folder, step)

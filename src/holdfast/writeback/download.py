@@ -1,4 +1,4 @@
-"""Fetches what the bucket has into the directory, when it is mounted."""
+"""Download of a bucket's objects into the directory, at a mount."""
 
 from __future__ import annotations
 
@@ -20,55 +20,58 @@ from holdfast.quantity import say_bytes
 from holdfast.store import Entry, Store
 from holdfast.writeback.files import Fingerprint
 from holdfast.writeback.journal import FOLDER
-from holdfast.writeback.order import Sent
+from holdfast.writeback.upload_queue import Sent
 
 _AT_ONCE = 8  # files
 _BLOCK_BYTES = 16 << 20
-_COMPARED_BYTES = 1 << 20  # up to here a local copy is compared with the object, not only its size
+_COMPARED_BYTES = 1 << 20  # up to this size, a local copy is compared with the object by digest
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """One object that is in the directory now."""
+class Downloaded:
+    """An object that was downloaded into the directory."""
 
     name: str
     sent: Sent
 
 
-class Fetch:
-    """Brings objects into a directory, each whole or not at all.
+class Download:
+    """Download of objects into a directory. Each file appears whole or not at all.
 
     Args:
         store: the bucket.
-        directory: the write-back directory.
+        directory: write-back directory.
     """
 
     def __init__(self, store: Store, directory: Path) -> None:
         self._store, self._directory = store, directory
         self._folder = directory / FOLDER / "fetching"
-        shutil.rmtree(self._folder, ignore_errors=True)  # what a kill left of an earlier one
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a kill
         self._folder.mkdir()
 
-    def listed(self, skips: Callable[[str], bool]) -> list[Entry]:
-        """The objects that belong into the directory."""
-        return [entry for entry in self._store.list() if not skips(entry.name)]
+    def listed(self, is_excluded: Callable[[str], bool]) -> list[Entry]:
+        """Return the objects that belong in the directory."""
+        return [entry for entry in self._store.list() if not is_excluded(entry.name)]
 
     def check_room(self, entries: list[Entry]) -> None:
-        """Refuse before half of it is there.
+        """Raise if the disk is too small, before anything is downloaded.
 
         Raises:
-            RetryLater: the disk has not enough room.
+            RetryLater: the disk does not have enough space.
         """
         wanted, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(self._folder).free
         if wanted > free:
             raise RetryLater(
-                f"{self._store.url} holds {say_bytes(wanted)} that are not in {self._directory}, and "
-                f"its disk has {say_bytes(free)} free. Nothing was fetched. Make room, mount a smaller "
-                "prefix, or mount without fetching."
+                f"{self._store.url} holds {say_bytes(wanted)} that are not in {self._directory}, but only "
+                f"{say_bytes(free)} are free on its disk. Nothing was downloaded. Free some space, mount a "
+                "smaller prefix, or mount without fetching."
             )
 
     def is_same(self, entry: Entry, sent: Sent) -> bool:
-        """Whether the object still is what we sent or fetched, as far as size, or if small bytes, tell."""
+        """Return True if an object has not changed since the last sync.
+
+        Large objects are compared by size, small ones by digest.
+        """
         if entry.num_bytes != sent.fingerprint.num_bytes:
             return False
         if entry.num_bytes > _COMPARED_BYTES:
@@ -77,15 +80,15 @@ class Fetch:
             return digest(self._store.get(entry.name)) == sent.digest
         return False
 
-    def bring(self, entries: list[Entry], replaced: dict[str, Fingerprint]) -> Iterator[Fetched]:
-        """Fetch objects, several at once.
+    def bring(self, entries: list[Entry], replaced: dict[str, Fingerprint]) -> Iterator[Downloaded]:
+        """Download objects, several at once.
 
         Args:
-            entries: the objects.
-            replaced: files that may be replaced if they still look so; others that are there are left alone.
+            entries: objects to download.
+            replaced: files that may be replaced if they have not changed. Other existing files are kept.
 
         Raises:
-            RetryLater: the store failed, or the disk is full; what was yielded is there.
+            RetryLater: the store failed, or the disk is full. The files yielded so far are complete.
         """
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-fetch") as pool:
             jobs = [
@@ -100,35 +103,35 @@ class Fetch:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _bring(self, number: int, entry: Entry, replaced: Fingerprint | None) -> Fetched | None:
+    def _bring(self, number: int, entry: Entry, replaced: Fingerprint | None) -> Downloaded | None:
         temp, target = self._folder / str(number), self._directory / entry.name
         try:
             found = self._download(entry, temp)
             kill_point("writeback.fetched")
             return self._place(
-                temp, target, Fetched(entry.name, Sent(Fingerprint.of(temp.stat()), found)), replaced
+                temp, target, Downloaded(entry.name, Sent(Fingerprint.of(temp.stat()), found)), replaced
             )
         except NotFound:
-            return None  # deleted since it was listed
+            return None  # deleted since the listing
         except OSError as error:
-            raise RetryLater(f"{target} could not be fetched: {error.strerror}.", key=entry.name) from error
+            raise RetryLater(f"Cannot download {target}: {error.strerror}.", key=entry.name) from error
         finally:
             temp.unlink(missing_ok=True)
 
     def _place(
-        self, temp: Path, target: Path, fetched: Fetched, replaced: Fingerprint | None
-    ) -> Fetched | None:
-        """Give the file its name; None if the job has written one of this name meanwhile, which is newer."""
+        self, temp: Path, target: Path, fetched: Downloaded, replaced: Fingerprint | None
+    ) -> Downloaded | None:
+        """Move a file into place. Return None if the job has created one meanwhile, which is newer."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise RetryLater(
-                f"{self._store.url} holds {fetched.name!r} and an object that has the name of a directory on "
-                "the way to it: no directory can hold both. Delete or rename one of them in the bucket."
+                f"{self._store.url} holds {fetched.name!r} and an object with the name of one of its parent "
+                "directories: no file system can hold both. Delete or rename one of them in the bucket."
             ) from error
         if replaced is None:
             try:
-                target.hardlink_to(temp)  # unlike a rename, leaves alone what is there
+                target.hardlink_to(temp)  # unlike a rename, fails if the name exists
             except FileExistsError:
                 return None
         elif not target.is_file() or Fingerprint.of(target.stat()) != replaced:
@@ -138,7 +141,7 @@ class Fetch:
         return fetched
 
     def _download(self, entry: Entry, temp: Path) -> str:
-        """Write an object to a file; returns its digest."""
+        """Write an object to a file and return its digest."""
         hashed = xxhash.xxh3_128()
         room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))
         with temp.open("wb") as file:
@@ -147,7 +150,7 @@ class Fetch:
                 self._store.read_into(entry.name, start, block)
                 hashed.update(block)
                 file.write(block)
-        # A time of long ago enough that any later write shows.
+        # A time far enough in the past that any later write changes it.
         past_ns = time.time_ns() - 1_000_000_000
         os.utime(temp, ns=(past_ns, past_ns))
         return hashed.hexdigest()

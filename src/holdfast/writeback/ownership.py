@@ -1,4 +1,4 @@
-"""Which attempt of a job mounted a place last: tells a directory that is behind, and stops old uploaders."""
+"""Attempts of an owner that have mounted a place: newer ones stop the uploaders of older ones."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from holdfast.errors import Conflict, InvalidInput
 from holdfast.store import Store
 
 FOLDER = ".holdfast-writeback"
-"""Begins the names of our own objects in the place."""
+"""Prefix of the names of Holdfast's own objects in the place."""
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 def check_owner(owner: str, attempt: int) -> None:
-    """Refuse what no claim can bear.
+    """Check that an owner and its attempt can be recorded.
 
     Raises:
-        InvalidInput: an owner that is no plain word, or an attempt below 1; without owner there is none.
+        InvalidInput: the owner's name is invalid, or only one of owner and attempt is given.
     """
     if owner and not _OWNER.fullmatch(owner):
-        raise InvalidInput(f"owner must be a word of letters, digits, '.', '_' and '-', got {owner!r}.")
+        raise InvalidInput(f"owner may only contain letters, digits, '.', '_' and '-', got {owner!r}.")
     if bool(owner) != (attempt > 0):
-        raise InvalidInput(f"owner and attempt (from 1) belong together, got {owner!r} and {attempt}.")
+        raise InvalidInput(f"Give both owner and attempt (from 1), or neither; got {owner!r} and {attempt}.")
 
 
 def newest_attempt(store: Store, owner: str) -> int:
-    """The greatest attempt of the owner that has mounted the place; 0 if none has.
+    """Return the owner's newest attempt that has mounted the place, or 0.
 
     Raises:
         RetryLater: the store failed.
@@ -41,8 +41,8 @@ def newest_attempt(store: Store, owner: str) -> int:
     return max((int(one[1]) for one in found if one), default=0)
 
 
-def claim(store: Store, owner: str, attempt: int) -> None:
-    """Leave word that an attempt has mounted the place; others of the same attempt may have already.
+def record_attempt(store: Store, owner: str, attempt: int) -> None:
+    """Record that an attempt has mounted the place. Each of its nodes may do so.
 
     Raises:
         RetryLater: the store failed.
@@ -53,16 +53,16 @@ def claim(store: Store, owner: str, attempt: int) -> None:
         store.put(f"{FOLDER}/{owner}/attempt-{attempt:06}.json", text, if_absent=True)
 
 
-def check_not_overtaken(store: Store, owner: str, attempt: int) -> None:
-    """Refuse to go on for an attempt after which a newer one has mounted the place.
+def check_newest_attempt(store: Store, owner: str, attempt: int) -> None:
+    """Raise if a newer attempt of the owner has mounted the place.
 
     Raises:
-        Conflict: one has.
+        Conflict: a newer attempt has.
         RetryLater: the store failed.
     """
     newest = newest_attempt(store, owner) if owner else 0
     if newest > attempt:
         raise Conflict(
-            f"{store.url} was mounted by attempt {newest} of {owner}, and this is attempt {attempt}. It "
-            "sends no more, so that it does not overwrite what is newer."
+            f"{store.url} was mounted by attempt {newest} of {owner}. This is attempt {attempt}, which stops "
+            "uploading so that it does not overwrite newer files."
         )

@@ -1,0 +1,209 @@
+"""The upload queue without files and buckets: the bucket never shows a later change before an earlier one."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from holdfast.writeback.files import Fingerprint
+from holdfast.writeback.upload_queue import (
+    COPY,
+    INCOMPLETE,
+    PATH,
+    Problem,
+    Sent,
+    Upload,
+    UploadQueue,
+    Version,
+    Writes,
+)
+
+NAMES = st.sampled_from(["data", "more", "marker", "last"])
+
+
+def version(number: int) -> Version:
+    """Return a version that differs from all others."""
+    return Version(COPY, Fingerprint(number, number, number), f"digest-{number}")
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Files are closed, deleted and renamed. Entries are done one at a time, and the uploader is killed.
+
+    The bucket must at every moment be the directory as it was after some prefix of its changes, and the
+    queue that a killed uploader's successor reads from the journal must be the one that was lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = UploadQueue()
+        self.journal: dict[str, dict] = {"entry": {}, "sent": {}, "problem": {}}
+        self.clock = 0
+        self.directory: dict[str, int] = {}
+        self.past: list[dict[str, int]] = [{}]
+        self.at = 0  # the bucket is the directory as in `past[at]`
+        self.bucket: dict[str, int] = {}
+        self.begun: Upload | None = None
+
+    def write(self, writes: Writes) -> None:
+        """Apply writes as the journal does."""
+        for write in writes:
+            if write.value is None:
+                self.journal[write.table].pop(write.key, None)
+            else:
+                self.journal[write.table][write.key] = write.value
+
+    def happened(self) -> None:
+        self.past.append(dict(self.directory))
+
+    @rule(name=NAMES)
+    def close(self, name: str) -> None:
+        self.clock += 1
+        self.directory[name] = self.clock
+        self.write(self.queue.put(name, version(self.clock)))
+        self.happened()
+
+    @rule(name=NAMES)
+    def delete(self, name: str) -> None:
+        if self.directory.pop(name, None) is not None:
+            self.happened()
+        self.write(self.queue.remove(name))
+
+    @rule(old=NAMES, new=NAMES)
+    def rename(self, old: str, new: str) -> None:
+        if old == new or old not in self.directory:
+            return
+        value = self.directory[old]
+        withdrawn, writes = self.queue.withdraw(old)
+        self.write(writes)
+        if withdrawn is not None and withdrawn.name == old:
+            self.past.pop()  # as if the file had been closed under its new name
+        self.directory[new] = value
+        self.write(self.queue.put(new, version(value), source=old))
+        if withdrawn is None or old in self.queue.names():
+            self.happened()
+        del self.directory[old]
+        self.write(self.queue.remove(old))
+        self.happened()
+
+    @precondition(lambda self: self.begun is None and self.queue.first() is not None)
+    @rule()
+    def begin(self) -> None:
+        self.begun = self.queue.first()
+        assert self.begun is not None
+        self.queue.begin(self.begun)
+
+    @precondition(lambda self: self.begun is not None)
+    @rule()
+    def finish(self) -> None:
+        entry, self.begun = self.begun, None
+        assert entry is not None
+        if entry.version is None:
+            self.bucket.pop(entry.name, None)
+            self.write(self.queue.mark_removed(entry))
+        else:
+            self.bucket[entry.name] = entry.version.fingerprint.num_bytes
+            self.write(self.queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest)))
+
+    @rule(is_done=st.booleans())
+    def kill(self, is_done: bool) -> None:
+        """The current entry may have reached the bucket without a record in the journal."""
+        if self.begun is not None and is_done:
+            if self.begun.version is None:
+                self.bucket.pop(self.begun.name, None)
+            else:
+                self.bucket[self.begun.name] = self.begun.version.fingerprint.num_bytes
+        self.begun = None
+        entries = dict(sorted(self.journal["entry"].items()))
+        lost, self.queue = (
+            self.queue,
+            UploadQueue(entries, dict(self.journal["sent"]), dict(self.journal["problem"]), self.queue.last),
+        )
+        assert list(lost.entries.items()) == list(self.queue.entries.items())
+        assert (lost.sent, lost.problems) == (self.queue.sent, self.queue.problems)
+
+    @invariant()
+    def bucket_is_the_directory_of_some_moment(self) -> None:
+        moments = [at for at in range(len(self.past)) if self.past[at] == self.bucket]
+        assert moments, (self.bucket, self.past)
+        later = [at for at in moments if at >= self.at]
+        assert later, f"the bucket went back: {self.bucket}"
+        self.at = later[0]
+
+    @invariant()
+    def nothing_is_forgotten(self) -> None:
+        for name, value in self.directory.items():
+            known = self.queue.fingerprint(name)
+            assert known is not None
+            assert known.num_bytes == value
+        assert self.queue.names() == set(self.directory)
+
+    def teardown(self) -> None:
+        while self.queue.first() is not None:
+            if self.begun is None:
+                self.begin()
+            self.finish()
+            self.bucket_is_the_directory_of_some_moment()
+        assert self.bucket == self.directory
+
+
+TestLife = QueueMachine.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_removing_a_name_that_was_never_in_the_bucket_does_nothing():
+    assert UploadQueue().remove("unknown") == []
+
+
+def test_an_upload_in_progress_is_not_withdrawn():
+    queue = UploadQueue()
+    queue.put("tmp", version(1))
+    entry = queue.first()
+    assert entry is not None
+    queue.begin(entry)
+    assert queue.withdraw("tmp") == (None, [])
+
+
+def test_an_upload_is_not_withdrawn_if_a_file_was_closed_after_it():
+    """The marker may refer to the old name of the renamed file."""
+    queue = UploadQueue()
+    queue.put("data", version(1))
+    queue.put("marker", version(2))
+    assert queue.withdraw("data") == (None, [])
+
+
+def test_a_problem_lasts_until_the_file_changes():
+    queue = UploadQueue()
+    queue.put("torn.pt", version(1))
+    entry = queue.first()
+    assert entry is not None
+    queue.skip(entry, INCOMPLETE, "torn")
+    assert queue.fingerprint("torn.pt") == version(1).fingerprint
+    assert queue.problems == {"torn.pt": Problem(INCOMPLETE, "torn", version(1).fingerprint)}
+    queue.put("torn.pt", version(2))
+    assert queue.problems == {}
+
+
+def test_a_problem_of_an_older_version_does_not_affect_a_newer_one():
+    queue = UploadQueue()
+    queue.put("file", version(1))
+    entry = queue.first()
+    queue.put("file", version(2))
+    assert entry is not None
+    queue.skip(entry, INCOMPLETE, "torn")
+    assert queue.problems == {}
+    assert queue.fingerprint("file") == version(2).fingerprint
+
+
+def test_an_entry_whose_kept_version_is_lost_keeps_its_place():
+    queue = UploadQueue()
+    queue.put("a", version(1))
+    queue.put("b", version(2))
+    entry = queue.first()
+    assert entry is not None
+    queue.mark_lost(entry)
+    first = queue.first()
+    assert first is not None
+    assert first.version is not None
+    assert (first.name, first.version.form) == ("a", PATH)
+    assert [one.name for one in queue.entries.values()] == ["a", "b"]

@@ -210,7 +210,7 @@ def test_a_directory_of_an_older_attempt_receives_the_newer_files(make_directory
     second.write("same-size", "b" * 2_000_000)
     second.drained()
     second.held.pop().close(timeout_s=None)
-    with pytest.raises(Conflict, match="by attempt 2 of job-7. This is attempt 1"):
+    with pytest.raises(Conflict, match=r"by attempt 2 of job-7\. This is attempt 1"):
         first.mount(owner="job-7", attempt=1)
     first.mount(owner="job-7", attempt=3)
     assert first.local() == second.local() == first.drained()

@@ -391,3 +391,47 @@ def test_the_claim_names_this_process(tmp_path: Path) -> None:
     save_steps(tmp_path / "home", range(1, 2))
     claim = run.parse(run.Attempt, (tmp_path / "home" / names.attempt(1)).read_bytes(), "claim")
     assert (claim.host, claim.pid, claim.world_size) == (socket.gethostname(), os.getpid(), 1)
+
+
+@pytest.mark.parametrize("then_saved", [False, True])
+def test_steps_train_from_the_step_that_was_restored_before(tmp_path: Path, then_saved: bool) -> None:
+    home = tmp_path / "home"
+    save_steps(home, range(1, 4))
+    state = {"x": torch.zeros(100)}
+    with make_checkpointer(home, state, every=1, keep=None) as ckpt:
+        assert ckpt.restore(step=2) == 2
+        if then_saved:
+            state["x"].fill_(7.0)
+            ckpt.save(7).wait_durable()
+        trained = []
+        for step in ckpt.steps(9):
+            assert state["x"][0].item() == step
+            trained.append(step)
+            state["x"].fill_(step + 1)
+    assert trained == list(range(7 if then_saved else 2, 9))
+    assert restored(home) == (9, 9.0)
+    assert holdfast.open(home, step=3, attempt=1).step == 3, "what was gone back behind stays"
+
+
+def test_steps_restore_with_the_strictness_and_names_of_the_restore_before(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    save_steps(home, range(1, 4))
+    state = {"y": torch.zeros(100), "z": torch.ones(1)}
+    with make_checkpointer(home, state, every=9) as ckpt:
+        assert ckpt.restore(strict=False, rename={"x": "y"}) == 3
+        assert next(iter(ckpt.steps(9))) == 3
+        assert state["y"][0].item() == 3.0
+
+
+def test_leftovers_of_a_claim_that_was_cut_short_are_swept(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    save_steps(home, range(1, 2))
+    left = [home / "attempts" / ".unfinished-1-dead", home / ".unfinished-1-dead"]
+    for path in left:
+        path.write_bytes(b"half a claim")
+    state = {"x": torch.zeros(100)}
+    with make_checkpointer(home, state, keep=1) as ckpt:
+        ckpt.restore()
+        for step in (2, 3):
+            ckpt.save(step).wait_durable()
+    assert not any(path.exists() for path in left)

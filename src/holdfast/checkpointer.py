@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -214,7 +215,8 @@ class Checkpointer:
         self._attempt, self._pulse_step, self._closed = 0, 0, False
         # The consensus is on the newest save that every rank has.
         self._consensus, self._trial = Consensus(), Trial.of_environment()
-        self._saves: deque[Save] = deque()  # not yet settled
+        # Saves not yet settled, by any thread that calls `save` or `wait`; and what `restore` was asked for.
+        self._saves, self._settling, self._asked = deque[Save](), threading.RLock(), dict[str, Any]()
         self._last, self._failures = cast("Save | None", None), 0
         self.num_skipped = 0
         """Saves that were skipped because no staging memory was free."""
@@ -235,10 +237,11 @@ class Checkpointer:
     def steps(self, total: int) -> Iterator[int]:
         """Steps of a training loop from where the run stopped, up to `total`.
 
-        Claims the home and restores first. Yields the number of steps completed so far: the loop's body
-        makes it one more. Saves when due, and at the end, where it calls `finish`. A loop that is left by
-        `break` or `return` is saved too, and is not finished; one that is left by an exception is not saved,
-        since its last step may be half done. A run that has all its steps already yields nothing.
+        Claims the home and restores first: the newest checkpoint, or the step that `restore(step=...)` has
+        restored before, with its `strict` and `rename`. Yields the number of steps completed so far: the
+        loop's body makes it one more. Saves when due, and at the end, where it calls `finish`. A loop that is
+        left by `break` or `return` is saved too, and is not finished; one that is left by an exception is not
+        saved, since its last step may be half done. A run that has all its steps already yields nothing.
 
         Raises:
             InvalidInput: `total` is no whole number from 0.
@@ -252,7 +255,8 @@ class Checkpointer:
         if self._watches_signals:
             self._notices.watch_signals()
         self._begin(restores_later=True)
-        step = self.restore() or 0
+        step = self.restore(**self._take_asked()) or 0
+        self._asked = {}
         self._pace = Pace(step=step, now_s=time.monotonic(), saved_step=step, saved_s=time.monotonic())
         self._say_what_is_left(step, total)
         self._stager.watch(self._objects.optimizers())
@@ -270,6 +274,10 @@ class Checkpointer:
             if self.preempted and step < total:  # else it is done, and has nothing to come back for
                 self._stop(step)
         self.finish(step)
+
+    def _take_asked(self) -> dict[str, Any]:
+        """Return the arguments of a `restore` after which nothing was saved; its choice of a step counts."""
+        return self._asked if self._last is None else {}
 
     def _leave(self, *, is_orderly: bool | None) -> None:
         """Save at the end of a loop that was left early; None: `close` decides whether it was in order."""
@@ -583,11 +591,12 @@ class Checkpointer:
         except BaseException:
             self._release(arena.number)
             raise
-        unsettled = {one.step for one in self._saves}
-        self._stagings = {n: one for n, one in self._stagings.items() if n in unsettled} | {step: staging}
-        self._overdue.begin(time.monotonic())
-        self._saves.append(save)
-        self._last = save
+        with self._settling:
+            unsettled = {one.step for one in self._saves}
+            self._stagings = {n: one for n, one in self._stagings.items() if n in unsettled} | {step: staging}
+            self._overdue.begin(time.monotonic())
+            self._saves.append(save)
+            self._last = save
         save.blocked_s = time.perf_counter() - began
         waited_s = self.waited_for_memory_s - waited_before_s
         detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _TOLD_WAIT_S else ""
@@ -742,19 +751,27 @@ class Checkpointer:
 
     def _settle_durable(self) -> None:
         """Let go of the saves that have become durable, and learn what they cost."""
-        for save in [save for save in self._saves if save.durable]:
-            self._saves.remove(save)
-            self._failures, self._failing_since_s = 0, None
-            self._overdue.succeed(time.monotonic())
-            self._newest_durable = save.step
-            self._consensus.add(save.step)
-            self._tell_progress(save.step)
-            if self._compiled is not None:
-                self._compiled.send_soon()
-            self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
+        with self._settling:
+            for save in [save for save in self._saves if save.durable]:
+                self._settle(save)
+
+    def _settle(self, save: Save) -> None:
+        self._saves.remove(save)
+        self._failures, self._failing_since_s = 0, None
+        self._overdue.succeed(time.monotonic())
+        self._newest_durable = save.step
+        self._consensus.add(save.step)
+        self._tell_progress(save.step)
+        if self._compiled is not None:
+            self._compiled.send_soon()
+        self._meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
 
     def _surface(self) -> None:
         """Raise or warn about what has gone wrong in the background since the last call."""
+        with self._settling:
+            self._surface_all()
+
+    def _surface_all(self) -> None:
         keeper = self._keeper
         if keeper is not None:
             while keeper.problems:
@@ -846,16 +863,19 @@ class Checkpointer:
 
     def _wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for save in list(self._saves):
+        with self._settling:
+            unsettled = list(self._saves)
+        for save in unsettled:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 save.wait_durable(left)
             except HoldfastError:
                 if save.failed is None:
                     raise  # not yet durable, but on its way
-                if save is self._last:
-                    self._saves.remove(save)  # told now; do not tell again
-                    raise
+                with self._settling:
+                    if save is self._last and save in self._saves:
+                        self._saves.remove(save)  # raised now, so that no later call raises it again
+                        raise
         self._bring_home(deadline)
         self._surface()
 
@@ -1030,7 +1050,8 @@ class Checkpointer:
     ) -> int | None:
         """Bring the newest checkpoint that verifies into the live objects.
 
-        This only reads: it may be called beside a training that saves to the same home. The first `save`
+        A loop of `steps` that follows trains from the same step. This only reads: it may be called beside a
+        training that saves to the same home. The first `save`
         claims the home, as `steps` does before it restores.
 
         Args:
@@ -1056,7 +1077,9 @@ class Checkpointer:
         self._check_process()
         with self._calls.guard("restore()", alone=True):
             step = None if step is None else read_step(step, "restore()")
-            return self._restore(step, strict=strict, only=only, rename=rename)
+            found = self._restore(step, strict=strict, only=only, rename=rename)
+            self._asked = {"step": step, "strict": strict, "rename": rename}  # `steps` restores it again
+            return found
 
     def _restore(
         self,

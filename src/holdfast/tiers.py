@@ -241,8 +241,7 @@ class Tiers:
     def _check_base(self, base: Base) -> None:
         self.check_fresh(base)
         if base.restored is None:
-            signs = [sign for tier in self.durable_stores() for sign in find_losses(tier)]
-            check_no_losses(signs, self.home)
+            check_no_losses(find_losses(self.durable_stores()), self.home)
 
     def refuse_unrestored(self) -> None:
         """Refuse to save beside checkpoints by a trainer that has not looked for them. Rank 0 only.

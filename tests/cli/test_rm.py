@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast as api
 from cli.conftest import Command, flip, save
 from holdfast.cli import inventory, rm
-from holdfast.errors import RetryLater
+from holdfast.errors import Corrupt, RetryLater
 from holdfast.format import names, run
 from holdfast.store import open_store
 from holdfast.testing import FaultyStore
@@ -173,3 +175,55 @@ def test_without_a_terminal_nothing_goes_without_yes(holdfast: Command, home: Pa
     assert "Add --yes" in said.err
     assert "Nothing was deleted" in said.err
     assert files(home) == before
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The home of a run that has finished."""
+    home = tmp_path / "finished"
+    with api.Checkpointer(home, {"x": torch.zeros(4)}, every=1, quiet=True) as ckpt:
+        list(ckpt.steps(3))
+    return home
+
+
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_a_run_whose_checkpoints_were_all_deleted_begins_anew(
+    holdfast: Command, finished: Path, is_in_loop: bool
+) -> None:
+    assert holdfast("rm", finished, "--before", 100, "--force", "--yes").status == 0
+    assert not list(finished.glob("step-*/*"))
+    with api.Checkpointer(finished, {"x": torch.zeros(4)}, every=1, quiet=True) as ckpt:
+        if is_in_loop:
+            assert list(ckpt.steps(2)) == [0, 1]
+        else:
+            assert ckpt.restore() is None
+            ckpt.save(1).wait_durable()
+    assert api.open(finished).attempt == 2, "the number of an attempt is never used again"
+
+
+def test_what_is_lost_after_all_was_deleted_is_a_loss(holdfast: Command, finished: Path) -> None:
+    assert holdfast("rm", finished, "--before", 100, "--force", "--yes").status == 0
+    with api.Checkpointer(finished, {"x": torch.zeros(4)}, every=1, quiet=True) as ckpt:
+        list(ckpt.steps(2))
+    for path in list(finished.glob("step-*/*")):
+        path.unlink()
+    with api.Checkpointer(finished, {"x": torch.zeros(4)}, quiet=True) as ckpt:
+        with pytest.raises(Corrupt, match="attempt 2 has had a complete checkpoint") as caught:
+            ckpt.restore()
+        assert "attempt 1" not in str(caught.value)
+
+
+def test_a_damaged_record_of_deletion_excuses_no_loss(holdfast: Command, finished: Path) -> None:
+    assert holdfast("rm", finished, "--before", 100, "--force", "--yes").status == 0
+    record = finished / names.emptied(1)
+    record.write_bytes(record.read_bytes()[:-9])
+    with api.Checkpointer(finished, {"x": torch.zeros(4)}, quiet=True) as ckpt, pytest.raises(Corrupt):
+        ckpt.restore()
+
+
+def test_deleting_some_checkpoints_excuses_no_loss(holdfast: Command, finished: Path) -> None:
+    assert holdfast("rm", finished, "--step", 2, "--yes").status == 0
+    for path in list(finished.glob("step-*/*")):
+        path.unlink()
+    with api.Checkpointer(finished, {"x": torch.zeros(4)}, quiet=True) as ckpt, pytest.raises(Corrupt):
+        ckpt.restore()

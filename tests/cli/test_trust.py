@@ -31,3 +31,87 @@ def test_a_home_is_trusted_listed_and_no_longer_trusted(
     assert holdfast("trust").status == 2
     assert holdfast("trust", "--list", home).status == 2
     assert holdfast("trust", "gopher://x").status == 2
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """An environment that says nothing of servers, and an empty list."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
+    for name in DECIDING:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+DECIDING = {
+    "AWS_ENDPOINT_URL": "https://minio.example.com",
+    "AWS_ENDPOINT_URL_S3": "https://minio.example.com",
+    "AWS_ENDPOINT": "https://minio.example.com",
+    "AWS_PROFILE": "other",
+    "AWS_REGION": "cn-north-1",
+    "AWS_DEFAULT_REGION": "us-gov-west-1",
+    "GOOGLE_BASE_URL": "https://gcs.example.com",
+    "AZURE_STORAGE_ENDPOINT": "https://azure.example.com",
+    "AZURE_STORAGE_ACCOUNT": "other",
+    "AZURE_STORAGE_CONNECTION_STRING": "AccountName=x;AccountKey=a2V5;BlobEndpoint=https://b.example.com",
+}
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+@pytest.mark.parametrize("name", list(DECIDING))
+def test_a_bucket_is_trusted_only_where_it_was_when_it_was_trusted(
+    holdfast: Command, nowhere: pytest.MonkeyPatch, name: str, by_variable: bool
+):
+    home = {"GOO": "gs://bucket/runs", "AZU": "az://bucket/runs"}.get(name[:3], "s3://bucket/runs")
+    if by_variable:
+        nowhere.setenv("HOLDFAST_TRUST_HOMES", home)
+    else:
+        assert holdfast("trust", home).status == 0
+    assert is_trusted(f"{home}/gpt")
+    with nowhere.context() as elsewhere:
+        elsewhere.setenv(name, DECIDING[name])
+        assert not is_trusted(f"{home}/gpt")
+        assert holdfast("trust", home).status == 0
+        assert is_trusted(f"{home}/gpt")
+        assert holdfast("trust", "--remove", home).status == 0
+        assert not is_trusted(f"{home}/gpt")
+
+
+def test_a_trusted_bucket_keeps_the_server_that_the_environment_named(
+    holdfast: Command, nowhere: pytest.MonkeyPatch
+):
+    nowhere.setenv("AWS_ENDPOINT_URL", "https://minio.example.com/")
+    assert holdfast("trust", "s3://bucket/runs").status == 0
+    assert "endpoint_url=https://minio.example.com" in holdfast("trust", "--list").out
+    nowhere.delenv("AWS_ENDPOINT_URL")
+    assert not is_trusted("s3://bucket/runs")
+    assert is_trusted("s3://bucket/runs?endpoint_url=https://minio.example.com")
+
+
+def test_a_region_of_a_profile_counts_as_the_region(
+    holdfast: Command, nowhere: pytest.MonkeyPatch, tmp_path: Path
+):
+    assert holdfast("trust", "s3://bucket?region=eu-west-1").status == 0
+    assert not is_trusted("s3://bucket")
+    (tmp_path / "aws-config").write_text("[default]\nregion = eu-west-1\n")
+    assert is_trusted("s3://bucket")
+    nowhere.setenv("AWS_REGION", "us-east-2")
+    assert not is_trusted("s3://bucket")
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_code_over_http_from_another_machine_needs_a_word_of_its_own(
+    holdfast: Command, nowhere: pytest.MonkeyPatch, by_environment: bool
+):
+    endpoint, home = "http://minio.example.com:9000", "s3://bucket/runs"
+    if by_environment:
+        nowhere.setenv("AWS_ENDPOINT_URL", endpoint)
+    else:
+        home = f"{home}?endpoint_url={endpoint}"
+    refused = holdfast("trust", home)
+    assert refused.status == 2
+    assert "--allow-http" in refused.err
+    assert not is_trusted(home)
+    assert holdfast("trust", home, "--allow-http").status == 0
+    assert is_trusted(home)
+    assert holdfast("trust", "s3://bucket/near?endpoint_url=http://127.0.0.1:9000").status == 0

@@ -342,3 +342,20 @@ def test_every_saved_rank_is_looked_after_by_one_rank_of_the_host() -> None:
     assert terms[0].is_mine(1)
     assert terms[1].is_mine(3)
     assert Terms.parse(terms[0].text()) == terms[0]
+
+
+def test_a_part_that_another_has_put_into_home_is_not_replaced() -> None:
+    bench = Bench((5,))
+    name, put = names.part(5, 1, 0), bench.home.inner.put
+
+    def put_first(asked: str, data: bytes, *, if_absent: bool = False) -> None:
+        if asked == name:
+            bench.home.inner.put = put  # pyright: ignore[reportAttributeAccessIssue]
+            put(asked, b"another writer's")
+        put(asked, data, if_absent=if_absent)
+
+    bench.home.inner.put = put_first  # pyright: ignore[reportAttributeAccessIssue]
+    bench.drain.submit(1, 5)
+    told = bench.next_told()
+    assert isinstance(told.error, Corrupt)
+    assert bench.home.get(name) == b"another writer's"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.format import names
 from holdfast.report.events import Event, events_of, read_lines
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
@@ -63,3 +65,16 @@ def test_no_bytes_make_reading_fail(text: bytes) -> None:
     lines, _ = read_lines(store)
     assert lines
     assert events_of(lines)
+
+
+def test_a_line_that_names_a_path_that_is_not_utf_8_is_shown_escaped() -> None:
+    store = MemoryStore()
+    path = os.fsdecode(b"runs/caf\xe9")
+    line = {"t": 1.0, "event": "failed", "step": 3, "detail": f"no room in {path}", "tier": "home"}
+    odd = {**line, "t": 2.0, "detail": "half \ud800"}
+    text = "".join(json.dumps(one) + "\n" for one in (line, odd))
+    store.append(names.history(1, 0), text.encode())
+    lines, num_torn = read_lines(store)
+    assert num_torn == 0
+    assert [one["detail"] for one in lines] == [r"no room in runs/caf\xe9", r"half \ud800"]
+    assert all(event.detail.isascii() for event in events_of(lines))

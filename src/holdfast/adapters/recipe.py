@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 import xxhash
 
 from holdfast.documents import decode_object
-from holdfast.errors import Corrupt, InvalidInput, NotFound
+from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
+from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.store.local import LocalStore
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ def load_checkpoint(
 
     Raises:
         Corrupt: by the decorated function: there are checkpoints, and none of them verifies.
+        RetryLater, Denied: by the decorated function: the newest step could not be read for 2 minutes. It may
+            be whole, so no older one is loaded in its place.
 
     Source: as for `save_checkpoint`.
     """
@@ -248,8 +251,13 @@ class _Series:
     def load(self, call: Callable[[int], _T]) -> _T | None:
         """Call with the newest step that verifies; None if there is none at all."""
         faults = []
-        for step in sorted(self._steps(), reverse=True):
-            result, fault = self._try(step, call)
+        patience = Patience(LIMIT_S, logger.warning)
+        steps = patience.spend(str(self._folder), lambda: sorted(self._steps(), reverse=True))
+        for step in steps:
+            metadata, fault = patience.spend(f"Step {step}", lambda step=step: self._examine(step))
+            result = None
+            if metadata is not None and not fault:
+                result, fault = self._try(metadata, call)
             if not fault:
                 logger.info("Loaded checkpoint from step %d", step)
                 return result
@@ -263,14 +271,40 @@ class _Series:
         logger.warning("No checkpoints found in %s", self._folder)
         return None
 
-    def _try(self, step: int, call: Callable[[int], _T]) -> tuple[_T | None, str]:
-        """What loading a step returned, or why it was passed over."""
+    def _examine(self, step: int) -> tuple[_Metadata | None, str]:
+        """Return a step's metadata, and the reason why it must be passed over; "" if its files are right.
+
+        Raises:
+            RetryLater: a file could not be read, so nothing is known of the step.
+            Denied: access is refused.
+        """
+        with self._telling_apart(step):
+            try:
+                metadata = self._read(step)
+            except (Corrupt, NotFound) as error:
+                return None, str(error)
+            if (
+                metadata.files is None
+            ):  # nothing to compare with, but a failure to read would look like damage
+                for name in self._looks(step):
+                    _found(self._folder / name)
+            return metadata, self._fault(metadata)
+
+    @contextmanager
+    def _telling_apart(self, step: int | None = None) -> Iterator[None]:
+        """Turn errors of the operating system into ours."""
         try:
-            metadata = self._read(step)
-        except (Corrupt, NotFound) as error:
-            return None, str(error)
-        if fault := self._fault(metadata):
-            return None, fault
+            yield
+        except HoldfastError:
+            raise
+        except OSError as error:
+            kind = Denied if isinstance(error, PermissionError) else RetryLater
+            what = error.filename or self._folder
+            raise kind(f"{what} could not be read: {error.strerror or error}.", step=step) from error
+
+    def _try(self, metadata: _Metadata, call: Callable[[int], _T]) -> tuple[_T | None, str]:
+        """Return what loading a step returned, or the reason why it was passed over."""
+        step = metadata.step
         if metadata.files is None:
             return self._try_unverified(step, call)
         try:
@@ -285,11 +319,13 @@ class _Series:
         logger.warning("Step %d was saved without hashes; it is loaded unverified", step)
         try:
             return call(step), ""
-        except Exception as error:  # noqa: BLE001 - told, and raised in the end if nothing else loads
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise  # nothing is known of its bytes
             return None, f"it has no hashes, and could not be loaded: {error!r}"
 
     def _steps(self) -> Iterator[int]:
-        with suppress(FileNotFoundError):
+        with self._telling_apart(), suppress(FileNotFoundError):
             for path in self._folder.iterdir():
                 if found := self._is_metadata.fullmatch(path.name):
                     yield int(found[1])
@@ -340,7 +376,7 @@ class _Series:
 def _found(path: Path) -> _File | None:
     try:
         return _hashed(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
 
 

@@ -29,6 +29,7 @@ from holdfast.cli.options import (
 from holdfast.cli.tables import print_json, print_table, say_age
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.format import names
+from holdfast.home.attempts import newest_number, note_emptied
 from holdfast.quantity import plural, say_bytes
 from holdfast.store import Store
 
@@ -82,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.yes and not agrees("delete these?"):
             print("nothing was deleted")
             return 0
-        for row in rows:
-            delete(store, inventory, row)
+        _delete_all(store, inventory, rows)
     if args.json:
         deleted = [] if args.dry_run else [row.as_json() for row in rows]
         print_json({"home": store.url, "chosen": [row.as_json() for row in rows], "deleted": deleted})
@@ -136,6 +136,16 @@ def _may_be_written(inventory: Inventory, row: Row) -> bool:
         file=sys.stderr,
     )
     return True
+
+
+def _delete_all(store: Store, inventory: Inventory, rows: list[Row]) -> None:
+    chosen = {(row.step, row.attempt) for row in rows}
+    complete = {key for key, saved in inventory.home.saved.items() if saved.is_committed}
+    is_emptied = bool(complete) and complete <= chosen and inventory.run_id is not None
+    for row in rows:
+        if is_emptied and row is rows[-1]:  # before the last one goes: the next start may begin from zero
+            note_emptied(store, inventory.run_id or "", newest_number(store))
+        delete(store, inventory, row)
 
 
 def _what(rows: list[Row]) -> str:

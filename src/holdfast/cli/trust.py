@@ -26,6 +26,9 @@ def add_parser(commands: Commands) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--list", action="store_true", help="list what is trusted")
     which.add_argument("--remove", action="store_true", help="trust it no longer")
+    parser.add_argument(
+        "--allow-http", action="store_true", help="also if the code comes over http from another machine"
+    )
     add_json(parser)
 
 
@@ -41,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         said = "\n".join(trusted()) or "no home is trusted"
     elif not args.remove:
-        said = f"{trust(home)} is trusted: compiled code that lies there is run. ({file_path()})"
+        line = trust(home, allow_http=args.allow_http)
+        said = f"{line} is trusted: compiled code that is there is run. ({file_path()})"
     elif distrust(home):
         said = f"{home} is trusted no longer"
     else:

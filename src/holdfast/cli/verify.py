@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.cli import FOUND, TROUBLE
 from holdfast.cli.bars import byte_bar
 from holdfast.cli.inventory import open_home, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
@@ -40,6 +41,16 @@ class _Line:
     def is_good(self) -> bool:
         return not self.problems
 
+    @property
+    def is_damaged(self) -> bool:
+        """True if there is proof of damage; a store that does not answer is none."""
+        return bool(self.problems) and (self.report is None or bool(self.report.damage))
+
+    @property
+    def is_unread(self) -> bool:
+        """True if some bytes could not be read, and nothing speaks against the others."""
+        return bool(self.problems) and not self.is_damaged
+
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
@@ -71,9 +82,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"home": store.url, "checkpoints": [_as_json(line) for line in lines]})
     elif len(lines) > 1:
-        bad = sum(not line.is_good for line in lines)
-        print(f"{plural(len(lines), 'checkpoint')} verified, {bad} damaged")
-    return int(any(not line.is_good for line in lines))
+        bad, unread = sum(line.is_damaged for line in lines), sum(line.is_unread for line in lines)
+        rest = f", {unread} could not be read" if unread else ""
+        print(f"{plural(len(lines) - unread, 'checkpoint')} verified, {bad} damaged{rest}")
+    if any(line.is_damaged for line in lines):
+        return FOUND
+    return TROUBLE if any(line.is_unread for line in lines) else 0
 
 
 def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
@@ -117,7 +131,8 @@ def _print_line(line: _Line) -> None:
         done = f"{plural(report.num_files, 'file')}, {say_bytes(report.num_bytes)} of data"
         print(f"{what} good ({done}, {say_seconds(report.seconds)}{speed})")
     else:
-        print(f"{what} DAMAGED, {plural(len(line.problems), 'problem')}")
+        verdict = "DAMAGED" if line.is_damaged else "COULD NOT BE READ"
+        print(f"{what} {verdict}, {plural(len(line.problems), 'problem')}")
         for problem in line.problems:
             print_text(problem, indent="  ")
     for extra in line.report.extra if line.report else ():

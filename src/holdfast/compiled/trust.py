@@ -7,16 +7,20 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from holdfast.errors import InvalidInput
 from holdfast.store.address import SCHEMES, parse_address
+from holdfast.store.endpoints import located, sends_in_the_clear
 
 VARIABLE = "HOLDFAST_TRUST_HOMES"
 """Homes, or what their addresses begin with, separated by commas."""
-_DECIDING_OPTIONS = ("endpoint_url", "account")  # with another one the same name is another place
+_DECIDING_OPTIONS = ("endpoint_url", "account", "profile")  # with another one the same name is another place
+_DEFAULT_REGION = "us-east-1"
+_OTHER_PARTITIONS = ("cn-", "us-gov-", "us-iso", "eu-iso", "eusc-")
+"""Beginnings of the names of AWS regions in which a bucket's name may be somebody else's bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +29,23 @@ class Place:
 
     server: tuple[str, ...]
     path: tuple[str, ...]
+    region: str = ""
 
     def covers(self, other: Place) -> bool:
-        """True if the other place is this one or lies in it."""
-        return self.server == other.server and other.path[: len(self.path)] == self.path
+        """Return whether the other place is this one or is in it."""
+        if self.server != other.server or other.path[: len(self.path)] != self.path:
+            return False
+        if self.region:
+            return self.region == (other.region or _DEFAULT_REGION)
+        return not other.region.startswith(_OTHER_PARTITIONS)
 
 
-def place_of(text: str) -> Place:
-    """The place that a user means by a path or URL.
+def place_of(text: str, *, here: bool = False) -> Place:
+    """Return the place that a user means by a path or URL.
+
+    Args:
+        text: the path or URL.
+        here: complete it with what the environment says of the server, as an access would.
 
     Raises:
         InvalidInput: it names none.
@@ -41,10 +54,11 @@ def place_of(text: str) -> Place:
     if not text.strip():
         raise InvalidInput("An empty string is no home to be trusted.")
     if mark and scheme.lower() in SCHEMES:
-        address = parse_address(text)
-        options = tuple(f"{name}={address.option(name) or ''}" for name in _DECIDING_OPTIONS)
+        address = located(parse_address(text)) if here else parse_address(text)
+        options = tuple(f"{name}={_normal(address.option(name) or '')}" for name in _DECIDING_OPTIONS)
         parts = tuple(address.prefix.split("/")) if address.prefix else ()
-        return Place((address.protocol, address.bucket, *options), parts)
+        region = "" if address.option("endpoint_url") else address.option("region") or ""
+        return Place((address.protocol, address.bucket, *options), parts, region)
     if mark and scheme.lower() != "file":
         raise InvalidInput(f"{text!r} is no place for checkpoints, so it cannot be trusted.")
     path = "/" + unquote(rest.partition("/")[2]) if mark else text
@@ -54,13 +68,20 @@ def place_of(text: str) -> Place:
         raise InvalidInput(f"{text!r} is no path of a home: {error}.") from error
 
 
+def _normal(option: str) -> str:
+    return option.rstrip("/")
+
+
 def is_trusted(home: str) -> bool:
-    """Whether the environment or the user's file trusts a home.
+    """Return whether the environment or the user's file trusts a home.
+
+    What they trust is on the server that they name themselves. The environment decides where the home is, and
+    a trusted name is not trusted on another server.
 
     Raises:
         InvalidInput: one of them cannot be used as it is.
     """
-    there = place_of(home)
+    there = place_of(home, here=True)
     named = [word.strip() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
     return any(place_of(word).covers(there) for word in (*named, *trusted()))
 
@@ -97,16 +118,21 @@ def trusted() -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def trust(home: str) -> str:
+def trust(home: str, *, allow_http: bool = False) -> str:
     """Trust a home, or everything in a folder of homes, from now on.
 
+    Args:
+        home: path or URL.
+        allow_http: also where its bytes come over http from another machine.
+
     Returns:
-        How it stands in the file: a path is absolute.
+        Its line in the file: an absolute path, or a URL that names endpoint, account, profile and region as
+        far as the URL or the environment gives them.
 
     Raises:
-        InvalidInput: it names no place.
+        InvalidInput: it names no place, or an http endpoint without `allow_http`.
     """
-    line = _line_of(home)
+    line = _line_of(home, allow_http=allow_http)
     _write([*(one for one in trusted() if place_of(one) != place_of(line)), line])
     return line
 
@@ -117,18 +143,31 @@ def distrust(home: str) -> bool:
     Raises:
         InvalidInput: it names no place.
     """
-    lines = trusted()
-    left = [one for one in lines if place_of(one) != place_of(home)]
+    lines, meant = trusted(), (place_of(home), place_of(home, here=True))
+    left = [one for one in lines if place_of(one) not in meant]
     if len(left) < len(lines):
         _write(left)
     return len(left) < len(lines)
 
 
-def _line_of(home: str) -> str:
+def _line_of(home: str, *, allow_http: bool) -> str:
     place_of(home)  # refuses what is none
     if "\n" in home or "\r" in home:
         raise InvalidInput("A home with a line break in its name cannot stand in a list of lines.")
-    return home if "://" in home else str(Path(home).expanduser().resolve())
+    scheme, mark, _ = home.partition("://")
+    if not mark:
+        return str(Path(home).expanduser().resolve())
+    if scheme.lower() not in SCHEMES:
+        return home
+    address = located(parse_address(home))
+    if sends_in_the_clear(address) and not allow_http:
+        raise InvalidInput(
+            f"{address.place} is reached over {address.option('endpoint_url')}: on the way others can "
+            "change the compiled code that this machine would run. It was not trusted. Use an https "
+            "endpoint, or repeat with --allow-http if the network is yours."
+        )
+    deciding = (*_DECIDING_OPTIONS, "region")
+    return replace(address, options=tuple(one for one in address.options if one[0] in deciding)).url
 
 
 def _write(lines: Iterable[str]) -> None:

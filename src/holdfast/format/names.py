@@ -27,6 +27,7 @@ _RANK_FILE = re.compile(
     rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
 )
 
+_EMPTIED = re.compile(rf"attempts/{_A}-emptied\.json")
 _NUMBERED = re.compile(
     r"(?:attempts|history|compiled/[^/]+|step-[0-9]{8,})/(?:[^/]*-)?a([0-9]{4,18})[-.][^/]*"
 )
@@ -53,6 +54,11 @@ def attempt(number: int) -> str:
 def first_saved(attempt_number: int) -> str:
     """Name of the proof that an attempt has had a complete checkpoint: `attempts/a0003-saved.json`."""
     return f"attempts/a{attempt_number:04d}-saved.json"
+
+
+def emptied(attempt_number: int) -> str:
+    """Return `attempts/a0003-emptied.json`: up to attempt 3 every checkpoint was deleted on purpose."""
+    return f"attempts/a{attempt_number:04d}-emptied.json"
 
 
 def manifest(step: int, attempt_number: int) -> str:
@@ -102,6 +108,12 @@ def attempt_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def parse_emptied(name: str) -> int | None:
+    """Return the attempt number in the name of a record of deletion; None for another name."""
+    found = _EMPTIED.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def check_size(name: str, num_bytes: int) -> None:
     """Refuse a document that is larger than any of its kind, before it is read.
 
@@ -119,7 +131,7 @@ def check_size(name: str, num_bytes: int) -> None:
 
 
 def _limit_of(name: str) -> int | None:
-    if name in (RUN, DONE):
+    if name in (RUN, DONE) or parse_emptied(name) is not None:
         return MAX_SMALL_BYTES
     if parse_history(name):
         return MAX_LOG_BYTES

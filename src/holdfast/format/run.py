@@ -11,7 +11,7 @@ from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_S
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.versions import Versions
 
-_T = TypeVar("_T", "Run", "Attempt", "Saved", "Done", "Refusal", "Passed")
+_T = TypeVar("_T", "Run", "Attempt", "Saved", "Emptied", "Done", "Refusal", "Passed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,15 @@ class Saved:
     run: str
     attempt: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emptied:
+    """`attempts/aNNNN-emptied.json`: a person has deleted all checkpoints up to this attempt, on purpose."""
+
+    run: str
+    attempt: int
+    deleted_unix_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ class Passed:
     noted_unix_s: float
 
 
-def document(value: Run | Attempt | Saved | Done | Refusal | Passed) -> bytes:
+def document(value: Run | Attempt | Saved | Emptied | Done | Refusal | Passed) -> bytes:
     """The sealed document of a value."""
     return seal(dumps({**VERSIONS[type(value)].header, **asdict(value)}))
 
@@ -119,6 +128,14 @@ def _done(body: Fields) -> dict[str, Any]:
     }
 
 
+def _emptied(body: Fields) -> dict[str, Any]:
+    return {
+        "run": body.text("run", pattern=RUN_ID),
+        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
+        "deleted_unix_s": body.number("deleted_unix_s", at_least=0.0),
+    }
+
+
 def _refusal(body: Fields) -> dict[str, Any]:
     return {
         "run": body.text("run", pattern=RUN_ID),
@@ -152,6 +169,7 @@ VERSIONS: dict[type, Versions[Callable[[Fields], dict[str, Any]]]] = {
     Run: Versions("holdfast-run", written=1, parsers={1: _run}),
     Attempt: Versions("holdfast-attempt", written=1, parsers={1: _attempt}),
     Saved: Versions("holdfast-saved", written=1, parsers={1: _saved}),
+    Emptied: Versions("holdfast-emptied", written=1, parsers={1: _emptied}),
     Done: Versions("holdfast-done", written=1, parsers={1: _done}),
     Refusal: Versions("holdfast-refusal", written=1, parsers={1: _refusal}),
     Passed: Versions("holdfast-passed", written=1, parsers={1: _passed}),

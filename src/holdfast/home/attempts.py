@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names
-from holdfast.format.run import Attempt, Saved, document, parse
+from holdfast.format.run import Attempt, Emptied, Saved, document, parse
 from holdfast.store import Store
 
 
@@ -84,3 +85,31 @@ def note_saved(store: Store, run: str, attempt: int, step: int) -> None:
     text = document(Saved(run, attempt, step))
     with contextlib.suppress(Conflict, RetryLater):  # there already; or the next commit tries again
         store.put(names.first_saved(attempt), text, if_absent=True)
+
+
+def note_emptied(store: Store, run: str, attempt: int) -> None:
+    """Record that the checkpoints of all attempts up to one were deleted on purpose, and are not lost.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    text = document(Emptied(run, attempt, time.time()))
+    store.put(names.emptied(attempt), text)
+
+
+def emptied_upto(store: Store) -> int:
+    """Return the newest attempt of which all checkpoints were deleted on purpose; 0 if there is none.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    found = (names.parse_emptied(entry.name) for entry in store.list("attempts/"))
+    return max((one for one in found if one is not None and _is_sound(store, one)), default=0)
+
+
+def _is_sound(store: Store, attempt: int) -> bool:
+    name = names.emptied(attempt)
+    try:
+        return parse(Emptied, store.get(name), name).attempt == attempt
+    except (Corrupt, NotFound, Unsupported):
+        return False  # a damaged record excuses no loss

@@ -210,8 +210,19 @@ class Drain:
             num_bytes += self._copy_frozen(part, part.frozen, there)
         num_bytes += self._copy_file(names.data(step, attempt, rank), part.file, there)
         if there.get(name) != len(text):
-            self._home.put(name, text)
+            self._put_part(name, text, is_there=name in there)
         return num_bytes
+
+    def _put_part(self, name: str, text: bytes, *, is_there: bool) -> None:
+        if is_there:  # of another size, in a step without a manifest: damaged, and sent again
+            self._home.put(name, text)
+            return
+        try:
+            self._home.put(name, text, if_absent=True)
+        except Conflict as error:  # not of this attempt being fenced, as a Conflict would be taken for
+            if self._home.get(name) != text:
+                message = f"{name} in {self._home.url} has other bytes than in {self._near.url}."
+                raise Corrupt(message, key=name) from error
 
     def _copy_frozen(self, part: Part, file: DataFile, there: Sizes) -> int:
         name = names.frozen(part.step, part.attempt, part.rank)

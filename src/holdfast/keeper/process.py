@@ -590,7 +590,8 @@ class Work:
         for deleted in old:
             detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
             self.history.record("retained", step=deleted.step, detail=detail, tier=tier)
-        store.sweep("step-")
+        for folder in ("step-", "attempts/"):  # the first of them and the root
+            store.sweep(folder)
 
     # -- drain -----------------------------------------------------------------------------------------------
 

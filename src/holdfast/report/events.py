@@ -96,11 +96,25 @@ def read_lines(store: Store) -> tuple[list[Line], int]:
 
 def _parse(text: bytes) -> Line | None:
     try:
-        line = decode(text, "a line", max_bytes=MAX_LINE_BYTES)
+        line = decode(text, "a line", max_bytes=MAX_LINE_BYTES, any_text=True)
     except Corrupt:
         return None
+    if b"\\u" in text:
+        line = _printable(line)
     whole = isinstance(line, dict) and isinstance(line.get("event"), str)
     return line if whole and _is_number(line.get("t")) else None
+
+
+def _printable(value: object) -> Any:
+    r"""Return a value in whose texts the bytes of names that are not UTF-8 are escaped, as `\xff`."""
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        except UnicodeEncodeError:  # half a pair of surrogates, which no file name gives
+            return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
 
 
 def _is_number(value: object) -> bool:

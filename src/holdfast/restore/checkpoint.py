@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -9,22 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.errors import Corrupt, HoldfastError, NotFound
 from holdfast.format import values as value_format
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
 from holdfast.format.run import Run
-from holdfast.quantity import plural
+from holdfast.quantity import plural, read_seconds
 from holdfast.restore import export as exporting
 from holdfast.restore import find
 from holdfast.restore import verify as verifying
 from holdfast.restore.find import Passed
+from holdfast.restore.newest import list_patiently, usable
 from holdfast.restore.parts import Parts
+from holdfast.restore.patience import Patience
 from holdfast.restore.read import ReadStats
 from holdfast.restore.slabs import SLAB_BYTES, Slab, read_slabs
 from holdfast.restore.verify import VerifyReport
 from holdfast.store import open_store
 from holdfast.store.contract import Store
+from holdfast.store.haste import haste
+from holdfast.store.local import LocalStore
 
 if TYPE_CHECKING:
     import torch
@@ -361,38 +366,58 @@ class Checkpoint:
         return found
 
 
-def open(home: HomeLike, step: int | None = None, attempt: int | None = None) -> Checkpoint:
+def open(
+    home: HomeLike,
+    step: int | None = None,
+    attempt: int | None = None,
+    *,
+    patience: str | float | datetime.timedelta = "20s",
+) -> Checkpoint:
     """Open a checkpoint for reading; needs no model, runs no code from it, does not import torch.
 
     Args:
         home: path or URL of a run's checkpoints.
         step: which step; default the newest complete checkpoint whose manifest can be read.
         attempt: which attempt's, if several saved that step; default the newest.
+        patience: how long what cannot be read is tried again, as seconds or "2m". An older checkpoint is
+            never opened because a newer one could not be read.
 
     Raises:
         NotFound: no complete checkpoint there, or none of that step.
         Corrupt: none of the checkpoints that match has a manifest that can be read.
         Unsupported: written by a newer format, or a kind of store that this version does not read.
-        RetryLater: the store failed.
+        RetryLater: the store failed until the patience ended.
+        Denied: the store refuses access.
+
+    Blocks: while the store does not answer, for `patience`.
     """
     store = home if isinstance(home, Store) else open_store(home)
-    listed = find.list_home(store)
-    every = find.candidates(listed)
+    waits = Patience(_limit_s(store, patience), haste.say)
+    every = find.candidates(list_patiently(store, waits))
     matching = [(a, s) for a, s in every if step in (None, s) and attempt in (None, a)]
     if not matching:
         raise _nothing(store.url, every, step, attempt)
-    run_id = _run_id(store)
+    run_id = waits.spend(store.url, lambda: _run_id(store))
     passed: list[Passed] = []
     errors: list[HoldfastError] = []
-    for found_attempt, found_step in matching:
-        try:
-            manifest = find.read_manifest(store, found_step, found_attempt, run_id)
-        except (Corrupt, Unsupported, NotFound) as error:
-            errors.append(error)
-            passed.append(Passed(found_step, found_attempt, str(error)))
-            continue
+
+    def note(one: Passed, error: HoldfastError) -> None:
+        passed.append(one)
+        errors.append(error)
+
+    def take(of_attempt: int, of_step: int) -> Manifest:
+        return find.read_manifest(store, of_step, of_attempt, run_id)
+
+    for manifest in usable(matching, take, url=store.url, patience=waits, on_passed=note):
         return Checkpoint(store, manifest, tuple(passed))
     raise errors[0]
+
+
+def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:
+    limit_s = read_seconds(patience, "patience")
+    if haste.limit_s is None:
+        return limit_s
+    return haste.limit_s if isinstance(store, LocalStore) else 0.0  # a bucket has spent it on its requests
 
 
 def _run_id(store: Store) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
-from holdfast.format import names
+from holdfast.format import names, run
+from holdfast.home.attempts import emptied_upto
 from holdfast.restore.find import Saved, list_home, read_draft
 from holdfast.store.contract import Store
 
@@ -14,16 +16,20 @@ _MAX_LOG_BYTES = 64 << 20
 _MOST = 8
 
 
-def find_losses(store: Store) -> list[str]:
-    """Return the signs in one place that a complete checkpoint was there, in words; few, the surest first.
+def find_losses(tiers: Sequence[Store]) -> list[str]:
+    """Return the signs that a complete checkpoint was in some tier, in words; few, the surest first.
 
     For places where nothing is complete. A save that a kill has cut short leaves no sign: its files are whole
-    as far as they go.
+    as far as they go. Attempts whose checkpoints a person has deleted have lost none, in any tier.
+
+    Args:
+        tiers: the places, home among them.
 
     Raises:
-        RetryLater: the store failed.
+        RetryLater: a store failed.
     """
-    return [sign for _, sign in zip(range(_MOST), _signs(store), strict=False)]
+    emptied = max(map(emptied_upto, tiers), default=0)
+    return [sign for tier in tiers for _, sign in zip(range(_MOST), _signs(tier, emptied), strict=False)]
 
 
 def check_no_losses(signs: list[str], url: str) -> None:
@@ -46,17 +52,27 @@ def check_no_losses(signs: list[str], url: str) -> None:
     )
 
 
-def _signs(store: Store) -> Iterator[str]:
+def _signs(store: Store, emptied: int) -> Iterator[str]:
     home = list_home(store)
-    if store.size(names.DONE) is not None:
+    if store.size(names.DONE) is not None and _done_attempt(store) > emptied:
         yield f"{names.DONE}, which is written when a run has finished"
     for entry in store.list("attempts/"):
         number = names.attempt_in(entry.name)
-        if number is not None and entry.name == names.first_saved(number):
+        if number is not None and number > emptied and entry.name == names.first_saved(number):
             yield f"{entry.name}: attempt {number} has had a complete checkpoint, and its files are gone"
     for (step, attempt), saved in sorted(home.saved.items(), reverse=True):
+        if attempt <= emptied:
+            continue
         yield from _damage(store, saved, f"step {step} of attempt {attempt}")
-    yield from _told(store)
+    yield from _told(store, emptied)
+
+
+def _done_attempt(store: Store) -> float:
+    """Return the attempt that finished the run; infinite where that cannot be read."""
+    try:
+        return run.parse(run.Done, store.get(names.DONE), names.DONE).attempt
+    except (Corrupt, NotFound, Unsupported):
+        return math.inf
 
 
 def _damage(store: Store, saved: Saved, which: str) -> Iterator[str]:
@@ -74,10 +90,11 @@ def _damage(store: Store, saved: Saved, which: str) -> Iterator[str]:
             continue  # deleted since it was listed
 
 
-def _told(store: Store) -> Iterator[str]:
+def _told(store: Store, emptied: int) -> Iterator[str]:
     """Signs in the history: what was complete in home, by the word of those who completed it."""
     for entry in store.list("history/"):
-        if names.parse_history(entry.name) is None or not 0 < entry.num_bytes <= _MAX_LOG_BYTES:
+        log = names.parse_history(entry.name)
+        if log is None or log[0] <= emptied or not 0 < entry.num_bytes <= _MAX_LOG_BYTES:
             continue
         told = max(_committed_steps(store.get(entry.name)), default=None)
         if told is not None:

@@ -352,7 +352,7 @@ def _look(store: Store, step: int | None, *, may_commit: bool) -> dict[str, Any]
         "passed": passed,
         "finished": finished,
         "marked": sorted(marked),
-        "losses": [] if found or whole else [sign for copy, _ in homes for sign in find_losses(copy)],
+        "losses": [] if found or whole else find_losses(store.copies()),
     }
 
 

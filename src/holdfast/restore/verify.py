@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.errors import Corrupt, HoldfastError
+from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater
 from holdfast.format import names
 from holdfast.format.manifest import EACH, Manifest
 from holdfast.format.part import Part
@@ -18,9 +18,9 @@ from holdfast.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. `kind` is an error's: corrupt, not-found, retry-later or unsupported."""
+    """One thing that is wrong."""
 
-    kind: str
+    kind: str  # of the error: corrupt, not-found, unsupported; retry-later or denied if it could not be read
     rank: int | None
     key: str | None  # the tensor or the object concerned
     message: str
@@ -42,6 +42,11 @@ class VerifyReport:
     def is_good(self) -> bool:
         """True if every byte is the byte that was written."""
         return not self.problems
+
+    @property
+    def damage(self) -> tuple[Problem, ...]:
+        """Problems of the checkpoint itself, without those of a store that did not answer."""
+        return tuple(one for one in self.problems if one.kind not in (RetryLater.kind, Denied.kind))
 
 
 class _Nowhere:

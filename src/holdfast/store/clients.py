@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.store.address import AZURE, GCS, S3, Address
 from holdfast.store.credentials import shared_credentials, shared_region
-from holdfast.store.endpoints import NAMED_BY
+from holdfast.store.endpoints import NAMED_BY, first_set, read_connection_string
 from holdfast.store.haste import haste
 
 _CONNECT_TIMEOUT_S = 10
@@ -90,7 +89,7 @@ class Clients:
 
 def _make_client(address: Address, *, patient: bool) -> Any:
     stores = importlib.import_module("obstore.store")
-    endpoint = address.option("endpoint_url") or _first_set(NAMED_BY[address.protocol])
+    endpoint = address.option("endpoint_url") or first_set(NAMED_BY[address.protocol])
     settings: dict[str, Any] = {"skip_signature": True} if address.is_on("anonymous") else {}
     make, own = {
         S3: (stores.S3Store, _s3_settings),
@@ -179,7 +178,7 @@ def _gcs_settings(_address: Address, endpoint: str | None) -> dict[str, Any]:
 
 
 def _azure_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
-    settings = _connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    settings = read_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
     if endpoint:
         settings["endpoint"] = endpoint.rstrip("/")
     account = address.option("account") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
@@ -192,24 +191,3 @@ def _azure_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
             "or write ?account=NAME behind the URL."
         )
     return settings
-
-
-def _connection_string(text: str) -> dict[str, Any]:
-    """What Azure's connection string says; {} for none."""
-    facts = dict(field.split("=", 1) for field in text.split(";") if "=" in field)
-    names = {
-        "AccountName": "account_name",
-        "AccountKey": "account_key",
-        "SharedAccessSignature": "sas_key",
-        "BlobEndpoint": "endpoint",
-    }
-    settings = {ours: facts[theirs] for theirs, ours in names.items() if facts.get(theirs)}
-    if "endpoint" not in settings and "EndpointSuffix" in facts and "account_name" in settings:
-        suffix = facts["EndpointSuffix"]
-        settings["endpoint"] = f"https://{settings['account_name']}.blob.{suffix}"
-    return settings
-
-
-def _first_set(names: tuple[str, ...]) -> str | None:
-    environment: Mapping[str, str] = os.environ
-    return next((environment[name] for name in names if environment.get(name)), None)

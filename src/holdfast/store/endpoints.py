@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from holdfast.errors import InvalidInput
-from holdfast.store.address import AZURE, GCS, S3, SCHEMES, parse_address
+from holdfast.store.address import AZURE, GCS, S3, SCHEMES, Address, parse_address
+from holdfast.store.credentials import shared_region
 
 VARIABLE = "HOLDFAST_TRUST_ENDPOINTS"
 """Variable that lists endpoints, such as `https://minio.example.com:9000`, separated by commas."""
@@ -49,6 +51,67 @@ def check_endpoint(url: str, document: str) -> None:
         "keys, write anonymous=yes into the URL.",
         key=endpoint,
     )
+
+
+def located(address: Address) -> Address:
+    """Return an address whose options say where it is, with what the environment adds to them.
+
+    The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by the region),
+    and on servers with tenants also under another profile.
+
+    Raises:
+        InvalidInput: the file with AWS profiles cannot be read.
+    """
+    facts = dict(address.options)
+    for name, found in _from_environment(address).items():
+        if found and not facts.get(name):
+            facts[name] = found
+    if facts.get("endpoint_url"):
+        facts.pop("region", None)  # the endpoint decides
+    return replace(address, options=tuple(facts.items()))
+
+
+def _from_environment(address: Address) -> dict[str, str | None]:
+    endpoint = first_set(NAMED_BY[address.protocol])
+    if address.protocol == S3:
+        profile = address.option("profile") or os.environ.get("AWS_PROFILE")
+        region = first_set(("AWS_REGION", "AWS_DEFAULT_REGION")) or shared_region(profile)
+        return {"endpoint_url": endpoint, "profile": profile, "region": region}
+    if address.protocol == AZURE:
+        settings = read_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+        account = first_set(("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"))
+        return {
+            "endpoint_url": endpoint or settings.get("endpoint"),
+            "account": account or settings.get("account_name"),
+        }
+    return {"endpoint_url": endpoint}
+
+
+def sends_in_the_clear(address: Address) -> bool:
+    """Return whether bytes of an address come over http from another machine."""
+    parts = urlsplit(address.option("endpoint_url") or "")
+    return parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1")
+
+
+def first_set(names: tuple[str, ...]) -> str | None:
+    """Return the first of these variables that is set and not empty."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
+def read_connection_string(text: str) -> dict[str, str]:
+    """Return the client's settings that Azure's connection string has; {} for none."""
+    facts = dict(field.split("=", 1) for field in text.split(";") if "=" in field)
+    names = {
+        "AccountName": "account_name",
+        "AccountKey": "account_key",
+        "SharedAccessSignature": "sas_key",
+        "BlobEndpoint": "endpoint",
+    }
+    settings = {ours: facts[theirs] for theirs, ours in names.items() if facts.get(theirs)}
+    if "endpoint" not in settings and "EndpointSuffix" in facts and "account_name" in settings:
+        suffix = facts["EndpointSuffix"]
+        settings["endpoint"] = f"https://{settings['account_name']}.blob.{suffix}"
+    return settings
 
 
 def _server(endpoint: str) -> tuple[str, str, int | None]:

@@ -38,6 +38,11 @@ class Haste:
         finally:
             self.limit_s, self._say = before
 
+    def say(self, line: str) -> None:
+        """Print a line for the person who waits for a command; do nothing in a training."""
+        if self._say is not None:
+            self._say(line)
+
     @contextmanager
     def saying(self, place: str) -> Iterator[None]:
         """Report a request, made in the block, that is not answered soon."""

@@ -25,14 +25,18 @@ from torch.futures import Future
 from holdfast.adapters.dcp.documents import INDEX, Index
 from holdfast.adapters.dcp.gather import sinks
 from holdfast.adapters.dcp.place import Place
-from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.callsite import warn
+from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, RetryLater
 from holdfast.format import values as value_format
 from holdfast.format.cuts import Box
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
 from holdfast.restore import find
 from holdfast.restore.fill import torch_dtype
+from holdfast.restore.find import Passed
+from holdfast.restore.newest import list_patiently, usable
 from holdfast.restore.parts import Located, Parts
+from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.restore.read import Job, Want, read
 from holdfast.store import open_store
 from holdfast.store.contract import Store
@@ -95,7 +99,8 @@ class HoldfastReader(StorageReader):
         Raises:
             NotFound: no complete checkpoint, or none of that step.
             Corrupt: manifest or part are damaged, and there is no other.
-            RetryLater: the store failed.
+            RetryLater: the newest checkpoint, or that of the step, could not be read for 2 minutes.
+            Denied: the store refuses access.
         """
         self._opened = opened = _open(self._place)
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(_tensors(opened))
@@ -172,23 +177,36 @@ class HoldfastReader(StorageReader):
 
 def _open(place: Place) -> _Opened:
     store = open_store(place.home)
-    home = find.list_home(store)
-    matching = [(a, s) for a, s in find.candidates(home) if place.step in (None, s)]
+    patience = Patience(LIMIT_S, lambda line: warn(line, ResumeWarning))
+    home = list_patiently(store, patience)
+    every = find.candidates(home)
+    matching = [(a, s) for a, s in every if place.step in (None, s)]
     if not matching:
         asked = "checkpoint" if place.step is None else f"checkpoint of step {place.step}"
-        steps = ", ".join(str(step) for _, step in find.candidates(home)[:20]) or "none"
+        steps = ", ".join(str(step) for _, step in every[:20]) or "none"
         message = f"{store.url} holds no complete {asked}. Complete steps, newest first: {steps}."
         raise NotFound(message, step=place.step)
-    run = _run_id(store)
+    run = patience.spend(store.url, lambda: _run_id(store))
+    passed: list[Passed] = []
     errors: list[HoldfastError] = []
-    for attempt, step in matching:
-        try:
-            manifest = find.read_manifest(store, step, attempt, run)
-            find.check_files([home], manifest)
-            parts = Parts(store, manifest)
-            return _Opened(store, manifest, parts, _index(parts))
-        except (Corrupt, NotFound, Unsupported) as error:
-            errors.append(error)
+
+    def note(one: Passed, error: HoldfastError) -> None:
+        passed.append(one)
+        errors.append(error)
+
+    def take(attempt: int, step: int) -> _Opened:
+        manifest = find.read_manifest(store, step, attempt, run)
+        find.check_files([home], manifest)
+        parts = Parts(store, manifest)
+        return _Opened(store, manifest, parts, _index(parts))
+
+    for opened in usable(matching, take, url=store.url, patience=patience, on_passed=note):
+        for one in passed:
+            message = (
+                f"Step {opened.manifest.step} is loaded, since step {one.step} of attempt {one.attempt} "
+            )
+            warn(f"{message}is damaged: {one.reason}", ResumeWarning)
+        return opened
     raise errors[0]
 
 

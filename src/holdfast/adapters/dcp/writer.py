@@ -18,7 +18,7 @@ from holdfast.adapters.dcp.claim import Claim, claim
 from holdfast.adapters.dcp.image import stage
 from holdfast.adapters.dcp.place import Place
 from holdfast.callsite import warn
-from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.format import names
 from holdfast.format.layout import lay_out
 from holdfast.format.manifest import Manifest
@@ -167,7 +167,7 @@ class HoldfastWriter(StorageWriter):
         step, attempt, rank = share.claim.step, share.claim.attempt, share.rank
         file = persist(store, names.data(step, attempt, rank), stage(planner, placed, layout))
         document = documents.part_document(share.claim, rank, share.catalog, layout.starts, file, encoded)
-        store.put(names.part(step, attempt, rank), document)
+        _create(store, names.part(step, attempt, rank), document)
         history = History(store, share.terms(store.url))
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)
         done: Future[list[WriteResult]] = Future()
@@ -222,6 +222,14 @@ class HoldfastWriter(StorageWriter):
         except HoldfastError:
             return False
         return True
+
+
+def _create(store: Store, name: str, document: bytes) -> None:
+    try:
+        store.put(name, document, if_absent=True)
+    except Conflict:
+        if store.get(name) != document:
+            raise
 
 
 def _refuse_caching(is_cached: bool) -> None:

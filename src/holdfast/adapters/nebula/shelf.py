@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.adapters.nebula.location import MapLocation, place
 from holdfast.adapters.nebula.packing import Packed, rebuild, unpack
 from holdfast.adapters.nebula.tags import META, named_step
 from holdfast.callsite import warn
-from holdfast.errors import Corrupt, NotFound, SaveWarning, Unsupported
+from holdfast.errors import Corrupt, HoldfastError, NotFound, SaveWarning
 from holdfast.policy import line_of
 from holdfast.restore.checkpoint import Checkpoint
-from holdfast.restore.find import Home, candidates, check_files, list_home, read_manifest, read_run
+from holdfast.restore.find import (
+    Home,
+    Passed,
+    candidates,
+    check_files,
+    list_home,
+    read_manifest,
+    read_run,
+)
+from holdfast.restore.newest import check_verified, list_patiently, usable
+from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.state.tree import graft, references
 from holdfast.store import Store
 from holdfast.store.nearest import Nearest
@@ -23,8 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 _VERSION = 1
-_UNREADABLE = (Corrupt, NotFound, Unsupported, LookupError, TypeError)
-"""What speaks against one checkpoint; a store that fails speaks against none."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +150,8 @@ class Shelf:
         Raises:
             RetryLater: a store failed.
         """
-        for found, listings in self._candidates(only_home=only_home):
-            try:
-                volume = self._open(found, listings)
-            except _UNREADABLE:
-                continue  # whoever asks for the newest is told, see `newest`
-            if volume is not None:
-                yield volume
+        found, listings = self._candidates(only_home=only_home)
+        return self._usable(found, lambda one: self._open(one, listings))  # `newest` warns of damage
 
     def find(self, tag: str) -> Volume | None:
         """The newest checkpoint of a tag that can be read; None if there is none.
@@ -157,31 +160,26 @@ class Shelf:
             RetryLater: a store failed.
         """
         step = named_step(tag)
-        ordered = list(self._candidates())
-        ordered.sort(key=lambda pair: pair[0][1] != step)  # where it most likely is
-        found = self._matching(ordered, tag, step)
-        return max(found, key=lambda one: (one.checkpoint.attempt, one.step), default=None)
-
-    def _matching(
-        self, ordered: Sequence[tuple[tuple[int, int], Any]], tag: str, step: int | None
-    ) -> Iterator[Volume]:
+        found, listings = self._candidates()
+        found.sort(key=lambda one: one[1] != step)  # where it most likely is
         has_found = False
-        for found, listings in ordered:
-            if has_found and found[1] != step:
-                return
-            try:
-                volume = self._open(found, listings)
-            except _UNREADABLE:
-                continue
-            if volume is not None and volume.tag == tag:
-                has_found = True
-                yield volume
+
+        def take(one: tuple[int, int]) -> Volume | None:
+            nonlocal has_found
+            volume = self._open(one, listings) if not has_found or one[1] == step else None
+            if volume is None or volume.tag != tag:
+                return None
+            has_found = True
+            return volume
+
+        matching = self._usable(found, take)
+        return max(matching, key=lambda one: (one.checkpoint.attempt, one.step), default=None)
 
     def newest(self, *, only_home: bool = False, verified: set[tuple[int, int]]) -> Volume | None:
         """The newest checkpoint of which every byte is as it was saved; None if none was saved under a tag.
 
         What is passed over for damage is told as a SaveWarning. What a newer attempt went back behind is not
-        taken.
+        taken. What cannot be read is tried again, and then raised.
 
         Args:
             only_home: leave out what is not complete in home yet.
@@ -193,50 +191,58 @@ class Shelf:
 
         Blocks: until it has been read once.
         """
-        every = list(self._candidates(only_home=only_home))
-        passed: list[str] = []
+        every, listings = self._candidates(only_home=only_home)
+        passed: list[Passed] = []
         line: frozenset[tuple[int, int]] | None = None
-        for found, listings in every:
-            if line is not None and found not in line:
-                continue
-            attempt, step = found
-            try:
-                volume = self._open(found, listings)
-                if volume is None:
-                    continue
-                manifest = volume.checkpoint.manifest
-                if line is None:
-                    line = frozenset(line_of([one for one, _ in every], found, manifest.ancestors).current)
-                if found not in verified:
-                    check_files(list(listings.values()), manifest)
-                    self._verify(volume)
-                    verified.add(found)
-            except _UNREADABLE as error:
-                passed.append(f"step {step} of attempt {attempt}: {error}")
-                continue
+
+        def take(found: tuple[int, int]) -> Volume | None:
+            nonlocal line
+            volume = self._open(found, listings) if line is None or found in line else None
+            if volume is None:
+                return None
+            manifest = volume.checkpoint.manifest
+            if line is None:
+                line = frozenset(line_of(every, found, manifest.ancestors).current)
+            if found not in verified:
+                check_files(list(listings.values()), manifest)
+                check_verified(volume.checkpoint.verify())
+                verified.add(found)
+            return volume
+
+        for volume in self._usable(every, take, on_passed=lambda one, _: passed.append(one)):
             for one in passed:
                 message = (
-                    f"{volume.tag} is taken as the newest checkpoint, since a newer one is damaged: {one}"
+                    f"{volume.tag} is taken as the newest checkpoint, since a newer one is damaged: step "
+                    f"{one.step} of attempt {one.attempt}: {one.reason}"
                 )
                 warn(message, SaveWarning)
             return volume
         if passed:
-            told = "".join(f"\n  {one}" for one in passed)
+            told = "".join(f"\n  step {one.step} of attempt {one.attempt}: {one.reason}" for one in passed)
             message = f"{self._store.url} holds checkpoints, but none of them verifies.{told}"
             raise Corrupt(message)
         return None
 
-    def _verify(self, volume: Volume) -> None:
-        report = volume.checkpoint.verify()
-        if not report.is_good:
-            raise Corrupt(report.problems[0].message, step=volume.step)
+    def _usable(
+        self,
+        found: Sequence[tuple[int, int]],
+        take: Callable[[tuple[int, int]], _T | None],
+        on_passed: Callable[[Passed, HoldfastError], None] = lambda passed, error: None,
+    ) -> Iterator[_T]:
+        return usable(
+            found,
+            lambda attempt, step: take((attempt, step)),
+            url=self._store.url,
+            patience=_make_patience(),
+            on_passed=on_passed,
+        )
 
-    def _candidates(self, *, only_home: bool = False) -> Iterator[tuple[tuple[int, int], dict[str, Home]]]:
-        """(attempt, step) of all complete checkpoints, newest first, with the tiers' listings by name."""
-        listings = {tier.name: list_home(tier.store) for tier in self._tiers}
+    def _candidates(self, *, only_home: bool = False) -> tuple[list[tuple[int, int]], dict[str, Home]]:
+        """(attempt, step) of all complete checkpoints, newest first, and the tiers' listings by name."""
+        listings = {tier.name: list_patiently(tier.store, _make_patience()) for tier in self._tiers}
         shown = [self._tiers[-1].name] if only_home else list(listings)
         found = {one for name in shown for one in candidates(listings[name])}
-        return ((one, listings) for one in sorted(found, reverse=True))
+        return sorted(found, reverse=True), listings
 
     def _open(self, found: tuple[int, int], listings: dict[str, Home]) -> Volume | None:
         """A checkpoint, or None if it was not saved under a tag."""
@@ -249,9 +255,13 @@ class Shelf:
         if not isinstance(meta, dict):
             return None
         tiers = tuple(name for name, home in listings.items() if _has(name, home, step, attempt))
-        volume = Volume(meta["tag"], meta.get("label"), self.home, tiers, checkpoint)
-        # Ranks may have completed a tag of which none had a file.
-        is_empty = not any(volume.meta(i)["partitions"] for i in range(checkpoint.world_size))
+        try:
+            volume = Volume(meta["tag"], meta.get("label"), self.home, tiers, checkpoint)
+            # Ranks may have completed a tag of which none had a file.
+            is_empty = not any(volume.meta(i)["partitions"] for i in range(checkpoint.world_size))
+        except (LookupError, TypeError) as error:
+            message = f"Step {step} of attempt {attempt} does not describe its tag as it must: {error!r}."
+            raise Corrupt(message, step=step) from error
         return None if is_empty else volume
 
     def __contains__(self, found: tuple[int, int]) -> bool:
@@ -262,11 +272,13 @@ class Shelf:
 
     def last_step(self) -> int | None:
         """The step of the newest complete checkpoint whose manifest can be read; None if there is none."""
-        for (attempt, step), _ in self._candidates():
-            with contextlib.suppress(Corrupt, NotFound, Unsupported):
-                read_manifest(self._store, step, attempt, None)
-                return step
-        return None
+        found, _ = self._candidates()
+        steps = self._usable(found, lambda one: read_manifest(self._store, one[1], one[0], None).step)
+        return next(steps, None)
+
+
+def _make_patience() -> Patience:
+    return Patience(LIMIT_S, lambda line: warn(line, SaveWarning))
 
 
 def _has(tier: str, home: Home, step: int, attempt: int) -> bool:

@@ -1,0 +1,98 @@
+"""Choice of the newest usable checkpoint: damage is passed over, a failure to read never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.quantity import say_seconds
+from holdfast.restore.find import Home, Passed, list_home
+from holdfast.restore.patience import Patience
+from holdfast.restore.verify import VerifyReport
+from holdfast.store.contract import Store
+
+_PASSABLE = (Corrupt, NotFound, Unsupported)
+_UNREAD = {kind.kind: kind for kind in (RetryLater, Denied)}
+_T = TypeVar("_T")
+
+
+def usable(
+    found: Sequence[tuple[int, int]],
+    take: Callable[[int, int], _T | None],
+    *,
+    url: str,
+    patience: Patience,
+    on_passed: Callable[[Passed, HoldfastError], None] = lambda passed, error: None,
+) -> Iterator[_T]:
+    """Yield what `take` makes of each checkpoint, in the given order; pass over what does not verify.
+
+    Every reader that chooses "the newest" goes through here, but for `restore_newest`, which has the same
+    rule for several ranks (docs/design/015).
+
+    Args:
+        found: (attempt, step) of checkpoints, newest first.
+        take: called with attempt and step; None leaves a checkpoint out without a word.
+        url: of the home, for errors.
+        patience: for what cannot be read.
+        on_passed: called for each checkpoint that was passed over.
+
+    Raises:
+        RetryLater: a checkpoint could not be read until the patience ended; it may be whole.
+        Denied: the store refuses access to it.
+    """
+    for index, (attempt, step) in enumerate(found):
+        try:
+            taken = _take(take, attempt, step, patience)
+        except _PASSABLE as error:
+            on_passed(Passed(step, attempt, str(error)), error)
+            continue
+        except (RetryLater, Denied) as error:
+            raise _unread(url, found[index:], error, patience.spent_s) from error
+        if taken is not None:
+            yield taken
+
+
+def _take(take: Callable[[int, int], _T | None], attempt: int, step: int, patience: Patience) -> _T | None:
+    patience.reset()
+    while True:
+        try:
+            return take(attempt, step)
+        except RetryLater as error:
+            if not patience.lasts():
+                raise
+            patience.pause(f"step {step} of attempt {attempt}", str(error))
+
+
+def _unread(url: str, left: Sequence[tuple[int, int]], error: HoldfastError, seconds: float) -> HoldfastError:
+    (attempt, step), *older = left
+    tried = f" for {say_seconds(seconds)}" if isinstance(error, RetryLater) else ""
+    choice = f", or ask for an older one by its number (step {older[0][1]})" if older else ""
+    message = (
+        f"Step {step} of attempt {attempt} in {url} could not be read{tried}: {error} It may be whole, so no "
+        f"older one was taken in its place. Try again when the store answers{choice}."
+    )
+    return type(error)(message, step=step, key=error.key)
+
+
+def list_patiently(store: Store, patience: Patience) -> Home:
+    """Return a home's listing, tried again while the store does not answer.
+
+    Raises:
+        RetryLater: the home could not be listed until the patience ended.
+        Denied: the store refuses access.
+    """
+    return patience.spend(store.url, lambda: list_home(store))
+
+
+def check_verified(report: VerifyReport) -> None:
+    """Raise the problem that counts most in a report; damage is proof, a failure to read is not.
+
+    Raises:
+        Corrupt: some bytes are damaged or missing.
+        RetryLater, Denied: no damage was found, but some bytes could not be read.
+    """
+    if report.damage:
+        raise Corrupt(report.damage[0].message, step=report.step)
+    for problem in report.problems:
+        raise _UNREAD[problem.kind](problem.message, step=report.step, key=problem.key)

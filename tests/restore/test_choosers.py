@@ -1,0 +1,291 @@
+"""The newest checkpoint cannot be read for a while: no reader that chooses it takes an older one instead."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.adapters import nebula, recipe
+from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
+from holdfast.adapters.nebula import current, shelf
+from holdfast.cli import main
+from holdfast.errors import Denied, ResumeWarning, RetryLater
+from holdfast.store import direct, local
+
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+PASSING = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOMEM]
+REFUSING = [errno.EACCES, errno.EPERM]
+QUICK = [errno.EIO, errno.EACCES]
+NEWEST, OLDER = 20, 10
+
+
+def marked(numbers: list[int]) -> list[Any]:
+    """Return error numbers as parameters, of which the default tests take a few."""
+    return [
+        pytest.param(one, id=errno.errorcode[one], marks=() if one in QUICK else pytest.mark.slow)
+        for one in numbers
+    ]
+
+
+class Disk:
+    """A file system on which opening or reading files of one step fails, a number of times."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, step: int, number: int, times: int, call: str) -> None:
+        self.step, self.number, self.left, self.failed, self.call = step, number, times, 0, call
+        real_open, real_read = local.open_regular, direct.read
+
+        def open_regular(folder_fd: int, name: str, flags: int) -> int:
+            fd = real_open(folder_fd, name, flags)
+            if call == "open" and self._is_due(fd):
+                os.close(fd)
+                self._fail(name)
+            return fd
+
+        def read(fd: int, offset: int, buffer: memoryview) -> int:
+            if call in ("read", "read data") and self._is_due(fd):
+                self._fail(str(fd))
+            return real_read(fd, offset, buffer)
+
+        patch.setattr(local, "open_regular", open_regular)
+        patch.setattr(direct, "read", read)
+
+    def _is_due(self, fd: int) -> bool:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        is_wanted = self.call != "read data" or path.suffix == ".safetensors"
+        return self.left > 0 and is_wanted and f"step-{self.step:08d}" in path.parts
+
+    def _fail(self, name: str) -> None:
+        self.left, self.failed = self.left - 1, self.failed + 1
+        raise OSError(self.number, os.strerror(self.number), name)
+
+
+def make_state(value: float) -> dict[str, Any]:
+    model = torch.nn.Linear(4, 4)
+    torch.nn.init.constant_(model.weight, value)
+    return {"model": model}
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Homes with two checkpoints, as each interface writes them."""
+    root = tmp_path_factory.mktemp("homes")
+    with holdfast.Checkpointer(root / "plain", make_state(0.0), quiet=True) as ckpt:
+        for step in (OLDER, NEWEST):
+            ckpt.save(step).wait_durable()
+    for step in (OLDER, NEWEST):
+        state = {"x": torch.full((2,), float(step))}
+        dcp.save(state, storage_writer=HoldfastWriter(root / "dcp", step=step))
+    nebula.init(persistent_storage_path=str(root / "nebula"))
+    for step in (OLDER, NEWEST):
+        nebula.Checkpoint(f"global_step{step}", 1).save("model", torch.full((2,), float(step)))
+    nebula.flush_persistence()
+    current.end()
+    return {name: root / name for name in ("plain", "dcp", "nebula")}
+
+
+def opened(home: Path) -> int:
+    return holdfast.open(home, patience=0.3).step
+
+
+def resumed(home: Path) -> int | None:
+    with holdfast.Checkpointer(home, make_state(0.0), quiet=True, restore_patience=0.3) as ckpt:
+        return ckpt.restore()
+
+
+def loaded_by_dcp(home: Path) -> int | None:
+    reader = HoldfastReader(home)
+    reader.read_metadata()  # `dcp.load` calls it first, and wraps its errors
+    return reader.step
+
+
+def newest_of_nebula(home: Path) -> int:
+    return int(nebula.get_latest_checkpoint(str(home)).tag.removeprefix("global_step"))
+
+
+def found_by_nebula(home: Path) -> int:
+    found = nebula.get_checkpoint(f"global_step{NEWEST}", str(home))
+    assert found is not None, "it was passed over"
+    return NEWEST
+
+
+def listed_by_nebula(home: Path) -> int:
+    return next(iter(nebula.list_checkpoints(str(home)).values()))["step"]
+
+
+def next_after_nebula(home: Path) -> int | None:
+    store = local.LocalStore(home)
+    return shelf.Shelf(str(home), [shelf.Tier("home", store)]).last_step()
+
+
+CHOOSERS: dict[str, tuple[str, Callable[[Path], int | None]]] = {
+    "Checkpointer.restore": ("plain", resumed),
+    "holdfast.open": ("plain", opened),
+    "HoldfastReader": ("dcp", loaded_by_dcp),
+    "nebula.get_latest_checkpoint": ("nebula", newest_of_nebula),
+    "nebula.get_checkpoint": ("nebula", found_by_nebula),
+    "nebula.list_checkpoints": ("nebula", listed_by_nebula),
+    "nebula's next step": ("nebula", next_after_nebula),
+}
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Patience of a moment instead of two minutes."""
+    for module in ("holdfast.adapters.dcp.reader", "holdfast.adapters.nebula.shelf", recipe.__name__):
+        monkeypatch.setattr(f"{module}.LIMIT_S", 0.3)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("call", ["open", "read"])
+@pytest.mark.parametrize("number", marked([*PASSING, *REFUSING]))
+@pytest.mark.parametrize("chooser", list(CHOOSERS))
+def test_a_newest_that_cannot_be_read_is_never_passed_over(
+    homes: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chooser: str,
+    number: int,
+    call: str,
+) -> None:
+    kind, choose = CHOOSERS[chooser]
+    home = tmp_path / "home"
+    shutil.copytree(homes[kind], home)
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, NEWEST, number, 10**9, call)
+        with pytest.raises(RetryLater if number in PASSING else Denied):
+            choose(home)
+        assert disk.failed
+    current.end()
+    assert choose(home) == NEWEST, "nothing was deleted or marked for good"
+    current.end()
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("call", [pytest.param("open", marks=pytest.mark.slow), "read"])
+@pytest.mark.parametrize("number", marked(PASSING))
+@pytest.mark.parametrize("chooser", list(CHOOSERS))
+def test_an_error_that_passes_costs_no_step(
+    homes: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chooser: str,
+    number: int,
+    call: str,
+) -> None:
+    kind, choose = CHOOSERS[chooser]
+    home = tmp_path / "home"
+    shutil.copytree(homes[kind], home)
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, NEWEST, number, 1, call)
+        assert choose(home) == NEWEST
+        assert disk.failed == 1
+    current.end()
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("times", [1, 10**9])
+@pytest.mark.parametrize("chooser", ["Checkpointer.restore", "nebula.get_latest_checkpoint"])
+def test_bytes_that_cannot_be_read_are_not_called_damaged(
+    homes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chooser: str, times: int
+) -> None:
+    kind, choose = CHOOSERS[chooser]
+    home = tmp_path / "home"
+    shutil.copytree(homes[kind], home)
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, NEWEST, errno.EIO, times, "read data")
+        if times == 1:
+            assert choose(home) == NEWEST
+        else:
+            with pytest.raises(RetryLater, match=f"Step {NEWEST} of attempt 1"):
+                choose(home)
+        assert disk.failed
+    current.end()
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.filterwarnings("ignore::holdfast.errors.ResumeWarning", "ignore::holdfast.errors.SaveWarning")
+@pytest.mark.parametrize("chooser", ["Checkpointer.restore", "holdfast.open", "HoldfastReader"])
+def test_a_newest_that_is_damaged_is_still_passed_over(
+    homes: dict[str, Path], tmp_path: Path, chooser: str
+) -> None:
+    kind, choose = CHOOSERS[chooser]
+    home = tmp_path / "home"
+    shutil.copytree(homes[kind], home)
+    (manifest,) = home.glob(f"step-{NEWEST:08d}/manifest-*.json")
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    assert choose(home) == OLDER
+
+
+def test_dcp_warns_of_a_damaged_newest(homes: dict[str, Path], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(homes["dcp"], home)
+    (manifest,) = home.glob(f"step-{NEWEST:08d}/manifest-*.json")
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    with pytest.warns(ResumeWarning, match="step 20 of attempt 1 is damaged"):
+        assert loaded_by_dcp(home) == OLDER
+
+
+def test_verify_does_not_call_damaged_what_it_could_not_read(
+    homes: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = holdfast.open(homes["plain"]).manifest
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.cli.verify.read_manifest", lambda *_: manifest)
+        Disk(patch, NEWEST, errno.EIO, 10**9, "read")
+        assert main(["verify", str(homes["plain"])]) == 2
+    said = capsys.readouterr().out
+    assert "COULD NOT BE READ" in said
+    assert "DAMAGED" not in said
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize("times", [1, 10**9])
+def test_the_recipe_loads_no_older_step_for_an_error_that_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, hashed: bool
+) -> None:
+    folder = tmp_path / "checkpoints"
+
+    @recipe.save_checkpoint(save_dir=str(folder))
+    def save(step: int) -> None:
+        torch.save({"step": step}, folder / f"model_{step}.pt")
+
+    @recipe.load_checkpoint(save_dir=str(folder))
+    def load(step: int) -> int:
+        return torch.load(folder / f"model_{step}.pt", weights_only=True)["step"]
+
+    for step in (OLDER, NEWEST):
+        save(step)
+    if not hashed:
+        for step in (OLDER, NEWEST):
+            path = folder / f"checkpoint_step_{step}_metadata.json"
+            path.write_text(f'{{"step": {step}, "timestamp": "now", "model_type": "Linear"}}')
+    left = times
+    real = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        if path.name == f"model_{NEWEST}.pt" and left > 0:
+            left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        if times == 1:
+            assert load(0) == NEWEST
+        else:
+            with pytest.raises(RetryLater, match="Stale"):
+                load(0)
+    assert load(0) == NEWEST

@@ -23,7 +23,6 @@ NOT_YET = {
     "compiled",
     "consensus",
     "documents",
-    "errors",
     "exchange",
     "format",
     "home",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         SaveWarning,
         Unsupported,
     )
-    from holdfast.keeper.client import Save
+    from holdfast.keeper.save import Save
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
@@ -54,7 +54,7 @@ _PLACES = {
     "Preempted": "errors",
     "ResumeWarning": "errors",
     "RetryLater": "errors",
-    "Save": "keeper.client",
+    "Save": "keeper.save",
     "SaveWarning": "errors",
     "Unsupported": "errors",
     "describe": "train.sharding.reading",

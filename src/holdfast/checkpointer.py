@@ -671,7 +671,7 @@ class Checkpointer:
 
     def _skip(self, save: Save) -> Save:
         self.num_skipped += 1
-        save.mark_failed(None, skipped=True)
+        save.mark_skipped()
         message = (
             f"step {save.step} was skipped: earlier saves still hold all staging "
             f"memory ({self.num_skipped} so far)"

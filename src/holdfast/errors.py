@@ -1,17 +1,19 @@
 """The error tree, grouped by what the reader can do about it.
 
 HoldfastError
-├── RetryLater      the same call may succeed later: a busy or unreachable store, a wait that ran out
-├── Denied          the store refuses access: permissions or credentials have to change first
-├── NotFound        what was asked for is not there (also a FileNotFoundError)
-├── Corrupt         bytes are there but are not the bytes that were written
-├── Conflict        somebody else owns the name, or a newer attempt has taken over
-├── InvalidInput    the caller's arguments or state cannot be used as given (also a ValueError)
-├── Unsupported     a valid wish that this version, platform or store cannot grant
+├── RetryLater      the same call may succeed later: the store is busy or unreachable
+│   └── TimedOut    a wait reached its time limit (also a TimeoutError)
+├── Denied          the store refuses access: change permissions or credentials first
+├── NotFound        the file, checkpoint or job does not exist (also a FileNotFoundError)
+│   └── MissingKey  the checkpoint holds no entry of that name (also a KeyError)
+├── Corrupt         the bytes differ from those that were written
+├── Conflict        another owner has the name, or a newer attempt has taken over
+├── InvalidInput    the arguments or the state cannot be used as given (also a ValueError)
+├── Unsupported     this version, platform or store does not support the request
 └── Internal        a bug of Holdfast; please report it
 
-Every class can be pickled, so errors cross process borders with their facts.
-`Preempted` stands beside the tree: it is a SystemExit, since a preempted run has not failed.
+Every class can be pickled, so errors cross process borders with their attributes.
+`Preempted` is a SystemExit and no HoldfastError, since a preempted run has not failed.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from __future__ import annotations
 from holdfast.redaction import printable, redact
 
 PREEMPTED_STATUS = 75
-"""Exit status of a run that was preempted after a durable save (EX_TEMPFAIL: run me again)."""
+"""Exit status of a run that was preempted after a durable save (EX_TEMPFAIL: start it again)."""
 
 
 class HoldfastError(Exception):
-    """Base of all errors of this package.
+    """Base class of all errors of this package.
 
     Args:
-        message: what failed, where, expected and found, what was done, what to do.
+        message: what failed and where, what was expected and found, what was done, and what to do.
         step: step of the checkpoint concerned, if any.
         rank: rank concerned, if any.
         key: name of the tensor, value or object concerned, if any.
@@ -54,19 +56,26 @@ def _rebuilt(cls: type[HoldfastError], message: str, facts: dict[str, object]) -
 
 
 class RetryLater(HoldfastError):
-    """The same call may succeed later."""
+    """A failure that may pass: the same call may succeed later."""
 
     kind = "retry-later"
 
 
+class TimedOut(RetryLater, TimeoutError):
+    """A wait that reached its time limit."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class Denied(HoldfastError):
-    """The store refuses access; permissions or credentials have to change before the same call succeeds."""
+    """An access that the store refuses until permissions or credentials change."""
 
     kind = "denied"
 
 
 class NotFound(HoldfastError, FileNotFoundError):
-    """What was asked for is not there."""
+    """A file, checkpoint, key or job that does not exist."""
 
     kind = "not-found"
 
@@ -74,26 +83,30 @@ class NotFound(HoldfastError, FileNotFoundError):
         return str(self.args[0])
 
 
+class MissingKey(NotFound, KeyError):
+    """A name that a checkpoint does not hold."""
+
+
 class Corrupt(HoldfastError):
-    """Bytes are there but are not the bytes that were written."""
+    """Bytes that differ from those that were written."""
 
     kind = "corrupt"
 
 
 class Conflict(HoldfastError):
-    """Somebody else owns the name, or a newer attempt has taken over the run."""
+    """A name that another owner has, or a run taken over by a newer attempt."""
 
     kind = "conflict"
 
 
 class InvalidInput(HoldfastError, ValueError):
-    """The caller's arguments or state cannot be used as given."""
+    """Arguments or state that cannot be used as given."""
 
     kind = "invalid-input"
 
 
 class Unsupported(HoldfastError):
-    """A valid wish that this version, platform or store cannot grant."""
+    """A valid request that this version, platform or store does not support."""
 
     kind = "unsupported"
 
@@ -105,7 +118,7 @@ class Internal(HoldfastError):
 
 
 class Preempted(SystemExit):
-    """Raised by `Checkpointer.steps()` after a preemption notice was honoured: the save is durable.
+    """The end of a preempted run, raised by `Checkpointer.steps()` once the last save is durable.
 
     As a SystemExit it ends the process with status `PREEMPTED_STATUS` unless caught.
     """
@@ -122,8 +135,8 @@ class Preempted(SystemExit):
 
 
 class ResumeWarning(UserWarning):
-    """A part of the training that a resumed run would not have as an uninterrupted one has it."""
+    """A part of training that would differ in a resumed run from an uninterrupted one."""
 
 
 class SaveWarning(UserWarning):
-    """A save failed, was skipped or was dropped; training goes on and older checkpoints stand."""
+    """A save that failed, was skipped or was dropped. Training continues, and older checkpoints remain."""

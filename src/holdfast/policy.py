@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from holdfast.errors import InvalidInput
 from holdfast.quantity import read_seconds
 
@@ -50,8 +52,8 @@ class EverySteps(Every):
     steps: int
     timed = False
 
+    @override
     def due(self, pace: Pace) -> bool:
-        """See Every.due."""
         return pace.step > pace.saved_step and pace.step % self.steps == 0
 
 
@@ -61,8 +63,8 @@ class EveryTime(Every):
 
     seconds: float
 
+    @override
     def due(self, pace: Pace) -> bool:
-        """See Every.due."""
         return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= self.seconds
 
 
@@ -77,8 +79,8 @@ class EveryAuto(Every):
     budget: float = 0.01
     first_steps: int = 10
 
+    @override
     def due(self, pace: Pace) -> bool:
-        """See Every.due."""
         if pace.save_cost_s is None:
             return pace.step - pace.saved_step >= self.first_steps
         interval_s = max(pace.save_cost_s / self.budget, pace.durable_s or 0.0)
@@ -92,12 +94,12 @@ class AnyOf(Every):
     policies: tuple[Every, ...]
 
     @property
+    @override
     def timed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - derived here, fixed elsewhere
-        """See Every.timed."""
         return any(policy.timed for policy in self.policies)
 
+    @override
     def due(self, pace: Pace) -> bool:
-        """See Every.due."""
         return any(policy.due(pace) for policy in self.policies)
 
 

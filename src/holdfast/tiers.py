@@ -96,17 +96,15 @@ class Tiers:
         self.local = None if local is None else rehearsed(_absolute(local))
         for place in (self.home, self.local or ""):
             if place.startswith("memory://"):
-                message = (
+                raise Unsupported(
                     f"{place} is memory of this process, and checkpoints are written by another one. Give a "
                     "path."
                 )
-                raise Unsupported(message)
         if home_every is not None and local is None:
-            message = (
+            raise InvalidInput(
                 "home_every= needs local=: without a nearer place a save that does not go home is nowhere. "
                 "Give local= a folder, or save less often with every=."
             )
-            raise InvalidInput(message)
         self._home_every = None if home_every is None else single_policies(home_every)
         self.terms = TierTerms(
             home=self.home,

@@ -22,6 +22,7 @@ from holdfast.keeper import protocol
 from holdfast.keeper.outbox import Outbox
 from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
+from holdfast.keeper.save import Save
 from holdfast.keeper.terms import IGNORED_SIGNALS, Terms
 from holdfast.quantity import say_seconds
 
@@ -34,125 +35,6 @@ _SILENT_LOOKS = 20  # in a row without an answer, after which it is replaced
 _REAP_S = 5.0  # how long a killed keeper may take to end
 _MAX_UNSAVED = 64
 """Notes since the last save that a keeper's successor is told again; older ones have long been written."""
-
-
-class Save:
-    """One save on its way: staged, then durable; or failed, skipped or dropped.
-
-    `blocked_s` is the time that `save()` took from the training loop.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.blocked_s = 0.0
-        self.num_bytes = 0  # of this rank's file
-        self.staged_s: float | None = None  # from save() to staged
-        self.durable_s: float | None = None  # from save() to durable
-        self.skipped = False
-        self._began = time.monotonic()
-        self._staged, self._ended = threading.Event(), threading.Event()
-        self._home = threading.Event()
-        self._home_error: HoldfastError | None = None
-        self._error: HoldfastError | None = None
-
-    def __repr__(self) -> str:
-        return f"Save(step={self.step}, {self.state})"
-
-    @property
-    def state(self) -> str:
-        """One of: staging, staged, durable, skipped, failed."""
-        if self.skipped or self._error is not None:
-            return "skipped" if self.skipped else "failed"
-        if self._ended.is_set():
-            return "durable"
-        return "staged" if self._staged.is_set() else "staging"
-
-    @property
-    def failed(self) -> HoldfastError | None:
-        """Why this save will never be durable; None while it may be, or is."""
-        return self._error
-
-    @property
-    def durable(self) -> bool:
-        """True once the checkpoint is committed."""
-        return self.state == "durable"
-
-    def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing that training does can change what is saved.
-
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: not within `timeout_s`.
-
-        Blocks: until the copy is complete.
-        """
-        self._wait(self._staged, timeout_s, "staged")
-
-    def wait_durable(self, timeout_s: float | None = None) -> None:
-        """Wait until the checkpoint is committed: every rank's bytes and the manifest are durable.
-
-        Where ranks have local folders of their own, on several hosts, this waits for this rank's files in
-        its folder; `wait_home` waits for the commit.
-
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: not within `timeout_s`; it may still become durable.
-
-        Ranks: not collective, but needs every rank's part.
-        Blocks: until the keepers of all ranks are done.
-        """
-        self._wait(self._ended, timeout_s, "durable")
-
-    def wait_home(self, timeout_s: float | None = None) -> None:
-        """Wait until this checkpoint or a newer one is committed in home; without `local` as `wait_durable`.
-
-        Only what is on its way there ever arrives: see `home_every`, `Checkpointer.wait`.
-
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: not within `timeout_s`; it may still arrive.
-
-        Ranks: not collective, but needs every rank's files.
-        Blocks: until the keepers of all ranks are done.
-        """
-        self._wait(self._home, timeout_s, "in home")
-        if self._home_error is not None:
-            raise self._home_error
-
-    def _wait(self, event: threading.Event, timeout_s: float | None, what: str) -> None:
-        if not event.wait(timeout_s):
-            raise RetryLater(
-                f"Step {self.step} is not {what} after {timeout_s} s; it goes on.", step=self.step
-            )
-        if self._error is not None:
-            raise self._error
-
-    def mark_staged(self) -> None:
-        """Called when the copy is complete."""
-        self.staged_s = time.monotonic() - self._began
-        self._staged.set()
-
-    def mark_durable(self) -> None:
-        """Called when the checkpoint is committed."""
-        self.durable_s = time.monotonic() - self._began
-        self._staged.set()
-        self._ended.set()
-
-    def mark_home(self) -> None:
-        """Called when the checkpoint is committed in home."""
-        self._home.set()
-
-    def mark_home_failed(self, error: HoldfastError) -> None:
-        """Called when it will not come to home; it stays where it is."""
-        self._home_error = error
-        self._home.set()
-
-    def mark_failed(self, error: HoldfastError | None, *, skipped: bool = False) -> None:
-        """Called when nothing will come of this save."""
-        self._error, self.skipped = error, skipped
-        self._staged.set()
-        self._ended.set()
-        self._home.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +158,7 @@ class Keeper:
     def drain(self, save: Save) -> None:
         """Have a save of this attempt brought home, whether or not it was due."""
         with self._lock:
-            if save.failed is not None or save._home.is_set():
+            if save.failed is not None or save.is_settled_in_home:
                 return
             self._towards_home[save.step] = save
             self.drain_other(self.terms.attempt, save.step)

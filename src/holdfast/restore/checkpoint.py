@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from holdfast.errors import Corrupt, HoldfastError, NotFound
+from holdfast.errors import Corrupt, HoldfastError, MissingKey, NotFound
 from holdfast.format import values as value_format
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
@@ -150,7 +150,7 @@ class Checkpoint:
         found = self._read([name], rank, num_threads=4)
         if name not in found:
             message = f"{key} is a tensor per rank, and rank {rank} saved none at step {self.step}."
-            raise NotFound(message, step=self.step, rank=rank, key=key)
+            raise MissingKey(message, step=self.step, rank=rank, key=key)
         return found[name]
 
     def tensors(
@@ -193,7 +193,7 @@ class Checkpoint:
         if not wanted:
             held = sorted({name.partition(".")[0] for name in self.keys()})
             message = f"Step {self.step} holds no tensors under {key!r}; it has {', '.join(held) or 'none'}."
-            raise NotFound(message, step=self.step, key=key)
+            raise MissingKey(message, step=self.step, key=key)
         found = self.tensors(rank, keys=wanted, num_threads=num_threads)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
@@ -348,7 +348,7 @@ class Checkpoint:
             if close
             else f"It holds {plural(len(self), 'other')}; see keys()."
         )
-        raise NotFound(f"Step {self.step} holds no tensor {key!r}. {hint}", step=self.step, key=key)
+        raise MissingKey(f"Step {self.step} holds no tensor {key!r}. {hint}", step=self.step, key=key)
 
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
         import torch  # not above: looking at a checkpoint does not need it

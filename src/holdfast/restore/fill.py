@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.errors import InvalidInput, MissingKey, Unsupported
 from holdfast.format.cuts import Box
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.manifest import Manifest
@@ -133,7 +133,7 @@ def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, part
         parts: the parts of the checkpoint.
 
     Raises:
-        NotFound: a name that the checkpoint does not hold, or a missing part.
+        NotFound: a missing name (`MissingKey`), part or file.
         InvalidInput: a target of another dtype or shape, or not contiguous.
         Corrupt: a part is damaged.
         RetryLater: the store failed.
@@ -141,7 +141,7 @@ def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, part
     missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
     if missing:
         shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-        raise NotFound(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
+        raise MissingKey(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
     wanted: dict[tuple[int, bool], list[Want]] = {}
     for name, target in targets.items():
         place = _place(parts, name, target, rank)
@@ -174,7 +174,7 @@ def fill(
         parts: parts of this checkpoint that have been read already.
 
     Raises:
-        NotFound: a name that the checkpoint does not hold, or a missing file.
+        NotFound: a missing name (`MissingKey`), part or file.
         InvalidInput: a target of another dtype or shape, or not contiguous; nothing has been changed.
         Corrupt: damage was found; targets may have been partly filled.
         RetryLater: the store failed; targets may have been partly filled.
@@ -192,7 +192,7 @@ def _place(parts: Parts, name: str, target: Target, rank: int) -> Box:
     if saved is None:
         saved_rank, step = rank % parts.manifest.world_size, parts.manifest.step
         message = f"Rank {saved_rank} saved no {name} of its own at step {step}."
-        raise NotFound(message, step=step, rank=saved_rank, key=name)
+        raise MissingKey(message, step=step, rank=saved_rank, key=name)
     dtype, shape = saved
     place = Box.whole(shape) if target.box is None else target.box
     tensor = target.tensor

@@ -26,8 +26,8 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 LAYERS = """
     callsite entry killpoint rawbytes redaction | errors | documents quantity privacy
     | policy format surroundings | store
-    | home state stage notice ending ranks consensus reentry leaving position trial
-    | keeper restore metrics | claim writeback compiled | tiers
+    | home state stage notice ending ranks
+    | keeper restore | claim writeback compiled
     | checkpointer exchange jobs train | report | adapters cli testing
 """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}

@@ -21,17 +21,13 @@ NOT_YET = {
     "claim",
     "cli",
     "compiled",
-    "consensus",
     "documents",
     "exchange",
     "format",
     "home",
     "jobs",
     "keeper",
-    "leaving",
-    "metrics",
     "policy",
-    "position",
     "privacy",
     "ranks",
     "rawbytes",
@@ -42,9 +38,7 @@ NOT_YET = {
     "store",
     "surroundings",
     "testing",
-    "tiers",
     "train",
-    "trial",
 }
 
 RULES = {

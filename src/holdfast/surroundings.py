@@ -16,7 +16,7 @@ NOTICES = "HOLDFAST_NOTICES"
 PROGRESS = "HOLDFAST_PROGRESS"
 """File to which rank 0 appends a line for each durable save and restore; unset where nobody asks."""
 TRIAL = "HOLDFAST_TRIAL"
-"""File with the plan of a trial of the script, see `holdfast.trial`; unset outside of `holdfast check`."""
+"""File with the plan of a trial, see `holdfast.checkpointer.trial`; set only by `holdfast check`."""
 REHEARSAL = "HOLDFAST_REHEARSAL"
 """Folder that stands for every home and local folder while a training is only rehearsed; else unset."""
 

@@ -48,7 +48,7 @@ class Trials:
         Args:
             homes: name of the homes that it uses; another trial may have used them before.
             what: the trial in a few words.
-            plan: of `holdfast.trial.TrialPlan`, without its folder.
+            plan: of `holdfast.checkpointer.trial.TrialPlan`, without its folder.
             is_killed: it is to be killed, and does not end by itself.
 
         Raises:

@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 from holdfast import metrics
-from holdfast.metrics import Metrics, Number
+from holdfast.checkpointer.metrics import Metrics, Number
 from holdfast.report import read_story
 from holdfast.report.curves import Point
 from holdfast.store import open_store

@@ -18,6 +18,13 @@ from types import TracebackType
 from typing import Any, NoReturn, SupportsFloat, cast
 
 from holdfast.callsite import warn
+from holdfast.checkpointer.call_guard import Reentry
+from holdfast.checkpointer.loop_exit import is_orderly, looping
+from holdfast.checkpointer.metrics import Metrics
+from holdfast.checkpointer.position import Position
+from holdfast.checkpointer.stable_step import Consensus
+from holdfast.checkpointer.tiers import Base, Tiers
+from holdfast.checkpointer.trial import Trial
 from holdfast.compiled import (
     CLOSE_LIMIT_S,
     CompileCache,
@@ -26,7 +33,6 @@ from holdfast.compiled import (
     bring,
     warn_of_problems,
 )
-from holdfast.consensus import Consensus
 from holdfast.ending import leave, leave_at_exit
 from holdfast.errors import (
     PREEMPTED_STATUS,
@@ -54,22 +60,16 @@ from holdfast.keeper import (
     wait_for_orphans,
 )
 from holdfast.killpoint import kill_point
-from holdfast.leaving import is_orderly, looping
-from holdfast.metrics import Metrics
 from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, Meter, Overdue, Pace, single_policies
-from holdfast.position import Position
 from holdfast.quantity import plural, read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
-from holdfast.reentry import Reentry
 from holdfast.restore.find import Passed
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of, stepping
 from holdfast.state.review import refuse_snapshots
 from holdfast.surroundings import tell_progress
-from holdfast.tiers import Base, Tiers
-from holdfast.trial import Trial
 
 Mark = tuple[Sequence[Passed], "tuple[int, int] | None"]  # what was passed over, and what was restored
 _log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpointer.tiers import Base, Tiers
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import names
 from holdfast.report.events import events_of, read_lines
 from holdfast.report.saves import saves_of
 from holdfast.store import open_store
-from holdfast.tiers import Base, Tiers
 from making import make_checkpoint, make_home
 
 
@@ -56,7 +56,7 @@ def test_a_clock_is_rank_0s_unless_there_is_but_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("holdfast.tiers.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("holdfast.checkpointer.tiers.time.monotonic", lambda: now_s)
     tiers = make_tiers(tmp_path, home_every="10s")
     now_s = 11.0
     assert tiers.is_due_by_clock(5)

@@ -1,4 +1,4 @@
-"""fit_batch against the truth: the largest found by trying all, and not a bit changed by the search."""
+"""fit_batch finds the true largest batch and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from torch import nn
 import holdfast
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.batch import estimate_peak
-from holdfast.train.batch.holdings import find_holdings
-from holdfast.train.batch.prober import Prober
+from holdfast.train.batch.benchmark import StepBenchmark
 from holdfast.train.batch.sample import batch_size_of, resize
+from holdfast.train.batch.training_state import collect_training_state
 from train.batch.training import PEAK_LIMIT, Training
 
 CPU = torch.device("cpu")
 
 
 def real_peak(training: Training, size: int) -> int:
-    """Bytes of tensors at the peak of real steps."""
-    holdings = find_holdings(training.state)
-    prober = Prober(training.step, lambda size: resize(training.sample, size), holdings, CPU, 0)
-    peak = prober.peak(size)
+    """Return the bytes of tensors at the peak of real steps."""
+    training_state = collect_training_state(training.state)
+    benchmark = StepBenchmark(
+        training.step, lambda size: resize(training.sample, size), training_state, CPU, 0
+    )
+    peak = benchmark.measure_peak(size)
     assert peak is not None
     return peak
 
@@ -34,20 +36,20 @@ def real_peak(training: Training, size: int) -> int:
 def test_the_largest_batch_is_found_and_nothing_is_changed(
     reads: bool, warm: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Foretold, or by steps alone where a value is read: it fits, and 5 % more would not."""
+    """Estimated, or with real steps where a value is read: it fits, and 5 % more would not."""
     training = Training(reads=reads, warm=warm)
     before, parameters = training.fingerprint(), list(training.model.parameters())
     found = holdfast.fit_batch(
-        training.step, training.sample, training.state, limit=PEAK_LIMIT, tuned_batch=5000
+        training.step, training.sample, training.state, memory_limit=PEAK_LIMIT, tuned_batch_size=5000
     )
     assert training.fingerprint() == before
     assert all(one is other for one, other in zip(parameters, training.model.parameters(), strict=True))
     assert training.sample["note"] == "kept"
     assert found.size <= found.largest
     assert ("DataDependentOutputException" in found.note) == reads
-    told = capsys.readouterr().err
-    assert "taken" in told
-    assert "by the linear rule, for SGD (Goyal et al. 2017" in told
+    printed = capsys.readouterr().err
+    assert "chosen" in printed
+    assert "by the linear rule, for SGD (Goyal et al. 2017" in printed
     assert training.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9 ** (2 * warm))
     assert real_peak(training, found.largest) <= PEAK_LIMIT < real_peak(training, int(found.largest * 1.05))
 
@@ -55,10 +57,10 @@ def test_the_largest_batch_is_found_and_nothing_is_changed(
 @pytest.mark.slow
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("limit", [900_000, 1_100_000, 1_500_000])
-def test_no_size_at_all_is_better(limit: int, reads: bool) -> None:
-    """Every size from 2 on is tried."""
+def test_no_other_size_is_better(limit: int, reads: bool) -> None:
+    """Compare with every size from 2 on."""
     training = Training(reads=reads)
-    found = holdfast.fit_batch(training.step, training.sample, training.state, limit=limit, quiet=True)
+    found = holdfast.fit_batch(training.step, training.sample, training.state, memory_limit=limit, quiet=True)
     size, truth = 2, 0
     while real_peak(training, size) <= limit:
         truth, size = size, size + 1
@@ -66,30 +68,30 @@ def test_no_size_at_all_is_better(limit: int, reads: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 64, 300])
-def test_what_is_foretold_is_what_happens(size: int) -> None:
+def test_the_estimate_matches_the_real_peak(size: int) -> None:
     training = Training(warm=False)
-    holdings = find_holdings(training.state)
+    training_state = collect_training_state(training.state)
     before = training.fingerprint()
-    foretold = estimate_peak(training.step, lambda size: resize(training.sample, size), holdings, size)
+    estimated = estimate_peak(training.step, lambda size: resize(training.sample, size), training_state, size)
     lr = training.optimizer.param_groups[0]["lr"]
     training.scheduler.load_state_dict({**training.scheduler.state_dict(), "last_epoch": 0})
-    assert lr < 1e-3  # the scheduler did step: only `fit_batch` puts that back
+    assert lr < 1e-3  # the scheduler did step: only `fit_batch` restores that
     assert [one for one in before if isinstance(one, bytes)] == [
         one for one in training.fingerprint() if isinstance(one, bytes)
     ]
-    assert foretold == pytest.approx(real_peak(training, size), rel=0.01)
+    assert estimated == pytest.approx(real_peak(training, size), rel=0.01)
 
 
-def test_a_step_that_reads_a_value_cannot_be_foretold_and_says_why() -> None:
+def test_a_step_that_reads_a_value_cannot_be_estimated() -> None:
     training = Training(reads=True)
-    holdings = find_holdings(training.state)
+    training_state = collect_training_state(training.state)
     with pytest.raises(Unsupported, match="DataDependentOutputException"):
-        estimate_peak(training.step, lambda size: resize(training.sample, size), holdings, 8)
+        estimate_peak(training.step, lambda size: resize(training.sample, size), training_state, 8)
     assert all(type(one) is nn.Parameter for one in training.model.parameters())
 
 
 def saved(training: Training) -> dict[str, Any]:
-    """What of it a checkpoint holds."""
+    """Return the part of the state that is saved."""
     return {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
 
 
@@ -99,7 +101,7 @@ def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path, {**saved(training), "batch": found}, **options) as ckpt:
         assert ckpt.restore() is None
         holdfast.fit_batch(
-            training.step, training.sample, training.state, limit="4MB", found=found, quiet=True
+            training.step, training.sample, training.state, memory_limit="4MB", result=found, quiet=True
         )
         for _ in ckpt.steps(3):
             training.step(resize(training.sample, found.size))
@@ -107,21 +109,21 @@ def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path, {**saved(resumed), "batch": kept}, **options) as ckpt:
         assert ckpt.restore() == 3
         num_steps = resumed.num_steps
-        again = holdfast.fit_batch(resumed.step, resumed.sample, resumed.state, limit=1, found=kept)
+        again = holdfast.fit_batch(resumed.step, resumed.sample, resumed.state, memory_limit=1, result=kept)
     assert again is kept
     assert resumed.num_steps == num_steps
     assert kept.state_dict() == found.state_dict()
 
 
-def test_if_not_even_the_least_fits_it_says_what_it_takes() -> None:
+def test_if_the_smallest_batch_does_not_fit_the_error_gives_its_peak() -> None:
     training = Training()
     before = training.fingerprint()
-    with pytest.raises(InvalidInput, match=r"Not even a batch of 2 fits into 100 kB .*peak is \d{3} kB"):
-        holdfast.fit_batch(training.step, training.sample, training.state, limit="100kB")
+    with pytest.raises(InvalidInput, match=r"Not even a batch of 2 fits in 100 kB .*peak is \d{3} kB"):
+        holdfast.fit_batch(training.step, training.sample, training.state, memory_limit="100kB")
     assert training.fingerprint() == before
 
 
-def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
+def test_a_failing_step_leaves_everything_unchanged() -> None:
     training = Training(reads=True)
     before = training.fingerprint()
 
@@ -131,12 +133,12 @@ def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
             raise ValueError("too wide")
 
     with pytest.raises(ValueError, match="too wide"):
-        holdfast.fit_batch(fail, training.sample, training.state, limit=PEAK_LIMIT)
+        holdfast.fit_batch(fail, training.sample, training.state, memory_limit=PEAK_LIMIT)
     assert training.fingerprint() == before
 
 
-def test_memory_that_really_runs_out_bounds_the_search() -> None:
-    """As a device's allocator does: the step raises, and leaves what it had begun."""
+def test_a_real_out_of_memory_error_bounds_the_search() -> None:
+    """As with a device's allocator: the step raises in the middle."""
     training = Training(reads=True)
     before = training.fingerprint()
 
@@ -150,7 +152,7 @@ def test_memory_that_really_runs_out_bounds_the_search() -> None:
     assert training.fingerprint() == before
 
 
-def test_what_cannot_be_put_back_is_refused() -> None:
+def test_a_state_that_cannot_be_restored_is_rejected() -> None:
     training = Training()
     with pytest.raises(InvalidInput, match=r"\['Training'\] types without state_dict"):
         holdfast.fit_batch(training.step, training.sample, {**training.state, "all": training})
@@ -158,16 +160,24 @@ def test_what_cannot_be_put_back_is_refused() -> None:
         holdfast.fit_batch(training.step, training.sample, {"optimizer": training.optimizer})
 
 
-def test_global_batch_is_kept_by_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_global_batch_is_kept_by_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     training = Training()
     found = holdfast.fit_batch(
-        training.step, training.sample, training.state, limit="2.2MB", most=64, global_batch=1024
+        training.step,
+        training.sample,
+        training.state,
+        memory_limit="2.2MB",
+        max_size=64,
+        global_batch_size=1024,
     )
-    parts = -(-1024 // found.size)
-    assert f"to keep a global batch of 1024: {parts} parts of at most" in capsys.readouterr().err
+    num = -(-1024 // found.size)
+    assert (
+        f"to keep a global batch of 1024: accumulate {num} micro-batches of at most"
+        in capsys.readouterr().err
+    )
 
 
-def test_batches_are_cut_and_repeated_along_their_first_dimension() -> None:
+def test_batches_are_cut_and_repeated_along_the_first_dimension() -> None:
     sample = {"x": torch.arange(6).view(3, 2), "y": (torch.arange(3), 7), "scale": torch.tensor(2.0)}
     assert batch_size_of(sample) == 3
     larger, smaller = resize(sample, 7), resize(sample, 2)
@@ -181,7 +191,7 @@ def test_batches_are_cut_and_repeated_along_their_first_dimension() -> None:
 
 
 @pytest.mark.gpu
-def test_a_device_is_filled_up_to_the_limit_and_not_beyond() -> None:
+def test_a_device_is_filled_up_to_its_limit() -> None:
     device = torch.device("cuda")
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -193,7 +203,7 @@ def test_a_device_is_filled_up_to_the_limit_and_not_beyond() -> None:
 
     sample = torch.randn(8, 1024, device=device)
     found = holdfast.fit_batch(
-        step, sample, {"model": model, "optimizer": optimizer}, limit="1GiB", most=10**6
+        step, sample, {"model": model, "optimizer": optimizer}, memory_limit="1GiB", max_size=10**6
     )
     assert not optimizer.state
     peaks = {}

@@ -1,4 +1,4 @@
-"""Several ranks search together: they find the same, the poorest decides, none waits for what failed."""
+"""Several ranks search together: the one with the least memory decides, and a failure ends all."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def test_the_rank_with_the_least_memory_decides_for_all() -> None:
     assert 2_850_000 < peaks[found[0]["largest"]] <= 3_000_000
 
 
-def test_memory_that_runs_out_on_one_rank_bounds_all() -> None:
+def test_memory_that_runs_out_on_one_rank_bounds_all_ranks() -> None:
     found = run_ranks(2, together.running_out)
     assert found[0] == found[1], found
     assert found[0] in (48, 49, 50)
 
 
-def test_a_step_that_fails_on_one_rank_ends_the_search_on_all() -> None:
-    said = run_ranks(2, together.failing)
-    assert "RetryLater: The search for a batch ended because the step failed on rank 1" in said[0]
-    assert "ValueError: a bad batch" in said[0]
-    assert "ValueError: a bad batch" in said[1]
-    assert "RetryLater" not in said[1]
+def test_a_failing_step_on_one_rank_ends_the_search_on_all() -> None:
+    errors = run_ranks(2, together.failing)
+    assert "RetryLater: fit_batch() stopped because the step failed on rank 1" in errors[0]
+    assert "ValueError: a bad batch" in errors[0]
+    assert "ValueError: a bad batch" in errors[1]
+    assert "RetryLater" not in errors[1]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_models_whose_ranks_talk_in_their_step_are_measured_and_left_as_they_were(kind: str) -> None:
+def test_models_that_communicate_in_their_step_are_measured_and_restored(kind: str) -> None:
     found = run_ranks(2, together.wrapped, kind)
     assert found[0] == found[1], found
     assert found[0]["largest"] > 50
-    assert "memory measured by steps" in found[0]["note"]
+    assert "memory measured with real steps" in found[0]["note"]
     assert all(peak <= 3_000_000 for _, peak, fits, _ in found[0]["probes"] if fits and peak is not None)

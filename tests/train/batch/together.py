@@ -1,4 +1,4 @@
-"""Searches for a batch on several ranks, to be run by each of them."""
+"""Functions that search for a batch on several ranks; every rank runs them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.train.batch.holdings import local
+from holdfast.train.batch.training_state import local
 from train.batch.training import Training
 
 
 def with_limits(rank: int, *limits: int) -> dict[str, Any]:
-    """What is found where each rank has memory of its own."""
+    """Search with a different memory limit on each rank."""
     training = Training()
     before = training.fingerprint()
-    found = holdfast.fit_batch(training.step, training.sample, training.state, limit=limits[rank], quiet=True)
+    found = holdfast.fit_batch(
+        training.step, training.sample, training.state, memory_limit=limits[rank], quiet=True
+    )
     assert training.fingerprint() == before
     return found.state_dict()
 
 
 def running_out(rank: int) -> int:
-    """The largest that is found where rank 1 alone runs out of memory."""
+    """Return the largest batch if rank 1 alone runs out of memory."""
     training = Training(reads=True)
 
     def step(batch: dict[str, Any]) -> None:
@@ -36,7 +38,7 @@ def running_out(rank: int) -> int:
 
 
 def failing(rank: int) -> None:
-    """Rank 1's step fails at some size."""
+    """Search while the step of rank 1 fails at some size."""
     training = Training(reads=True)
 
     def step(batch: dict[str, Any]) -> None:
@@ -44,11 +46,11 @@ def failing(rank: int) -> None:
             raise ValueError("a bad batch")
         training.step(batch)
 
-    holdfast.fit_batch(step, training.sample, training.state, limit="8MB")
+    holdfast.fit_batch(step, training.sample, training.state, memory_limit="8MB")
 
 
 def wrapped(rank: int, kind: str) -> dict[str, Any]:
-    """What is found for a model whose step talks to the other ranks."""
+    """Search for a model whose step communicates with the other ranks."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     if kind == "fsdp":
@@ -69,7 +71,7 @@ def wrapped(rank: int, kind: str) -> dict[str, Any]:
     step(sample)
     before = bits()
     found = holdfast.fit_batch(
-        step, sample, {"model": model, "optimizer": optimizer}, limit="3MB", rounds=1, quiet=True
+        step, sample, {"model": model, "optimizer": optimizer}, memory_limit="3MB", timed_steps=1, quiet=True
     )
     assert bits() == before
     return found.state_dict()

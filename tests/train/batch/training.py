@@ -1,4 +1,4 @@
-"""A training that has everything that probing could disturb, and what it is made of, bit for bit."""
+"""A training with everything that a search could disturb, and its state, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PEAK_LIMIT = 8_000_000
 
 
 class Training:
-    """Dropout, batch norm, momentum, a scheduler, gradients that stay, a generator, plain values.
+    """A training with dropout, batch norm, a scheduler, gradients, a generator and plain values.
 
     Args:
-        reads: read a value of a tensor in each step, which fake tensors cannot follow.
-        warm: have made two steps before.
+        reads: read a tensor's value in each step, which fake tensors do not allow.
+        warm: make two steps first.
     """
 
     def __init__(self, *, reads: bool = False, warm: bool = True) -> None:
@@ -46,7 +46,7 @@ class Training:
         }
 
     def step(self, batch: dict[str, Any]) -> None:
-        """One step, leaving its gradients."""
+        """Run one step and keep its gradients."""
         self.num_steps += 1
         self.optimizer.zero_grad()
         noise = torch.rand(1, generator=self.generator) if self.reads else 0.1
@@ -58,7 +58,7 @@ class Training:
             self.average += loss.item() * random.random()
 
     def fingerprint(self) -> list[Any]:
-        """Everything there is, as bytes and plain values."""
+        """Return the whole state as bytes and plain values."""
         tensors = [*self.model.state_dict().values(), self.average, self.generator.get_state()]
         tensors += [one.grad for one in self.model.parameters() if one.grad is not None]
         states = [self.optimizer.state.get(one, {}) for one in self.model.parameters()]

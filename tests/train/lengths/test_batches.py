@@ -1,4 +1,4 @@
-"""Orders of batches: each unit once, ranks alike, and any resume goes on with exactly the rest."""
+"""Order of batches: each unit once per epoch, equally many on each rank, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import holdfast
 from holdfast.errors import InvalidInput
 from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
-from holdfast.train.lengths.batches import cut_epoch
+from holdfast.train.lengths.batches import batch_bounds
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
 
@@ -28,18 +28,18 @@ def make(kind: str, lengths: list[int], batch_size: int, **options: Any) -> Batc
 
 
 def flat(batch: list[Any]) -> list[int]:
-    """Indices in a batch of either kind."""
+    """Return the indices in a batch of either kind."""
     return [index for unit in batch for index in (unit if isinstance(unit, list) else [unit])]
 
 
 def epochs(batches: Batches[Any], num: int) -> list[list[Any]]:
-    """All batches of so many epochs, from where it stands."""
+    """Return all batches of the next `num` epochs."""
     return [batch for _ in range(num) for batch in batches]
 
 
 @st.composite
 def settings_of(draw: st.DrawFn) -> tuple[str, list[int], int, int, int]:
-    """Kind, lengths, batch size, ranks, parts, such that packed rows always suffice."""
+    """Draw kind, lengths, batch size, ranks and accumulation steps with enough packed rows."""
     world, parts = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)]))
     batch_size = draw(st.integers(world * parts, 12))
     kind = draw(st.sampled_from(["buckets", "packs"]))
@@ -50,12 +50,12 @@ def settings_of(draw: st.DrawFn) -> tuple[str, list[int], int, int, int]:
 
 
 @given(settings_of())
-def test_every_sample_comes_once_an_epoch_and_ranks_get_equally_many_batches(
+def test_every_sample_occurs_once_per_epoch_and_all_ranks_get_as_many_batches(
     drawn: tuple[str, list[int], int, int, int],
 ) -> None:
     kind, lengths, size, world, parts = drawn
     ranks = [
-        epochs(make(kind, lengths, size, rank=rank, world_size=world, accumulate=parts), 1)
+        epochs(make(kind, lengths, size, rank=rank, world_size=world, accumulation_steps=parts), 1)
         for rank in range(world)
     ]
     assert Counter(index for batches in ranks for batch in batches for index in flat(batch)) == Counter(
@@ -63,15 +63,15 @@ def test_every_sample_comes_once_an_epoch_and_ranks_get_equally_many_batches(
     )
     assert len({len(batches) for batches in ranks}) == 1
     assert all(batch for batches in ranks for batch in batches)
-    assert len(ranks[0]) == len(make(kind, lengths, size, rank=0, world_size=world, accumulate=parts))
+    assert len(ranks[0]) == len(make(kind, lengths, size, rank=0, world_size=world, accumulation_steps=parts))
 
 
 @given(settings_of(), st.data())
-def test_a_resume_at_any_batch_gives_the_same_rest(
+def test_a_resume_at_any_batch_yields_the_remaining_batches(
     drawn: tuple[str, list[int], int, int, int], data: st.DataObject
 ) -> None:
     kind, lengths, size, world, parts = drawn
-    options = {"rank": world - 1, "world_size": world, "accumulate": parts}
+    options = {"rank": world - 1, "world_size": world, "accumulation_steps": parts}
     whole = epochs(make(kind, lengths, size, **options), 3)
     first = make(kind, lengths, size, **options)
     endless = itertools.chain.from_iterable(first for _ in itertools.count())
@@ -84,10 +84,10 @@ def test_a_resume_at_any_batch_gives_the_same_rest(
 
 
 @given(st.lists(st.integers(1, 40), min_size=40, max_size=90), st.sampled_from([1, 2, 4]), st.data())
-def test_global_batches_do_not_depend_on_how_many_ranks_divide_them(
+def test_global_batches_do_not_depend_on_the_number_of_ranks(
     lengths: list[int], world: int, data: st.DataObject
 ) -> None:
-    """Killed on one rank, resumed on several: the steps see the same samples as if nothing had happened."""
+    """After a resume on several ranks, the steps see the same samples as without an interruption."""
     whole = epochs(make("buckets", lengths, 8, rank=0, world_size=1), 2)
     first = make("buckets", lengths, 8, rank=0, world_size=1)
     endless = itertools.chain.from_iterable(first for _ in itertools.count())
@@ -103,22 +103,22 @@ def test_global_batches_do_not_depend_on_how_many_ranks_divide_them(
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 8), st.booleans())
-def test_no_batch_is_too_large_and_few_are_small(n: int, size: int, least: int, drop_last: bool) -> None:
-    least = min(least, size, n)
-    cuts = cut_epoch(n, size, least=least, drop_last=drop_last)
-    lengths = [end - start for start, end in cuts]
-    assert [start for start, _ in cuts[1:]] == [end for _, end in cuts[:-1]]
+def test_no_batch_is_too_large_and_few_are_small(n: int, size: int, min_units: int, drop_last: bool) -> None:
+    min_units = min(min_units, size, n)
+    bounds = batch_bounds(n, size, min_units=min_units, drop_last=drop_last)
+    lengths = [end - start for start, end in bounds]
+    assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
     if drop_last:
         assert lengths == [size] * (n // size)
         return
     assert sum(lengths) == n
     assert all(length == size for length in lengths[:-2])
-    assert all(length >= least for length in lengths)
-    if n >= size and size >= 2 * least:
+    assert all(length >= min_units for length in lengths)
+    if n >= size and size >= 2 * min_units:
         assert all(size // 2 <= length <= size for length in lengths)
 
 
-def test_the_order_is_another_in_each_epoch_and_with_each_seed() -> None:
+def test_the_order_differs_by_epoch_and_seed() -> None:
     lengths = list(range(1, 65))
     one = make("buckets", lengths, 8)
     first, second = epochs(one, 1), epochs(one, 1)
@@ -128,7 +128,7 @@ def test_the_order_is_another_in_each_epoch_and_with_each_seed() -> None:
     assert epochs(make("buckets", lengths, 8), 1) == first
 
 
-def test_buckets_hold_samples_of_like_length() -> None:
+def test_buckets_hold_samples_of_similar_length() -> None:
     lengths = [1 + (7919 * number) % 500 for number in range(640)]
     spread = lambda pool: sum(  # noqa: E731
         max(lengths[index] for index in batch) - min(lengths[index] for index in batch)
@@ -137,7 +137,7 @@ def test_buckets_hold_samples_of_like_length() -> None:
     assert spread(20) < spread(0) / 8
 
 
-def test_packed_rows_are_fuller_than_half_and_none_overflows() -> None:
+def test_packed_rows_are_nearly_full_and_none_overflows() -> None:
     lengths = [1 + (31 * number) % 60 for number in range(300)]
     rows = [row for batch in PackedBatches(lengths, 4, row_length=100) for row in batch]
     filled = [sum(lengths[index] for index in row) for row in rows]
@@ -145,23 +145,28 @@ def test_packed_rows_are_fuller_than_half_and_none_overflows() -> None:
     assert sum(filled) > 0.95 * 100 * len(rows)
 
 
-def test_a_resume_with_other_data_is_refused_and_says_what_differs() -> None:
+def test_a_resume_with_other_data_is_rejected_with_the_differences() -> None:
     state = make("buckets", [1, 2, 3, 4], 2).state_dict()
-    with pytest.raises(InvalidInput, match=r"batch_size 2 then, 4 now, lengths 4 of 10 tokens"):
+    with pytest.raises(InvalidInput, match=r"batch_size was 2, is 4, lengths was 4 of 10 tokens"):
         make("buckets", [1, 2, 3, 5], 4).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(2, {"world_size": 4, "rank": 0}), (4, {"world_size": 2, "rank": 2}), (8, {}), (2, {"accumulate": 3})],
+    [
+        (2, {"world_size": 4, "rank": 0}),
+        (4, {"world_size": 2, "rank": 2}),
+        (8, {}),
+        (2, {"accumulation_steps": 3}),
+    ],
 )
-def test_what_cannot_be_divided_is_refused(size: int, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match=r"cannot be divided|do not make one batch"):
+def test_batches_that_cannot_be_divided_are_rejected(size: int, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"cannot be divided|do not fill one batch"):
         make("buckets", [3] * 6, size, drop_last=True, **options)
 
 
-def test_more_ranks_than_are_left_in_the_epoch_begin_the_next() -> None:
-    """9 samples in batches of 4: one rank cuts 4, 3, 2; after 7 of them, four ranks cannot share 2."""
+def test_if_fewer_units_than_ranks_are_left_the_next_epoch_starts() -> None:
+    """9 samples in batches of 4: one rank gets 4, 3, 2; after 7 of them, four ranks cannot share 2."""
     first = make("buckets", [5] * 9, 4, rank=0, world_size=1)
     iterator = iter(first)
     assert len(next(iterator)) + len(next(iterator)) == 7
@@ -172,7 +177,7 @@ def test_more_ranks_than_are_left_in_the_epoch_begin_the_next() -> None:
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """Each index is its own sample."""
+    """Dataset whose samples are their indices."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -184,7 +189,7 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
-def test_a_loader_takes_it_and_a_checkpoint_brings_it_back(tmp_path: Any) -> None:
+def test_batches_in_a_loader_resume_from_a_checkpoint(tmp_path: Any) -> None:
     lengths = [1 + (7 * number) % 30 for number in range(50)]
 
     def batches_of(loader: DataLoader[int]) -> Any:
@@ -208,7 +213,7 @@ def test_a_loader_takes_it_and_a_checkpoint_brings_it_back(tmp_path: Any) -> Non
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stateful_loader_resumes_exactly_although_it_reads_ahead(num_workers: int) -> None:
+def test_a_stateful_loader_that_reads_ahead_resumes_exactly(num_workers: int) -> None:
     lengths = [1 + (7 * number) % 30 for number in range(50)]
 
     def loader() -> StatefulDataLoader[int]:

@@ -1,4 +1,4 @@
-"""What padding costs, told from lengths alone; and packing by first fit."""
+"""Cost of padding, from lengths alone, and packing by first fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
-from holdfast.train.lengths import compare_paddings, first_fit, say_paddings
+from holdfast.train.lengths import compare_paddings, first_fit, format_paddings
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=80)
 
@@ -28,7 +28,7 @@ def test_a_case_small_enough_to_count_by_hand() -> None:
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 50), st.integers(1, 5))
-def test_what_always_holds_among_paddings(lengths: list[int], size: int, multiple: int, pool: int) -> None:
+def test_paddings_are_ordered_by_cost(lengths: list[int], size: int, multiple: int, pool: int) -> None:
     full, longest, rounded, buckets, buckets_rounded, packed = compare_paddings(
         lengths, batch_size=size, multiple=multiple, pool=pool
     )
@@ -44,26 +44,26 @@ def test_what_always_holds_among_paddings(lengths: list[int], size: int, multipl
     assert rounded.num_shapes <= longest.num_shapes
 
 
-def test_longer_sequences_count_as_cut() -> None:
+def test_longer_sequences_count_as_truncated() -> None:
     rows = compare_paddings([50, 2], batch_size=2, max_length=10)
     assert {row.positions for row in rows[:4]} == {20}
     assert rows[0].useful == 12 / 20
 
 
-def test_the_table_names_every_way_once() -> None:
-    lines = say_paddings(compare_paddings([5, 70, 3], batch_size=2)).splitlines()
+def test_the_table_lists_every_method_once() -> None:
+    lines = format_paddings(compare_paddings([5, 70, 3], batch_size=2)).splitlines()
     assert len(lines) == 7
     assert lines[1].split() == ["max_length=70", "37%", "2", "1.47x"]
 
 
 @pytest.mark.parametrize(("lengths", "size"), [([], 2), ([0, 1], 2), ([1], 0)])
-def test_nothing_to_compare_is_refused(lengths: list[int], size: int) -> None:
+def test_empty_lengths_and_sizes_below_one_are_rejected(lengths: list[int], size: int) -> None:
     with pytest.raises(InvalidInput, match="at least one"):
         compare_paddings(lengths, batch_size=size)
 
 
 def slow_first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """First fit as it is defined."""
+    """Pack by first fit, by its definition."""
     rows: list[list[int]] = []
     for index, length in enumerate(lengths):
         for row in rows:
@@ -76,14 +76,14 @@ def slow_first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 @given(LENGTHS, st.integers(100, 260))
-def test_first_fit_is_what_its_name_says(lengths: list[int], capacity: int) -> None:
+def test_first_fit_matches_its_definition(lengths: list[int], capacity: int) -> None:
     assert first_fit(lengths, capacity) == slow_first_fit(lengths, capacity)
 
 
-def test_a_sequence_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="12 tokens does not go into a row of 10"):
+def test_a_sequence_longer_than_a_row_is_rejected() -> None:
+    with pytest.raises(InvalidInput, match="12 tokens does not fit in a row of 10"):
         first_fit([3, 12], 10)
 
 
-def test_nothing_fills_no_row() -> None:
+def test_without_sequences_first_fit_returns_no_rows() -> None:
     assert first_fit([], 10) == []

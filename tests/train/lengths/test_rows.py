@@ -1,4 +1,4 @@
-"""Packed rows compute what their sequences would compute alone."""
+"""Packed rows have the same loss and gradients as their sequences one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.train.lengths import (
 
 
 def test_a_row_small_enough_to_read() -> None:
-    row = join_sequences([[5, 6, 7], torch.tensor([8, 9])], 7, pad=1)
+    row = join_sequences([[5, 6, 7], torch.tensor([8, 9])], 7, pad_token_id=1)
     assert {name: one.tolist() for name, one in row.items()} == {
         "input_ids": [5, 6, 7, 8, 9, 1, 1],
         "labels": [-100, 6, 7, -100, 9, -100, -100],
@@ -43,8 +43,8 @@ def test_a_row_small_enough_to_read() -> None:
 
 
 @pytest.mark.parametrize("sequences", [[[1, 2], [3, 4]], [[1], []]])
-def test_what_does_not_fit_is_refused(sequences: list[list[int]]) -> None:
-    with pytest.raises(InvalidInput, match="do not go into a row of 3"):
+def test_sequences_that_do_not_fit_are_rejected(sequences: list[list[int]]) -> None:
+    with pytest.raises(InvalidInput, match="do not fit in a row of 3"):
         join_sequences(sequences, 3)
 
 
@@ -57,7 +57,7 @@ class Tiny(nn.Module):
         self.into, self.head = nn.Linear(16, 48), nn.Linear(16, 20)
 
     def loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sum of the losses of all labels of a batch of rows."""
+        """Return the summed loss of all labels of a batch of rows."""
         x = self.embed(row["input_ids"]) + self.place(row["position_ids"])
         query, key, value = self.into(x)[:, None].chunk(3, dim=-1)
         x = nn.functional.scaled_dot_product_attention(
@@ -67,7 +67,7 @@ class Tiny(nn.Module):
         return nn.functional.cross_entropy(logits, row["labels"][:, 1:].flatten(), reduction="sum")
 
 
-def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences_alone() -> None:
+def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences() -> None:
     torch.manual_seed(0)
     model = Tiny()
     sequences = [torch.randint(20, (length,)) for length in (5, 3, 7, 2, 6, 4, 1)]

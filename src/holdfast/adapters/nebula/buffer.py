@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -72,14 +71,3 @@ def image_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of a file image that holds these tensors, rounded up: header, data and padding."""
     sizes = [tensor.nbytes + 512 for tensor in tensors]
     return -(-(sum(sizes) + 4 * _BLOCK_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
-
-
-def available_bytes() -> int:
-    """Memory that this machine, or the container in it, can still give."""
-    free = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(free, int(text)) if text.isdecimal() else free

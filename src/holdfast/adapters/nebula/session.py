@@ -12,8 +12,9 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from holdfast import host_memory
 from holdfast.adapters.nebula.board import Board, Plan, is_grouped, own_rank, world
-from holdfast.adapters.nebula.buffer import Buffer, available_bytes
+from holdfast.adapters.nebula.buffer import Buffer
 from holdfast.adapters.nebula.circle import Circle
 from holdfast.adapters.nebula.packing import Packed, pack
 from holdfast.adapters.nebula.settings import Settings, place_of
@@ -65,7 +66,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.home = settings.home
-        self._buffer = Buffer.read(os.environ, available_bytes())
+        self._buffer = Buffer.read(os.environ, host_memory.available_bytes())
         self._lock = threading.RLock()
         self._board: Board | None = None
         self._writer: Writer | None = None

@@ -1,15 +1,15 @@
-"""The batch that fits and the batch that pays: found by measuring, agreed by all ranks, changing nothing."""
+"""The batch size that fits in memory and reaches full throughput, measured and agreed on by all ranks."""
 
 from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.finder import fit_batch
-from holdfast.train.batch.fit import BatchFit, Probe, choose_batch
-from holdfast.train.batch.rates import (
+from holdfast.train.batch.learning_rates import (
     Accumulation,
     ScaledRate,
-    accumulate_to,
-    say_rates,
+    format_rates,
+    plan_accumulation,
     scale_rates,
 )
+from holdfast.train.batch.result import BatchFit, Probe, choose_size
 from holdfast.train.batch.search import Search
 
 __all__ = [
@@ -18,10 +18,10 @@ __all__ = [
     "Probe",
     "ScaledRate",
     "Search",
-    "accumulate_to",
-    "choose_batch",
+    "choose_size",
     "estimate_peak",
     "fit_batch",
-    "say_rates",
+    "format_rates",
+    "plan_accumulation",
     "scale_rates",
 ]

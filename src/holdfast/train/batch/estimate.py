@@ -1,4 +1,4 @@
-"""Runs a training step on tensors without bytes, to foretell its peak memory at any batch size."""
+"""Peak memory of a training step at any batch size, estimated by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from holdfast.errors import Unsupported
-from holdfast.train.batch.holdings import Holdings, count_bytes
 from holdfast.train.batch.sample import tensors_of
+from holdfast.train.batch.training_state import TrainingState, count_bytes
 
 
 def estimate_peak(
-    step: Callable[[Any], object], make: Callable[[int], Any], holdings: Holdings, size: int
+    step: Callable[[Any], object], make: Callable[[int], Any], training: TrainingState, size: int
 ) -> int:
-    """Bytes at the peak of a step on a batch of `size`, without computing or allocating anything.
+    """Return the bytes at the peak of a step on a batch of `size`, without computing or allocating.
 
-    For the while, the modules' tensors and the optimizers' parameters give way to fake ones, on which two
-    steps are run. What the step changes besides (schedulers, its own counters) it does change.
+    Two steps run on fake tensors, which replace the modules' tensors and the optimizers' parameters for that
+    time. Other effects of the step, such as scheduler steps and counters, are real.
 
     Raises:
-        Unsupported: the step cannot be followed so: it reads a value of a tensor (`loss.item()`), talks to
-            other ranks, or uses operators without shapes. The message has the reason.
+        Unsupported: the step cannot run on fake tensors: it reads a value (`loss.item()`), communicates with
+            other ranks, or uses operators without shape rules. The message gives the reason.
 
     Source: torch.distributed._tools.MemTracker; equal to the profiler's real peak on CPU for GPT-2, BERT, T5.
     """
-    devices = holdings.devices
-    if holdings.has_collectives or len(devices) != 1:
-        raise Unsupported(f"the step talks to other ranks, or lies on several devices ({len(devices)})")
+    devices = training.devices
+    if training.has_collectives or len(devices) != 1:
+        raise Unsupported(f"the step communicates with other ranks or uses {len(devices)} devices")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with _eager(), _quiet(), _fakes_for(holdings, mode), mode:
+        with _eager(), _quiet(), _fakes_for(training, mode), mode:
             batch = make(size)
             tracker = MemTracker()
-            tracker.track_external(*holdings.modules, *holdings.optimizers, *tensors_of(batch))
+            tracker.track_external(*training.modules, *training.optimizers, *tensors_of(batch))
             with tracker:
-                for _ in range(2):  # the second has the optimizer's state
+                for _ in range(2):  # the second includes the optimizer's state
                     tracker.reset_mod_stats()
                     step(batch)
             snapshot = tracker.get_tracker_snapshot("peak")
@@ -51,12 +51,12 @@ def estimate_peak(
         raise Unsupported(f"{type(error).__name__}: {text[0] if text else ''}") from error
     (device,) = devices
     peak = sum(one["Total"] for place, one in snapshot.items() if place == device)
-    return peak + count_bytes(holdings.tensors, device)
+    return peak + count_bytes(training.tensors, device)
 
 
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled modules run as they are written: a compiler would compile for tensors without bytes."""
+    """Run compiled modules eagerly during the block. Compiling for fake tensors would be wasted."""
     if hasattr(torch.compiler, "set_stance"):
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -66,7 +66,7 @@ def _eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch logs of operators that it cannot follow is in the error that it raises."""
+    """Silence torch's log of unsupported operators. The exception repeats it."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses", "torch._subclasses.fake_tensor")]
     levels = [one.level for one in loggers]
     for one in loggers:
@@ -79,8 +79,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fakes_for(holdings: Holdings, mode: FakeTensorMode) -> Iterator[None]:
-    """Let fake tensors stand where parameters, buffers and the optimizers' parameters do."""
+def _fakes_for(training: TrainingState, mode: FakeTensorMode) -> Iterator[None]:
+    """Replace parameters, buffers and the optimizers' parameters by fake tensors during the block."""
     fakes: dict[int, torch.Tensor] = {}
     undo: list[Callable[[], object]] = []
 
@@ -90,10 +90,10 @@ def _fakes_for(holdings: Holdings, mode: FakeTensorMode) -> Iterator[None]:
         return fakes[id(tensor)]
 
     try:
-        for slots, name, tensor in _slots(holdings):
+        for slots, name, tensor in _slots(training):
             undo.append(partial(slots.__setitem__, name, tensor))
             slots[name] = fake(tensor)
-        for optimizer in holdings.optimizers:
+        for optimizer in training.optimizers:
             _swap_parameters(optimizer, fake, undo)
         yield
     finally:
@@ -101,11 +101,11 @@ def _fakes_for(holdings: Holdings, mode: FakeTensorMode) -> Iterator[None]:
             one()
 
 
-def _slots(holdings: Holdings) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Where modules keep their tensors: the mapping, the name in it, the tensor."""
+def _slots(training: TrainingState) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Return each tensor of the modules, with the mapping and the name that hold it."""
     return [
         (slots, name, tensor)
-        for module in holdings.modules
+        for module in training.modules
         for part in module.modules()
         for slots in (part._parameters, part._buffers)
         for name, tensor in slots.items()

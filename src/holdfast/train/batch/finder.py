@@ -1,4 +1,4 @@
-"""Finds the batch: foretells memory, verifies it by real steps, times them, and changes nothing."""
+"""Search for a batch size: estimate memory, verify with real steps, time them, and restore the state."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
 from holdfast.quantity import plural, read_bytes, read_seconds, say_bytes
 from holdfast.ranks import RankGroup, Ranks
+from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
 from holdfast.train.batch.estimate import estimate_peak
-from holdfast.train.batch.fit import BatchFit, Probe, choose_batch
-from holdfast.train.batch.holdings import Holdings, count_bytes, find_holdings
-from holdfast.train.batch.prober import STEPS_OF_A_PROBE, Prober
-from holdfast.train.batch.rates import accumulate_to, say_rates, scale_rates
-from holdfast.train.batch.room import find_limit
+from holdfast.train.batch.learning_rates import format_rates, plan_accumulation, scale_rates
+from holdfast.train.batch.memory_limit import find_memory_limit
+from holdfast.train.batch.result import BatchFit, Probe, choose_size
 from holdfast.train.batch.sample import batch_size_of, resize
 from holdfast.train.batch.search import Search
 from holdfast.train.batch.snapshot import Snapshot
+from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _RANKS_TIMEOUT_S = 3600.0
-_NO_LONGER_GAIN = 2  # sizes in a row that are no faster, after which no larger one is timed
+_MAX_SLOWER = 2  # after this many sizes in a row that are no faster, no larger size is timed
 
 
 def fit_batch(
@@ -34,124 +34,129 @@ def fit_batch(
     sample: Any,
     state: Any,
     *,
-    make: Callable[[int], Any] | None = None,
-    limit: int | str | None = None,
-    least: int | None = None,
-    most: int = 4096,
-    longest_step: str | float | timedelta = "30s",
-    rounds: int = 3,
-    tuned_batch: int | None = None,
-    global_batch: int | None = None,
-    found: BatchFit | None = None,
+    make_batch: Callable[[int], Any] | None = None,
+    memory_limit: int | str | None = None,
+    min_size: int | None = None,
+    max_size: int = 4096,
+    max_step_time: str | float | timedelta = "30s",
+    timed_steps: int = 3,
+    tuned_batch_size: int | None = None,
+    global_batch_size: int | None = None,
+    result: BatchFit | None = None,
     quiet: bool = False,
 ) -> BatchFit:
-    """Find the largest batch that fits into memory, and the smallest that is as fast as any.
+    """Find the largest batch that fits in memory, and the smallest one at full throughput.
 
-    Where the step can be followed without computing it, memory is foretold; what is foretold is verified by
-    real steps. Nothing is different afterwards: modules, optimizers, gradients, generators and what else
-    `state` holds are put back bit for bit. What the step changes besides is not known here: leave out writing
-    logs or counting in files.
+    Memory is estimated without computing where the step allows it, then verified with real steps. Afterwards
+    modules, optimizers, gradients, generators and everything else in `state` are restored bit for bit. Other
+    effects of the step are not undone: do not write logs or count steps in it.
 
-    The learning rate is not touched: what the known rules make of it is printed, with their sources.
+    The learning rate does not change. `fit_batch` prints what the known scaling rules suggest, with their
+    sources.
 
     Args:
-        step: one whole training step on a batch: forward, backward, the optimizer's step, gradients to zero.
-        sample: a batch, on the device it is trained on. It is cut or repeated to other sizes.
-        state: what the step changes: modules, optimizers, schedulers, tensors and generators, as for a
-            Checkpointer.
-        make: makes a batch of so many samples, where cutting and repeating `sample` would not do. The longest
-            samples take most: make batches of those.
-        limit: memory of one rank, in bytes or as "12GiB"; by default what is free on the device, less 3 %, or
-            of this host or its control group, less 10 %, shared among the host's ranks.
-        least: no smaller size is tried; by default 1, or 2 if the model normalizes over the batch.
-        most: no larger size is tried.
-        longest_step: no size whose step would take longer is tried.
-        rounds: steps that are timed of each size.
-        tuned_batch: samples of all ranks in an optimizer step for which the learning rate was chosen; by
-            default those of `sample` on every rank.
-        global_batch: samples of all ranks in an optimizer step that you want to keep: what accumulation it
-            takes is printed.
-        found: what an earlier search found, restored from a checkpoint. If it holds a size nothing is
-            searched; otherwise it is filled.
+        step: one complete training step on a batch: forward, backward, `optimizer.step()`, zero gradients.
+        sample: a batch on the training device. It is cut or repeated to reach other sizes.
+        state: everything that the step changes: modules, optimizers, schedulers, tensors and generators, as
+            for a Checkpointer.
+        make_batch: a function from a size to a batch, if cutting and repeating `sample` does not work. Use
+            the longest samples: they need the most memory.
+        memory_limit: memory for one rank, in bytes or as "12GiB". Default: the free memory of the device,
+            less 3 %, or of this host or its control group, less 10 %, shared by the host's ranks.
+        min_size: the smallest size to try. Default: 1, or 2 if the model uses batch norm.
+        max_size: the largest size to try.
+        max_step_time: skip sizes with longer steps.
+        timed_steps: number of steps to time for each size.
+        tuned_batch_size: global batch size that the learning rate was tuned for. Default: the size of
+            `sample`, times the number of ranks.
+        global_batch_size: global batch size to keep. `fit_batch` prints the gradient accumulation that it
+            needs.
+        result: the result of an earlier search, restored from a checkpoint. If it has a size, `fit_batch`
+            returns it without a search. Otherwise it is filled in.
         quiet: print nothing.
 
     Returns:
-        `found`, or a new one: the same on every rank.
+        `result`, or a new one. It is the same on every rank.
 
     Raises:
-        InvalidInput: not even one sample fits, or an argument cannot be used.
-        RetryLater: another rank's step failed.
-        Unsupported: memory ran out in the midst of a step that other ranks are part of.
+        InvalidInput: not even one sample fits, or an argument is invalid.
+        RetryLater: the step failed on another rank.
+        Unsupported: memory ran out during a step that communicates with other ranks.
 
-    Ranks: collective; every rank calls it alike. The rank with the least memory decides.
+    Ranks: collective; call it on every rank with the same arguments. The rank with the least memory decides.
     Blocks: for some tens of real steps.
     """
-    found = found if found is not None else BatchFit()
-    if found:
-        return found
-    holdings = find_holdings(state)
-    least = least or (2 if holdings.normalizes_batches else 1)
-    _check(holdings, least, most, rounds)
+    result = result if result is not None else BatchFit()
+    if result:
+        return result
+    training = collect_training_state(state)
+    min_size = min_size or (2 if training.has_batch_norm else 1)
+    _check(training, min_size, max_size, timed_steps)
     ranks = Ranks(timeout_s=_RANKS_TIMEOUT_S)
-    sample_size = batch_size_of(sample) if make is None or tuned_batch is None else 0
-    make = make or (lambda size: resize(sample, size))
-    device = _device_of(holdings)
-    held_bytes = count_bytes(holdings.all_tensors(), device)
-    wanted = read_bytes(limit, "limit") if limit is not None else None
-    limit_bytes = wanted or find_limit(device, held_bytes)
-    longest_step_s = read_seconds(longest_step, "longest_step")
-    with _untouched(state, holdings), _device_limit(device, wanted):
-        prober = Prober(step, make, holdings, device, limit_bytes)
-        finder = _Finder(ranks, prober, limit_bytes, found, least, most)
-        foretold = finder.foretell(step, make, holdings)
-        finder.search(foretold, longest_step_s)
-        finder.time_steps(rounds, longest_step_s)
+    sample_size = batch_size_of(sample) if make_batch is None or tuned_batch_size is None else 0
+    make_batch = make_batch or (lambda size: resize(sample, size))
+    device = _device_of(training)
+    used_bytes = count_bytes(training.all_tensors(), device)
+    given_bytes = read_bytes(memory_limit, "memory_limit") if memory_limit is not None else None
+    limit_bytes = given_bytes or find_memory_limit(device, used_bytes)
+    max_step_s = read_seconds(max_step_time, "max_step_time")
+    with _restored(state, training), _device_limit(device, given_bytes):
+        benchmark = StepBenchmark(step, make_batch, training, device, limit_bytes)
+        finder = _Finder(ranks, benchmark, limit_bytes, result, min_size, max_size)
+        estimate = finder.estimate(step, make_batch, training)
+        finder.search(estimate, max_step_s)
+        finder.time_steps(timed_steps, max_step_s)
     ranks.part()
     if ranks.rank == 0 and not quiet:
-        _tell(found, holdings, tuned_batch or sample_size * ranks.world_size, global_batch)
-    return found
+        _print(result, training, tuned_batch_size or sample_size * ranks.world_size, global_batch_size)
+    return result
 
 
-def _check(holdings: Holdings, least: int, most: int, rounds: int) -> None:
-    unknown = [name for name in holdings.others if name not in {one.__name__ for one in _PLAIN}]
-    if unknown or not holdings.modules or not 1 <= least <= most or rounds < 1:
+def _check(training: TrainingState, min_size: int, max_size: int, timed_steps: int) -> None:
+    unknown = [name for name in training.others if name not in {one.__name__ for one in _PLAIN}]
+    if unknown or not training.modules:
         raise InvalidInput(
-            f"A batch cannot be searched with {len(holdings.modules)} modules, objects of {unknown or 'no'} "
-            f"types without state_dict, {least=}, {most=}, {rounds=}: `state` needs the model and the "
-            "optimizer, everything in it a state_dict and a load_state_dict so that it can be put back, and "
-            "the numbers must be at least 1 and in order."
+            f"fit_batch() cannot restore this state after its search: it has "
+            f"{plural(len(training.modules), 'module')} and objects of {unknown or 'no'} types without "
+            "state_dict. Pass a `state` with the model and the optimizer, in which every object has "
+            "state_dict and load_state_dict."
+        )
+    if not 1 <= min_size <= max_size or timed_steps < 1:
+        raise InvalidInput(
+            "fit_batch() needs 1 <= min_size <= max_size and timed_steps >= 1, "
+            f"got {min_size=}, {max_size=}, {timed_steps=}."
         )
 
 
-def _device_of(holdings: Holdings) -> torch.device:
-    devices = {one for one in holdings.devices if one.type != "cpu"} or {torch.device("cpu")}
+def _device_of(training: TrainingState) -> torch.device:
+    devices = {one for one in training.devices if one.type != "cpu"} or {torch.device("cpu")}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise Unsupported(
-            f"The model lies on {', '.join(sorted(map(str, devices)))}. A batch can be searched for a model "
-            "on one CUDA device for each rank, or on the CPU."
+            f"The model is on {', '.join(sorted(map(str, devices)))}. fit_batch() supports models on the CPU "
+            "or on one CUDA device per rank."
         )
     return devices.pop()
 
 
 @contextlib.contextmanager
-def _untouched(state: Any, holdings: Holdings) -> Iterator[None]:
-    """What is in `state` is afterwards as it was."""
-    holdings.reshard()
-    snapshot = Snapshot(holdings)
+def _restored(state: Any, training: TrainingState) -> Iterator[None]:
+    """Restore everything in `state` after the block."""
+    training.reshard()
+    snapshot = Snapshot(training)
     is_mapping = isinstance(state, MutableMapping)
     plain = {name: one for name, one in state.items() if isinstance(one, _PLAIN)} if is_mapping else {}
     try:
         yield
     finally:
-        holdings.reshard()
-        snapshot.put_back()
+        training.reshard()
+        snapshot.restore()
         if is_mapping:
             state.update(plain)
 
 
 @contextlib.contextmanager
 def _device_limit(device: torch.device, limit_bytes: int | None) -> Iterator[None]:
-    """For the while, a limit that the user has set is the allocator's own, so that it runs out there."""
+    """Apply the user's limit to the device's allocator during the block."""
     if device.type != "cuda" or limit_bytes is None:
         yield
         return
@@ -166,145 +171,161 @@ def _device_limit(device: torch.device, limit_bytes: int | None) -> Iterator[Non
 
 @final
 class _Finder:
-    """The parts of a search, each agreed by all ranks; fills `found`."""
+    """The stages of a search. The ranks agree on the outcome of each; fills in `result`."""
 
     def __init__(
-        self, ranks: RankGroup, prober: Prober, limit_bytes: int, found: BatchFit, least: int, most: int
+        self,
+        ranks: RankGroup,
+        benchmark: StepBenchmark,
+        limit_bytes: int,
+        result: BatchFit,
+        min_size: int,
+        max_size: int,
     ) -> None:
-        self._ranks, self._prober, self._found = ranks, prober, found
-        self._least, self._most = least, most
+        self._ranks, self._benchmark, self._result = ranks, benchmark, result
+        self._min_size, self._max_size = min_size, max_size
         self._limit_bytes = limit_bytes
-        found.limit_bytes = min(ranks.gather(limit_bytes))
-        found.world_size = ranks.world_size
+        result.limit_bytes = min(ranks.gather(limit_bytes))
+        result.world_size = ranks.world_size
         self._probes: dict[int, Probe] = {}
 
-    def foretell(
-        self, step: Callable[[Any], object], make: Callable[[int], Any], holdings: Holdings
+    def estimate(
+        self, step: Callable[[Any], object], make_batch: Callable[[int], Any], training: TrainingState
     ) -> Search | None:
-        """Search on tensors without bytes; None if some rank cannot."""
-        search = Search(start=self._least, least=self._least, most=self._most)
+        """Search with fake tensors. Return None if the step does not run on them on some rank."""
+        search = Search(start=self._min_size, min_size=self._min_size, max_size=self._max_size)
         while (size := search.next()) is not None:
             try:
-                verdict: int | str = self._limit_bytes - estimate_peak(step, make, holdings, size)
+                outcome: int | str = self._limit_bytes - estimate_peak(step, make_batch, training, size)
             except Unsupported as error:
-                verdict = str(error)
-            verdicts = self._ranks.gather(verdict)
-            if reasons := [one for one in verdicts if isinstance(one, str)]:
-                self._found.note = f"memory measured by steps, not foretold: {reasons[0]}"
+                outcome = str(error)
+            outcomes = self._ranks.gather(outcome)
+            if reasons := [one for one in outcomes if isinstance(one, str)]:
+                self._result.note = f"memory measured with real steps, not estimated: {reasons[0]}"
                 return None
-            search.tell(size, min(one for one in verdicts if isinstance(one, int)))
-        self._found.note = "memory foretold by fake tensors, then verified by real steps"
+            search.record(size, min(one for one in outcomes if isinstance(one, int)))
+        self._result.note = "memory estimated with fake tensors, then verified with real steps"
         return search
 
-    def search(self, foretold: Search | None, longest_step_s: float) -> None:
-        """Look for the largest size by real steps, from where it is foretold to be."""
-        least, most = self._least, self._most
-        search = Search(start=least, least=least, most=most)
-        if foretold is not None and foretold.largest > least:
-            small = min(max(8, least), foretold.largest)
+    def search(self, estimate: Search | None, max_step_s: float) -> None:
+        """Find the largest size with real steps, starting from the estimate."""
+        low, high = self._min_size, self._max_size
+        search = Search(start=low, min_size=low, max_size=high)
+        if estimate is not None and estimate.largest > low:
+            small = min(max(8, low), estimate.largest)
             step_s = self._slowest(small, 1)
-            most = min(most, int(longest_step_s / step_s * small)) if step_s else most
-            start, most = foretold.largest, max(least, most)
-            search = Search(start=start, least=least, most=most, slope=foretold.slope)
+            high = min(high, int(max_step_s / step_s * small)) if step_s else high
+            start, high = estimate.largest, max(low, high)
+            search = Search(start=start, min_size=low, max_size=high, slope=estimate.slope)
         while (size := search.next()) is not None:
-            room, took_s = self._try(size, search.expected_room(size))
-            search.tell(size, room)
-            if took_s > longest_step_s:
+            free_bytes, step_s = self._try(size, search.expected_free_bytes(size))
+            search.record(size, free_bytes)
+            if step_s > max_step_s:
                 break
-        self._found.largest = search.largest
+        self._result.largest = search.largest
         if not search.largest:
             raise InvalidInput(
-                f"Not even a batch of {least} fits into {say_bytes(self._found.limit_bytes)} on "
-                f"every rank (its peak is {_say_peak(self._probes.get(least))}). Shard the model over more "
-                "ranks, checkpoint activations, or cut sequences shorter."
+                f"Not even a batch of {low} fits in {say_bytes(self._result.limit_bytes)} on "
+                f"every rank (its peak is {_format_peak(self._probes.get(low))}). Shard the model over more "
+                "ranks, use activation checkpointing, or shorten the sequences."
             )
 
-    def _try(self, size: int, expected_room: int | None) -> tuple[int | None, float]:
-        """A real probe: bytes left free on the rank with the least, None if some lacked them; and seconds."""
-        if expected_room is not None:
-            has_room = self._agreed(lambda: self._prober.has_room(self._limit_bytes - expected_room))
-            if not all(self._ranks.gather(has_room)):
+    def _try(self, size: int, expected_free_bytes: int | None) -> tuple[int | None, float]:
+        """Measure real steps on all ranks.
+
+        Returns:
+            Bytes left free on the rank with the least memory, None if memory ran out on some rank; and the
+            seconds of a step.
+        """
+        if expected_free_bytes is not None:
+            can_try = self._agreed(
+                lambda: self._benchmark.can_allocate(self._limit_bytes - expected_free_bytes)
+            )
+            if not all(self._ranks.gather(can_try)):
                 self._probes[size] = Probe(size, None, False)
                 return None, 0.0
-        begun_s = time.perf_counter()
-        peak = self._agreed(lambda: self._prober.peak(size))
-        took_s = (time.perf_counter() - begun_s) / STEPS_OF_A_PROBE
-        told = self._ranks.gather((peak, self._limit_bytes, took_s))
-        peaks = [one for one, _, _ in told if one is not None]
-        room = (
-            min(limit - one for one, limit, _ in told if one is not None) if len(peaks) == len(told) else None
-        )
-        self._probes[size] = Probe(size, None if room is None else max(peaks), room is not None and room >= 0)
-        return room, max(seconds for _, _, seconds in told)
+        started_s = time.perf_counter()
+        peak = self._agreed(lambda: self._benchmark.measure_peak(size))
+        step_s = (time.perf_counter() - started_s) / STEPS_PER_PROBE
+        measured = self._ranks.gather((peak, self._limit_bytes, step_s))
+        peaks = [one for one, _, _ in measured if one is not None]
+        free = [limit - one for one, limit, _ in measured if one is not None]
+        free_bytes = min(free) if len(peaks) == len(measured) else None
+        fits = free_bytes is not None and free_bytes >= 0
+        self._probes[size] = Probe(size, None if free_bytes is None else max(peaks), fits)
+        return free_bytes, max(seconds for _, _, seconds in measured)
 
-    def time_steps(self, rounds: int, longest_step_s: float) -> None:
-        """Time sizes that fit, doubling them until they are no faster; take the smallest that is as fast."""
-        sizes = [1 << power for power in range(self._found.largest.bit_length())]
-        sizes = [size for size in sizes if self._least <= size < self._found.largest] + [self._found.largest]
+    def time_steps(self, timed_steps: int, max_step_s: float) -> None:
+        """Time sizes that fit, doubling until they are no faster, and choose the smallest fast one."""
+        sizes = [1 << power for power in range(self._result.largest.bit_length())]
+        sizes = [size for size in sizes if self._min_size <= size < self._result.largest]
         best, num_slower = 0.0, 0
-        for size in sizes:
-            step_s = self._slowest(size, rounds)
-            if step_s is None:  # it fitted before, when less was fragmented
-                self._found.largest = size - 1
+        for size in [*sizes, self._result.largest]:
+            step_s = self._slowest(size, timed_steps)
+            if step_s is None:  # it fitted before, when memory was less fragmented
+                self._result.largest = size - 1
                 self._probes[size] = Probe(size, None, False)
                 break
             before = self._probes.get(size)
             self._probes[size] = Probe(size, before.peak_bytes if before else None, True, step_s)
-            gained = size / step_s > best * 1.03
-            best, num_slower = max(best, size / step_s), 0 if gained else num_slower + 1
-            if num_slower == _NO_LONGER_GAIN or step_s > longest_step_s:
+            is_faster = size / step_s > best * 1.03
+            best, num_slower = max(best, size / step_s), 0 if is_faster else num_slower + 1
+            if num_slower == _MAX_SLOWER or step_s > max_step_s:
                 break
-        self._found.probes = tuple(self._probes[size] for size in sorted(self._probes))
-        self._found.size = choose_batch(self._found.probes)
+        self._result.probes = tuple(self._probes[size] for size in sorted(self._probes))
+        self._result.size = choose_size(self._result.probes)
 
-    def _slowest(self, size: int, rounds: int) -> float | None:
-        """Seconds of a step, on the slowest rank; None if some rank had not the memory."""
-        times = self._ranks.gather(self._agreed(lambda: self._prober.step_seconds(size, rounds)))
-        known = [one for one in times if one is not None]
-        return max(known) if len(known) == len(times) else None
+    def _slowest(self, size: int, timed_steps: int) -> float | None:
+        """Return the seconds of a step on the slowest rank, or None if memory ran out on some rank."""
+        times = self._ranks.gather(self._agreed(lambda: self._benchmark.measure_step_s(size, timed_steps)))
+        measured = [one for one in times if one is not None]
+        return max(measured) if len(measured) == len(times) else None
 
     def _agreed(self, measure: Callable[[], Any]) -> Any:
-        """What was measured here. If a rank's step fails, every rank learns it instead of waiting for it."""
+        """Return `measure()`. If it fails on any rank, raise on every rank instead of waiting for it."""
         failure: Exception | None = None
         value = None
         try:
             value = measure()
-        except Exception as error:  # noqa: BLE001 - it is raised below, when the others know
+        except Exception as error:  # noqa: BLE001 - raised below, after the other ranks received it
             failure = error
-        told = self._ranks.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        errors = self._ranks.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(errors):
             if text is not None:
                 raise RetryLater(
-                    f"The search for a batch ended because the step failed on rank {rank}: {text}", rank=rank
+                    f"fit_batch() stopped because the step failed on rank {rank}: {text}", rank=rank
                 )
         return value
 
 
-def _say_peak(probe: Probe | None) -> str:
-    return say_bytes(probe.peak_bytes) if probe and probe.peak_bytes is not None else "beyond what there is"
+def _format_peak(probe: Probe | None) -> str:
+    return say_bytes(probe.peak_bytes) if probe and probe.peak_bytes is not None else "more than available"
 
 
-def _tell(found: BatchFit, holdings: Holdings, tuned_batch: int, global_batch: int | None) -> None:
-    """Say on standard error what was found, and what it would mean for learning rate and accumulation."""
-    lines = [str(found)]
-    batch = found.size * found.world_size
-    if global_batch is not None:
-        plan = accumulate_to(global_batch, found.size, found.world_size)
+def _print(
+    result: BatchFit, training: TrainingState, tuned_batch_size: int, global_batch_size: int | None
+) -> None:
+    """Print the result, and what it means for the learning rate and gradient accumulation."""
+    lines = [str(result)]
+    batch_size = result.size * result.world_size
+    if global_batch_size is not None:
+        plan = plan_accumulation(global_batch_size, result.size, result.world_size)
         lines.append(
-            f"to keep a global batch of {global_batch}: {plural(plan.num_parts, 'part')} of at most "
-            f"{plan.largest_part} samples on each rank for one optimizer step; the learning rate stays"
+            f"to keep a global batch of {global_batch_size}: accumulate "
+            f"{plural(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of at most "
+            f"{plan.micro_batch_size} samples on each rank per optimizer step; keep the learning rate"
         )
-    elif batch != tuned_batch:
-        for optimizer in holdings.optimizers:
+    elif batch_size != tuned_batch_size:
+        for optimizer in training.optimizers:
             rates = {float(group["lr"]) for group in optimizer.param_groups}
             kind = type(optimizer).__name__
             for rate in sorted(one for one in rates if one > 0):
-                said = say_rates(scale_rates(rate, tuned_batch, batch, optimizer=kind))
+                rules = format_rates(scale_rates(rate, tuned_batch_size, batch_size, optimizer=kind))
                 lines.append(
-                    f"if {kind}'s learning rate {rate:.3g} was chosen for a global batch of {tuned_batch}, "
-                    f"then for {batch} try (it has not been changed):\n{said}"
+                    f"if {kind}'s learning rate {rate:.3g} was tuned for a global batch of "
+                    f"{tuned_batch_size}, try for {batch_size} (not changed):\n{rules}"
                 )
     sys.stderr.write("".join(f"holdfast: {line}\n" for text in lines for line in text.splitlines()))
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Batches of any size made of one that the user has: cut or repeated along the first dimension."""
+"""Batches of any size, cut or repeated from one given batch along the first dimension."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from holdfast.errors import InvalidInput
 
 
 def batch_size_of(sample: Any) -> int:
-    """Samples in a batch: the length of the first dimension of its tensors.
+    """Return the number of samples in a batch: the first dimension of its tensors.
 
     Raises:
-        InvalidInput: it has no tensors, or they differ in their first dimension.
+        InvalidInput: the batch has no tensors, or their first dimensions differ.
     """
     sizes = {leaf.shape[0] for leaf in tensors_of(sample) if leaf.dim() > 0}
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidInput(
             f"The sample batch's tensors have first dimensions of {sorted(sizes) or 'no length'}, so it "
-            "cannot be cut or repeated to other sizes. Give make=, a function from a size to a batch."
+            "cannot be cut or repeated to other sizes. Pass make_batch=, a function from a size to a batch."
         )
     return sizes.pop()
 
 
 def resize(sample: Any, size: int) -> Any:
-    """The same batch with `size` samples: its first ones, or all of them several times over.
+    """Return the batch with `size` samples: its first ones, or all of them repeated.
 
-    Tensors without dimensions and what is no tensor stay as they are.
+    Scalars and other objects are unchanged.
     """
     tensors = [leaf for leaf in tensors_of(sample) if leaf.dim() > 0]
     index = torch.arange(size, device=tensors[0].device) % tensors[0].shape[0]
@@ -43,10 +43,10 @@ def resize(sample: Any, size: int) -> Any:
 
 
 def tensors_of(sample: Any) -> list[torch.Tensor]:
-    """All tensors of a batch."""
+    """Return all tensors of a batch."""
     return [leaf for leaf in _pytree.tree_leaves(_plain(sample)) if isinstance(leaf, torch.Tensor)]
 
 
 def _plain(sample: Any) -> Any:
-    """Batches of tokenizers are mappings that pytree does not know."""
+    """Return a batch as a type that pytree supports. Tokenizers return mappings that it does not."""
     return dict(sample) if isinstance(sample, Mapping) and type(sample) is not dict else sample

@@ -1,4 +1,4 @@
-"""Which batch size to try next, from what earlier ones left free; pure, so that all ranks search alike."""
+"""Search for the largest batch size that fits, with few attempts; pure, so all ranks search alike."""
 
 from __future__ import annotations
 
@@ -11,102 +11,102 @@ _LEAP = 4
 
 @final
 class Search:
-    """Looks for the largest size that fits, in few tries, hardly ever with one that does not.
+    """Search for the largest size that fits, in few attempts that rarely run out of memory.
 
-    Peak memory grows in a straight line with the batch once activations outgrow what the optimizer's step
-    needs. So sizes grow in leaps until three lie on a line that ends near, then one goes to where it ends.
-    What is not on a line is found by halving.
+    Peak memory grows linearly with the batch once activations outgrow what the optimizer's step needs. So
+    sizes grow in leaps until three of them lie on a line, then the search jumps to the end of that line.
+    Where memory does not grow linearly, the search halves the interval.
 
     Args:
         start: the size to try first.
-        least: no smaller size is tried.
-        most: no larger size is tried.
-        slope: bytes per sample, if known from elsewhere.
+        min_size: the smallest size to try.
+        max_size: the largest size to try.
+        slope: bytes per sample, if an estimate exists.
     """
 
     def __init__(
-        self, *, start: int = 1, least: int = 1, most: int = 4096, slope: float | None = None
+        self, *, start: int = 1, min_size: int = 1, max_size: int = 4096, slope: float | None = None
     ) -> None:
-        self._next = max(least, min(start, most))
-        self._least = least
-        self._most = most
-        self._hint = slope
-        self._rooms: dict[int, int] = {}
+        self._next = max(min_size, min(start, max_size))
+        self._min_size = min_size
+        self._max_size = max_size
+        self._estimated_slope = slope
+        self._free_bytes: dict[int, int] = {}
         self._too_large: int | None = None
         self._num_failed = 0
 
     @property
     def largest(self) -> int:
-        """The largest size that has been seen to fit; 0 if none has."""
-        return max(self._rooms, default=0)
+        """The largest size that fitted so far, or 0."""
+        return max(self._free_bytes, default=0)
 
     @property
     def slope(self) -> float | None:
-        """Bytes that one more sample takes, by the last two sizes; as given, while there are none."""
-        sizes = sorted(self._rooms)[-2:]
+        """Bytes per additional sample, from the last two sizes. With fewer sizes, the given estimate."""
+        sizes = sorted(self._free_bytes)[-2:]
         if len(sizes) < 2:
-            return self._hint
-        return (self._rooms[sizes[0]] - self._rooms[sizes[1]]) / (sizes[1] - sizes[0])
+            return self._estimated_slope
+        return (self._free_bytes[sizes[0]] - self._free_bytes[sizes[1]]) / (sizes[1] - sizes[0])
 
-    def tell(self, size: int, room: int | None) -> None:
-        """What became of a try.
+    def record(self, size: int, free_bytes: int | None) -> None:
+        """Record the outcome of an attempt.
 
         Args:
-            size: what was tried.
-            room: bytes that were left free at the peak, negative if it was too much, or None if it failed.
+            size: the size that was tried.
+            free_bytes: bytes left free at the peak, negative beyond the limit, None if the attempt failed.
         """
-        if room is None or room < 0:
+        if free_bytes is None or free_bytes < 0:
             self._too_large = min(size, self._too_large or size)
             self._num_failed += 1
         else:
-            self._rooms[size] = room
+            self._free_bytes[size] = free_bytes
 
     def next(self) -> int | None:
-        """The size to try next; None when `largest` is within 3 % of the largest that fits."""
-        if not self._rooms:
-            return self._below_first()
-        low, high = self.largest, min(self._too_large or self._most + 1, self._most + 1)
+        """Return the next size to try, or None once `largest` is within 3 % of the optimum."""
+        if not self._free_bytes:
+            return self._next_before_first_fit()
+        low, high = self.largest, min(self._too_large or self._max_size + 1, self._max_size + 1)
         if high - 1 <= low * (1 + _PRECISION):
             return None
-        reach, is_sure = self._reach(low)
-        if is_sure and reach <= low * (1 + _PRECISION):
+        reach, is_linear = self._extrapolate(low)
+        if is_linear and reach <= low * (1 + _PRECISION):
             return None
-        if self._too_large is not None and (not is_sure or reach >= high):
-            reach = min(reach, (low + high) // 2)  # a line that leads past what failed is none
+        if self._too_large is not None and (not is_linear or reach >= high):
+            reach = min(reach, (low + high) // 2)  # a line that passes a failed size is wrong
         return max(low + 1, min(reach, high - 1))
 
-    def _below_first(self) -> int | None:
-        """Nothing has fitted yet: the first try, then a little less, then half."""
+    def _next_before_first_fit(self) -> int | None:
+        """Return the first size, then a slightly smaller one, then half each time."""
         if self._too_large is None:
             return self._next
-        if self._too_large == self._least:
+        if self._too_large == self._min_size:
             return None
-        return max(self._least, int(self._too_large * (0.9 if self._num_failed == 1 else 0.5)))
+        return max(self._min_size, int(self._too_large * (0.9 if self._num_failed == 1 else 0.5)))
 
-    def expected_room(self, size: int) -> int | None:
-        """Bytes that `size` is expected to leave free, by the line so far; None if there is none."""
+    def expected_free_bytes(self, size: int) -> int | None:
+        """Return the bytes that `size` should leave free, or None without an estimate."""
         slope = self.slope
-        if slope is None or not self._rooms:
+        if slope is None or not self._free_bytes:
             return None
         low = self.largest
-        return int(self._rooms[low] - slope * (size - low))
+        return int(self._free_bytes[low] - slope * (size - low))
 
-    def _reach(self, low: int) -> tuple[int, bool]:
-        """The largest size that should fit, and whether a line says so."""
+    def _extrapolate(self, low: int) -> tuple[int, bool]:
+        """Return the largest size that should fit, and True if it follows from a line."""
         slope = self.slope
         if slope is None or slope <= 0:
             return 2 * low, False
-        end = low + int(self._rooms[low] / slope)
-        if self._hint is None and end > _LEAP * low:  # the line may be that of the optimizer's step still
+        end = low + int(self._free_bytes[low] / slope)
+        if self._estimated_slope is None and end > _LEAP * low:  # may still be the optimizer's step
             return _LEAP * low, False
-        return end, self._is_straight()
+        return end, self._is_linear()
 
-    def _is_straight(self) -> bool:
-        sizes = sorted(self._rooms)[-3:]
+    def _is_linear(self) -> bool:
+        sizes = sorted(self._free_bytes)[-3:]
         if len(sizes) < 3:
-            return self._hint is not None
+            return self._estimated_slope is not None
         first, second, third = sizes
-        rooms = [self._rooms[size] for size in sizes]
-        whole = (rooms[0] - rooms[2]) / (third - first)
-        last = (rooms[1] - rooms[2]) / (third - second)
+        free = [self._free_bytes[size] for size in sizes]
+        whole = (free[0] - free[2]) / (third - first)
+        last = (free[1] - free[2]) / (third - second)
         return abs(last - whole) <= _STRAIGHT * abs(whole)

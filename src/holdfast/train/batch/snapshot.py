@@ -1,4 +1,4 @@
-"""A copy of everything that a training step changes, in the host's memory, and the way back to it."""
+"""Copy of everything that a training step changes, in host memory, and its restoration."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import Any, final
 
 import torch
 
-from holdfast.train.batch.holdings import Holdings, local
+from holdfast.train.batch.training_state import TrainingState, local
 
 
 @final
 class Snapshot:
-    """What a step changes, as it was; `put_back` makes it so again, bit for bit, in the same tensors.
+    """Copy of the training state. `restore` writes it back into the same tensors, bit for bit.
 
-    Copies are in the host's memory, so that they take nothing of the device whose memory is measured.
+    The copy is in host memory, so it takes no memory of the device that is being measured.
 
     Args:
-        holdings: what to copy. The generators of python, numpy and torch are always copied too.
+        training: the state to copy. The generators of python, numpy and torch are always copied too.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, training: TrainingState) -> None:
         self._restorers: list[Callable[[], object]] = []
         with torch.no_grad():
-            for tensor in (*holdings.module_tensors(), *holdings.tensors):
+            for tensor in (*training.module_tensors(), *training.tensors):
                 self._keep_tensor(tensor)
-            for module in holdings.modules:
+            for module in training.modules:
                 for part in module.modules():
                     self._keep(partial(setattr, part, "training", part.training))
-            for optimizer in holdings.optimizers:
+            for optimizer in training.optimizers:
                 self._keep_optimizer(optimizer)
-        for generator in holdings.generators:
+        for generator in training.generators:
             self._keep(partial(generator.set_state, generator.get_state()))
-        for stateful in holdings.stateful:
+        for stateful in training.stateful:
             self._keep(partial(stateful.load_state_dict, copy.deepcopy(stateful.state_dict())))
         self._keep_random_numbers()
 
-    def put_back(self) -> None:
-        """Make everything as it was."""
+    def restore(self) -> None:
+        """Restore everything."""
         with torch.no_grad():
             for restore in self._restorers:
                 restore()
@@ -67,7 +67,7 @@ class Snapshot:
             for parameter, state in optimizer.state.items()
         }
 
-        def restore() -> None:
+        def restore_optimizer() -> None:
             for group, was in zip(optimizer.param_groups, groups, strict=True):
                 for name in [name for name in group if name != "params" and name not in was]:
                     del group[name]
@@ -80,7 +80,7 @@ class Snapshot:
                     del state[name]
                 state.update({name: thaw() for name, thaw in was.items()})
 
-        self._keep(restore)
+        self._keep(restore_optimizer)
 
     def _keep_random_numbers(self) -> None:
         self._keep(partial(random.setstate, random.getstate()))
@@ -93,13 +93,13 @@ class Snapshot:
 
 
 def _copier(tensor: torch.Tensor) -> Callable[[], object]:
-    """A function that fills `tensor` with what it holds now."""
+    """Return a function that fills `tensor` with its present contents."""
     copied = local(tensor).to("cpu", copy=True)
     return lambda: local(tensor).copy_(copied)
 
 
 def _frozen(value: Any) -> Callable[[], Any]:
-    """A function that gives back `value` as it is now; a tensor as the same object."""
+    """Return a function that returns `value` as it is now. A tensor stays the same object."""
     if not isinstance(value, torch.Tensor):
         copied = copy.deepcopy(value)
         return lambda: copied

@@ -1,9 +1,9 @@
-"""Batches of sequences of unequal length: what padding wastes, and the buckets and packs that waste less."""
+"""Batches of sequences of unequal length: the cost of padding, buckets and packed rows."""
 
 from holdfast.train.lengths.batches import Batches
 from holdfast.train.lengths.buckets import BucketBatches
 from holdfast.train.lengths.packs import PackedBatches, first_fit
-from holdfast.train.lengths.padding import Padding, compare_paddings, say_paddings
+from holdfast.train.lengths.padding import Padding, compare_paddings, format_paddings
 from holdfast.train.lengths.rows import PackedRows, attention_mask, cumulative_lengths, join_sequences
 
 __all__ = [
@@ -16,6 +16,6 @@ __all__ = [
     "compare_paddings",
     "cumulative_lengths",
     "first_fit",
+    "format_paddings",
     "join_sequences",
-    "say_paddings",
 ]

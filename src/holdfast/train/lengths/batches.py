@@ -1,4 +1,4 @@
-"""Batches in an order that all ranks know, that gives each unit once an epoch and resumes anywhere."""
+"""Batches in an order shared by all ranks, which visits each unit once per epoch and resumes at any batch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ Unit = TypeVar("Unit")
 
 
 class Batches(ABC, Generic[Unit]):
-    """Gives this rank its share of each global batch, epoch after epoch; a `batch_sampler=` of a DataLoader.
+    """This rank's share of each global batch, epoch after epoch: a `batch_sampler=` for a DataLoader.
 
-    A batch is drawn for all ranks together and divided among them, so its contents do not depend on how many
-    they are: put this object into the state of a Checkpointer, and a run goes on with the next batch on any
-    number of ranks. Each unit comes once in an epoch, on one rank. Every rank gets equally many batches.
+    A batch is drawn for all ranks together and divided among them, so its contents do not depend on their
+    number. Put this object into the state of a Checkpointer, and a resumed run continues with the next batch
+    on any number of ranks. Each unit occurs once per epoch, on one rank. All ranks get the same number of
+    batches.
 
-    At the end of an epoch the last two batches share what is left, so none is larger than `batch_size` or
-    less than half of it, unless that is fewer units than ranks: then they are one batch. After a resume in
-    mid-epoch on more ranks, a rest of fewer units than ranks is left out.
+    The last two batches of an epoch share the remaining units, so neither is larger than `batch_size` or
+    smaller than half of it. If that is fewer units than ranks, they become one batch. After a resume in
+    mid-epoch on more ranks, a remainder of fewer units than ranks is dropped.
 
-    With a DataLoader that has worker processes, which take batches ahead of training, save the state of a
-    loader that counts what it has given (torchdata's StatefulDataLoader) instead of this object.
+    A DataLoader with worker processes reads batches ahead of training. With such a loader, save the state of
+    a loader that counts the batches it returned (torchdata's StatefulDataLoader) instead of this object.
 
     Args:
         batch_size: units of all ranks in one optimizer step.
-        seed: of the order; the same seed gives the same order.
-        accumulate: parts into which each rank's share is divided, for gradient accumulation: iteration then
-            gives that many batches for each step.
-        drop_last: leave out what is left at the end of an epoch, so that all batches are alike in size.
-        rank: this rank's number; by default that in torch.distributed, or 0.
-        world_size: how many ranks there are; by default as many as in torch.distributed, or 1.
+        seed: random seed of the order.
+        accumulation_steps: number of batches that each rank's share is divided into, for gradient
+            accumulation. Iteration yields that many batches per optimizer step.
+        drop_last: drop the remaining units at the end of an epoch, so that all batches have the same size.
+        rank: this rank's number. Default: the rank in torch.distributed, or 0.
+        world_size: number of ranks. Default: the world size in torch.distributed, or 1.
 
     Raises:
         InvalidInput: an argument is out of range, or a batch has fewer units than there are ranks.
@@ -50,7 +51,7 @@ class Batches(ABC, Generic[Unit]):
         batch_size: int,
         *,
         seed: int = 0,
-        accumulate: int = 1,
+        accumulation_steps: int = 1,
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -58,56 +59,57 @@ class Batches(ABC, Generic[Unit]):
         has_ranks = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if has_ranks else 0
         self.world_size = world_size or (dist.get_world_size() if has_ranks else 1)
-        self.batch_size, self.accumulate, self.drop_last, self.seed = batch_size, accumulate, drop_last, seed
-        if not 0 <= self.rank < self.world_size or accumulate < 1 or batch_size < self._num_shares:
+        self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
+        self.drop_last, self.seed = drop_last, seed
+        if not 0 <= self.rank < self.world_size or accumulation_steps < 1 or batch_size < self._num_shares:
             raise InvalidInput(
-                f"A batch of {batch_size} for rank {self.rank} of {self.world_size}, in {accumulate} parts, "
-                "cannot be divided: it needs at least one unit for each part of each rank.",
+                f"A batch of {batch_size} cannot be divided for rank {self.rank} of {self.world_size} with "
+                f"{accumulation_steps=}: it needs at least one unit per rank and accumulation step.",
                 rank=self.rank,
             )
         self.epoch = 0
-        """The epoch that the next batch is of."""
-        self._taken = 0  # units of this epoch that all ranks together have had
+        """Epoch of the next batch."""
+        self._taken = 0  # units of this epoch that were given to all ranks together
         self._planned: tuple[int, list[Unit]] | None = None
 
     @property
     def _num_shares(self) -> int:
-        return self.world_size * self.accumulate
+        return self.world_size * self.accumulation_steps
 
     @abstractmethod
     def _arrange(self, generator: torch.Generator) -> list[Unit]:
-        """All units of an epoch, in the order in which they are cut into batches."""
+        """Return all units of an epoch, in order."""
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """What the order depends on, besides the seed; a resume with another is refused."""
+        """Return the facts that the order depends on, besides the seed. A resume compares them."""
 
     def __iter__(self) -> Iterator[list[Unit]]:
-        """This rank's batches from where it stands to the end of the epoch; the next call begins another."""
+        """Return this rank's remaining batches of the epoch. The next call starts another epoch."""
         return _Epoch(self)
 
     def __len__(self) -> int:
-        """Batches that a whole epoch gives this rank."""
-        return len(self._cuts(0)) * self.accumulate
+        """Return the number of batches of a complete epoch on this rank."""
+        return len(self._bounds(0)) * self.accumulation_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands: epoch, units taken, and what the order depends on."""
+        """Return the position: epoch, units taken, and the facts that the order depends on."""
         return {"epoch": self.epoch, "taken": self._taken, "order": self._order_identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, on any number of ranks.
+        """Continue at the position of `state`, on any number of ranks.
 
         Raises:
-            InvalidInput: the order depends on something else than it did: other data, batch size or seed.
+            InvalidInput: the data, batch size or seed differ from those of `state`.
         """
         mine = self._order_identity()
         if differing := [name for name in mine if state["order"].get(name) != mine[name]]:
-            told = ", ".join(
-                f"{name} {state['order'].get(name)} then, {mine[name]} now" for name in differing
+            changes = ", ".join(
+                f"{name} was {state['order'].get(name)}, is {mine[name]}" for name in differing
             )
             raise InvalidInput(
-                f"The order of batches cannot be resumed: {told}. The rest of the epoch would not be "
-                "the rest of what it was. Use the same data and settings, or leave this object out of "
+                f"The order of batches cannot be resumed: {changes}. The rest of the epoch would "
+                "repeat or skip samples. Use the same data and settings, or remove this object from "
                 "the state.",
                 rank=self.rank,
             )
@@ -118,18 +120,18 @@ class Batches(ABC, Generic[Unit]):
         return {**common, **self._identity()}
 
     def _units(self) -> list[Unit]:
-        """The units of the present epoch; planning it takes a sort of all lengths, so it is kept."""
+        """Return the units of the current epoch, cached because arranging them sorts all lengths."""
         if self._planned is None or self._planned[0] != self.epoch:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
             self._planned = (self.epoch, self._arrange(generator))
         return self._planned[1]
 
-    def _cuts(self, taken: int) -> list[tuple[int, int]]:
-        """Where the batches of the present epoch begin and end, from `taken` units on."""
-        return cut_epoch(
+    def _bounds(self, taken: int) -> list[tuple[int, int]]:
+        """Return start and end of each batch of the current epoch, from `taken` units on."""
+        return batch_bounds(
             len(self._units()),
             self.batch_size,
-            least=self._num_shares,
+            min_units=self._num_shares,
             drop_last=self.drop_last,
             taken=taken,
         )
@@ -139,7 +141,7 @@ class Batches(ABC, Generic[Unit]):
 
 
 class _Epoch(Generic[Unit]):
-    """The rest of one epoch. Has a state of its own for loaders that ask their iterator for it."""
+    """The rest of one epoch. Has its own state for loaders that save their iterator."""
 
     def __init__(self, batches: Batches[Unit]) -> None:
         self._batches = batches
@@ -147,64 +149,64 @@ class _Epoch(Generic[Unit]):
 
     def _begin(self) -> None:
         batches = self._batches
-        self._cuts = batches._cuts(batches._taken)
-        if not self._cuts:  # what is left of the epoch is less than a batch
+        self._bounds = batches._bounds(batches._taken)
+        if not self._bounds:  # less than a batch is left of the epoch
             batches._advance(0, is_last=True)
-            self._cuts = batches._cuts(0)
+            self._bounds = batches._bounds(0)
         self._units = batches._units()
-        self._given = 0  # parts of batches, of this rank
+        self._num_given = 0  # batches that this rank returned
 
     def __iter__(self) -> _Epoch[Unit]:
         return self
 
     def __next__(self) -> list[Unit]:
         batches = self._batches
-        number, part = divmod(self._given, batches.accumulate)
-        if number == len(self._cuts):
+        number, part = divmod(self._num_given, batches.accumulation_steps)
+        if number == len(self._bounds):
             raise StopIteration
-        start, end = self._cuts[number]
-        self._given += 1
-        if part + 1 == batches.accumulate:
-            batches._advance(end, is_last=number + 1 == len(self._cuts))
+        start, end = self._bounds[number]
+        self._num_given += 1
+        if part + 1 == batches.accumulation_steps:
+            batches._advance(end, is_last=number + 1 == len(self._bounds))
         return self._units[start + part * batches.world_size + batches.rank : end : batches._num_shares]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the batches that this is an epoch of."""
+        """Return the state of the batches."""
         return self._batches.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue at the position of `state`."""
         self._batches.load_state_dict(state)
         self._begin()
 
 
-def cut_epoch(
-    num_units: int, batch_size: int, *, least: int, drop_last: bool, taken: int = 0
+def batch_bounds(
+    num_units: int, batch_size: int, *, min_units: int, drop_last: bool, taken: int = 0
 ) -> list[tuple[int, int]]:
-    """Start and end of each batch of an epoch, from `taken` units on; pure.
+    """Return start and end of each batch of an epoch, from `taken` units on.
 
     Args:
         num_units: units in the epoch.
         batch_size: units in a batch.
-        least: units that a batch must have.
-        drop_last: leave out what does not fill a batch.
-        taken: units that earlier batches had, a multiple of `batch_size` or the end of one of the last two.
+        min_units: the fewest units of a batch.
+        drop_last: drop units that do not fill a batch.
+        taken: units in earlier batches: a multiple of `batch_size`, or the end of one of the last two.
     """
     num_full, left = divmod(num_units, batch_size)
     ends = [batch_size * (number + 1) for number in range(num_full)]
     if left and not drop_last:
         tail = num_units - (ends[-2] if num_full > 1 else 0)
-        if num_full and tail // 2 >= least:
+        if num_full and tail // 2 >= min_units:
             ends[-1:] = [num_units - tail // 2, num_units]
         else:
             ends[-1:] = [num_units]
-    cuts = [(start, end) for start, end in zip([0, *ends], ends, strict=False) if start >= taken]
-    if not cuts and taken < num_units and not drop_last:
-        cuts = [(taken, num_units)]  # cut for other ranks: what they left is one batch
-    return [cut for cut in cuts if cut[1] - cut[0] >= least]
+    bounds = [(start, end) for start, end in zip([0, *ends], ends, strict=False) if start >= taken]
+    if not bounds and taken < num_units and not drop_last:
+        bounds = [(taken, num_units)]  # divided for another number of ranks: one batch is left
+    return [(start, end) for start, end in bounds if end - start >= min_units]
 
 
 def fingerprint(lengths: Sequence[int]) -> str:
-    """A short mark of these lengths, so that other data are noticed."""
+    """Return a short digest of the lengths, to detect other data."""
     data = torch.as_tensor(lengths, dtype=torch.int64)
     return f"{len(lengths)} of {int(data.sum())} tokens, {zlib.crc32(view_bytes(data.contiguous())):08x}"

@@ -1,4 +1,4 @@
-"""Batches of sequences of about the same length, in an order that is nearly random and can be resumed."""
+"""Batches of sequences of similar length, in a nearly random order that can be resumed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from holdfast.train.lengths.batches import Batches, fingerprint
 
 @final
 class BucketBatches(Batches[int]):
-    """Global batches of samples of about the same length; gives lists of the indices that this rank takes.
+    """Global batches of samples of similar length. Yields lists of the indices of this rank.
 
-    All samples are shuffled, sorted by length inside pools of some batches, cut into batches, and these are
-    shuffled again. Pad each batch to a multiple of 64 or so, and few shapes are left.
+    All samples are shuffled, sorted by length within pools of several batches, and divided into batches,
+    which are shuffled again. Pad each batch to a multiple of 64 or so to get few distinct shapes.
 
     Args:
         lengths: tokens of each sample.
         batch_size: samples of all ranks in one optimizer step.
-        pool: batches whose samples are sorted together; 0 does not sort: plain shuffled batches.
-        **options: as for `Batches`: `seed`, `accumulate`, `drop_last`, `rank`, `world_size`.
+        pool: number of batches whose samples are sorted together. 0 only shuffles.
+        **options: as for `Batches`: `seed`, `accumulation_steps`, `drop_last`, `rank`, `world_size`.
 
     Raises:
         InvalidInput: an argument is out of range, or there are fewer samples than ranks.
@@ -33,9 +33,9 @@ class BucketBatches(Batches[int]):
         super().__init__(batch_size, **options)
         if len(lengths) < (batch_size if self.drop_last else self._num_shares) or pool < 0:
             raise InvalidInput(
-                f"{plural(len(lengths), 'sample')} do not make one batch of {batch_size} for "
-                f"{plural(self.world_size, 'rank')} "
-                f"(accumulate={self.accumulate}, drop_last={self.drop_last}, pool={pool}).",
+                f"{plural(len(lengths), 'sample')} do not fill one batch of {batch_size} for "
+                f"{plural(self.world_size, 'rank')} (accumulation_steps={self.accumulation_steps}, "
+                f"drop_last={self.drop_last}, pool={pool}).",
                 rank=self.rank,
             )
         self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
@@ -51,7 +51,7 @@ class BucketBatches(Batches[int]):
             return order.tolist()
         pools = order.split(self._pool * self.batch_size)
         order = torch.cat([pool[self._lengths[pool].argsort(stable=True)] for pool in pools])
-        num_full = len(order) // self.batch_size  # the short one stays the last
+        num_full = len(order) // self.batch_size  # the short batch stays last
         full = order[: num_full * self.batch_size].view(num_full, self.batch_size)
         full = full[torch.randperm(num_full, generator=generator)]
         return torch.cat([full.flatten(), order[full.numel() :]]).tolist()

@@ -1,4 +1,4 @@
-"""Several short sequences in one row of fixed length: which go together, in an order that can be resumed."""
+"""Packing of several short sequences into rows of fixed length, in an order that can be resumed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from holdfast.train.lengths.batches import Batches, fingerprint
 
 @final
 class PackedBatches(Batches[list[int]]):
-    """Global batches of rows, each of several samples that fill it; gives lists of lists of indices.
+    """Global batches of rows of several samples each. Yields lists of lists of indices.
 
-    All samples are shuffled, and packed by first fit inside pools. As the `batch_sampler=` of a DataLoader
+    All samples are shuffled, and packed by first fit within pools. As the `batch_sampler=` of a DataLoader
     over a `PackedRows`, each list of indices becomes one row.
 
     Args:
-        lengths: tokens of each sample; none may be longer than a row.
+        lengths: tokens of each sample, at most `row_length`.
         batch_size: rows of all ranks in one optimizer step.
         row_length: tokens in a row.
-        pool: samples that are packed together, the more the fuller the rows.
-        **options: as for `Batches`: `seed`, `accumulate`, `drop_last`, `rank`, `world_size`.
+        pool: number of samples that are packed together. Larger pools fill rows better.
+        **options: as for `Batches`: `seed`, `accumulation_steps`, `drop_last`, `rank`, `world_size`.
 
     Raises:
         InvalidInput: an argument is out of range, or a sample is longer than a row.
@@ -36,18 +36,19 @@ class PackedBatches(Batches[list[int]]):
         super().__init__(batch_size, **options)
         if pool < 1 or not lengths:
             raise InvalidInput(
-                f"There is nothing to pack: {plural(len(lengths), 'sample')}, {pool=}.", rank=self.rank
+                f"PackedBatches needs at least one sample and pool >= 1, got "
+                f"{plural(len(lengths), 'sample')} and {pool=}.",
+                rank=self.rank,
             )
         self._lengths = list(lengths)
         self._row_length, self._pool = row_length, pool
         self._mark = fingerprint(lengths)
-        least = batch_size if self.drop_last else self._num_shares
-        if len(self._units()) < least:  # also refuses samples that are too long, before training begins
+        min_rows = batch_size if self.drop_last else self._num_shares
+        if len(self._units()) < min_rows:  # also rejects samples that are too long, before training starts
             raise InvalidInput(
                 f"{plural(len(lengths), 'sample')} fill {len(self._units())} rows of "
-                f"{row_length}, which is not one "
-                f"batch of {batch_size} for {self.world_size} ranks (accumulate={self.accumulate}, "
-                f"drop_last={self.drop_last}).",
+                f"{row_length}, fewer than one batch of {batch_size} for {self.world_size} ranks "
+                f"(accumulation_steps={self.accumulation_steps}, drop_last={self.drop_last}).",
                 rank=self.rank,
             )
 
@@ -59,27 +60,27 @@ class PackedBatches(Batches[list[int]]):
         for pool in torch.randperm(len(self._lengths), generator=generator).split(self._pool):
             members = pool.tolist()
             packed = first_fit([self._lengths[index] for index in members], self._row_length)
-            rows += [[members[place] for place in row] for row in packed]
+            rows += [[members[position] for position in row] for row in packed]
         order = torch.randperm(len(rows), generator=generator).tolist()  # else the emptiest rows come last
-        return [rows[place] for place in order]
+        return [rows[position] for position in order]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Put each sequence into the first row that has room for it; the indices that each row holds.
+    """Put each sequence into the first row with room for it, and return the indices of each row.
 
-    Takes time in proportion to n log n.
+    Takes time proportional to n log n.
 
     Raises:
-        InvalidInput: a sequence is longer than a row, or has no token.
+        InvalidInput: a sequence is longer than a row, or empty.
 
     Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: at most 1.7 times the fewest rows.
     """
     if wrong := [length for length in lengths if not 1 <= length <= row_length]:
         raise InvalidInput(
-            f"A sequence of {max(wrong)} tokens does not go into a row of {row_length} (one of {len(wrong)} "
-            "that are longer, or empty). Cut or split sequences before packing, or take longer rows."
+            f"A sequence of {max(wrong)} tokens does not fit in a row of {row_length} (one of {len(wrong)} "
+            "that are too long or empty). Truncate or split sequences before packing, or use longer rows."
         )
-    # A tree of the most room that any row below a node has: rows are leaves, those not begun have all of it.
+    # A tree in which each node has the largest free length of the rows below it. Leaves are rows.
     num_leaves = 1 << max(0, (len(lengths) - 1).bit_length())
     room = [row_length] * (2 * num_leaves)
     rows: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""What each way to pad would cost on measured lengths: useful share, shapes, positions; pure."""
+"""Cost of each way to pad sequences of given lengths: useful share, shapes, positions; pure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import math
 from collections.abc import Iterable, Sequence
 
 from holdfast.errors import InvalidInput
+from holdfast.quantity import plural
 from holdfast.train.lengths.packs import first_fit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Padding:
-    """One way to bring sequences of unequal length into batches, and what it costs.
+    """One way to batch sequences of unequal length, and its cost.
 
     Attributes:
-        name: what is done, as a reader knows it.
-        positions: tokens that the model computes, padding among them.
-        useful: share of them that is no padding, 0 to 1.
-        num_shapes: distinct (rows, width) of the batches; each is one more graph for a static compiler.
+        name: the common name of the method.
+        positions: tokens that the model computes, including padding.
+        useful: share of them that is not padding, 0 to 1.
+        num_shapes: distinct (rows, width) of the batches. Each is one more graph for a static compiler.
         relative: positions divided by those of padding to the longest of each batch.
-        keeps_batches: True if the batches stay as they are, so that nothing but the padding changes.
+        keeps_batches: True if the batches keep their samples, so that only the padding changes.
     """
 
     name: str
@@ -39,31 +40,31 @@ def compare_paddings(
     multiple: int = 64,
     pool: int = 20,
 ) -> list[Padding]:
-    """What each way to pad would cost for sequences of these lengths, in the order in which they come.
+    """Return the cost of each way to pad sequences of these lengths, in their order.
 
-    Counted in positions. Attention costs more than in proportion for long rows, so what is dear here is
-    dearer still; packing pays only if attention is told where sequences end.
+    The cost is counted in positions. Attention costs more than that for long rows, so expensive methods are
+    even more expensive. Packing helps only if attention respects the ends of sequences.
 
     Args:
-        lengths: tokens of each sequence, as the batches come; longer ones than `max_length` count as cut.
+        lengths: tokens of each sequence, in the order of the batches. Longer ones than `max_length` count as
+            truncated.
         batch_size: sequences in a batch.
-        max_length: what `padding="max_length"` pads to, and the length of a packed row; by default the
-            longest sequence.
-        multiple: what widths are rounded up to, in the ways that round.
-        pool: batches whose sequences are sorted together, in the ways with buckets.
+        max_length: width for `padding="max_length"` and for packed rows. Default: the longest sequence.
+        multiple: widths are rounded up to a multiple of this, in the methods that round.
+        pool: number of batches whose sequences are sorted together, in the methods with buckets.
 
     Returns:
-        In this order: to `max_length`; to the longest of the batch; that rounded up; buckets; buckets rounded
-        up; packed by first fit.
+        In this order: padding to `max_length`; to the longest of the batch; that, rounded up; buckets;
+        buckets, rounded up; packed by first fit.
 
     Raises:
-        InvalidInput: no lengths, a length below 1, or a size below 1.
+        InvalidInput: `lengths` is empty, or a length or size is below 1.
     """
     if not lengths or min(lengths) < 1 or min(batch_size, multiple, pool, max_length or 1) < 1:
         raise InvalidInput(
-            "Paddings are compared on lengths of at least one token, in batches of at least one sequence: "
-            f"got {len(lengths)} lengths (shortest {min(lengths, default=0)}), {batch_size=}, {max_length=}, "
-            f"{multiple=}, {pool=}."
+            "compare_paddings() needs lengths of at least one token and sizes of at least 1, got "
+            f"{plural(len(lengths), 'length')} (shortest {min(lengths, default=0)}), {batch_size=}, "
+            f"{max_length=}, {multiple=}, {pool=}."
         )
     cap = max_length or max(lengths)
     cut = [min(length, cap) for length in lengths]
@@ -97,8 +98,8 @@ def compare_paddings(
     ]
 
 
-def say_paddings(paddings: Iterable[Padding]) -> str:
-    """The comparison as a table for people, a line each."""
+def format_paddings(paddings: Iterable[Padding]) -> str:
+    """Format the comparison as a table, one line each."""
     lines = [f"{'padding':26s} {'useful':>7s} {'shapes':>7s} {'cost':>7s}"]
     lines += [
         f"{one.name:26s} {one.useful:7.0%} {one.num_shapes:7d} {one.relative:6.2f}x" for one in paddings

@@ -1,4 +1,4 @@
-"""Rows of several sequences as tensors: positions, borders and labels, so that none sees its neighbour."""
+"""Rows of several sequences as tensors, with positions, sequence ids and labels."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch.utils.data import Dataset
 from holdfast.errors import InvalidInput
 
 IGNORED = -100
-"""The label that cross-entropy leaves out (torch's `ignore_index`)."""
+"""Label that cross-entropy ignores (torch's `ignore_index`)."""
 
 
 def join_sequences(
-    sequences: Sequence[Sequence[int] | torch.Tensor], row_length: int, *, pad: int = 0
+    sequences: Sequence[Sequence[int] | torch.Tensor], row_length: int, *, pad_token_id: int = 0
 ) -> dict[str, torch.Tensor]:
-    """One row of these sequences, one after the other, the rest padding.
+    """Join sequences into one row, and fill the rest with padding.
 
-    Labels are as models of `transformers` want them: not shifted, so the first token of each sequence, which
-    would be predicted from its neighbour, has none.
+    Labels follow the convention of `transformers`: they are not shifted. The first token of each sequence has
+    no label, since its neighbour would predict it.
 
     Returns:
-        int64 tensors of shape (row_length,): `input_ids`; `labels`, with -100 where nothing is to be
-        predicted; `position_ids`, from 0 in each sequence; `sequence_ids`, 0, 1, ..., and -1 for padding.
+        int64 tensors of shape (row_length,): `input_ids`; `labels`, with -100 where nothing is predicted;
+        `position_ids`, from 0 in each sequence; `sequence_ids`, 0, 1, ..., and -1 for padding.
 
     Raises:
-        InvalidInput: they are longer than the row together, or one is empty.
+        InvalidInput: the sequences together are longer than the row, or one is empty.
     """
     parts = [torch.as_tensor(one, dtype=torch.int64) for one in sequences]
     used = sum(len(part) for part in parts)
     if used > row_length or not all(map(len, parts)):
         raise InvalidInput(
-            f"Sequences of {[len(part) for part in parts]} tokens do not go into a row of {row_length}: each "
+            f"Sequences of {[len(part) for part in parts]} tokens do not fit in a row of {row_length}. Each "
             "needs at least one token, and together they must not be longer than the row."
         )
-    padding = torch.full((row_length - used,), pad, dtype=torch.int64)
+    padding = torch.full((row_length - used,), pad_token_id, dtype=torch.int64)
     counts = torch.tensor([len(part) for part in parts] + [len(padding)])
     starts = counts.cumsum(0) - counts
     ids = torch.arange(len(parts) + 1)
@@ -54,31 +54,31 @@ def join_sequences(
 
 
 def attention_mask(sequence_ids: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-    """Which position may look at which: those of its own sequence, and with `causal` none that comes later.
+    """Return the mask that limits attention to each position's own sequence.
 
-    Padding looks at padding, so that no row of attention is empty.
+    With `causal`, later positions are masked too. Padding attends to padding, so that no row is empty.
 
     Args:
-        sequence_ids: int tensor of shape (rows, length), as of `join_sequences`.
-        causal: leave out what comes later.
+        sequence_ids: int tensor of shape (rows, length), as from `join_sequences`.
+        causal: mask later positions.
 
     Returns:
         bool tensor of shape (rows, 1, length, length), True where attention is allowed: the `attn_mask` of
-        `scaled_dot_product_attention`, and a 4D `attention_mask` of models of `transformers`.
+        `scaled_dot_product_attention`, and a 4D `attention_mask` for models of `transformers`.
     """
     mask = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
     return mask.tril() if causal else mask
 
 
 def cumulative_lengths(sequence_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where sequences begin in the flattened batch, for kernels of attention over unequal lengths.
+    """Return the start of each sequence in the flattened batch, for variable-length attention kernels.
 
     Args:
-        sequence_ids: int tensor of shape (rows, length), as of `join_sequences`.
+        sequence_ids: int tensor of shape (rows, length), as from `join_sequences`.
 
     Returns:
-        `cu_seqlens`, an int32 tensor that begins with 0 and ends with rows * length, in which each row's
-        padding counts as a sequence; and the longest length.
+        `cu_seqlens`, an int32 tensor from 0 to rows * length, in which the padding of each row counts as a
+        sequence; and the longest length.
     """
     rows, length = sequence_ids.shape
     begins = torch.ones_like(sequence_ids, dtype=torch.bool)
@@ -91,20 +91,21 @@ def cumulative_lengths(sequence_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 @final
 class PackedRows(Dataset[dict[str, torch.Tensor]]):
-    """A dataset whose items are rows: asked for a list of indices, it joins those sequences.
+    """Dataset of rows: for a list of indices, it joins those sequences into one row.
 
     Args:
-        sequences: has each sequence's tokens at its index: a list, or a dataset.
+        sequences: the tokens of each sequence by index: a list or a dataset.
         row_length: tokens in a row.
-        pad: the token that fills it.
+        pad_token_id: token that fills the rest of a row.
     """
 
-    def __init__(self, sequences: Any, row_length: int, *, pad: int = 0) -> None:
-        self._sequences, self._row_length, self._pad = sequences, row_length, pad
+    def __init__(self, sequences: Any, row_length: int, *, pad_token_id: int = 0) -> None:
+        self._sequences, self._row_length, self._pad_token_id = sequences, row_length, pad_token_id
 
     def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        return join_sequences([self._sequences[index] for index in indices], self._row_length, pad=self._pad)
+        sequences = [self._sequences[index] for index in indices]
+        return join_sequences(sequences, self._row_length, pad_token_id=self._pad_token_id)
 
     def __len__(self) -> int:
-        """Sequences, not rows: how many rows they fill depends on the order."""
+        """Return the number of sequences. The number of rows depends on their order."""
         return len(self._sequences)

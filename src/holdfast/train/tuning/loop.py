@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.train.batch.holdings import find_holdings
 from holdfast.train.batch.snapshot import Snapshot
+from holdfast.train.batch.training_state import collect_training_state
 from holdfast.train.tuning import findings as finding
 from holdfast.train.tuning import sizes
 from holdfast.train.tuning.facts import Graphs, Place, Race, Steps, Syncs
@@ -99,11 +99,11 @@ def tune(
 
 @contextlib.contextmanager
 def _as_before(state: Any) -> Iterator[None]:
-    snapshot = Snapshot(find_holdings(state))
+    snapshot = Snapshot(collect_training_state(state))
     try:
         yield
     finally:
-        snapshot.put_back()
+        snapshot.restore()
 
 
 class _Loop:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from holdfast.quantity import say_bytes
-from holdfast.train.batch.rates import say_rates, scale_rates
+from holdfast.train.batch.learning_rates import format_rates, scale_rates
 from holdfast.train.lengths.padding import Padding, compare_paddings
 from holdfast.train.tuning.facts import Lengths, Steps
 from holdfast.train.tuning.findings import Finding, Trial
@@ -140,7 +140,7 @@ def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts
         return f"Accumulate {parts / factor:g} batches a step, not {parts:g}: then all else stays the same."
     if not rate:
         return "The learning rate has to follow (`holdfast.train.batch.scale_rates`)."
-    rules = say_rates(scale_rates(rate, batch, chosen, optimizer=optimizer))
+    rules = format_rates(scale_rates(rate, batch, chosen, optimizer=optimizer))
     return f"The learning rate, {rate:g} now, has to follow; try " + ", or ".join(rules.splitlines()) + "."
 
 

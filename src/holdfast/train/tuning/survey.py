@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast import host_memory
 from holdfast.errors import InvalidInput
 from holdfast.quantity import plural
-from holdfast.train.batch.room import free_host_bytes
 from holdfast.train.tuning import findings as finding
 from holdfast.train.tuning import sizes
 from holdfast.train.tuning.facts import Graphs, Race, Steps, Syncs
@@ -247,4 +247,6 @@ class _Survey:
 
 def _room(steps: Steps, now: Pace) -> int:
     """Bytes that a run may take: on a device it is left to the device to refuse."""
-    return int(_LEFT * free_host_bytes()) + (now.peak_bytes or 0) if steps.device == "cpu" else 2**63
+    return (
+        int(_LEFT * host_memory.available_bytes()) + (now.peak_bytes or 0) if steps.device == "cpu" else 2**63
+    )

@@ -1,4 +1,4 @@
-"""Runs real training steps on batches of a size, and measures their peak memory and their time."""
+"""Measurements of real training steps: peak memory and time per batch size."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from torch.profiler import ProfilerActivity, profile
 
 from holdfast.errors import Unsupported
 from holdfast.quantity import say_bytes
-from holdfast.train.batch.holdings import Holdings, count_bytes
 from holdfast.train.batch.sample import tensors_of
+from holdfast.train.batch.training_state import TrainingState, count_bytes
 
-STEPS_OF_A_PROBE = 2  # the first makes what the optimizer keeps; the second has all of it
+STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second includes it
 
 
 @final
-class Prober:
-    """Real steps, measured. Changes the state, as steps do: take a `Snapshot` before.
+class StepBenchmark:
+    """Benchmark of real steps. It changes the state, as steps do: take a `Snapshot` before.
 
     Args:
-        step: one whole training step on a batch.
-        make: a batch of a size.
-        holdings: what the step changes.
-        device: where the model lies.
-        limit_bytes: what may be taken there.
+        step: one complete training step on a batch.
+        make_batch: a function from a size to a batch.
+        training: everything that the step changes.
+        device: the device of the model.
+        limit_bytes: memory that the steps may take there.
     """
 
     def __init__(
         self,
         step: Callable[[Any], object],
-        make: Callable[[int], Any],
-        holdings: Holdings,
+        make_batch: Callable[[int], Any],
+        training: TrainingState,
         device: torch.device,
         limit_bytes: int,
     ) -> None:
-        self._step, self._make, self._holdings = step, make, holdings
+        self._step, self._make_batch, self._training = step, make_batch, training
         self._device, self._limit_bytes = device, limit_bytes
 
-    def has_room(self, expected_bytes: int) -> bool:
-        """True if a step that takes so much at its peak could be tried.
+    def can_allocate(self, expected_bytes: int) -> bool:
+        """Return True if a step with this peak may be tried.
 
-        On a device that much is taken for a moment, so that a rank that lacks it finds out by itself, and not
-        when others wait for it in a collective.
+        On a GPU the memory is allocated for a moment. A rank without enough memory then fails here and not in
+        the middle of a collective, where the others would wait for it.
         """
         self._clear()
         if self._device.type != "cuda":
@@ -61,13 +61,13 @@ class Prober:
             self._clear()
         return True
 
-    def peak(self, size: int) -> int | None:
-        """Bytes at the peak of a step on `size` samples; None if there was not enough memory.
+    def measure_peak(self, size: int) -> int | None:
+        """Return the bytes at the peak of a step on `size` samples, or None if memory ran out.
 
-        On a device, memory that its allocator has reserved; on a host, memory of tensors.
+        On a GPU these are bytes that the allocator reserved, on a host bytes of tensors.
 
         Raises:
-            Unsupported: memory ran out in a step that other ranks are part of.
+            Unsupported: memory ran out in a step that communicates with other ranks.
 
         Ranks: collective if the step is.
         """
@@ -78,18 +78,18 @@ class Prober:
             return self._host_peak(size)
         return None
 
-    def step_seconds(self, size: int, rounds: int) -> float | None:
-        """Seconds of a step on `size` samples, the fastest of some; None if there was not enough memory.
+    def measure_step_s(self, size: int, num_steps: int) -> float | None:
+        """Return the seconds of the fastest step on `size` samples, or None if memory ran out.
 
-        The fastest, for what makes others slower is not the batch's doing.
+        Slower steps are slow for reasons other than the batch.
 
         Ranks: collective if the step is.
         """
         self._clear()
         with self._within_memory(size):
-            batch = self._make(size)
+            batch = self._make_batch(size)
             self._step(batch)
-            return min(self._timed(batch) for _ in range(rounds))
+            return min(self._timed(batch) for _ in range(num_steps))
         return None
 
     def _timed(self, batch: Any) -> float:
@@ -101,19 +101,19 @@ class Prober:
 
     def _device_peak(self, size: int) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)
-        batch = self._make(size)
-        for _ in range(STEPS_OF_A_PROBE):
+        batch = self._make_batch(size)
+        for _ in range(STEPS_PER_PROBE):
             self._step(batch)
         self._synchronize()
         return torch.cuda.max_memory_reserved(self._device)
 
     def _host_peak(self, size: int) -> int:
-        batch = self._make(size)
-        held = [*self._holdings.all_tensors(), *tensors_of(batch)]
-        held_bytes = count_bytes(held, self._device)
-        del held
+        batch = self._make_batch(size)
+        tensors = [*self._training.all_tensors(), *tensors_of(batch)]
+        base_bytes = count_bytes(tensors, self._device)
+        del tensors
         with _silent_kineto(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-            for _ in range(STEPS_OF_A_PROBE):
+            for _ in range(STEPS_PER_PROBE):
                 self._step(batch)
         now = peak = 0
         events: Any = trace.profiler
@@ -121,27 +121,27 @@ class Prober:
         for change in sorted(changes, key=lambda one: one.start_ns()):
             now += change.nbytes()
             peak = max(peak, now)
-        return held_bytes + peak
+        return base_bytes + peak
 
     @contextlib.contextmanager
     def _within_memory(self, size: int) -> Iterator[None]:
-        """Goes on after the block if memory runs out in it."""
+        """Suppress out-of-memory errors of the block."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
-            if self._holdings.has_collectives:
+            if self._training.has_collectives:
                 raise Unsupported(
-                    f"A batch of {size} ran out of memory ({say_bytes(self._limit_bytes)}) in the midst of a "
-                    "step that other ranks are part of, which may be waiting now. The search cannot go on: "
-                    "start again with a lower limit=, or with most= below this size."
+                    f"A batch of {size} ran out of memory ({say_bytes(self._limit_bytes)}) during a step "
+                    "that communicates with other ranks, which may be waiting now. fit_batch() cannot "
+                    "continue: start again with a lower memory_limit=, or with max_size= below this size."
                 ) from error
         finally:
             self._clear()
 
     def _clear(self) -> None:
-        for tensor in self._holdings.module_tensors():
+        for tensor in self._training.module_tensors():
             if tensor.is_leaf:
                 tensor.grad = None
         if self._device.type == "cuda":
@@ -161,7 +161,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _silent_kineto() -> Iterator[None]:
-    """The profiler's library writes lines to standard error unless told not to, by its environment alone."""
+    """Silence the profiler's library during the block. Only an environment variable can do that."""
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:
         yield

@@ -1,4 +1,4 @@
-"""The tensors and objects that a training step changes, found in what the user calls its state."""
+"""Tensors and objects that a training step changes, collected from the user's `state`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Holdings:
-    """What a training step changes, sorted by what it takes to put it back.
+class TrainingState:
+    """Everything that a training step changes, by the way it is copied and restored.
 
     Attributes:
         modules: outermost modules.
         optimizers: optimizers.
-        tensors: tensors that stand by themselves.
-        generators: generators of random numbers.
-        stateful: anything else with `state_dict` and `load_state_dict`.
-        others: what is none of these, by its type's name.
+        tensors: tensors outside of modules.
+        generators: random number generators.
+        stateful: other objects with `state_dict` and `load_state_dict`.
+        others: type names of all other objects.
     """
 
     modules: list[nn.Module]
@@ -36,12 +36,12 @@ class Holdings:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices that hold modules and tensors; optimizers may keep counters elsewhere."""
+        """Devices of modules and tensors. Optimizers may keep counters elsewhere."""
         return {one.device for one in (*self.module_tensors(), *self.tensors)}
 
     @property
     def has_collectives(self) -> bool:
-        """True if a forward or backward pass talks to other ranks."""
+        """True if a forward or backward pass communicates with other ranks."""
         return any(
             isinstance(part, DistributedDataParallel)
             or any(isinstance(one, DTensor) for one in part.parameters(recurse=False))
@@ -50,19 +50,19 @@ class Holdings:
         )
 
     @property
-    def normalizes_batches(self) -> bool:
-        """True if a forward pass needs several samples, for it takes their mean and spread."""
+    def has_batch_norm(self) -> bool:
+        """True if a module has batch norm, which needs several samples."""
         return any(isinstance(part, _BatchNorm) for module in self.modules for part in module.modules())
 
     def reshard(self) -> None:
-        """Have FSDP put parameters that a forward pass has gathered back into their shards."""
+        """Have FSDP free the parameters that a forward pass gathered."""
         for module in self.modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
 
     def module_tensors(self) -> Iterator[torch.Tensor]:
-        """Parameters and buffers, each once."""
+        """Yield parameters and buffers, each once."""
         seen: set[int] = set()
         for module in self.modules:
             for one in (*module.parameters(), *module.buffers()):
@@ -71,7 +71,7 @@ class Holdings:
                     yield one
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that is held between two steps, as it lies on this rank; gradients are not."""
+        """Yield this rank's part of every tensor that lives between two steps. Gradients do not."""
         yield from map(local, self.module_tensors())
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
@@ -79,9 +79,9 @@ class Holdings:
         yield from self.tensors
 
 
-def find_holdings(state: Any) -> Holdings:
-    """Sort what `state` holds: an object, or mappings and sequences of objects."""
-    found = Holdings([], [], [], [], [], [])
+def collect_training_state(state: Any) -> TrainingState:
+    """Collect the training state from an object, or from mappings and sequences of objects."""
+    found = TrainingState([], [], [], [], [], [])
     for one in _walk(state):
         if isinstance(one, nn.Module):
             found.modules.append(one)
@@ -99,12 +99,12 @@ def find_holdings(state: Any) -> Holdings:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds, without its gradient."""
+    """Return the part of a tensor that this rank holds, without its gradient."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def count_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes that these tensors keep on a device; memory that several share counts once."""
+    """Return the bytes that tensors take on a device. Shared memory counts once."""
     storages = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
         for one in tensors

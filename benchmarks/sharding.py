@@ -35,9 +35,9 @@ console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DDP": {"shards": 1},
     "ZeRO-3": {},
-    "ZeRO-2": {"keep": True},
+    "ZeRO-2": {"reshard_after_forward": False},
     "ZeRO-3, bf16": {"dtype": "bf16"},
-    "ZeRO-3, recomputed": {"recompute": True},
+    "ZeRO-3, recomputed": {"activation_checkpointing": True},
 }
 
 
@@ -155,21 +155,21 @@ def _ours(layout: str) -> Any:
 
 def _by_hand(layout: str) -> Any:
     """What one would write for this model, following PyTorch's tutorial and torchtitan."""
-    model, knobs, ranks = _fresh(), LAYOUTS[layout], dist.get_world_size()
-    is_ddp = knobs.get("shards") == 1
+    model, chosen, ranks = _fresh(), LAYOUTS[layout], dist.get_world_size()
+    is_ddp = chosen.get("shards") == 1
     shape, names = ((ranks, 1), ("replicate", "shard")) if is_ddp else ((ranks,), ("shard",))
     policy = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "dtype" in knobs else MixedPrecisionPolicy()
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "dtype" in chosen else MixedPrecisionPolicy()
     )
     options: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
         "mp_policy": policy,
     }
-    if "recompute" in knobs:
+    if "activation_checkpointing" in chosen:
         kind = type(model.h[0])
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
     for block in model.h:
-        fully_shard(block, reshard_after_forward="keep" not in knobs, **options)
+        fully_shard(block, reshard_after_forward=chosen.get("reshard_after_forward", True), **options)
     return fully_shard(model, **options)
 
 

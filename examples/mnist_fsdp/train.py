@@ -26,10 +26,10 @@ from torch.nn import functional
 import holdfast
 
 WAYS: dict[str, dict[str, Any]] = {
-    "ddp": {"shards": 1, "at": []},
-    "fsdp": {"at": []},  # the whole net is one unit, as in the tutorial's first try
-    "fsdp-wrapped": {"at": 20_000},  # its size_based_auto_wrap_policy(min_num_params=20000)
-    "fsdp-offloaded": {"at": 20_000, "offload": True},
+    "ddp": {"shards": 1, "wrap": []},
+    "fsdp": {"wrap": []},  # the whole net is one unit, as in the tutorial's first try
+    "fsdp-wrapped": {"wrap": 20_000},  # its size_based_auto_wrap_policy(min_num_params=20000)
+    "fsdp-offloaded": {"wrap": 20_000, "cpu_offload": True},
 }
 
 

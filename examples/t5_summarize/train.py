@@ -30,7 +30,7 @@ from holdfast.train.lengths import BucketBatches
 
 WAYS: dict[str, dict[str, Any]] = {
     "zero3": {},  # the tutorial's FULL_SHARD
-    "zero2": {"keep": True},  # SHARD_GRAD_OP
+    "zero2": {"reshard_after_forward": False},  # SHARD_GRAD_OP
     "hybrid": {"shards": 2},  # HYBRID_SHARD
     "ddp": {"shards": 1},  # NO_SHARD
 }
@@ -76,7 +76,7 @@ def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device:
     torch.manual_seed(args.seed)  # every rank draws the same weights, and keeps its part
     model = make_model(args.model, dropout=args.dropout)
     dtype = "bf16" if args.bf16 else None
-    holdfast.shard(model, **WAYS[args.way], dtype=dtype, recompute=args.recompute)
+    holdfast.shard(model, **WAYS[args.way], dtype=dtype, activation_checkpointing=args.recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     batches = BucketBatches(data["train"].lengths, args.batch, seed=args.seed)
     total = args.epochs * len(batches)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
     from holdfast.train.batch import BatchFit, fit_batch
-    from holdfast.train.sharding.reading import describe
+    from holdfast.train.sharding.inspection import describe
     from holdfast.train.sharding.shard import shard
     from holdfast.train.tuning.loop import tune
 
@@ -57,7 +57,7 @@ _PLACES = {
     "Save": "keeper.save",
     "SaveWarning": "errors",
     "Unsupported": "errors",
-    "describe": "train.sharding.reading",
+    "describe": "train.sharding.inspection",
     "fit_batch": "train.batch",
     "leave": "ending",
     "open": "restore.checkpoint",

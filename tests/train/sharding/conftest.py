@@ -1,4 +1,4 @@
-"""Worlds of ranks for the tests of sharding."""
+"""Process groups for the tests of sharding."""
 
 from elastic.conftest import worlds
 

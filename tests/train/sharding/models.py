@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) -> the same."""
+        """Map (batch, length, width) to the same shape."""
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
 
@@ -34,13 +34,13 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 51), nn.GELU(), nn.Linear(51, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) -> the same."""
+        """Map (batch, length, width) to the same shape."""
         x = x + self.attention(self.norm(x))
         return x + self.mlp(x)
 
 
 class Gpt(nn.Module):
-    """Few ranks divide its sizes; the head is the embedding; a buffer that is not in its state dict."""
+    """GPT with uneven sizes, a tied head, and a buffer that its state dict lacks."""
 
     def __init__(self, width: int = 21, num_layers: int = 3) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Gpt(nn.Module):
         self.register_buffer("place", torch.linspace(0, 1, LENGTH)[:, None], persistent=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(batch, length) int64, twice -> mean loss."""
+        """Return the mean loss of tokens and targets, both (batch, length) int64."""
         x = self.embed(tokens)
         x = x + self.place.to(x.dtype)
         for layer in self.layers:
@@ -60,7 +60,7 @@ class Gpt(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """The layers of the FSDP tutorial's network, for 8x8 images."""
+    """The FSDP tutorial's network, for 8x8 images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,19 +69,19 @@ class ConvNet(nn.Module):
         self.fc1, self.fc2 = nn.Linear(240, 90), nn.Linear(90, 10)
 
     def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(batch, 1, 8, 8), (batch,) int64 -> mean loss."""
+        """Return the mean loss of images (batch, 1, 8, 8) and targets (batch,) int64."""
         x = self.norm(self.conv2(self.conv1(images).relu())).relu()
         return functional.cross_entropy(self.fc2(self.fc1(x.flatten(1)).relu()).float(), targets)
 
 
 def make(name: str) -> Any:
-    """A model, always with the same weights."""
+    """Return a model, always with the same weights."""
     torch.manual_seed(0)
     return {"gpt": Gpt, "conv": ConvNet, "t5": _t5}[name]()
 
 
 def batch(name: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole batch of a step."""
+    """Return the global batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     if name == "conv":
         images = torch.randn(BATCH, 1, 8, 8, generator=generator)
@@ -91,7 +91,7 @@ def batch(name: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(name: str, model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean loss of a batch."""
+    """Return the mean loss of a batch."""
     return model(input_ids=inputs, labels=targets).loss.float() if name == "t5" else model(inputs, targets)
 
 

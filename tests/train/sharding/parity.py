@@ -1,4 +1,4 @@
-"""Trains a sharded model beside a whole one, on every rank, and compares losses and gradient norms."""
+"""Losses and gradient norms of a sharded and an unsharded model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Curve = list[tuple[float, float]]
 
 
 def train(name: str, model: Any, optimizer: Any, steps: range, *, device: str = "cpu") -> Curve:
-    """(loss, gradient norm) of each step, of the whole batch, whatever part of it a rank computes."""
+    """Return loss and gradient norm of each step, of the global batch."""
     is_split = any(isinstance(p, DTensor) for p in model.parameters())
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
     curve = []
@@ -36,21 +36,21 @@ def train(name: str, model: Any, optimizer: Any, steps: range, *, device: str = 
 
 
 def optimizer_of(model: Any) -> Any:
-    """AdamW, so that moments count too."""
+    """Return AdamW, so that its moments are compared too."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def whole_curve(name: str, num_steps: int = STEPS) -> Curve:
-    """What one process that has the whole model finds."""
+    """Return the curve of one process with the unsharded model."""
     model = make(name)
     return train(name, model, optimizer_of(model), range(num_steps))
 
 
-def sharded_curve(rank: int, name: str, knobs: dict[str, Any], device: str = "cpu") -> tuple[Curve, float]:
-    """(losses and norms, share of the parameters that this rank keeps)."""
-    model = holdfast.shard(make(name), **knobs, device=device, quiet=True)
+def sharded_curve(rank: int, name: str, options: dict[str, Any], device: str = "cpu") -> tuple[Curve, float]:
+    """Return losses and norms, and this rank's share of the parameters."""
+    model = holdfast.shard(make(name), **options, device=device, quiet=True)
     assert BATCH % dist.get_world_size() == 0
-    told = holdfast.describe(model)
+    description = holdfast.describe(model)
     return train(
         name, model, optimizer_of(model), range(STEPS), device=device
-    ), told.local_bytes / told.num_bytes
+    ), description.local_bytes / description.num_bytes

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of starts: models on meta, differing ranks, wrong arguments, what is said."""
+"""Functions for the ranks in tests of shard: models on meta, differing ranks, invalid arguments, output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from train.sharding.models import Gpt, batch, make
 from train.sharding.parity import STEPS, Curve, optimizer_of, train
 
 
-def from_meta(rank: int, name: str, knobs: dict[str, Any], source: str, home: Path) -> Curve:
-    """The curve of a model that begins on meta, filled from `source`."""
+def from_meta(rank: int, name: str, options: dict[str, Any], source: str, home: Path) -> Curve:
+    """Return the curve of a model on meta whose weights come from `source`."""
     whole = make(name)
     if source == "rank 0" and rank == 0:
         model, weights = whole, None
@@ -27,30 +27,30 @@ def from_meta(rank: int, name: str, knobs: dict[str, Any], source: str, home: Pa
             model = make(name)
         weights = {"rank 0": None, "mapping": whole.state_dict(), "home": home}[source] if rank == 0 else None
         if source != "rank 0" and name == "gpt":
-            model.place = whole.place  # in no state dict: made anew, as a user has to
-    holdfast.shard(model, **knobs, weights=weights, quiet=True)
+            model.place = whole.place  # not in the state dict, so the user has to create it
+    holdfast.shard(model, **options, weights=weights, quiet=True)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     return train(name, model, optimizer_of(model), range(STEPS))
 
 
 def from_different_ranks(rank: int) -> tuple[Curve, str]:
-    """The curve of a model that each rank has drawn for itself, and what was said."""
+    """Return the curve of a model with different weights on each rank, and the output."""
     model = make("gpt")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
         holdfast.shard(model, shards=1)
-    return train("gpt", model, optimizer_of(model), range(STEPS)), said.getvalue()
+    return train("gpt", model, optimizer_of(model), range(STEPS)), output.getvalue()
 
 
-def refusal(rank: int, case: str, folder: Path) -> tuple[str, str, bool]:
-    """(class of the error, its message, whether the model is as it was)."""
-    model, knobs = _wrong(rank, case, folder)
+def rejection(rank: int, case: str, folder: Path) -> tuple[str, str, bool]:
+    """Return the class of the error, its message, and whether the model is unchanged."""
+    model, options = _wrong(rank, case, folder)
     before = [type(module) for module in model.modules()]
     try:
-        holdfast.shard(model, **knobs, quiet=True)
+        holdfast.shard(model, **options, quiet=True)
     except holdfast.HoldfastError as error:
         dist.barrier()  # every rank has raised, and none is left in a collective
         return type(error).__name__, str(error), before == [type(module) for module in model.modules()]
@@ -89,8 +89,8 @@ def _sharded() -> Any:
     return model
 
 
-def breaks_on_the_way(rank: int) -> tuple[str, str]:
-    """Weights that fit when they are looked at, and cannot be read when they are sent."""
+def fails_while_sending(rank: int) -> tuple[str, str]:
+    """Shard with weights that fit, but cannot be read while they are sent."""
     with torch.device("meta"):
         model = make("gpt")
     model.place = make("gpt").place
@@ -103,7 +103,7 @@ def breaks_on_the_way(rank: int) -> tuple[str, str]:
 
 
 class Damaged(dict[str, torch.Tensor]):
-    """One tensor can be read once only."""
+    """A state dict in which one tensor can be read only once."""
 
     is_read = False
 
@@ -115,19 +115,19 @@ class Damaged(dict[str, torch.Tensor]):
         return super().__getitem__(name)
 
 
-def said_of(rank: int, name: str, knobs: dict[str, Any]) -> tuple[str, str, str]:
-    """(what `shard` prints, what `describe` says then, and what it says between forward and backward)."""
-    said = io.StringIO()
+def printed_by_shard(rank: int, name: str, options: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the output of `shard`, and of `describe` after it and between forward and backward."""
+    output = io.StringIO()
     model = make(name)
-    with contextlib.redirect_stderr(said):
-        holdfast.shard(model, **knobs)
+    with contextlib.redirect_stderr(output):
+        holdfast.shard(model, **options)
     after = str(holdfast.describe(model))
     model(*batch(name, 0))
-    return said.getvalue(), after, str(holdfast.describe(model))
+    return output.getvalue(), after, str(holdfast.describe(model))
 
 
 def by_hand(rank: int) -> tuple[str, str]:
-    """What is said of a model that `shard` has sharded, and of one sharded by hand in the same way."""
+    """Return the descriptions of a model sharded by `shard` and of one sharded by hand."""
     ours, theirs = make("gpt"), make("gpt")
     holdfast.shard(ours, quiet=True)
     for layer in theirs.layers:
@@ -137,7 +137,7 @@ def by_hand(rank: int) -> tuple[str, str]:
 
 
 def of_others(rank: int) -> list[tuple[str, ...]]:
-    """Notes on models that are not wholly sharded by FSDP2."""
+    """Return the notes on models that are not fully sharded by FSDP2."""
     partly = make("gpt")
     fully_shard(partly.layers[0])
     models = [make("gpt"), nn.parallel.DistributedDataParallel(make("conv")), partly]
@@ -145,7 +145,7 @@ def of_others(rank: int) -> list[tuple[str, ...]]:
 
 
 def generated(rank: int) -> tuple[list[int], list[int]]:
-    """What a whole T5 and a sharded one generate; generating is no call of the model itself."""
+    """Return the tokens of a sharded and an unsharded T5. `generate` does not call the model directly."""
     whole, model = make("t5"), holdfast.shard(make("t5"), quiet=True)
     register_fsdp_forward_method(model, "generate")
     tokens = batch("t5", 0)[0][:2]

@@ -1,4 +1,4 @@
-"""Blocks are found in models of many makes; what is tied stays with the root; callers may name them."""
+"""Blocks of many kinds of models: found automatically or given, and tied modules stay with the root."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.sharding.models import ConvNet, Gpt, Layer, make
 
 
 class TutorialNet(nn.Module):
-    """The layers of the FSDP tutorial's network, in its sizes."""
+    """The FSDP tutorial's network, in its sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,32 +37,32 @@ def test_layers_of_a_list_are_the_blocks() -> None:
     assert found.found == "repeated layers: Layer"
 
 
-def test_a_tied_t5_has_its_layers_as_blocks_and_its_embedding_outside() -> None:
+def test_the_blocks_of_a_tied_t5_are_its_layers_without_the_embedding() -> None:
     found = find_blocks(make("t5"))
     assert found.names == ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")
     assert found.left == ()
 
 
-def test_a_net_without_layers_is_divided_by_size_as_the_tutorial_does() -> None:
+def test_a_network_without_layers_is_divided_by_size_as_in_the_tutorial() -> None:
     with torch.device("meta"):
         found = find_blocks(TutorialNet())
-        assert find_blocks(TutorialNet(), at=100).names == ("conv1", "conv2", "fc1", "fc2")
+        assert find_blocks(TutorialNet(), wrap=100).names == ("conv1", "conv2", "fc1", "fc2")
     assert found.names == ("fc1",)
     assert "no repeated layers" in found.found
 
 
-def test_a_module_above_small_ones_is_a_block_by_what_they_leave() -> None:
+def test_a_parent_of_small_modules_is_a_block_if_they_are_large_together() -> None:
     """Two linears of 6 parameters are too small alone; together they reach the limit."""
     pairs = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "b": nn.Linear(2, 2)})
-    assert find_blocks(pairs, at=12).names == ("a",)
+    assert find_blocks(pairs, wrap=12).names == ("a",)
 
 
-def test_attention_is_never_entered_since_it_does_not_call_its_projection() -> None:
+def test_attention_is_never_divided_because_it_does_not_call_its_projection() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
-    assert find_blocks(model, at=1).names == ("attention",)
+    assert find_blocks(model, wrap=1).names == ("attention",)
 
 
-def test_members_of_lists_in_lists_are_found_since_lists_are_never_called() -> None:
+def test_members_of_nested_lists_are_blocks_because_lists_are_never_called() -> None:
     def pair() -> nn.Module:
         return nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), Layer(3)])
 
@@ -76,7 +76,7 @@ def test_the_outermost_repeated_modules_are_the_blocks() -> None:
     assert find_blocks(nn.ModuleDict({"body": deep})).names == ("body.0", "body.1")
 
 
-def test_a_block_that_shares_a_parameter_with_another_part_is_left_to_the_root() -> None:
+def test_a_module_that_shares_a_parameter_with_another_part_stays_with_the_root() -> None:
     model: Any = Gpt()
     model.layers[1].norm.weight = model.norm.weight
     found = find_blocks(model)
@@ -84,61 +84,61 @@ def test_a_block_that_shares_a_parameter_with_another_part_is_left_to_the_root()
     assert found.left == ("layers.1",)
 
 
-def test_a_module_that_two_blocks_have_in_common_leaves_both_to_the_root() -> None:
+def test_two_modules_with_a_common_child_stay_with_the_root() -> None:
     model: Any = Gpt()
     model.layers[0].norm = model.layers[2].norm
     assert find_blocks(model).names == ("layers.1",)
 
 
-def test_a_layer_that_is_used_again_and_again_is_one_block() -> None:
+def test_a_layer_that_is_used_repeatedly_is_one_block() -> None:
     layer = Layer(3)
     model = nn.ModuleDict({"layers": nn.ModuleList([layer, layer, Layer(3)])})
     assert find_blocks(model).names == ("layers.0", "layers.2")
 
 
-def test_classes_that_a_model_will_not_have_split_are_blocks_where_nothing_is_repeated() -> None:
+def test_without_repeated_layers_the_no_split_modules_are_blocks() -> None:
     model: Any = nn.ModuleDict({"only": Layer(3)})
     model._no_split_modules = ["Layer"]
     assert find_blocks(model).names == ("only",)
 
 
 @pytest.mark.parametrize(
-    "at", [Layer, "Layer", ["Layer"], "layers.*", ["layers.0", "layers.1", "layers.2"]], ids=str
+    "wrap", [Layer, "Layer", ["Layer"], "layers.*", ["layers.0", "layers.1", "layers.2"]], ids=str
 )
-def test_callers_may_name_blocks_by_class_or_name(at: Any) -> None:
-    assert find_blocks(Gpt(), at=at).names == ("layers.0", "layers.1", "layers.2")
+def test_blocks_can_be_given_by_class_or_name(wrap: Any) -> None:
+    assert find_blocks(Gpt(), wrap=wrap).names == ("layers.0", "layers.1", "layers.2")
 
 
 def test_inner_blocks_come_before_outer_ones() -> None:
-    found = find_blocks(Gpt(num_layers=1), at=["Layer", "Attention"])
+    found = find_blocks(Gpt(num_layers=1), wrap=["Layer", "Attention"])
     assert found.names == ("layers.0.attention", "layers.0")
 
 
-def test_modules_themselves_may_be_named_and_none_at_all() -> None:
+def test_blocks_can_be_given_as_modules_or_as_an_empty_list() -> None:
     model = Gpt()
-    assert find_blocks(model, at=model.layers[1]).names == ("layers.1",)
-    assert find_blocks(model, at=[]).names == ()
+    assert find_blocks(model, wrap=model.layers[1]).names == ("layers.1",)
+    assert find_blocks(model, wrap=[]).names == ()
 
 
 @pytest.mark.parametrize(
-    ("at", "said"),
+    ("wrap", "message"),
     [
-        ("Block", "no such module. It has .*Layer"),
-        ([Layer, nn.LSTM], "names LSTM"),
+        ("Block", "no such module. Its classes are .*Layer"),
+        ([Layer, nn.LSTM], "wrap= has LSTM"),
         ("layers", "never called"),
         (0, "at least 1"),
-        (True, "must name classes"),
-        (["Layer", 3], "must name classes"),
+        (True, "must be classes"),
+        (["Layer", 3], "must be classes"),
     ],
 )
-def test_what_cannot_be_a_block_is_refused(at: Any, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        find_blocks(Gpt(), at=at)
+def test_invalid_blocks_are_rejected(wrap: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        find_blocks(Gpt(), wrap=wrap)
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> nn.Module:
-    """Modules of random shape, some with shared members."""
+    """Draw module trees, some with shared members."""
     pool: list[nn.Module] = [nn.Linear(2, 3), Layer(3), nn.ReLU()]
 
     def grow(depth: int) -> nn.Module:
@@ -155,10 +155,10 @@ def trees(draw: st.DrawFn) -> nn.Module:
     return nn.ModuleDict({"a": grow(3), "b": grow(3)})
 
 
-@given(model=trees(), at=st.sampled_from([None, 1, 10, 40]))
-def test_no_parameter_is_ever_in_two_separate_units(model: nn.Module, at: int | None) -> None:
-    """FSDP would raise at the first forward pass, or train it unsharded."""
-    names = find_blocks(model, at=at).names
+@given(model=trees(), wrap=st.sampled_from([None, 1, 10, 40]))
+def test_no_parameter_is_in_two_separate_units(model: nn.Module, wrap: int | None) -> None:
+    """Otherwise FSDP would raise in the first forward pass, or train it unsharded."""
+    names = find_blocks(model, wrap=wrap).names
     blocks = [model.get_submodule(name) for name in names]
     assert len({id(block) for block in blocks}) == len(blocks)
     for block in blocks:
@@ -182,7 +182,7 @@ def test_no_parameter_is_ever_in_two_separate_units(model: nn.Module, at: int | 
         ("ResNetForImageClassification", {}, "ResNetStage"),
     ],
 )
-def test_layers_of_models_in_the_wild_are_found_on_meta(
+def test_layers_of_transformers_models_are_found_on_meta(
     name: str, options: dict[str, Any], block: str
 ) -> None:
     import transformers

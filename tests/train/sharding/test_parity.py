@@ -1,4 +1,4 @@
-"""Sharded training is training: losses and gradient norms are those of one process, whatever the knobs."""
+"""Sharded training has the losses and gradient norms of one process, with all options."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ pytestmark = pytest.mark.ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {},
-    "zero2": {"keep": True},
+    "zero2": {"reshard_after_forward": False},
     "ddp": {"shards": 1},
     "hybrid": {"shards": 2},
 }
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"dtype": "bf16"},
-    "offload": {"offload": True},
-    "recompute": {"recompute": True},
+    "offload": {"cpu_offload": True},
+    "recompute": {"activation_checkpointing": True},
     "prefetch": {"prefetch": 2},
-    "one unit": {"at": []},
-    "by size": {"at": 500},
+    "one unit": {"wrap": []},
+    "by size": {"wrap": 500},
 }
 LEAN = [
     ("gpt", "zero3", ["plain"]),
@@ -52,7 +52,7 @@ _expected = cache(whole_curve)
 def check(
     model: str, extras: list[str], share: float, found: list[tuple[Curve, float]], slack: float = 1.0
 ) -> None:
-    """All ranks found one process's curve and hold their share."""
+    """Check that all ranks have the curve of one process and hold their share."""
     loss_gap, norm_gap = (0.03, 0.06) if "bf16" in extras else (1e-5 * slack, 1e-4 * slack)
     for curve, held in found:
         assert len(curve) == len(_expected(model))
@@ -62,15 +62,15 @@ def check(
         assert held == pytest.approx(share, abs=0.1)  # uneven shards
 
 
-def knobs_of(layout: str, extras: list[str]) -> dict[str, Any]:
-    knobs = dict(LAYOUTS[layout])
+def options_of(layout: str, extras: list[str]) -> dict[str, Any]:
+    options = dict(LAYOUTS[layout])
     for name in extras:
-        knobs |= EXTRAS[name]
-    return knobs
+        options |= EXTRAS[name]
+    return options
 
 
 def run(worlds: Worlds, size: int, model: str, layout: str, extras: list[str]) -> None:
-    found = worlds(size).run(sharded_curve, model, knobs_of(layout, extras))
+    found = worlds(size).run(sharded_curve, model, options_of(layout, extras))
     shards = LAYOUTS[layout].get("shards", size)
     check(model, extras, 1 / shards, found)
 
@@ -87,7 +87,7 @@ def test_four_ranks_in_two_copies_train_as_one_process(worlds: Worlds) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("model", "layout", "extras"), EVERY, ids=str)
-def test_every_pair_of_knobs_trains_as_one_process(
+def test_every_pair_of_options_trains_as_one_process(
     worlds: Worlds, size: int, model: str, layout: str, extras: list[str]
 ) -> None:
     run(worlds, size, model, layout, extras)
@@ -100,13 +100,13 @@ def test_every_pair_of_knobs_trains_as_one_process(
 def test_compiled_blocks_train_as_one_process(
     worlds: Worlds, model: str, layout: str, extras: list[str]
 ) -> None:
-    found = worlds(2).run(sharded_curve, model, {**knobs_of(layout, extras), "compile": True})
+    found = worlds(2).run(sharded_curve, model, {**options_of(layout, extras), "compile": True})
     check(model, extras, 1 / LAYOUTS[layout].get("shards", 2), found)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("model", "layout", "extras"), LEAN, ids=str)
 def test_a_gpu_trains_as_one_process(worlds: Worlds, model: str, layout: str, extras: list[str]) -> None:
-    """One rank on one device: streams, page-locked offload and prefetch are then real."""
-    found = worlds(1).run(sharded_curve, model, knobs_of(layout, extras), "cuda")
+    """Train on one device, where streams, page-locked offload and prefetch are real."""
+    found = worlds(1).run(sharded_curve, model, options_of(layout, extras), "cuda")
     check(model, extras, 1.0, found, slack=100.0)  # the whole model was trained on the CPU

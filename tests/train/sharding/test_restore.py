@@ -1,4 +1,4 @@
-"""A run goes on under other knobs and on other numbers of ranks, and its curve has no step in it."""
+"""A run resumes with other options and another number of ranks, and its loss curve is continuous."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ pytestmark = pytest.mark.ranks
 STEPS = 2
 CHAIN: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
-    (1, {"keep": True}),
-    (4, {"shards": 2, "recompute": True}),
-    (2, {"shards": 1, "offload": True}),
-    (4, {"at": [], "prefetch": 1}),
-    (2, {"at": 500, "recompute": True, "keep": True}),
+    (1, {"reshard_after_forward": False}),
+    (4, {"shards": 2, "activation_checkpointing": True}),
+    (2, {"shards": 1, "cpu_offload": True}),
+    (4, {"wrap": [], "prefetch": 1}),
+    (2, {"wrap": 500, "activation_checkpointing": True, "reshard_after_forward": False}),
 ]
 
 
-def go_on(rank: int, name: str, home: Path, link: int, knobs: dict[str, Any]) -> Curve:
-    """Restore what the link before saved, train, save."""
-    model = holdfast.shard(make(name), **knobs, quiet=True)
+def resume(rank: int, name: str, home: Path, link: int, options: dict[str, Any]) -> Curve:
+    """Restore the checkpoint of the previous link, train, and save."""
+    model = holdfast.shard(make(name), **options, quiet=True)
     optimizer = optimizer_of(model)
     state = {"model": model, "optimizer": optimizer}
     with holdfast.Checkpointer(home, state, memory="64MiB", signals=False, quiet=True) as ckpt:
@@ -41,18 +41,18 @@ def go_on(rank: int, name: str, home: Path, link: int, knobs: dict[str, Any]) ->
 
 def follow(worlds: Worlds, name: str, home: Path, chain: list[tuple[int, dict[str, Any]]]) -> None:
     expected = whole_curve(name, STEPS * len(chain))
-    for link, (size, knobs) in enumerate(chain):
-        for curve in worlds(size).run(go_on, name, home, link, knobs):
+    for link, (size, options) in enumerate(chain):
+        for curve in worlds(size).run(resume, name, home, link, options):
             assert len(curve) == STEPS
             for found, true in zip(curve, expected[link * STEPS :], strict=False):
-                assert found == pytest.approx(true, rel=1e-4), f"link {link}: {size} ranks with {knobs}"
+                assert found == pytest.approx(true, rel=1e-4), f"link {link}: {size} ranks with {options}"
 
 
-def test_a_gpt_goes_on_under_other_knobs_and_ranks(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_gpt_resumes_with_other_options_and_ranks(worlds: Worlds, tmp_path: Path) -> None:
     follow(worlds, "gpt", tmp_path / "home", CHAIN[:4])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "conv", "t5"])
-def test_every_model_goes_on_through_the_whole_chain(worlds: Worlds, tmp_path: Path, name: str) -> None:
+def test_every_model_resumes_through_the_whole_chain(worlds: Worlds, tmp_path: Path, name: str) -> None:
     follow(worlds, name, tmp_path / "home", CHAIN)

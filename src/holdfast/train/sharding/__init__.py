@@ -1,1 +1,1 @@
-"""Data parallelism as one knob over FSDP2: from whole copies on every rank to one copy shared by all."""
+"""Data parallelism with FSDP2: from a full copy on every rank to one copy shared by all ranks."""

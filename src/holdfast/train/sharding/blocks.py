@@ -1,4 +1,4 @@
-"""Finds the blocks of a model: the modules whose parameters are gathered and freed as one; pure."""
+"""Blocks of a model: the modules whose parameters are gathered and freed together; pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 
 from holdfast.errors import InvalidInput
 
-BIG = 20_000
-"""Parameters that make a module a block where no layers are found; the FSDP tutorial's `min_num_params`."""
+MIN_PARAMS = 20_000
+"""Parameters of a block in models without layers. The FSDP tutorial's `min_num_params`."""
 
-Where: TypeAlias = "int | str | type | nn.Module | Iterable[str | type | nn.Module]"
-"""How a caller names blocks: by size, class, name or pattern of names, module, or several of these."""
+WrapPolicy: TypeAlias = "int | str | type | nn.Module | Iterable[str | type | nn.Module]"
+"""Choice of blocks: by size, class, name or pattern, module, or several of these."""
 
 _Named = tuple[str, nn.Module]
 _GROUPS = (nn.ModuleList, nn.ModuleDict)
-_CLOSED = (nn.MultiheadAttention,)  # uses parameters of its children without calling them
+_INDIVISIBLE = (nn.MultiheadAttention,)  # uses parameters of its children without calling them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Blocks:
     """The blocks of a model.
 
     Args:
-        names: of the modules, inner ones before outer ones, otherwise in the model's order.
-        found: how they were found, in words.
-        left: candidates that share parameters with other parts of the model, and so stay in the root's unit.
+        names: module names, inner ones before outer ones, otherwise in the model's order.
+        found: text on how they were found.
+        left: candidates that share parameters with other parts of the model, so the root's unit has them.
     """
 
     names: tuple[str, ...]
@@ -38,31 +38,31 @@ class Blocks:
     left: tuple[str, ...] = ()
 
 
-def find_blocks(model: nn.Module, at: Where | None = None) -> Blocks:
-    """The modules of `model` that should be units of their own; whatever is in none belongs to the root's.
+def find_blocks(model: nn.Module, wrap: WrapPolicy | None = None) -> Blocks:
+    """Return the modules of `model` to use as units. All other parameters belong to the root's unit.
 
-    Without `at` these are, of the first kind that there is: the outermost repeated modules of lists and
-    sequences (transformer layers), the classes that a Hugging Face model will not have split, or every module
-    of at least `BIG` parameters. A module that shares a parameter with another part of the model is left out.
+    Without `wrap` these are the first of: the outermost repeated modules of lists and sequences (transformer
+    layers), the classes in a Hugging Face model's `_no_split_modules`, or every module of at least
+    `MIN_PARAMS` parameters. A module that shares a parameter with another part of the model is left out.
 
     Args:
-        model: any module; its parameters may be on meta.
-        at: what the caller names instead: a least number of parameters, classes or their names, names of
-            modules or patterns of them (`"encoder.block.*"`), modules; an empty list for no blocks at all.
+        model: any module. Its parameters may be on meta.
+        wrap: the caller's choice: a minimum number of parameters, classes or their names, module names or
+            patterns (`"encoder.block.*"`), modules, or an empty list for no blocks.
 
     Raises:
-        InvalidInput: something in `at` is not in the model, or cannot be called.
+        InvalidInput: `wrap` names something that the model lacks, or a module that is never called.
     """
-    if at is None:
+    if wrap is None:
         candidates, found = _search(model)
-    elif isinstance(at, int) and not isinstance(at, bool):
-        if at < 1:
-            raise InvalidInput(f"at={at} is no least number of parameters; it must be at least 1.")
-        candidates, found = list(_of_size(model, at)), f"modules of at least {at:,} parameters"
+    elif isinstance(wrap, int) and not isinstance(wrap, bool):
+        if wrap < 1:
+            raise InvalidInput(f"wrap={wrap} must be at least 1 as a minimum number of parameters.")
+        candidates, found = list(_of_size(model, wrap)), f"modules of at least {wrap:,} parameters"
     else:
-        wanted = [at] if isinstance(at, (str, type, nn.Module)) else list(_iterate(at))
+        wanted = [wrap] if isinstance(wrap, (str, type, nn.Module)) else list(_iterate(wrap))
         candidates = _matching(model, wanted)
-        found = "as named" if wanted else "none, as asked"
+        found = "as given" if wanted else "none"
     candidates = list(_distinct(candidates))
     shared = _sharing(model, candidates)
     names = [name for name, _ in candidates if name not in shared]
@@ -77,12 +77,13 @@ def _search(model: nn.Module) -> tuple[list[_Named], str]:
     unsplit = [name for name in getattr(model, "_no_split_modules", None) or () if isinstance(name, str)]
     named = [(name, one) for name, one in _inner_first(model) if type(one).__name__ in unsplit]
     if named:
-        return named, f"classes that the model will not have split: {', '.join(sorted(unsplit))}"
-    return list(_of_size(model, BIG)), f"no repeated layers, so modules of at least {BIG:,} parameters"
+        return named, f"_no_split_modules of the model: {', '.join(sorted(unsplit))}"
+    found = f"no repeated layers, so modules of at least {MIN_PARAMS:,} parameters"
+    return list(_of_size(model, MIN_PARAMS)), found
 
 
 def _repeated(module: nn.Module, path: str) -> Iterator[_Named]:
-    """Outermost members of lists and sequences whose class occurs there at least twice."""
+    """Yield outermost members of lists and sequences whose class occurs there at least twice."""
     if not isinstance(module, (*_GROUPS, nn.Sequential)):
         for name, child in module.named_children():
             yield from _repeated(child, _join(path, name))
@@ -97,7 +98,7 @@ def _repeated(module: nn.Module, path: str) -> Iterator[_Named]:
 
 
 def _members(group: nn.Module, path: str) -> Iterator[_Named]:
-    """Members of a list, also of lists in it: these are never called themselves."""
+    """Yield the members of a list, and of lists inside it, which are never called themselves."""
     for name, child in group.named_children():
         if isinstance(child, _GROUPS) and not _is_callable(child):
             yield from _members(child, _join(path, name))
@@ -109,22 +110,22 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _of_size(model: nn.Module, least: int) -> Iterator[_Named]:
-    """Modules with so many parameters that are in no unit inside them, as FSDP1's size policy has it.
+def _of_size(model: nn.Module, min_params: int) -> Iterator[_Named]:
+    """Yield modules with enough parameters outside of inner units, like FSDP1's size policy.
 
     Source: `size_based_auto_wrap_policy` of torch.distributed.fsdp.wrap.
     """
     seen: set[int] = set()  # a tied parameter counts once
 
     def walk(module: nn.Module, path: str) -> tuple[int, list[_Named]]:
-        own = [p for p in module.parameters(recurse=isinstance(module, _CLOSED)) if id(p) not in seen]
+        own = [p for p in module.parameters(recurse=isinstance(module, _INDIVISIBLE)) if id(p) not in seen]
         seen.update(id(p) for p in own)
         free, found = sum(p.numel() for p in own), []
-        for name, child in () if isinstance(module, _CLOSED) else module.named_children():
+        for name, child in () if isinstance(module, _INDIVISIBLE) else module.named_children():
             left, inner = walk(child, _join(path, name))
             free += left
             found += inner
-        if path and free >= least and _is_callable(module):
+        if path and free >= min_params and _is_callable(module):
             return 0, [*found, (path, module)]
         return free, found
 
@@ -143,40 +144,41 @@ def _matching(model: nn.Module, wanted: Sequence[object]) -> list[_Named]:
     for i, one in enumerate(wanted):
         if i not in used:
             kinds = ", ".join(sorted({type(module).__name__ for _, module in modules}))
-            raise InvalidInput(f"at= names {_say(one)}, but the model has no such module. It has {kinds}.")
+            raise InvalidInput(
+                f"wrap= has {_format(one)}, but the model has no such module. Its classes are {kinds}."
+            )
     for name, module in chosen:
         if not _is_callable(module):
             raise InvalidInput(
-                f"at= names {name}, a {type(module).__name__}, which is never called, so that its parameters "
-                "would "
-                f'never be gathered. Name its members instead: "{name}.*".'
+                f"wrap= has {name}, a {type(module).__name__}, which is never called, so its parameters "
+                f'would never be gathered. Use its members instead: "{name}.*".'
             )
     return chosen
 
 
 def _fits(wanted: object, name: str, module: nn.Module) -> bool:
     if isinstance(wanted, str):
-        own, asked = name.split("."), wanted.split(".")
+        own, pattern = name.split("."), wanted.split(".")
         return type(module).__name__ == wanted or (
-            len(own) == len(asked) and all(map(fnmatch.fnmatchcase, own, asked))
+            len(own) == len(pattern) and all(map(fnmatch.fnmatchcase, own, pattern))
         )
     return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
 
 
-def _iterate(at: object) -> Iterable[object]:
-    if isinstance(at, Iterable):
-        members = list(at)
+def _iterate(wrap: object) -> Iterable[object]:
+    if isinstance(wrap, Iterable):
+        members = list(wrap)
         if all(isinstance(one, (str, type, nn.Module)) for one in members):
             return members
-    raise InvalidInput(f"at must name classes, modules or a number of parameters, got {at!r}.")
+    raise InvalidInput(f"wrap must be classes, modules or a number of parameters, got {wrap!r}.")
 
 
-def _say(wanted: object) -> str:
+def _format(wanted: object) -> str:
     return wanted.__name__ if isinstance(wanted, type) else repr(wanted)
 
 
 def _inner_first(model: nn.Module) -> Iterator[_Named]:
-    """All modules but the model itself, children before parents, each once."""
+    """Yield all modules except the model itself, children before parents, each once."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, path: str) -> Iterator[_Named]:
@@ -195,7 +197,7 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _distinct(candidates: Sequence[_Named]) -> Iterator[_Named]:
-    """Each module with parameters once, though it may stand in several places."""
+    """Yield each module with parameters once, even if it occurs several times."""
     seen: set[int] = set()
     for name, module in candidates:
         if id(module) not in seen and any(True for _ in module.parameters()):
@@ -204,7 +206,7 @@ def _distinct(candidates: Sequence[_Named]) -> Iterator[_Named]:
 
 
 def _sharing(model: nn.Module, candidates: list[_Named]) -> set[str]:
-    """Names of candidates one of whose parameters is also used outside of them."""
+    """Return the names of candidates with a parameter that is also used outside of them."""
     everywhere = _uses(model)
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     return {
@@ -215,5 +217,5 @@ def _sharing(model: nn.Module, candidates: list[_Named]) -> set[str]:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter stands, by its identity."""
+    """Return the number of occurrences of each parameter, by its identity."""
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""What is told of how a model is spread over the ranks: facts by unit and by module, and as text; pure."""
+"""Description of a sharded model: facts by unit and by module, and their text; pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.quantity import say_bytes
-from holdfast.train.sharding.layout import Layout
+from holdfast.train.sharding.mesh_layout import MeshLayout
 
 _COLUMN = 36
 
@@ -18,13 +18,13 @@ class Unit:
     """Parameters that are gathered and freed together.
 
     Args:
-        num_params: elements of all of them, whole.
-        num_bytes: of these, as the optimizer sees them.
-        local_bytes: of the part that this rank keeps.
-        gathered_bytes: of what a rank holds beside that while it computes with them.
-        is_kept: they stay gathered between forward and backward.
-        is_recomputed: backward computes its activations again.
-        is_compiled: its forward is compiled by itself.
+        num_params: elements of all parameters, unsharded.
+        num_bytes: bytes of all parameters, in the optimizer's dtype.
+        local_bytes: bytes of this rank's shard.
+        gathered_bytes: additional bytes of a rank while it computes with them.
+        is_kept: the parameters stay gathered between forward and backward.
+        is_recomputed: backward recomputes the activations.
+        is_compiled: the forward is compiled separately.
     """
 
     num_params: int
@@ -37,16 +37,16 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModuleNode:
     """A module with parameters, in the tree of a description.
 
     Args:
-        name: within its parent.
-        kind: its class.
-        num_params: of its own and of children that are not listed, without those of units inside.
-        unit: what it is a unit of, if it is one.
-        tied: other names of its parameters; of one that has been counted already, its first name.
-        parts: children that are listed.
+        name: name within its parent.
+        kind: class name.
+        num_params: elements of its own parameters and of children without a node, outside of inner units.
+        unit: its unit, if the module is one.
+        tied: other names of its parameters. For a parameter that was already counted, its first name.
+        children: nodes of its children.
     """
 
     name: str = field(compare=False)
@@ -54,30 +54,30 @@ class Part:
     num_params: int
     unit: Unit | None
     tied: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
+    children: tuple[ModuleNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """How a model is spread over the ranks; `print` shows it.
+    """How a model is sharded across ranks. `print` shows it.
 
     Attributes:
         kind: class of the model.
-        layout: how many ranks share one copy; None if nothing is sharded.
-        device: type of the device that units are computed on.
-        backend: what carries their tensors.
-        dtype: what units compute in; None as the parameters are.
+        layout: the ranks that share one copy. None if the model is not sharded.
+        device: device type of the computation.
+        backend: backend for its tensors.
+        dtype: dtype of the computation. None computes in the parameters' dtype.
         is_offloaded: parameters live in host memory.
         num_params: elements of all parameters.
-        num_bytes: of all parameters.
-        local_bytes: of those that this rank keeps.
-        units: by name; that of the whole model is "".
-        root: the tree of modules.
-        notes: what a reader should know beside that.
+        num_bytes: bytes of all parameters.
+        local_bytes: bytes of this rank's shards.
+        units: units by name. The unit of the whole model is "".
+        root: tree of modules.
+        notes: remarks for the reader.
     """
 
     kind: str
-    layout: Layout | None
+    layout: MeshLayout | None
     device: str
     backend: str
     dtype: torch.dtype | None
@@ -86,15 +86,15 @@ class Description:
     num_bytes: int
     local_bytes: int
     units: dict[str, Unit]
-    root: Part
+    root: ModuleNode
     notes: tuple[str, ...]
 
     @property
     def gathered_bytes(self) -> int:
-        """The most that a rank holds of gathered parameters: units that are kept, and two others at once."""
+        """Most bytes of gathered parameters at once: units that are kept, and two others."""
         kept = sum(unit.gathered_bytes for unit in self.units.values() if unit.is_kept)
         freed = sorted(unit.gathered_bytes for unit in self.units.values() if not unit.is_kept)
-        return kept + sum(freed[-2:])  # the next one is gathered beside the one that computes
+        return kept + sum(freed[-2:])  # the next one is gathered while one computes
 
     def __str__(self) -> str:
         return _draw(self)
@@ -104,7 +104,7 @@ class Description:
 
 
 def _draw(description: Description) -> str:
-    """A head in words, then the tree of its units; without a newline at its end."""
+    """Return the description as text: a head, and the tree of units."""
     return "\n".join(
         [*_head(description), *_lines(description.root, "", "", is_root=True), *_notes(description)]
     )
@@ -117,43 +117,46 @@ def _head(found: Description) -> Iterator[str]:
         return
     root = found.units.get("")
     inner = [unit for name, unit in found.units.items() if name]
-    keep = all(unit.is_kept for unit in inner) if inner else root is not None and root.is_kept
-    yield f"{found.kind} {found.layout.in_words(keep=keep)}, on {found.device} over {found.backend}"
+    is_kept = all(unit.is_kept for unit in inner) if inner else root is not None and root.is_kept
+    layout = found.layout.describe(reshard_after_forward=not is_kept)
+    yield f"{found.kind} {layout}, on {found.device} over {found.backend}"
     share = found.local_bytes / found.num_bytes if found.num_bytes else 1.0
     yield (
-        f"  {size}; this rank keeps {say_bytes(found.local_bytes)} ({share:.1%}) and gathers "
-        f"up to {say_bytes(found.gathered_bytes)} beside it"
+        f"  {size}; this rank holds {say_bytes(found.local_bytes)} ({share:.1%}) and gathers up to "
+        f"{say_bytes(found.gathered_bytes)} more"
     )
-    yield from (f"  {line}" for line in _ways(found, inner))
+    yield from (f"  {line}" for line in _features(found, inner))
 
 
-def _ways(found: Description, inner: Sequence[Unit]) -> Iterator[str]:
+def _features(found: Description, inner: Sequence[Unit]) -> Iterator[str]:
     if found.dtype is not None:
         yield f"computes in {str(found.dtype).removeprefix('torch.')}, averages gradients in float32"
-    ways = [
+    features = [
         ("offloaded to host memory", found.is_offloaded),
         ("recomputed in backward", any(unit.is_recomputed for unit in inner)),
         ("compiled by block", any(unit.is_compiled for unit in inner)),
     ]
-    if said := [text for text, is_so in ways if is_so]:
-        yield ", ".join(said)
+    if texts := [text for text, applies in features if applies]:
+        yield ", ".join(texts)
 
 
-def _lines(part: Part, first: str, rest: str, *, label: str = "", is_root: bool = False) -> Iterator[str]:
-    title = part.kind if is_root else f"{label or part.name}: {part.kind}"
-    yield (f"  {first}{title}".ljust(_COLUMN) + "  " + _facts(part)).rstrip()
-    runs = list(_runs(part.parts))
+def _lines(
+    node: ModuleNode, first: str, rest: str, *, label: str = "", is_root: bool = False
+) -> Iterator[str]:
+    title = node.kind if is_root else f"{label or node.name}: {node.kind}"
+    yield (f"  {first}{title}".ljust(_COLUMN) + "  " + _facts(node)).rstrip()
+    runs = list(_runs(node.children))
     for i, (child, name) in enumerate(runs):
         is_last = i == len(runs) - 1
         branch, stem = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
         yield from _lines(child, rest + branch, rest + stem, label=name)
 
 
-def _facts(part: Part) -> str:
-    tied = f", tied to {', '.join(part.tied)}" if part.tied else ""
-    if part.unit is None:
-        return f"{part.num_params:,}{tied}" if part.num_params or tied else ""
-    unit = part.unit
+def _facts(node: ModuleNode) -> str:
+    tied = f", tied to {', '.join(node.tied)}" if node.tied else ""
+    if node.unit is None:
+        return f"{node.num_params:,}{tied}" if node.num_params or tied else ""
+    unit = node.unit
     kept = "kept after forward" if unit.is_kept else "freed after forward"
     sizes = (
         f"{unit.num_params:,} parameters, {say_bytes(unit.local_bytes)} of {say_bytes(unit.num_bytes)} here"
@@ -161,18 +164,18 @@ def _facts(part: Part) -> str:
     return f"unit: {sizes}, {kept}{tied}"
 
 
-def _runs(parts: Sequence[Part]) -> Iterator[tuple[Part, str]]:
-    """Equal neighbours as one: `(0-5): 6 x Block`."""
+def _runs(nodes: Sequence[ModuleNode]) -> Iterator[tuple[ModuleNode, str]]:
+    """Yield nodes with their labels, equal neighbours as one: `(0-5): 6 x Block`."""
     start = 0
-    while start < len(parts):
+    while start < len(nodes):
         end = start + 1
-        while end < len(parts) and parts[end] == parts[start] and parts[end].name.isdigit():
+        while end < len(nodes) and nodes[end] == nodes[start] and nodes[end].name.isdigit():
             end += 1
         count = end - start
         label = (
-            f"{parts[start].name}-{parts[end - 1].name}, {count} times" if count > 1 else parts[start].name
+            f"{nodes[start].name}-{nodes[end - 1].name}, {count} times" if count > 1 else nodes[start].name
         )
-        yield parts[start], label
+        yield nodes[start], label
         start = end
 
 

@@ -1,9 +1,8 @@
-"""`shard`: spreads a model over the ranks by FSDP2, in the one way that a few knobs name."""
+"""`shard`: shards a model across ranks with FSDP2."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Literal, TypeVar
 
 import torch
@@ -13,13 +12,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import Internal, InvalidInput, Unsupported
-from holdfast.train.sharding import weights as streaming
-from holdfast.train.sharding import world as surroundings
-from holdfast.train.sharding.blocks import Blocks, Where, find_blocks
-from holdfast.train.sharding.layout import Layout, lay_out
-from holdfast.train.sharding.reading import describe
-from holdfast.train.sharding.units import Knobs, make_units
-from holdfast.train.sharding.weights import WeightsLike
+from holdfast.train.sharding.blocks import Blocks, WrapPolicy, find_blocks
+from holdfast.train.sharding.inspection import describe
+from holdfast.train.sharding.mesh_layout import MeshLayout, make_mesh_layout
+from holdfast.train.sharding.process_group import ensure_process_group
+from holdfast.train.sharding.units import UnitOptions, make_units
+from holdfast.train.sharding.weights import (
+    WeightsLike,
+    broadcast_weights,
+    choose_source,
+    digest_model,
+    materialize,
+)
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _DTYPES = {
@@ -36,119 +40,125 @@ def shard(
     model: _ModuleT,
     shards: int | Literal["all"] = "all",
     *,
-    keep: bool = False,
+    reshard_after_forward: bool = True,
     dtype: str | torch.dtype | None = None,
-    offload: bool = False,
-    recompute: bool = False,
+    cpu_offload: bool = False,
+    activation_checkpointing: bool = False,
     compile: bool = False,
     prefetch: int = 0,
-    at: Where | None = None,
+    wrap: WrapPolicy | None = None,
     weights: WeightsLike | None = None,
     device: str | None = None,
     quiet: bool = False,
 ) -> _ModuleT:
-    """Spread a model over the ranks, in place, and say how. Make the optimizer after this.
+    """Shard a model across ranks, in place, and print how. Create the optimizer afterwards.
 
-    Blocks of the model become units of FSDP2 (`fully_shard`): a unit's parameters are gathered before its
-    forward and backward pass and freed after it; its gradients are averaged over the ranks. What is in no
-    block belongs to the unit of the whole model.
+    Blocks of the model become FSDP2 units (`fully_shard`): the parameters of a unit are gathered before its
+    forward and backward pass and freed afterwards, and its gradients are averaged over the ranks. Parameters
+    outside of blocks belong to the unit of the whole model.
 
     Args:
-        model: the same on every rank; its parameters on the CPU, on the device, or on meta.
-        shards: how many ranks share one copy of parameters, gradients and optimizer state. 1: every rank has
-            its own (DDP); "all": all share one (ZeRO-3); a number that divides the ranks: neighbours share
-            one (hybrid).
-        keep: gathered parameters stay until the backward pass has used them (SHARD_GRAD_OP, ZeRO-2): less
-            traffic, more memory.
-        dtype: what forward and backward compute in, such as "bf16"; gradients are averaged in float32, and
-            the parameters that the optimizer sees stay as they are. "fp16" needs a `torch.amp.GradScaler`.
-        offload: parameters, gradients and optimizer state live in host memory, and the optimizer runs there.
-        recompute: blocks forget their activations, and backward computes them again (activation
-            checkpointing).
-        compile: compile every block by itself.
-        prefetch: how many units ahead are gathered, forward and backward, in the model's order; 0 leaves it
+        model: the same on every rank, with parameters on the CPU, on the device, or on meta.
+        shards: number of ranks that share one copy of parameters, gradients and optimizer state. 1 gives
+            every rank its own copy (DDP), "all" shares one copy (ZeRO-3), and a divisor of the number of
+            ranks shares each copy among neighbours (hybrid).
+        reshard_after_forward: free gathered parameters after the forward pass (FULL_SHARD, ZeRO-3). False
+            keeps them until the backward pass (SHARD_GRAD_OP, ZeRO-2): less traffic, more memory.
+        dtype: dtype of forward and backward, such as "bf16". Gradients are averaged in float32, and the
+            optimizer updates the parameters in their own dtype. "fp16" needs a `torch.amp.GradScaler`.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory, and run the optimizer
+            there.
+        activation_checkpointing: discard the activations of each block and recompute them in backward.
+        compile: compile each block separately.
+        prefetch: number of units to gather ahead, in forward and backward, in the model's order. 0 leaves it
             to FSDP.
-        at: which modules are blocks, instead of those that are found: classes or their names, names of
-            modules or patterns of them ("encoder.block.*"), modules, a least number of parameters, or [] for
-            none.
-        weights: where parameters come from: a state dict on rank 0, a checkpoint, or the home of a run. By
-            default they are the model's own; ranks whose model differs from rank 0's, or is on meta, get rank
-            0's.
-        device: type of the device to compute on; default the accelerator, or "cpu" if there is none.
-        quiet: do not print what was done.
+        wrap: the modules to use as blocks instead of those found automatically: classes or their names,
+            module names or patterns ("encoder.block.*"), modules, a minimum number of parameters, or []
+            for no blocks.
+        weights: source of the parameters: a state dict on rank 0, a checkpoint, or the home of a run.
+            Default: the model's own. Ranks whose model differs or is on meta receive rank 0's.
+        device: device type to compute on. Default: the accelerator, or "cpu" without one.
+        quiet: print nothing.
 
     Returns:
         The same model.
 
     Raises:
-        InvalidInput: an argument that does not fit the ranks, the device or the model; a model on meta
-            without weights; ranks without a process group. Nothing was changed.
-        NotFound: no checkpoint in `weights`, or it holds another model.
-        Unsupported: a model that is sharded or wrapped already.
-        HoldfastError: `weights` could not be read; the model cannot be used.
+        InvalidInput: an argument does not fit the ranks, the device or the model; the model is on meta and
+            `weights` is missing; or there are several ranks but no process group. Nothing was changed.
+        NotFound: `weights` has no checkpoint, or one of another model.
+        Unsupported: the model is already sharded or wrapped.
+        HoldfastError: `weights` could not be read. The model is unusable.
 
-    Ranks: collective; every rank calls it with the same arguments, but for `weights`, where rank 0's count. A
-        single process needs no process group: it gets one of its own.
-    Blocks: until all ranks have called it and the weights are where they belong.
+    Ranks: collective; call it on every rank with the same arguments. Only rank 0's `weights` count. A single
+        process needs no process group: it gets its own.
+    Blocks: until all ranks have called it and have their weights.
     Source: FSDP2 is PyTorch's; the order of steps is torchtitan's; ZeRO is Rajbhandari et al. 2020, arXiv
         1910.02054.
     """
-    knobs = Knobs(keep, _read_dtype(dtype), offload, recompute, compile, _check_prefetch(prefetch))
-    _check_fresh(model)
-    world = surroundings.enter(device)
-    layout = lay_out(shards, world.num_ranks)
-    blocks = find_blocks(model, at)
+    options = UnitOptions(
+        reshard_after_forward=reshard_after_forward,
+        dtype=_parse_dtype(dtype),
+        cpu_offload=cpu_offload,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        prefetch=_check_prefetch(prefetch),
+    )
+    _check_not_sharded(model)
+    group = ensure_process_group(device)
+    layout = make_mesh_layout(shards, group.num_ranks)
+    blocks = find_blocks(model, wrap)
     _check_dtypes(model, blocks)
-    findings = streaming.look(model)
-    every = [findings] * world.num_ranks
-    if world.num_ranks > 1:
-        dist.all_gather_object(every, findings)
-    source = streaming.choose_source(model, every, weights, world.rank)
-    make_units(model, blocks.names, layout, world.device, knobs)
-    if findings.on_meta:
-        streaming.materialize(model, world.device, offload=offload)
-    sent = 0 if source is None else streaming.stream(model, source, world.device, world.rank)
-    _check_done(model, layout)
-    if world.rank == 0 and not quiet:
-        _tell(model, blocks, source and f"filled with {source.said}, {sent:,} bytes sent")
+    digest = digest_model(model)
+    digests = [digest] * group.num_ranks
+    if group.num_ranks > 1:
+        dist.all_gather_object(digests, digest)
+    source = choose_source(model, digests, weights, group.rank)
+    make_units(model, blocks.names, layout, group.device, options)
+    if digest.on_meta:
+        materialize(model, group.device, cpu_offload=cpu_offload)
+    sent_bytes = 0 if source is None else broadcast_weights(model, source, group.device, group.rank)
+    _check_sharded(model, layout)
+    if group.rank == 0 and not quiet:
+        _print(model, blocks, source and f"loaded {source.description}, {sent_bytes:,} bytes sent")
     return model
 
 
-def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
         raise InvalidInput(
-            f"dtype must be one of {', '.join(_DTYPES)} or a torch dtype of floats, got {dtype!r}."
+            f"dtype must be one of {', '.join(_DTYPES)} or a floating-point torch dtype, got {dtype!r}."
         )
     return found
 
 
 def _check_prefetch(prefetch: int) -> int:
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise InvalidInput(f"prefetch must be a number of units, 0 or more, got {prefetch!r}.")
+        raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     return prefetch
 
 
-def _check_fresh(model: nn.Module) -> None:
+def _check_not_sharded(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"shard() takes a torch.nn.Module, got {type(model).__name__}.")
     wrappers = (FSDPModule, FullyShardedDataParallel, nn.parallel.DistributedDataParallel)
     for name, module in model.named_modules():
         if isinstance(module, wrappers):
             raise Unsupported(
-                f"{name or 'The model'} is sharded or wrapped already ({type(module).__name__}); nothing was "
-                "changed. Call shard() once, on the plain model."
+                f"{name or 'The model'} is already sharded or wrapped ({type(module).__name__}). Call "
+                "shard() once, on the plain model. Nothing was changed."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise Unsupported(
-                f"{name} is a DTensor already; nothing was changed. For tensor parallelism under FSDP call "
-                "torch's fully_shard() with a mesh of both dimensions."
+                f"{name} is already a DTensor. For tensor parallelism with FSDP, call torch's fully_shard() "
+                "with a mesh of both dimensions. Nothing was changed."
             )
 
 
 def _check_dtypes(model: nn.Module, blocks: Blocks) -> None:
-    """FSDP would refuse mixed dtypes only at the first forward pass."""
+    """Check that each unit has one dtype. FSDP would fail only in the first forward pass."""
     taken: set[int] = set()
     for name in (*blocks.names, ""):
         own = [(n, p) for n, p in model.get_submodule(name).named_parameters() if id(p) not in taken]
@@ -157,29 +167,25 @@ def _check_dtypes(model: nn.Module, blocks: Blocks) -> None:
         if len(dtypes) > 1:
             examples = ", ".join(f"{n} is {dtype}" for dtype, n in dtypes.items())
             raise InvalidInput(
-                f"Parameters of one unit must have one dtype, but in {name or 'the unit of the whole model'} "
-                f"{examples}; nothing was changed. Convert the model to one dtype (dtype= chooses what it "
-                "computes in), or give the others a unit of their own with at=."
+                f"The parameters of a unit must have one dtype, but in {name or 'the whole model'} "
+                f"{examples}. Convert the model to one dtype (dtype= sets the dtype of the computation), or "
+                "put the others into their own unit with wrap=. Nothing was changed."
             )
 
 
-def _check_done(model: nn.Module, layout: Layout) -> None:
-    """A parameter that no unit took would be trained on each rank by itself, without a word."""
-    for name, parameter in _registered(model):
+def _check_sharded(model: nn.Module, layout: MeshLayout) -> None:
+    """Check that every parameter is sharded. Otherwise each rank would train its own, without a warning."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if not isinstance(parameter, DTensor) or parameter.device_mesh.shape != layout.mesh_shape:
             raise Internal(f"{name} was not sharded over {layout.num_ranks} ranks.")
 
 
-def _registered(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from model.named_parameters(remove_duplicate=False)
-
-
-def _tell(model: nn.Module, blocks: Blocks, filled: str | None) -> None:
+def _print(model: nn.Module, blocks: Blocks, loaded: str | None) -> None:
     lines = [str(describe(model)), f"  blocks: {blocks.found}"]
     if blocks.left:
-        lines.append(f"  left to the root, since they share parameters: {', '.join(blocks.left)}")
-    if filled:
-        lines.append(f"  {filled}")
+        lines.append(f"  in the unit of the whole model, due to shared parameters: {', '.join(blocks.left)}")
+    if loaded:
+        lines.append(f"  {loaded}")
     text = "\n".join(lines)
     sys.stderr.write(f"holdfast: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Turns the blocks of a model, and the model, into FSDP2 units: recomputed, compiled, prefetching."""
+"""FSDP2 units made from the blocks of a model: activation checkpointing, compilation, prefetching."""
 
 from __future__ import annotations
 
@@ -12,68 +12,70 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from holdfast.train.sharding.layout import Layout
+from holdfast.train.sharding.mesh_layout import MeshLayout
 
 _WRAPPED = "_checkpoint_wrapped_module."
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
-    """How units behave, checked.
+class UnitOptions:
+    """Options of all units, validated.
 
     Args:
-        keep: gathered parameters stay until backward has used them.
-        dtype: in which forward and backward compute; None as the parameters are.
-        offload: parameters, gradients and optimizer state live in host memory.
-        recompute: blocks forget their activations and compute them again in backward.
-        compile: each block is compiled by itself.
-        prefetch: how many units ahead are gathered; 0 leaves it to FSDP.
+        reshard_after_forward: free gathered parameters after the forward pass.
+        dtype: dtype of forward and backward. None computes in the parameters' dtype.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        activation_checkpointing: recompute the activations of blocks in backward.
+        compile: compile each block separately.
+        prefetch: number of units to gather ahead. 0 leaves it to FSDP.
     """
 
-    keep: bool
+    reshard_after_forward: bool
     dtype: torch.dtype | None
-    offload: bool
-    recompute: bool
+    cpu_offload: bool
+    activation_checkpointing: bool
     compile: bool
     prefetch: int
 
 
-def make_units(model: nn.Module, names: Sequence[str], layout: Layout, device: str, knobs: Knobs) -> None:
+def make_units(
+    model: nn.Module, names: Sequence[str], layout: MeshLayout, device: str, options: UnitOptions
+) -> None:
     """Shard the named modules and then the model, in place.
 
     Args:
-        model: not sharded yet.
-        names: of its blocks, inner ones before outer ones.
-        layout: which ranks share a copy.
-        device: type of the device to compute on.
-        knobs: how the units behave.
+        model: a model that is not sharded yet.
+        names: names of its blocks, inner ones before outer ones.
+        layout: the ranks that share a copy.
+        device: device type to compute on.
+        options: options of the units.
 
     Ranks: collective.
     """
     blocks = [model.get_submodule(name) for name in names]
-    if knobs.recompute:  # inside of the unit: what is computed again finds its parameters gathered
-        blocks = _recomputed(model, blocks)
+    if options.activation_checkpointing:  # inside the unit, so that recomputation has gathered parameters
+        blocks = _with_checkpointing(model, blocks)
     mesh = init_device_mesh(device, layout.mesh_shape, mesh_dim_names=layout.mesh_names)
-    offload = CPUOffloadPolicy(pin_memory=device != "cpu") if knobs.offload else OffloadPolicy()
-    precision = MixedPrecisionPolicy(knobs.dtype, torch.float32 if knobs.dtype is not None else None)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu") if options.cpu_offload else OffloadPolicy()
+    precision = MixedPrecisionPolicy(options.dtype, torch.float32 if options.dtype is not None else None)
+    policies: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     for block in blocks:
-        if knobs.compile:
-            block.compile()  # each by itself: the hooks of the units stay outside, so no graph breaks
-        fully_shard(block, reshard_after_forward=not knobs.keep, **options)
-    # The backward pass begins where the forward pass ended: to free the root in between would be for nothing.
-    fully_shard(model, reshard_after_forward=False, **options)
-    if knobs.prefetch:
-        _prefetch(model, blocks, knobs.prefetch)
+        if options.compile:
+            block.compile()  # separately: the hooks of the units stay outside and cause no graph breaks
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **policies)
+    # The backward pass starts right after the forward pass, so freeing the root in between would be wasted.
+    fully_shard(model, reshard_after_forward=False, **policies)
+    if options.prefetch:
+        _prefetch(model, blocks, options.prefetch)
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers of recomputed modules."""
+    """Return a parameter's name without the wrappers of activation checkpointing."""
     return name.replace(_WRAPPED, "")
 
 
-def _recomputed(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Wrap modules, wherever they stand in the model, so that backward computes their activations again."""
+def _with_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Wrap modules for activation checkpointing wherever they occur in the model, and return the wrappers."""
     wrappers: dict[int, nn.Module] = {}
     for block in blocks:
         for parent in list(model.modules()):
@@ -84,9 +86,9 @@ def _recomputed(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module
 
 
 def _prefetch(model: Any, blocks: Sequence[Any], ahead: int) -> None:
-    """Let each unit gather those that come after it, and in backward those before it.
+    """Let each unit gather the next `ahead` units in forward, and the previous ones in backward.
 
-    Source: torchtitan's `apply_fsdp`; units are taken to run in the model's order.
+    Source: torchtitan's `apply_fsdp`; assumes that units run in the model's order.
     """
     units = [
         block for block in blocks if not any(other is not block and _holds(other, block) for other in blocks)

@@ -1,4 +1,4 @@
-"""Brings weights to a sharded model: one tensor at a time, from rank 0 to all, which keep their part."""
+"""Weights of a sharded model: sent from rank 0 one tensor at a time, each rank keeps its shard."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from holdfast.state.sharding import is_dtensor, local_of, sharding_of
 from holdfast.train.sharding.units import plain_name
 
 WeightsLike: TypeAlias = "Mapping[str, torch.Tensor] | Checkpoint | str | os.PathLike[str]"
-"""Where weights come from: a state dict, a checkpoint, or the home of a run, whose newest one is taken."""
+"""Source of weights: a state dict, a checkpoint, or the home of a run with its newest checkpoint."""
 
 _T = TypeVar("_T")
 Read = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """What a rank's model was before it was sharded.
+class ModelDigest:
+    """Digest of a rank's model before sharding.
 
     Args:
         structure: digest of names, shapes and dtypes of all tensors.
-        content: digest of all values; None if some are on meta.
+        content: digest of all values. None if some tensors are on meta.
         on_meta: names of the tensors on meta.
     """
 
@@ -43,22 +43,22 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where rank 0 takes each tensor from. Other ranks have one that is never read.
+class WeightSource:
+    """Source of rank 0's tensors. On other ranks it is never read.
 
     Args:
-        read: a tensor by name, whole, on any device.
-        names: of the tensors that there are; on rank 0 only.
-        said: what it is, in words.
+        read: function from a name to the full tensor, on any device.
+        names: names of the available tensors. On rank 0 only.
+        description: text for the user.
     """
 
     read: Read
     names: frozenset[str]
-    said: str
+    description: str
 
 
-def look(model: nn.Module) -> Findings:
-    """Digests of a model that is not sharded yet. Reads every byte of it once.
+def digest_model(model: nn.Module) -> ModelDigest:
+    """Return the digest of a model that is not sharded yet. Reads every byte once.
 
     Ranks: not collective.
     """
@@ -70,124 +70,125 @@ def look(model: nn.Module) -> Findings:
             on_meta.append(name)
         elif not on_meta:
             _feed(content, tensor)
-    return Findings(structure.hexdigest(), None if on_meta else content.hexdigest(), tuple(on_meta))
+    return ModelDigest(structure.hexdigest(), None if on_meta else content.hexdigest(), tuple(on_meta))
 
 
 def choose_source(
-    model: nn.Module, findings: Sequence[Findings], weights: WeightsLike | None, rank: int
-) -> Source | None:
-    """Where the weights of all ranks are to come from; None if they are alike on all of them already.
+    model: nn.Module, digests: Sequence[ModelDigest], weights: WeightsLike | None, rank: int
+) -> WeightSource | None:
+    """Return the source of all ranks' weights, or None if they are already equal.
 
-    Must be called before the model is sharded: it takes hold of rank 0's whole tensors.
+    Call it before the model is sharded: the source refers to rank 0's full tensors.
 
     Args:
-        model: this rank's, not sharded yet.
-        findings: of all ranks.
-        weights: what the caller gave; only rank 0's is looked at.
-        rank: this one's number.
+        model: this rank's model, not sharded yet.
+        digests: digests of all ranks.
+        weights: the caller's argument. Only rank 0's counts.
+        rank: this rank's number.
 
     Raises:
-        InvalidInput: models that differ, a model on meta and no weights for it, or weights that do not fit.
-        NotFound: there is no such checkpoint.
+        InvalidInput: the models differ, the model is on meta without weights, or the weights do not fit.
+        NotFound: the checkpoint does not exist.
 
     Ranks: collective.
     """
-    first = findings[0]
-    for other, found in enumerate(findings):
-        if found.structure != first.structure:
+    first = digests[0]
+    for other, digest in enumerate(digests):
+        if digest.structure != first.structure:
             raise InvalidInput(
-                f"The model of rank {other} is not that of rank 0: names, shapes or dtypes of its parameters "
-                "differ. Build the same model on every rank; nothing was changed.",
+                f"The model of rank {other} differs from rank 0's in names, shapes or dtypes of its "
+                "parameters. Build the same model on every rank. Nothing was changed.",
                 rank=other,
             )
-    if _of_first(weights is not None):
-        return _given(model, weights, [name for f in findings for name in f.on_meta], rank)
+    if _from_rank_0(weights is not None):
+        return _given_source(model, weights, [name for one in digests for name in one.on_meta], rank)
     if first.on_meta:
         raise InvalidInput(
-            f"The model is on meta ({plural(len(first.on_meta), 'tensor')}, {first.on_meta[0]} "
-            "among them) and no "
-            "weights were named for it; nothing was changed. Pass weights= a state dict, a checkpoint or the "
-            "home of a run, or build the model with its weights on rank 0 and on meta elsewhere."
+            f"The model is on meta ({plural(len(first.on_meta), 'tensor')}, such as {first.on_meta[0]}) and "
+            "weights= is missing. Pass a state dict, a checkpoint or the home of a run as weights=, or build "
+            "the model with its weights on rank 0 and on meta on the other ranks. Nothing was changed."
         )
-    if all(found.content == first.content for found in findings):
+    if all(one.content == first.content for one in digests):
         return None
-    held = {name: tensor.detach() for name, tensor in _tensors(model)} if rank == 0 else {}
-    are_on_meta = any(found.on_meta for found in findings)
-    said = "rank 0's weights" if are_on_meta else "rank 0's weights, since the ranks' differed"
-    return Source(held.__getitem__, frozenset(held), said)
+    tensors = {name: tensor.detach() for name, tensor in _tensors(model)} if rank == 0 else {}
+    are_on_meta = any(one.on_meta for one in digests)
+    description = "rank 0's weights" if are_on_meta else "rank 0's weights, because the ranks' differed"
+    return WeightSource(tensors.__getitem__, frozenset(tensors), description)
 
 
-def materialize(model: nn.Module, device: str, *, offload: bool) -> None:
-    """Give memory to what is on meta in a sharded model, without values.
+def materialize(model: nn.Module, device: str, *, cpu_offload: bool) -> None:
+    """Allocate the tensors on meta of a sharded model, without values.
 
     Args:
-        model: sharded.
-        device: type of the device to compute on.
-        offload: parameters live in host memory instead.
+        model: a sharded model.
+        device: device type to compute on.
+        cpu_offload: allocate parameters in host memory instead.
 
     Ranks: not collective.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer may stand in several modules
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer may occur in several modules
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        where = _device(device if not (offload and is_dtensor(tensor)) else "cpu")
+        where = _device(device if not (cpu_offload and is_dtensor(tensor)) else "cpu")
         return made.setdefault(id(tensor), (torch.empty_like(tensor, device=where), tensor))[0]
 
     with torch.no_grad():
-        model._apply(filled)  # parameters keep their identity, and so their ties
+        model._apply(filled)  # keeps the identity of parameters, and so their ties
 
 
-def stream(model: nn.Module, source: Source, device: str, rank: int) -> int:
-    """Fill a sharded model from rank 0; returns the bytes that were sent.
+def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank: int) -> int:
+    """Fill a sharded model with rank 0's weights, and return the number of bytes sent.
 
-    At any time a rank holds one whole tensor beside its own parts.
+    At any time a rank holds one full tensor besides its own shards.
 
     Args:
-        model: sharded, with memory.
-        source: what `choose_source` answered.
-        device: type of the device that the process group carries.
-        rank: this one's number.
+        model: a sharded model with allocated tensors.
+        source: the source from `choose_source`.
+        device: device type that the process group supports.
+        rank: this rank's number.
 
     Raises:
-        HoldfastError: rank 0 could not read a tensor; every rank raises.
+        HoldfastError: rank 0 could not read a tensor. Every rank raises.
 
     Ranks: collective.
-    Blocks: until everything has been sent.
+    Blocks: until everything is sent.
     """
     where = _device(device)
-    sent = 0
-    wanted = _of_first({name for name, _ in _tensors(model) if plain_name(name) in source.names})
+    sent_bytes = 0
+    wanted = _from_rank_0({name for name, _ in _tensors(model) if plain_name(name) in source.names})
     with torch.no_grad():
         for name, live in _tensors(model):
             if name not in wanted:
                 continue
             whole = torch.empty(live.shape, dtype=live.dtype, device=where)
-            _read_on_first(whole, source, plain_name(name), rank, where)
+            _read_on_rank_0(whole, source, plain_name(name), rank, where)
             dist.broadcast(whole, src=0)
-            _cut_into(live, whole)
-            sent += whole.nbytes
-    return sent
+            _copy_shard(live, whole)
+            sent_bytes += whole.nbytes
+    return sent_bytes
 
 
-def _given(model: nn.Module, weights: WeightsLike | None, on_meta: Iterable[str], rank: int) -> Source:
-    """The source that the caller named, once rank 0 has seen that it fits; all ranks raise if it does not."""
+def _given_source(
+    model: nn.Module, weights: WeightsLike | None, on_meta: Iterable[str], rank: int
+) -> WeightSource:
+    """Return the source that the caller passed, validated on rank 0. All ranks raise if it does not fit."""
     error: HoldfastError | None = None
-    source = Source(_nothing, frozenset(), "")
+    source = WeightSource(_empty, frozenset(), "")
     if rank == 0:
         try:
             source = _fitting(model, weights)
             _check_buffers(model, source, on_meta)
         except HoldfastError as problem:
             error = problem
-    error = _of_first(error)
+    error = _from_rank_0(error)
     if error is not None:
         raise error
     return source
 
 
-def _fitting(model: nn.Module, weights: Any) -> Source:
+def _fitting(model: nn.Module, weights: Any) -> WeightSource:
     source, shape_of = (
         _from_mapping(weights) if isinstance(weights, Mapping) else _from_checkpoint(model, weights)
     )
@@ -198,34 +199,35 @@ def _fitting(model: nn.Module, weights: Any) -> Source:
     missing = [name for name, found in chosen.items() if found is None]
     if missing:
         raise InvalidInput(
-            f"weights= has nothing for {len(missing)} of {plural(len(chosen), 'parameter')}, "
-            f"{missing[0]} among them; "
-            "nothing was changed. They must have the names of the model's own state dict."
+            f"weights= lacks {len(missing)} of {plural(len(chosen), 'parameter')}, such as {missing[0]}. Its "
+            "names must be those of the model's state dict. Nothing was changed."
         )
     for name, parameter in model.named_parameters():
         found = chosen[name]
         assert found is not None
         _check_shape(name, shape_of(found), tuple(parameter.shape))
     names = source.names | chosen.keys()
-    return Source(lambda name: source.read(chosen.get(name) or name), names, source.said)
+    return WeightSource(lambda name: source.read(chosen.get(name) or name), names, source.description)
 
 
-def _from_mapping(weights: Mapping[str, torch.Tensor]) -> tuple[Source, Callable[[str], tuple[int, ...]]]:
-    source = Source(weights.__getitem__, frozenset(weights), "the given state dict")
+def _from_mapping(
+    weights: Mapping[str, torch.Tensor],
+) -> tuple[WeightSource, Callable[[str], tuple[int, ...]]]:
+    source = WeightSource(weights.__getitem__, frozenset(weights), "the given state dict")
     return source, lambda name: tuple(weights[name].shape)
 
 
-def _from_checkpoint(model: nn.Module, weights: Any) -> tuple[Source, Callable[[str], tuple[int, ...]]]:
+def _from_checkpoint(model: nn.Module, weights: Any) -> tuple[WeightSource, Callable[[str], tuple[int, ...]]]:
     checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights)
     prefix = _prefix_in(checkpoint, [name for name, _ in model.named_parameters()])
     names = frozenset(key.removeprefix(prefix) for key in checkpoint if key.startswith(prefix))
-    said = f"step {checkpoint.step} of a run's checkpoints"
-    source = Source(lambda name: checkpoint[f"{prefix}{name}"], names, said)
+    description = f"step {checkpoint.step} of a run's checkpoints"
+    source = WeightSource(lambda name: checkpoint[f"{prefix}{name}"], names, description)
     return source, lambda name: checkpoint.info(f"{prefix}{name}").shape
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Every name of each parameter, by its first."""
+    """Return every name of each parameter, by its first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -236,25 +238,25 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise InvalidInput(
-            f"weights= has {name} of shape {found}, but the model's is {expected}. These are weights of "
-            "another model."
+            f"weights= has {name} of shape {found}, but the model's shape is {expected}. These are weights "
+            "of another model."
         )
 
 
-def _check_buffers(model: nn.Module, source: Source, on_meta: Iterable[str]) -> None:
+def _check_buffers(model: nn.Module, source: WeightSource, on_meta: Iterable[str]) -> None:
     lost = sorted(
         {name for name in on_meta if name not in source.names} - {n for n, _ in model.named_parameters()}
     )
     if lost:
         raise InvalidInput(
-            f"{len(lost)} buffers are on meta and not in weights=, {lost[0]} among them; their values would "
-            "be lost, so nothing was changed. Put only the parameters on meta, or build the whole model on "
-            "rank 0 and leave weights= out: its buffers are then sent too."
+            f"{plural(len(lost), 'buffer')} on meta would stay without values: "
+            f"weights= lacks {lost[0]}. Put only the parameters on meta, or build the whole model on rank 0 "
+            "and omit weights=, which also sends its buffers. Nothing was changed."
         )
 
 
 def _prefix_in(checkpoint: Checkpoint, names: Sequence[str]) -> str:
-    """What stands before the model's names in a checkpoint, such as `model.`."""
+    """Return the prefix of the model's names in a checkpoint, such as `model.`."""
     keys = set(checkpoint.keys())
     ends = [key.removesuffix(names[0]) for key in keys if key.endswith(f".{names[0]}")] if names else []
     fits = sorted(end for end in ends if all(f"{end}{name}" in keys for name in names))
@@ -263,16 +265,18 @@ def _prefix_in(checkpoint: Checkpoint, names: Sequence[str]) -> str:
     if fits:
         raise InvalidInput(
             f"Step {checkpoint.step} has weights for this model under several names: {', '.join(fits)}. Pass "
-            "a mapping with those that are meant."
+            "a mapping with the right ones."
         )
     raise NotFound(
-        f"Step {checkpoint.step} has no weights for this model: no tensor there is named "
-        f"....{names[0] if names else ''} together with all others. It holds another model."
+        f"Step {checkpoint.step} has no weights for this model: it lacks tensors named "
+        f"*.{names[0] if names else ''} and so on. It is a checkpoint of another model."
     )
 
 
-def _read_on_first(whole: torch.Tensor, source: Source, name: str, rank: int, where: torch.device) -> None:
-    """Rank 0 reads; if it cannot, every rank hears of it before the tensor is sent."""
+def _read_on_rank_0(
+    whole: torch.Tensor, source: WeightSource, name: str, rank: int, where: torch.device
+) -> None:
+    """Read a tensor on rank 0. If that fails, all ranks raise before anything is sent."""
     problem: HoldfastError | None = None
     if rank == 0:
         try:
@@ -284,13 +288,13 @@ def _read_on_first(whole: torch.Tensor, source: Source, name: str, rank: int, wh
     failed = torch.tensor([problem is not None], dtype=torch.uint8, device=where)
     dist.broadcast(failed, src=0)
     if failed.item():
-        raised = _of_first(problem)
+        raised = _from_rank_0(problem)
         assert raised is not None
         raise raised
 
 
-def _cut_into(live: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the part of a whole tensor that this rank holds."""
+def _copy_shard(live: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's shard of a full tensor."""
     sharding = sharding_of(live)
     if sharding is None:
         live.copy_(whole)
@@ -302,13 +306,13 @@ def _cut_into(live: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, each once, in an order that is the same on all ranks."""
+    """Yield all parameters and buffers, each once, in the same order on all ranks."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _device(kind: str) -> torch.device:
-    """This rank's device of a type."""
+    """Return this rank's device of a type."""
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
@@ -320,12 +324,12 @@ def _feed(digest: Any, tensor: torch.Tensor) -> None:
         digest.update(view_bytes(flat))
 
 
-def _of_first(value: _T) -> _T:
-    """Rank 0's value, on every rank."""
+def _from_rank_0(value: _T) -> _T:
+    """Return rank 0's value on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
-def _nothing(name: str) -> torch.Tensor:
+def _empty(name: str) -> torch.Tensor:
     raise KeyError(name)

@@ -1,4 +1,4 @@
-"""How many ranks share one copy of the parameters, and what that is called; pure."""
+"""Layout of a device mesh: ranks that share one copy of the parameters, and its common names; pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from holdfast.quantity import plural
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A number of ranks, of which `shards` neighbours share each copy of the parameters.
+class MeshLayout:
+    """A number of ranks, divided into groups of `shards` neighbours that share one copy of the parameters.
 
     Args:
-        num_ranks: of the process group.
-        shards: ranks that together hold one copy; divides `num_ranks`.
+        num_ranks: ranks in the process group.
+        shards: ranks that share one copy. Divides `num_ranks`.
     """
 
     num_ranks: int
@@ -23,12 +23,12 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many copies of the parameters all ranks hold together."""
+        """Number of copies of the parameters over all ranks."""
         return self.num_ranks // self.shards
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Of the device mesh: (copies, shards), or one dimension where there is one copy."""
+        """Shape of the device mesh: (copies, shards), or one dimension for a single copy."""
         return (self.num_ranks,) if self.copies == 1 else (self.copies, self.shards)
 
     @property
@@ -36,38 +36,37 @@ class Layout:
         """Names of the mesh's dimensions."""
         return ("shard",) if self.copies == 1 else ("replicate", "shard")
 
-    def in_words(self, *, keep: bool) -> str:
-        """What this is, with the names that it has elsewhere.
+    def describe(self, *, reshard_after_forward: bool) -> str:
+        """Return a description with the common names, such as ZeRO-3.
 
         Args:
-            keep: gathered parameters stay until the backward pass has used them.
+            reshard_after_forward: gathered parameters are freed after the forward pass.
         """
         if self.num_ranks == 1:
-            return "on 1 rank, which holds all of it"
+            return "on 1 rank, not sharded"
         if self.shards == 1:
             return f"replicated on {plural(self.num_ranks, 'rank')} (DDP)"
-        stage = "ZeRO-2" if keep else "ZeRO-3"
+        stage = "ZeRO-3" if reshard_after_forward else "ZeRO-2"
         if self.copies == 1:
             return f"sharded over {plural(self.num_ranks, 'rank')} ({stage})"
         copies = f"{self.copies} copies, each sharded over {self.shards}"
         return f"on {plural(self.num_ranks, 'rank')}: {copies} (hybrid {stage})"
 
 
-def lay_out(shards: int | Literal["all"], num_ranks: int) -> Layout:
-    """The layout that is meant by `shards` on so many ranks.
+def make_mesh_layout(shards: int | Literal["all"], num_ranks: int) -> MeshLayout:
+    """Return the layout for `shards` on a number of ranks.
 
     Raises:
-        InvalidInput: not a number that divides the ranks evenly, nor "all".
+        InvalidInput: `shards` is neither a divisor of the number of ranks nor "all".
     """
     if shards == "all":
-        return Layout(num_ranks, num_ranks)
+        return MeshLayout(num_ranks, num_ranks)
     if isinstance(shards, bool) or not isinstance(shards, int):
         raise InvalidInput(f"shards must be a number of ranks or 'all', got {shards!r}.")
     if shards < 1 or num_ranks % shards:
         fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
         raise InvalidInput(
-            f"shards={shards} ranks cannot share a copy of the parameters evenly among "
-            f"{plural(num_ranks, 'rank')}. "
-            f"With this number of ranks shards may be {fitting}, or 'all'."
+            f"shards={shards} does not divide {plural(num_ranks, 'rank')} evenly. With this number of ranks, "
+            f"shards may be {fitting}, or 'all'."
         )
-    return Layout(num_ranks, shards)
+    return MeshLayout(num_ranks, shards)

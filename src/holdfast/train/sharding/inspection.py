@@ -1,4 +1,4 @@
-"""`describe`: reads how a model is spread over the ranks from the model itself, whoever has sharded it."""
+"""`describe`: inspects how a model is sharded across ranks, from the model itself."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from holdfast.quantity import plural
 from holdfast.state.sharding import local_of
-from holdfast.train.sharding.description import Description, Part, Unit
-from holdfast.train.sharding.layout import Layout
-from holdfast.train.sharding.world import backends_of
+from holdfast.train.sharding.description import Description, ModuleNode, Unit
+from holdfast.train.sharding.mesh_layout import MeshLayout
+from holdfast.train.sharding.process_group import backends_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def describe(model: nn.Module) -> Description:
-    """Say how a model is spread over the ranks: its units, and what this rank holds of them.
+    """Describe how a model is sharded across ranks: its units, and this rank's part of them.
 
-    It tells of what `shard` has done, and of what was done with torch's `fully_shard` by hand.
+    It works for models sharded with `shard` and with torch's `fully_shard`.
 
     Args:
         model: any module.
 
     Returns:
-        The facts; `print` shows them as a tree.
+        The facts. `print` shows them as a tree.
 
-    Ranks: not collective; bytes are this rank's.
+    Ranks: not collective; byte counts are this rank's.
     """
     states = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     units = {
@@ -40,7 +41,7 @@ def describe(model: nn.Module) -> Description:
     mesh: Any = None if first is None else first.mesh_info.mesh
     plain = {id(p): p for p in model.parameters()} if first is None else _outside(model, states.values())
     plain_bytes = sum(p.nbytes for p in plain.values())
-    layout = None if mesh is None else Layout(mesh.size(), mesh.shape[-1])
+    layout = None if mesh is None else MeshLayout(mesh.size(), mesh.shape[-1])
     root = _Tree(model).root
     return Description(
         kind=root.kind,
@@ -60,7 +61,7 @@ def describe(model: nn.Module) -> Description:
 
 def _notes(
     model: nn.Module,
-    layout: Layout | None,
+    layout: MeshLayout | None,
     plain: Iterable[torch.Tensor],
     first: Any,
     compute: torch.dtype | None,
@@ -69,58 +70,62 @@ def _notes(
         yield _unsharded(model)
         return
     if count := sum(p.requires_grad for p in plain):
-        yield f"{count} parameters are in no unit: every rank trains its own, and they drift apart"
+        yield (
+            f"{plural(count, 'parameter')} outside of all units: each rank trains its own, without "
+            "synchronization"
+        )
     if layout.num_ranks == 1:
-        yield "there is one rank: nothing is shared or sent"
+        yield "with one rank, nothing is sharded or communicated"
     if isinstance(first.offload_policy, CPUOffloadPolicy) and first.device.type == "cpu":
-        yield "the parameters are in host memory as it is: offload changes nothing here"
+        yield "the parameters are in host memory anyway: cpu_offload has no effect"
     floats = [name for name, one in model.named_buffers() if one.is_floating_point() and one.dtype != compute]
     if floats and compute is not None:
         yield (
-            f"{len(floats)} buffers keep their dtype ({floats[0]}): convert them where they meet activations"
+            f"{plural(len(floats), 'buffer')} in another dtype ({floats[0]}): convert before adding to "
+            "activations"
         )
     norms = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
     if norms and layout.num_ranks > 1:
-        yield (
-            f"{len(norms)} batch norms see their own rank's batch only, and each rank has running statistics "
-            "of its own"
-        )
+        yield (f"{plural(len(norms), 'batch norm')} with statistics of each rank's own batch only")
 
 
 def _unsharded(model: nn.Module) -> str:
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return f"DDP: each of {dist.get_world_size(model.process_group)} ranks has all of it"
+        return f"DDP: each of {dist.get_world_size(model.process_group)} ranks has a full copy"
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return "FSDP1: what it has flattened is not told here"
-    return "nothing is sharded: holdfast.shard(model) does that"
+        return "FSDP1: describe() does not show its flattened parameters"
+    return "not sharded; call holdfast.shard(model) to shard it"
 
 
 class _Tree:
-    """Builds the tree of a model's parts; tied parameters count where they stand first."""
+    """Builder of the tree of a model's modules. Tied parameters count at their first occurrence."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(_plain(name))
         self._counted: set[int] = set()
-        self.root = self._part("", model, "", is_root=True)
+        self.root = self._node("", model, "", is_root=True)
 
-    def _part(self, name: str, module: nn.Module, path: str, *, is_root: bool = False) -> Part:
+    def _node(self, name: str, module: nn.Module, path: str, *, is_root: bool = False) -> ModuleNode:
         unit = _unit(module, is_root=is_root) if isinstance(module, FSDPModule) else None
         inner = _unwrapped(module)
         if not is_root and not any(isinstance(m, FSDPModule) for m in inner.modules() if m is not module):
             count, tied = self._count(inner.parameters(), path)
-            return Part(name, _kind(inner), count, unit, tied)
+            return ModuleNode(name, _kind(inner), count, unit, tied)
         count, tied = self._count(inner.parameters(recurse=False), path)
-        parts = tuple(
-            self._part(child_name, child, f"{path}.{child_name}" if path else child_name)
+        children = tuple(
+            self._node(child_name, child, f"{path}.{child_name}" if path else child_name)
             for child_name, child in inner.named_children()
             if any(True for _ in child.parameters())
         )
-        return Part(name, _kind(inner), count, unit, tied, parts)
+        return ModuleNode(name, _kind(inner), count, unit, tied, children)
 
     def _count(self, parameters: Iterable[torch.Tensor], path: str) -> tuple[int, tuple[str, ...]]:
-        """Elements that were not counted yet; other names of these, and the first name of those that were."""
+        """Return the number of elements not counted yet, and other names of these parameters.
+
+        For a parameter that was already counted, the second value has its first name.
+        """
         own = f"{path}." if path else ""
         count, tied = 0, []
         for parameter in parameters:
@@ -154,19 +159,19 @@ def _unit(module: Any, *, is_root: bool) -> Unit:
 
 
 def _is_undecided(module: Any) -> bool:
-    """Whether FSDP is to decide what is kept, which it does at the first forward: the root is."""
+    """Return True for a root unit that FSDP decides on at the first forward pass."""
     return bool(getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", False))
 
 
 def _groups(module: Any) -> list[Any]:
-    """What FSDP2 holds of a unit; a list from torch 2.12 on."""
+    """Return FSDP2's parameter groups of a unit. From torch 2.12 on it has a list of them."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
 
 
 def _compute_dtype(modules: Iterable[Any]) -> torch.dtype | None:
-    """Return the dtype in which the first unit computes; None for that of its parameters."""
+    """Return the dtype of the first unit's computation, or None for that of its parameters."""
     held = (one for module in modules for group in _groups(module) for one in group.fsdp_params)
     first = next(held, None)
     return None if first is None else first.mp_policy.param_dtype
@@ -177,7 +182,7 @@ def _first_group(modules: Iterable[Any]) -> Any:
 
 
 def _outside(model: nn.Module, modules: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Parameters that are in no unit."""
+    """Return the parameters outside of all units."""
     held = [one for module in modules for group in _groups(module) for one in group.fsdp_params]
     known = {id(one.sharded_param) for one in held} | {
         id(getattr(one, "_unsharded_param", None)) for one in held

@@ -1,0 +1,124 @@
+"""Process group to shard over: ranks, device and backend. A single process gets a group of one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from holdfast.errors import InvalidInput, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroupInfo:
+    """The process group from the view of one rank.
+
+    Args:
+        rank: this rank's number.
+        num_ranks: number of ranks in the group.
+        device: device type to compute on, such as "cpu" or "cuda".
+        backend: backend for tensors of that device, such as "gloo" or "nccl".
+    """
+
+    rank: int
+    num_ranks: int
+    device: str
+    backend: str
+
+
+def ensure_process_group(device: str | None) -> ProcessGroupInfo:
+    """Return the process group. A single process without one gets a group of one.
+
+    Args:
+        device: the requested device type. Default: the accelerator, if one exists.
+
+    Raises:
+        InvalidInput: there are several ranks but no group, or its backend does not support the device.
+        Unsupported: the installed torch does not support sharded models on that device.
+
+    Ranks: not collective.
+    """
+    accelerator = accelerator_type()
+    if not dist.is_initialized():
+        _make_group_of_one(accelerator if device is None else device)
+    backends = backends_of(None)
+    chosen = choose_device(device, accelerator, backends)
+    _check_torch_supports(chosen)
+    return ProcessGroupInfo(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
+
+
+def _check_torch_supports(device: str) -> None:
+    if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise Unsupported(
+            f"torch {torch.__version__} supports sharded models (FSDP2) on accelerators only. Install "
+            "torch 2.7 or newer to shard on CPUs. Nothing was changed."
+        )
+
+
+def accelerator_type() -> str | None:
+    """Return the type of this machine's accelerator, or None."""
+    if not torch.accelerator.is_available():  # otherwise torch 2.6 returns the type it was built for
+        return None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def choose_device(requested: str | None, accelerator: str | None, backends: Mapping[str, str]) -> str:
+    """Return the device type to compute on.
+
+    Args:
+        requested: the device type that the caller asked for, if any.
+        accelerator: the type of the machine's accelerator, if any.
+        backends: backends of the process group, by device type.
+
+    Raises:
+        InvalidInput: the machine lacks the device, or the group does not support it.
+    """
+    if requested not in (None, "cpu", accelerator):
+        raise InvalidInput(
+            f"device={requested!r} was requested, but this machine has {accelerator or 'no accelerator'}. "
+            f"Pass device={accelerator or 'cpu'!r}, or omit it."
+        )
+    device = requested or accelerator or "cpu"
+    if device != "cpu" and backends.get(device) == "gloo":
+        # FSDP would move parameters to the accelerator and crash without a message.
+        raise InvalidInput(
+            f"This machine has a {device} device, but the process group has only the gloo backend, which "
+            "does not support sharding on it. Call torch.distributed.init_process_group() without a backend "
+            f'to train on {device}, or pass device="cpu" to train on the CPU. Nothing was changed.'
+        )
+    if device not in backends:
+        supported = ", ".join(f"{type_}:{name}" for type_, name in backends.items()) or "nothing"
+        raise InvalidInput(
+            f"The process group does not support tensors on {device} (it has {supported}). Call "
+            "torch.distributed.init_process_group() without a backend to get one for each device. Nothing "
+            "was changed."
+        )
+    return device
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backends of a process group by device type. None means the default group."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+    return {device: backend for device, _, backend in pairs}
+
+
+def _make_group_of_one(device: str | None) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInput(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group exists, so this rank would "
+            "train alone. Call torch.distributed.init_process_group() before holdfast.shard()."
+        )
+    backend = "gloo" if device in (None, "cpu") else None  # None: one for each device
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

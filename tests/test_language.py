@@ -38,7 +38,6 @@ NOT_YET = {
     "store",
     "surroundings",
     "testing",
-    "train",
 }
 
 RULES = {

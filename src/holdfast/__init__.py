@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.inspection import describe
     from holdfast.train.sharding.shard import shard
-    from holdfast.train.tuning.loop import tune
+    from holdfast.train.tuning.step_profile import tune
 
 _PLACES = {
     "BatchFit": "train.batch",
@@ -64,7 +64,7 @@ _PLACES = {
     "per_rank": "state",
     "replicated": "state",
     "shard": "train.sharding.shard",
-    "tune": "train.tuning.loop",
+    "tune": "train.tuning.step_profile",
 }
 
 __version__ = "0.1.0"

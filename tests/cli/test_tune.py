@@ -1,4 +1,4 @@
-"""`holdfast tune`: what it says, in words and as JSON, and how it refuses."""
+"""`holdfast tune`: output as text and JSON, and errors."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ for _ in range(100):
 """
 
 
-def test_a_script_is_run_with_its_arguments_and_told_as_json(tmp_path: Path, holdfast: Command) -> None:
+def test_a_script_runs_with_its_arguments_and_the_report_is_json(tmp_path: Path, holdfast: Command) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    said = holdfast("tune", "--only", "input", "--steps", "4", "--json", script, "--json", "3")
-    assert said.status == 0
-    assert said.json["findings"] == []
-    assert said.json["steps"]["optimizer"] == "SGD"
-    assert said.json["steps"]["call"]["code"] == "loss = model(torch.randn(4, 8)).square().mean()"
-    assert "plain steps" in said.err
+    done = holdfast("tune", "--only", "input", "--steps", "4", "--json", script, "--json", "3")
+    assert done.status == 0
+    assert done.json["findings"] == []
+    assert done.json["steps"]["optimizer"] == "SGD"
+    assert done.json["steps"]["call"]["code"] == "loss = model(torch.randn(4, 8)).square().mean()"
+    assert "plain steps" in done.err
 
 
 @pytest.mark.slow
-def test_words_name_the_line_and_the_change(tmp_path: Path, holdfast: Command) -> None:
+def test_the_text_has_the_line_and_the_suggestion(tmp_path: Path, holdfast: Command) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    said = holdfast("tune", "--only", "syncs", "--steps", "4", script, "--json", "3")
-    assert "train.py:12" in said.out
-    assert "step % 50" in said.out
+    done = holdfast("tune", "--only", "syncs", "--steps", "4", script, "--json", "3")
+    assert "train.py:12" in done.out
+    assert "step % 50" in done.out
 
 
-def test_an_unknown_question_is_refused(tmp_path: Path, holdfast: Command) -> None:
-    said = holdfast("tune", "--only", "luck", tmp_path / "train.py")
-    assert said.status == 2
-    assert "'luck'" in said.err
+def test_an_unknown_question_is_rejected(tmp_path: Path, holdfast: Command) -> None:
+    done = holdfast("tune", "--only", "luck", tmp_path / "train.py")
+    assert done.status == 2
+    assert "'luck'" in done.err
 
 
-def test_a_missing_script_is_refused(holdfast: Command) -> None:
-    said = holdfast("tune", "nowhere.py")
-    assert said.status == 2
-    assert "no script" in said.err
+def test_a_missing_script_is_rejected(holdfast: Command) -> None:
+    done = holdfast("tune", "nowhere.py")
+    assert done.status == 2
+    assert "does not exist" in done.err

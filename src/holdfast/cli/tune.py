@@ -1,4 +1,4 @@
-"""`holdfast tune`: runs a few steps of a training script, and says what would make them quicker."""
+"""`holdfast tune`: profiles a training script and reports what would speed it up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
 
 if TYPE_CHECKING:
     from holdfast.train.tuning.findings import Finding
-    from holdfast.train.tuning.survey import Report
+    from holdfast.train.tuning.report import TuningReport
 
 _EXAMPLES = """
 holdfast tune train.py --epochs 1
@@ -24,7 +24,7 @@ _QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Run a few steps of a training script in several ways, and say what would make them quicker."
+    job = "Run a few steps of a training script in several ways, and report what would speed them up."
     parser = command(commands, "tune", run, job=job, examples=_EXAMPLES)
     parser.add_argument(
         "--only",
@@ -38,16 +38,16 @@ def add_parser(commands: Commands) -> None:
         "--ranks",
         type=count,
         metavar="N",
-        help="start this many processes, as torchrun does (default: one, plain)",
+        help="start this many processes, as torchrun does (default: one plain process)",
     )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="what a batch may need at most, such as 12GiB (default: what is free)",
+        help="memory limit for larger batches, such as 12GiB (default: free memory)",
     )
     parser.add_argument("--timeout", default="10m", metavar="TIME", help="limit of each run (10m)")
     parser.add_argument(
-        "--debug", action="store_true", help="keep all logs, with torch's own of every compilation"
+        "--debug", action="store_true", help="keep all logs, including torch's logs of every compilation"
     )
     add_json(parser)
     parser.add_argument("script", metavar="SCRIPT", help="the Python file that trains")
@@ -55,16 +55,18 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Survey the script, and show the report."""
+    """Profile the script, and print the report."""
     from holdfast.errors import InvalidInput
-    from holdfast.train.tuning.survey import survey  # not above: other commands need no torch
+    from holdfast.train.tuning.script_profile import (
+        profile_script,  # imports torch, which other commands do not need
+    )
 
     questions = tuple(filter(None, (args.only or ",".join(_QUESTIONS)).split(",")))
     if unknown := set(questions) - set(_QUESTIONS):
         raise InvalidInput(
-            f"--only {args.only}: there is no question {min(unknown)!r}; there are {_QUESTIONS}."
+            f"--only {args.only}: unknown question {min(unknown)!r}. Choose from {', '.join(_QUESTIONS)}."
         )
-    report = survey(
+    report = profile_script(
         args.script,
         args.args,
         questions=questions,
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         memory_bytes=None if args.memory is None else read_bytes(args.memory, "--memory"),
         timeout_s=read_seconds(args.timeout, "--timeout"),
         debug=args.debug,
-        say=lambda what: print(f"holdfast: {what} ...", file=sys.stderr),
+        on_progress=lambda what: print(f"holdfast: {what} ...", file=sys.stderr),
     )
     if args.json:
         print_json(report.as_json())
@@ -82,43 +84,43 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(report: Report) -> None:
-    from holdfast.train.tuning.places import say_place
+def _print(report: TuningReport) -> None:
+    from holdfast.train.tuning.source_lines import format_line
 
-    now = report.pace
+    now = report.throughput
     waiting = f", {now.wait_share:.0%} of it waiting for data" if report.steps.loader is not None else ""
     print(f"{report.script} on {report.steps.device}: a step takes {say_seconds(now.step_s)}{waiting}.")
     if report.findings:
         print()
         columns = ("#", "KIND", "WHERE", "COSTS", "AFTER THE CHANGE")
         rows = [
-            (str(number), one.kind, say_place(one.place), one.costs, one.after)
+            (str(number), one.kind, format_line(one.place), one.costs, one.after)
             for number, one in enumerate(report.findings, 1)
         ]
         print_table(columns, rows, right=("#",), names=("WHERE",), text="AFTER THE CHANGE")
         for number, one in enumerate(report.findings, 1):
             _print_advice(number, one)
     else:
-        print("Nothing was found that would make it quicker by more than the noise.")
+        print("Found nothing that would speed it up by more than the noise.")
     _print_compile(report)
     _print_batches(report)
     _print_paddings(report)
-    for trouble in report.troubles:
-        print(f"\nnot answered: {trouble}")
+    for reason in report.unanswered:
+        print(f"\nnot answered: {reason}")
     if report.logs:
         print(f"\nlogs of every run: {report.logs}")
 
 
 def _print_advice(number: int, one: Finding) -> None:
-    from holdfast.train.tuning.places import say_place
+    from holdfast.train.tuning.source_lines import format_line
 
     code = f"   {one.place.code}" if one.place is not None and one.place.code else ""
-    print(f"\n{number}. {say_place(one.place)}{code}")
+    print(f"\n{number}. {format_line(one.place)}{code}")
     print(f"   {one.seen}.")
     print(f"   {one.change}")
 
 
-def _print_compile(report: Report) -> None:
+def _print_compile(report: TuningReport) -> None:
     from holdfast.train.tuning.findings import NAMES
 
     if not report.verdicts:
@@ -133,13 +135,13 @@ def _print_compile(report: Report) -> None:
         answer = "yes" if one.pays else "no, slower" if one.costs else "no, as fast"
         cells = (f"{one.speed_up:.2f}x", f"{one.noise:.0%}", say_seconds(one.warm_up_s), even, memory, answer)
         rows.append((NAMES[one.variant], *cells[:3], f"{even}", cells[4], answer))
-    print("\nDoes torch.compile pay?")
+    print("\nDoes torch.compile pay off?")
     columns = ("COMPILED", "SPEED", "NOISE", "WARM-UP", "EARNED BACK", "MEMORY OF A STEP", "PAYS")
     cells = [row if len(row) == 7 else (*row[:5], "-", row[5]) for row in rows]
     print_table(columns, cells, text="PAYS", spare=("MEMORY OF A STEP", "NOISE"))
 
 
-def _print_batches(report: Report) -> None:
+def _print_batches(report: TuningReport) -> None:
     if len(report.batches) < 2:
         return
     print("\nBatches:")
@@ -156,12 +158,12 @@ def _print_batches(report: Report) -> None:
     print_table(("BATCH", "SAMPLES/S", "MEMORY", ""), rows, right=("BATCH",), text="")
 
 
-def _print_paddings(report: Report) -> None:
+def _print_paddings(report: TuningReport) -> None:
     found = report.paddings
     if found is None:
         return
     print("\nPaddings of these batches:")
-    rows = [("as it is", f"{found.useful:.0%}", str(found.num_shapes), "1.00x")]
+    rows = [("current", f"{found.useful:.0%}", str(found.num_shapes), "1.00x")]
     rows += [
         (one.name, f"{one.useful:.0%}", str(one.num_shapes), f"{one.positions / found.now:.2f}x")
         for one in found.others

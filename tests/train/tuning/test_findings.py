@@ -1,4 +1,4 @@
-"""From facts to findings: what is worth saying, and what is left unsaid."""
+"""Findings from measurements, and measurements without a finding."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import json
 
 import pytest
 
-from holdfast.train.tuning import findings, sizes
-from holdfast.train.tuning.facts import (
-    Break,
-    Graphs,
-    Lengths,
-    Loader,
-    Place,
+from holdfast.train.tuning import batch_findings, findings
+from holdfast.train.tuning.findings import TrialResult
+from holdfast.train.tuning.measurements import (
+    GraphBreak,
+    GraphMeasurements,
+    HostSync,
+    LoaderInfo,
     Recompile,
-    Step,
-    Steps,
-    Sync,
-    Syncs,
-    plain,
-    revive,
+    RowLengths,
+    SourceLine,
+    StepMeasurements,
+    StepTiming,
+    SyncMeasurements,
+    from_plain,
+    to_plain,
 )
-from holdfast.train.tuning.findings import Trial
-from holdfast.train.tuning.verdict import Verdict, pace
+from holdfast.train.tuning.verdict import CompileVerdict, measure_throughput
 
-LINE, OTHER = Place("train.py", 7, "loss.item()"), Place("train.py", 9)
-LOADER = Loader(0, Place("train.py", 3), Place("data.py", 5), 4, 0, is_iterable=False)
-STEPS = Steps(
+LINE, OTHER = SourceLine("train.py", 7, "loss.item()"), SourceLine("train.py", 9)
+LOADER = LoaderInfo(0, SourceLine("train.py", 3), SourceLine("data.py", 5), 4, 0, is_iterable=False)
+STEPS = StepMeasurements(
     device="cpu",
-    steps=(Step(0.1, 0.05, 0.0, 4, 512),) * 5,
-    call=Place("train.py", 6),
+    steps=(StepTiming(0.1, 0.05, 0.0, 4, 512),) * 5,
+    call=SourceLine("train.py", 6),
     optimizer="AdamW",
     learning_rate=1e-3,
     loader=LOADER,
@@ -42,56 +42,56 @@ STEPS = Steps(
 )
 
 
-def sync(place: Place = LINE, *, num_steps: int = 10, kind: str = ".item()") -> Sync:
-    return Sync(kind, place, None, num_steps, num_steps, 0.01, in_forward=False)
+def sync(place: SourceLine = LINE, *, num_steps: int = 10, kind: str = ".item()") -> HostSync:
+    return HostSync(kind, place, None, num_steps, num_steps, 0.01, in_forward=False)
 
 
-def trial(value: int, rate: float, *, step_s: float = 0.1, noise: float = 0.03, **more: object) -> Trial:
-    return dataclasses.replace(Trial(value, step_s, rate, 0.0, noise, None), **more)  # type: ignore[arg-type]
+def trial(
+    value: int, rate: float, *, step_s: float = 0.1, noise: float = 0.03, **more: object
+) -> TrialResult:
+    return dataclasses.replace(TrialResult(value, step_s, rate, 0.0, noise, None), **more)  # type: ignore[arg-type]
 
 
-def verdict(variant: str, speed_up: float) -> Verdict:
-    return Verdict(variant, speed_up, 0.03, 20.0, 100 if speed_up > 1.03 else None, None)
+def verdict(variant: str, speed_up: float) -> CompileVerdict:
+    return CompileVerdict(variant, speed_up, 0.03, 20.0, 100 if speed_up > 1.03 else None, None)
 
 
-def test_facts_survive_json() -> None:
-    steps = dataclasses.replace(STEPS, lengths=Lengths(((1, 2), (3,)), (4, 4)))
-    assert revive(Steps, json.loads(json.dumps(plain(steps)))) == steps
-    syncs = Syncs("cpu", 10, (sync(), dataclasses.replace(sync(), inside=OTHER)))
-    assert revive(Syncs, json.loads(json.dumps(plain(syncs)))) == syncs
+def test_measurements_survive_json() -> None:
+    steps = dataclasses.replace(STEPS, lengths=RowLengths(((1, 2), (3,)), (4, 4)))
+    assert from_plain(StepMeasurements, json.loads(json.dumps(to_plain(steps)))) == steps
+    syncs = SyncMeasurements("cpu", 10, (sync(), dataclasses.replace(sync(), inside=OTHER)))
+    assert from_plain(SyncMeasurements, json.loads(json.dumps(to_plain(syncs)))) == syncs
 
 
-def test_a_sync_in_every_step_is_told() -> None:
-    (one,) = findings.find_syncs(Syncs("cpu", 10, (sync(),)), 0.1)
+def test_a_sync_in_every_step_is_a_finding() -> None:
+    (one,) = findings.find_syncs(SyncMeasurements("cpu", 10, (sync(),)), 0.1)
     assert (one.kind, one.place) == ("sync", LINE)
     assert "every step" in one.seen
 
 
-def test_a_sync_now_and_then_is_not() -> None:
-    assert findings.find_syncs(Syncs("cpu", 10, (sync(num_steps=1), sync(num_steps=2))), 0.1) == []
+def test_an_occasional_sync_is_not_a_finding() -> None:
+    assert findings.find_syncs(SyncMeasurements("cpu", 10, (sync(num_steps=1), sync(num_steps=2))), 0.1) == []
 
 
-def test_a_sync_that_breaks_the_graph_is_told_once() -> None:
-    syncs = findings.find_syncs(Syncs("cpu", 10, (sync(), sync(OTHER))), 0.1)
-    breaks = findings.find_breaks(Graphs(2, (Break(LINE, "cannot"),), (), 10), syncs)
+def test_a_sync_that_breaks_the_graph_is_one_finding() -> None:
+    syncs = findings.find_syncs(SyncMeasurements("cpu", 10, (sync(), sync(OTHER))), 0.1)
+    breaks = findings.find_breaks(GraphMeasurements(2, (GraphBreak(LINE, "cannot"),), (), 10), syncs)
     assert [(one.kind, one.place) for one in breaks] == [("graph break", LINE)]
     assert ".item()" in breaks[0].seen
-    assert [one.place for one in findings.without(syncs, breaks)] == [OTHER]
+    assert [one.place for one in findings.exclude_lines(syncs, breaks)] == [OTHER]
 
 
 @pytest.mark.parametrize(
-    ("num_times", "hit_limit", "is_told"), [(1, False, False), (3, False, True), (1, True, True)]
+    ("num_times", "hit_limit", "is_finding"), [(1, False, False), (3, False, True), (1, True, True)]
 )
-def test_a_recompile_or_two_are_how_the_compiler_learns(
-    num_times: int, hit_limit: bool, is_told: bool
-) -> None:
+def test_one_or_two_recompiles_are_not_a_finding(num_times: int, hit_limit: bool, is_finding: bool) -> None:
     one = Recompile(LINE, "forward", num_times, ("size mismatch",), hit_limit, is_shape=True)
-    assert bool(findings.find_recompiles(Graphs(1, (), (one,), 10), 5)) == is_told
+    assert bool(findings.find_recompiles(GraphMeasurements(1, (), (one,), 10), 5)) == is_finding
 
 
-def test_waiting_is_told_with_the_number_of_workers_that_was_best() -> None:
-    waiting = dataclasses.replace(STEPS, steps=(Step(0.1, 0.05, 0.06, 4, 512),) * 5)
-    now = pace(waiting.steps, "cpu")
+def test_waiting_is_reported_with_the_best_number_of_workers() -> None:
+    waiting = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4, 512),) * 5)
+    now = measure_throughput(waiting.steps, "cpu")
     trials = [trial(0, 40), trial(1, 70, step_s=0.06), trial(2, 90, step_s=0.04), trial(4, 0, failure="no")]
     (one,) = findings.find_input(waiting, now, trials)
     assert one.place == LOADER.place
@@ -99,26 +99,26 @@ def test_waiting_is_told_with_the_number_of_workers_that_was_best() -> None:
     assert one.share == pytest.approx(0.6)
 
 
-def test_where_workers_do_not_help_the_data_itself_is_the_place() -> None:
-    waiting = dataclasses.replace(STEPS, steps=(Step(0.1, 0.05, 0.06, 4, 512),) * 5)
+def test_if_workers_do_not_help_the_finding_is_on_the_dataset() -> None:
+    waiting = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4, 512),) * 5)
     (one,) = findings.find_input(
-        waiting, pace(waiting.steps, "cpu"), [trial(0, 40), trial(2, 41, step_s=0.099)]
+        waiting, measure_throughput(waiting.steps, "cpu"), [trial(0, 40), trial(2, 41, step_s=0.099)]
     )
-    assert one.place == LOADER.making
+    assert one.place == LOADER.sample_code
 
 
-def test_little_waiting_is_not_told() -> None:
-    assert findings.find_input(STEPS, pace(STEPS.steps, "cpu"), []) == []
+def test_little_waiting_is_not_a_finding() -> None:
+    assert findings.find_input(STEPS, measure_throughput(STEPS.steps, "cpu"), []) == []
 
 
-def test_compiling_is_advised_only_where_it_pays() -> None:
+def test_compiling_is_suggested_only_if_it_pays() -> None:
     assert findings.find_compile(STEPS, [verdict("whole", 1.01), verdict("blocks", 0.9)]) == []
     (one,) = findings.find_compile(STEPS, [verdict("whole", 0.8), verdict("random", 1.2)])
     assert "fallback_random" in one.change
     assert one.place == STEPS.call
 
 
-def test_compiling_that_costs_is_advised_against() -> None:
+def test_compiling_that_slows_down_is_a_finding() -> None:
     compiling = dataclasses.replace(STEPS, compiled_at=LINE)
     (one,) = findings.find_compile(compiling, [verdict("own", 0.8)])
     assert one.place == LINE
@@ -126,10 +126,10 @@ def test_compiling_that_costs_is_advised_against() -> None:
     assert findings.find_compile(compiling, [verdict("own", 1.3)]) == []
 
 
-def test_compiling_for_nothing_is_told_if_a_second_run_says_the_same() -> None:
+def test_useless_compiling_is_a_finding_if_a_second_run_confirms_it() -> None:
     compiling = dataclasses.replace(STEPS, compiled_at=LINE)
     (one,) = findings.find_compile(compiling, [verdict("own", 1.02), verdict("own", 0.99)])
-    assert "20.0 s to begin" in one.costs
+    assert "20.0 s of warm-up" in one.costs
     assert "Do not compile" in one.change
     assert one.share is None
     for again in ([], [verdict("own", 1.05)], [verdict("own", 1.2)]):
@@ -138,48 +138,48 @@ def test_compiling_for_nothing_is_told_if_a_second_run_says_the_same() -> None:
     assert "fallback_random" in one.change
 
 
-def test_a_model_that_cannot_be_compiled_in_place_is_advised_otherwise() -> None:
+def test_for_a_model_that_does_not_compile_in_place_the_suggestion_differs() -> None:
     steps = dataclasses.replace(STEPS, in_place=False)
     (one,) = findings.find_compile(steps, [verdict("whole", 1.5)])
     assert "`model = torch.compile(model)`" in one.change
 
 
-def test_the_smallest_batch_that_is_as_fast_as_any_is_advised() -> None:
-    (one,) = sizes.find_batch(STEPS, trial(4, 100), [trial(8, 192), trial(16, 196), trial(32, 197)])
+def test_the_smallest_batch_at_full_speed_is_suggested() -> None:
+    (one,) = batch_findings.find_batch(STEPS, trial(4, 100), [trial(8, 192), trial(16, 196), trial(32, 197)])
     assert "`batch_size=8`" in one.change
     assert "0.002" in one.change  # linear
     assert "0.00141" in one.change  # square root
 
 
-def test_a_batch_that_gains_no_more_than_noise_is_not_told() -> None:
-    assert sizes.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
-    assert sizes.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
-    assert sizes.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
+def test_a_batch_whose_gain_is_noise_is_not_a_finding() -> None:
+    assert batch_findings.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
+    assert batch_findings.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
+    assert batch_findings.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
 
 
-def test_a_loop_that_accumulates_keeps_its_batch() -> None:
-    steps = dataclasses.replace(STEPS, steps=(Step(0.1, 0.05, 0.0, 16, 512),) * 5)
-    (one,) = sizes.find_batch(steps, trial(4, 100), [trial(8, 190)])
-    assert "Accumulate 2 batches a step, not 4" in one.change
+def test_a_loop_with_accumulation_keeps_its_global_batch() -> None:
+    steps = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16, 512),) * 5)
+    (one,) = batch_findings.find_batch(steps, trial(4, 100), [trial(8, 190)])
+    assert "Accumulate 2 batches per step instead of 4" in one.change
 
 
-def test_a_batch_beyond_memory_is_not_tried() -> None:
+def test_a_batch_that_exceeds_memory_is_not_tried() -> None:
     tried = [trial(4, 1, peak_bytes=100), trial(8, 1, peak_bytes=140)]
-    assert sizes.fits_next(tried, 16, 220)
-    assert not sizes.fits_next(tried, 16, 219)
-    assert sizes.fits_next([trial(4, 1)], 8, 1)  # nothing is known
+    assert batch_findings.fits_next(tried, 16, 220)
+    assert not batch_findings.fits_next(tried, 16, 219)
+    assert batch_findings.fits_next([trial(4, 1)], 8, 1)  # without measurements
 
 
-def test_static_padding_is_told_and_tight_padding_is_not() -> None:
+def test_static_padding_is_a_finding_and_tight_padding_is_not() -> None:
     rows = tuple(tuple(10 + (i * 7 + j * 13) % 50 for j in range(8)) for i in range(12))
-    wide = dataclasses.replace(STEPS, lengths=Lengths(rows, (512,) * 12))
-    (one,) = sizes.find_padding(wide, sizes.compare(wide.lengths))
-    assert one.place == LOADER.making
-    assert "93% of what the model computes is padding" in one.seen
-    even = dataclasses.replace(STEPS, lengths=Lengths(((50,) * 8,) * 12, (52,) * 12))
-    assert sizes.find_padding(even, sizes.compare(even.lengths)) == []
+    wide = dataclasses.replace(STEPS, lengths=RowLengths(rows, (512,) * 12))
+    (one,) = batch_findings.find_padding(wide, batch_findings.compare(wide.lengths))
+    assert one.place == LOADER.sample_code
+    assert "93% of the model's positions are padding" in one.seen
+    even = dataclasses.replace(STEPS, lengths=RowLengths(((50,) * 8,) * 12, (52,) * 12))
+    assert batch_findings.find_padding(even, batch_findings.compare(even.lengths)) == []
 
 
-def test_rows_of_one_length_are_no_padding() -> None:
-    assert sizes.compare(Lengths(((64,) * 8,) * 12, (64,) * 12)) is None
-    assert sizes.compare(None) is None
+def test_rows_of_one_length_have_no_padding() -> None:
+    assert batch_findings.compare(RowLengths(((64,) * 8,) * 12, (64,) * 12)) is None
+    assert batch_findings.compare(None) is None

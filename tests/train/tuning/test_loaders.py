@@ -1,4 +1,4 @@
-"""Data loaders that are watched: where they were made, what they give, and other settings for one of them."""
+"""Monitored data loaders: their source lines, their batches, and changed settings for one of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from holdfast.train.lengths import BucketBatches
-from holdfast.train.tuning.loaders import Loaders, Settings
+from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
 
 
 def data() -> TensorDataset:
@@ -18,71 +18,71 @@ def data() -> TensorDataset:
 
 
 @pytest.fixture
-def loaders() -> Iterator[Loaders]:
-    watched = Loaders(Settings(1, num_workers=0, batch_size=6))
+def loaders() -> Iterator[LoaderMonitor]:
+    watched = LoaderMonitor(LoaderSettings(1, num_workers=0, batch_size=6))
     watched.start()
     yield watched
     watched.stop()
 
 
-def test_the_last_loader_is_told_with_its_place(loaders: Loaders) -> None:
+def test_the_last_loader_has_its_source_line(loaders: LoaderMonitor) -> None:
     frame = inspect.currentframe()
     assert frame is not None
     made = frame.f_lineno + 1
     loader = DataLoader(data(), batch_size=4)
     assert [len(batch) for (batch,) in loader] == [4, 4, 4]
-    seen = loaders.last()
+    seen = loaders.last_loader()
     assert seen is not None
     assert seen.place is not None
     assert (seen.index, seen.batch_size, seen.place.line) == (0, 4, made)
-    waited_s, num_loaded = loaders.waited()
+    waited_s, num_loaded = loaders.pop_waited()
     assert waited_s > 0
     assert num_loaded == 12
-    assert loaders.waited() == (0.0, 0)
+    assert loaders.pop_waited() == (0.0, 0)
 
 
-def test_settings_change_the_one_loader_that_is_meant(loaders: Loaders) -> None:
+def test_settings_change_only_the_chosen_loader(loaders: LoaderMonitor) -> None:
     first, second = DataLoader(data(), 4), DataLoader(data(), 4, True, num_workers=2, prefetch_factor=3)
     assert (first.batch_size, second.batch_size, second.num_workers) == (4, 6, 0)
     assert sorted(len(batch) for (batch,) in second) == [6, 6]
 
 
-def test_a_sampler_that_makes_batches_of_a_size_is_known_and_changed(loaders: Loaders) -> None:
+def test_the_batch_size_of_a_batch_sampler_is_found_and_changed(loaders: LoaderMonitor) -> None:
     ours = BucketBatches([1] * 12, 4)
     assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=ours)] == [4, 4, 4]
-    seen = loaders.last()
+    seen = loaders.last_loader()
     assert seen is not None
     assert seen.batch_size == 4
-    assert loaders.waited()[1] == 12
+    assert loaders.pop_waited()[1] == 12
     theirs = BatchSampler(range(12), 4, drop_last=False)
     assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=theirs)] == [6, 6]
-    seen = loaders.last()
+    seen = loaders.last_loader()
     assert seen is not None
     assert seen.batch_size == 6
 
 
-def test_a_sampler_of_the_user_s_own_has_no_size(loaders: Loaders) -> None:
+def test_a_custom_sampler_has_no_batch_size(loaders: LoaderMonitor) -> None:
     sizes = [len(batch) for (batch,) in DataLoader(data(), batch_sampler=[[0, 1], [2, 3, 4]])]
-    seen = loaders.last()
+    seen = loaders.last_loader()
     assert (sizes, seen and seen.batch_size) == ([2, 3], None)
 
 
-def test_a_stream_is_known_as_one(loaders: Loaders) -> None:
+def test_a_stream_is_recognized(loaders: LoaderMonitor) -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(4))
 
     list(DataLoader(Stream(), batch_size=2))
-    seen = loaders.last()
+    seen = loaders.last_loader()
     assert seen is not None
     assert seen.is_iterable
-    assert seen.making is not None
-    assert "def __iter__" in seen.making.code
+    assert seen.sample_code is not None
+    assert "def __iter__" in seen.sample_code.code
 
 
-def test_everything_is_put_back() -> None:
+def test_stop_removes_all_patches() -> None:
     before = DataLoader.__init__, DataLoader.__iter__
-    watched = Loaders()
+    watched = LoaderMonitor()
     watched.start()
     assert DataLoader.__init__ is not before[0]
     watched.stop()

@@ -1,4 +1,4 @@
-"""Verdicts: what is said of measured steps, and what is not said because it is noise."""
+"""Verdicts on measured steps; differences within the noise do not count."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.train.tuning.facts import Race, Step
-from holdfast.train.tuning.verdict import LEAST_GAIN, judge, pace
+from holdfast.train.tuning.measurements import CompileMeasurements, StepTiming
+from holdfast.train.tuning.verdict import MIN_GAIN, judge_compile, measure_throughput
 
 
-def race(eager: list[float], compiled: list[float], *, warm_up_s: float = 10.0) -> Race:
-    return Race(
+def race(eager: list[float], compiled: list[float], *, warm_up_s: float = 10.0) -> CompileMeasurements:
+    return CompileMeasurements(
         "whole", "cpu", tuple(eager), tuple(compiled), warm_up_s, eager[0] if eager else 0.0, None, None
     )
 
 
-def step(wall_s: float, *, wait_s: float = 0.0, is_odd: bool = False) -> Step:
-    return Step(wall_s, wall_s / 2, wait_s, 8, 64, None, is_odd)
+def step(wall_s: float, *, wait_s: float = 0.0, is_odd: bool = False) -> StepTiming:
+    return StepTiming(wall_s, wall_s / 2, wait_s, 8, 64, None, is_odd)
 
 
-def test_a_clear_gain_pays_and_says_after_how_many_steps() -> None:
-    verdict = judge(race([0.2] * 8, [0.1] * 8, warm_up_s=10.0))
+def test_a_clear_gain_pays_after_a_number_of_steps() -> None:
+    verdict = judge_compile(race([0.2] * 8, [0.1] * 8, warm_up_s=10.0))
     assert verdict.pays
     assert not verdict.costs
     assert verdict.speed_up == pytest.approx(2.0)
@@ -32,25 +32,25 @@ def test_a_clear_gain_pays_and_says_after_how_many_steps() -> None:
 
 
 def test_a_clear_loss_never_pays() -> None:
-    verdict = judge(race([0.1] * 8, [0.13] * 8))
+    verdict = judge_compile(race([0.1] * 8, [0.13] * 8))
     assert verdict.costs
     assert verdict.break_even_steps is None
 
 
-def test_a_gain_below_three_percent_is_none() -> None:
-    verdict = judge(race([1.02] * 20, [1.0] * 20))
+def test_a_gain_below_three_percent_does_not_pay() -> None:
+    verdict = judge_compile(race([1.02] * 20, [1.0] * 20))
     assert (verdict.pays, verdict.costs, verdict.break_even_steps) == (False, False, None)
 
 
-def test_a_gain_within_the_spread_is_none() -> None:
+def test_a_gain_within_the_spread_does_not_pay() -> None:
     generator = random.Random(0)
     eager = [1.05 * generator.uniform(0.7, 1.3) for _ in range(8)]
     compiled = [generator.uniform(0.7, 1.3) for _ in range(8)]
-    assert not judge(race(eager, compiled)).pays
+    assert not judge_compile(race(eager, compiled)).pays
 
 
-def test_too_few_steps_give_no_verdict() -> None:
-    verdict = judge(race([0.1], []))
+def test_too_few_steps_are_a_failure() -> None:
+    verdict = judge_compile(race([0.1], []))
     assert verdict.failure
     assert not verdict.pays
     assert not verdict.costs
@@ -60,36 +60,36 @@ def test_too_few_steps_give_no_verdict() -> None:
     st.lists(st.floats(0.01, 10), min_size=2, max_size=20),
     st.lists(st.floats(0.01, 10), min_size=2, max_size=20),
 )
-def test_no_verdict_is_both_ways_and_noise_has_a_floor(eager: list[float], compiled: list[float]) -> None:
-    verdict = judge(race(eager, compiled))
+def test_a_verdict_never_both_pays_and_costs(eager: list[float], compiled: list[float]) -> None:
+    verdict = judge_compile(race(eager, compiled))
     assert not (verdict.pays and verdict.costs)
-    assert verdict.noise >= LEAST_GAIN
+    assert verdict.noise >= MIN_GAIN
     assert (verdict.break_even_steps is not None) == verdict.pays
 
 
-def test_steps_that_begin_an_epoch_do_not_count() -> None:
+def test_steps_that_start_an_epoch_do_not_count() -> None:
     steps = [step(0.1), step(0.1), step(5.0, is_odd=True), step(0.1)]
-    assert pace(steps, "cpu").items_per_s == pytest.approx(80)
+    assert measure_throughput(steps, "cpu").items_per_s == pytest.approx(80)
 
 
-def test_they_count_where_most_steps_begin_one() -> None:
+def test_steps_that_start_an_epoch_count_if_they_are_the_majority() -> None:
     steps = [step(0.1), step(0.3, is_odd=True), step(0.3, is_odd=True)]
-    assert pace(steps, "cpu").step_s == pytest.approx(0.3)
+    assert measure_throughput(steps, "cpu").step_s == pytest.approx(0.3)
 
 
-def test_work_is_processor_time_on_a_cpu_and_the_wall_elsewhere() -> None:
+def test_work_is_cpu_time_on_a_cpu_and_wall_time_elsewhere() -> None:
     steps = [step(0.2, wait_s=0.05)] * 4
-    assert pace(steps, "cpu").work_s == pytest.approx(0.1)
-    assert pace(steps, "cuda").work_s == pytest.approx(0.2)
-    assert pace(steps, "cpu").wait_share == pytest.approx(0.25)
+    assert measure_throughput(steps, "cpu").work_s == pytest.approx(0.1)
+    assert measure_throughput(steps, "cuda").work_s == pytest.approx(0.2)
+    assert measure_throughput(steps, "cpu").wait_share == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(
     ("eager", "compiled", "ratio"),
     [(100, 50, 0.5), (100, 130, 1.3), (100, 0, None), (1000, 3, None), (3, 1000, None), (None, 50, None)],
 )
-def test_memory_is_told_only_where_both_kinds_of_steps_took_some(
+def test_the_memory_ratio_needs_allocations_of_both_kinds_of_steps(
     eager: int | None, compiled: int | None, ratio: float | None
 ) -> None:
     took = dataclasses.replace(race([0.2] * 8, [0.1] * 8), eager_bytes=eager, compiled_bytes=compiled)
-    assert judge(took).memory_ratio == ratio
+    assert judge_compile(took).memory_ratio == ratio

@@ -1,4 +1,4 @@
-"""The batch size that fits in memory and reaches full throughput, measured and agreed on by all ranks."""
+"""The batch size that fits in memory and reaches full throughput, found by measuring."""
 
 from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.finder import fit_batch

@@ -62,7 +62,7 @@ class StepBenchmark:
         return True
 
     def measure_peak(self, size: int) -> int | None:
-        """Return the bytes at the peak of a step on `size` samples, or None if memory ran out.
+        """Return the peak bytes of a step on `size` samples. None if memory ran out.
 
         On a GPU these are bytes that the allocator reserved, on a host bytes of tensors.
 
@@ -79,7 +79,7 @@ class StepBenchmark:
         return None
 
     def measure_step_s(self, size: int, num_steps: int) -> float | None:
-        """Return the seconds of the fastest step on `size` samples, or None if memory ran out.
+        """Return the seconds of the fastest step on `size` samples. None if memory ran out.
 
         Slower steps are slow for reasons other than the batch.
 

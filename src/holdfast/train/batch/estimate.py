@@ -1,4 +1,4 @@
-"""Peak memory of a training step at any batch size, estimated by running it on fake tensors."""
+"""Peak memory of a training step at any batch size, estimated with fake tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.train.batch.training_state import TrainingState, count_bytes
 def estimate_peak(
     step: Callable[[Any], object], make: Callable[[int], Any], training: TrainingState, size: int
 ) -> int:
-    """Return the bytes at the peak of a step on a batch of `size`, without computing or allocating.
+    """Return the peak bytes of a step on a batch of `size`, without computing.
 
     Two steps run on fake tensors, which replace the modules' tensors and the optimizers' parameters for that
     time. Other effects of the step, such as scheduler steps and counters, are real.

@@ -256,7 +256,7 @@ class _Finder:
         return free_bytes, max(seconds for _, _, seconds in measured)
 
     def time_steps(self, timed_steps: int, max_step_s: float) -> None:
-        """Time sizes that fit, doubling until they are no faster, and choose the smallest fast one."""
+        """Time sizes that fit, doubling while they get faster, and choose one."""
         sizes = [1 << power for power in range(self._result.largest.bit_length())]
         sizes = [size for size in sizes if self._min_size <= size < self._result.largest]
         best, num_slower = 0.0, 0
@@ -276,7 +276,7 @@ class _Finder:
         self._result.size = choose_size(self._result.probes)
 
     def _slowest(self, size: int, timed_steps: int) -> float | None:
-        """Return the seconds of a step on the slowest rank, or None if memory ran out on some rank."""
+        """Return the seconds of a step on the slowest rank. None if memory ran out on some rank."""
         times = self._ranks.gather(self._agreed(lambda: self._benchmark.measure_step_s(size, timed_steps)))
         measured = [one for one in times if one is not None]
         return max(measured) if len(measured) == len(times) else None

@@ -14,7 +14,7 @@ _SHARE_OF_HOST = 0.9
 
 
 def find_memory_limit(device: torch.device, used_bytes: int, *, num_sharing: int | None = None) -> int:
-    """Return the bytes that this process may take on a device, including what it uses now.
+    """Return the bytes that this process may take on a device, including its current usage.
 
     On a GPU: the free memory, less 3 %. On a host: the memory that is available there or in the process's
     control group, whichever is less, divided by the ranks of this host, less 10 %.

@@ -11,7 +11,7 @@ _LEAP = 4
 
 @final
 class Search:
-    """Search for the largest size that fits, in few attempts that rarely run out of memory.
+    """Search for the largest size that fits, in few attempts. They rarely run out of memory.
 
     Peak memory grows linearly with the batch once activations outgrow what the optimizer's step needs. So
     sizes grow in leaps until three of them lie on a line, then the search jumps to the end of that line.
@@ -62,7 +62,7 @@ class Search:
             self._free_bytes[size] = free_bytes
 
     def next(self) -> int | None:
-        """Return the next size to try, or None once `largest` is within 3 % of the optimum."""
+        """Return the next size to try. None once `largest` is within 3 % of the optimum."""
         if not self._free_bytes:
             return self._next_before_first_fit()
         low, high = self.largest, min(self._too_large or self._max_size + 1, self._max_size + 1)

@@ -1,4 +1,4 @@
-"""Batches in an order shared by all ranks, which visits each unit once per epoch and resumes at any batch."""
+"""Batches in an order shared by all ranks: each unit once per epoch, resumable at any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing of several short sequences into rows of fixed length, in an order that can be resumed."""
+"""Packing of short sequences into rows of fixed length, in a resumable order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PackedBatches(Batches[list[int]]):
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Put each sequence into the first row with room for it, and return the indices of each row.
+    """Pack each sequence into the first row with room. Return the indices of each row.
 
     Takes time proportional to n log n.
 

@@ -98,7 +98,7 @@ def _repeated(module: nn.Module, path: str) -> Iterator[_Named]:
 
 
 def _members(group: nn.Module, path: str) -> Iterator[_Named]:
-    """Yield the members of a list, and of lists inside it, which are never called themselves."""
+    """Yield the members of a list, and of lists inside it. Lists are never called themselves."""
     for name, child in group.named_children():
         if isinstance(child, _GROUPS) and not _is_callable(child):
             yield from _members(child, _join(path, name))

@@ -59,7 +59,7 @@ class ModuleNode:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """How a model is sharded across ranks. `print` shows it.
+    """Sharding of a model across ranks. `print` shows it.
 
     Attributes:
         kind: class of the model.

@@ -11,7 +11,7 @@ from holdfast.quantity import plural
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """A number of ranks, divided into groups of `shards` neighbours that share one copy of the parameters.
+    """Groups of `shards` neighbouring ranks that share one copy of the parameters.
 
     Args:
         num_ranks: ranks in the process group.

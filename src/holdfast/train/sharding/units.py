@@ -86,7 +86,7 @@ def _with_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[n
 
 
 def _prefetch(model: Any, blocks: Sequence[Any], ahead: int) -> None:
-    """Let each unit gather the next `ahead` units in forward, and the previous ones in backward.
+    """Let each unit gather the next `ahead` units. In backward, these are the previous ones.
 
     Source: torchtitan's `apply_fsdp`; assumes that units run in the model's order.
     """

@@ -1,1 +1,1 @@
-"""Finds what slows a training step down by running a few real ones, and says what to change."""
+"""Profile of a training: host syncs, graph breaks, padding, batch size, data loading and torch.compile."""

@@ -1,4 +1,4 @@
-"""Entry of a rehearsal: `python -m holdfast.train.tuning FOLDER` runs the script of that plan, watched."""
+"""Entry point of a profile run: `python -m holdfast.train.tuning FOLDER` runs its script under a watcher."""
 
 from __future__ import annotations
 
@@ -13,90 +13,90 @@ from typing import Any
 import torch
 
 from holdfast.ending import leave
-from holdfast.train.tuning import places
-from holdfast.train.tuning.facts import Place, plain
-from holdfast.train.tuning.graphs import GraphWatch
-from holdfast.train.tuning.loaders import Loaders, Settings
-from holdfast.train.tuning.probe import Enough, Probe, Watcher
-from holdfast.train.tuning.racing import Racing
-from holdfast.train.tuning.rehearsal import Plan, read_plan, tell
-from holdfast.train.tuning.stepping import Stepping
-from holdfast.train.tuning.syncs import SyncWatch
+from holdfast.train.tuning import source_lines
+from holdfast.train.tuning.compile_watcher import CompileWatcher
+from holdfast.train.tuning.graph_watcher import GraphWatcher
+from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
+from holdfast.train.tuning.measurements import SourceLine, to_plain
+from holdfast.train.tuning.profile_run import RunSpec, read_spec, write_result
+from holdfast.train.tuning.sync_watcher import SyncWatcher
+from holdfast.train.tuning.timing_watcher import TimingWatcher
+from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
 
 _FAILED = 1
 
 
 def main(own: Path) -> int:
-    """Run the script of a plan until its watcher has seen enough.
+    """Run the script of a specification until its watcher has measured enough.
 
     Returns:
-        Exit status; 0 if something was seen.
+        Exit status; 0 if there are measurements.
     """
-    plan = read_plan(own)
+    spec = read_spec(own)
     is_first = os.environ.get("RANK", "0") == "0"
-    compiled_at: list[Place] = []
+    compiled_at: list[SourceLine] = []
     _note_compile(compiled_at)
     _keep_saves(own / "saves")
-    settings = None if plan.loader is None else Settings(plan.loader, plan.num_workers, plan.batch_size)
-    loaders = Loaders(settings)
-    told: list[Any] = []
+    settings = None if spec.loader is None else LoaderSettings(spec.loader, spec.num_workers, spec.batch_size)
+    loaders = LoaderMonitor(settings)
+    results: list[Any] = []
 
-    def hear(facts: Any) -> None:
-        told.append(facts)
+    def receive(facts: Any) -> None:
+        results.append(facts)
         if is_first:
-            tell(own, {"facts": plain(facts)})
+            write_result(own, {"facts": to_plain(facts)})
 
-    probe = Probe(_watcher(plan, loaders, compiled_at), loaders, told=hear)
-    probe.start()
+    tracker = StepTracker(_watcher(spec, loaders, compiled_at), loaders, on_result=receive)
+    tracker.start()
     status = 0
     try:
-        _run(plan)
-    except Enough:
+        _run(spec)
+    except StopRun:
         pass
     except SystemExit as left:
-        if not told and left.code not in (None, 0):
+        if not results and left.code not in (None, 0):
             traceback.print_exc()
             status = _FAILED
-    except BaseException:  # noqa: BLE001 - the script's, which is shown
-        if not told:  # else it is no more than how the script takes its end
+    except BaseException:  # noqa: BLE001 - the script's own error, which is printed
+        if not results:  # otherwise it is the script's reaction to its end
             traceback.print_exc()
             status = _FAILED
-    if not status and not probe.is_done:
-        probe.stop()  # the script has ended by itself
-    if not told and not status and is_first:
-        tell(own, {"trouble": "the script ended without one step of an optimizer"})
+    if not status and not tracker.is_done:
+        tracker.stop()  # the script ended by itself
+    if not results and not status and is_first:
+        write_result(own, {"failure": "the script ended without an optimizer step"})
     return status
 
 
-def _watcher(plan: Plan, loaders: Loaders, compiled_at: list[Place]) -> Watcher:
-    if plan.question == "steps":
-        return Stepping(plan.num_steps, loaders, compiled_at=compiled_at)
-    if plan.question == "syncs":
-        return SyncWatch(plan.num_steps)
-    if plan.question == "graphs":
-        return GraphWatch(plan.num_steps, compiles_itself=plan.compiles_itself)
-    return Racing(plan.variant, plan.num_steps)
+def _watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> StepWatcher:
+    if spec.question == "steps":
+        return TimingWatcher(spec.num_steps, loaders, compiled_at=compiled_at)
+    if spec.question == "syncs":
+        return SyncWatcher(spec.num_steps)
+    if spec.question == "graphs":
+        return GraphWatcher(spec.num_steps, compiles_itself=spec.compiles_itself)
+    return CompileWatcher(spec.variant, spec.num_steps)
 
 
-def _run(plan: Plan) -> None:
-    """Run the script as `python SCRIPT ARGS` would."""
-    path = Path(plan.script)
-    sys.argv = [plan.script, *plan.args]
+def _run(spec: RunSpec) -> None:
+    """Run the script as `python SCRIPT ARGS` does."""
+    path = Path(spec.script)
+    sys.argv = [spec.script, *spec.args]
     sys.path.insert(0, str(path.resolve().parent))
     module = types.ModuleType("__main__")
-    module.__file__ = plan.script
+    module.__file__ = spec.script
     module.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = module  # what the script pickles is looked for there
+    sys.modules["__main__"] = module  # pickle looks up the script's classes there
     exec(compile(path.read_bytes(), str(path.resolve()), "exec"), module.__dict__)
 
 
-def _note_compile(found: list[Place]) -> None:
-    """Have every call of torch.compile by the script leave its place."""
+def _note_compile(found: list[SourceLine]) -> None:
+    """Record the line of every call of torch.compile by the script."""
     before = torch.compile
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        place = places.here()
-        if place is not None and not places.is_running("/torch/_inductor/", "/torch/_dynamo/"):
+        place = source_lines.current_line()
+        if place is not None and not source_lines.is_running("/torch/_inductor/", "/torch/_dynamo/"):
             found.append(place)
         return before(*args, **kwargs)
 
@@ -104,7 +104,7 @@ def _note_compile(found: list[Place]) -> None:
 
 
 def _keep_saves(folder: Path) -> None:
-    """Have `torch.save` write to a folder of the rehearsal, and `torch.load` read back what went there."""
+    """Redirect `torch.save` to a folder of the run, and `torch.load` of these files too."""
     save, load = torch.save, torch.load
     moved: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a step: on a CPU the processor's, on a device those until its queue is empty."""
+"""Time and memory of a step: CPU time on a CPU, wall time until the queue is empty on a GPU."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ import torch
 _STATUS = Path("/proc/self/status")
 
 
-class Clock:
-    """Measures what runs on one device."""
+class DeviceClock:
+    """Clock and memory meter for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self._can_reset = True
 
-    def settle(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+    def synchronize(self) -> None:
+        """Wait until the device has finished its queue."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def now_s(self) -> float:
-        """Seconds for work: CPU time of this process's threads on a CPU, else the time on the wall."""
+        """Return seconds of work: CPU time of this process on a CPU, otherwise wall time."""
         return time.perf_counter() if self.is_cuda else time.process_time()
 
-    def spent_s(self) -> float:
-        """The same with the CPU time of children that have ended: compilers are such."""
+    def total_spent_s(self) -> float:
+        """Return the same, including the CPU time of child processes such as compilers."""
         if self.is_cuda:
             return time.perf_counter()
         both = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
         return sum(one.ru_utime + one.ru_stime for one in both)
 
     def reset_peak(self) -> None:
-        """Begin to look for the peak of memory anew."""
+        """Reset the peak of memory."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._can_reset:
             try:
                 Path("/proc/self/clear_refs").write_text("5")
             except OSError:
-                self._can_reset = False  # then peaks cannot be told apart, and none are
+                self._can_reset = False  # then peaks of single steps cannot be measured
 
     def peak_bytes(self) -> int | None:
-        """Greatest memory in use since `reset_peak`; None where that cannot be told."""
+        """Return the peak of memory since `reset_peak`, or None if it cannot be measured."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         return _status_bytes("VmHWM") if self._can_reset else None
 
     def used_bytes(self) -> int | None:
-        """Memory in use now."""
+        """Return the memory in use now."""
         return torch.cuda.memory_allocated(self.device) if self.is_cuda else _status_bytes("VmRSS")
 
 

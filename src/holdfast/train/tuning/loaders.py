@@ -1,4 +1,4 @@
-"""The data loaders of a script: which feeds the steps, how long the loop waits, and trial settings."""
+"""Data loaders of a script: the one that feeds the steps, waiting times, and changed settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from holdfast.train.lengths.batches import Batches
-from holdfast.train.tuning import places
-from holdfast.train.tuning.facts import Loader, Place
+from holdfast.train.tuning import source_lines
+from holdfast.train.tuning.measurements import LoaderInfo, SourceLine
 
 _POSITIONAL = (
     *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
@@ -22,29 +22,29 @@ _POSITIONAL = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """Other settings for one data loader of the script; None leaves one as it is."""
+class LoaderSettings:
+    """Changed settings for one data loader of the script. None keeps the script's setting."""
 
     index: int
     num_workers: int | None = None
     batch_size: int | None = None
 
 
-class Loaders:
-    """Stands in for the constructor and the iteration of every data loader, until `stop`."""
+class LoaderMonitor:
+    """Monitor that patches the constructor and the iteration of all data loaders, until `stop`."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: LoaderSettings | None = None) -> None:
         self.waited_s = 0.0
         self.num_loaded = 0
-        self.num_begun = 0
-        """Iterations begun: epochs."""
+        self.num_started = 0
+        """Number of iterations started: epochs."""
         self._settings = settings
-        self._places: list[Place | None] = []
+        self._lines: list[SourceLine | None] = []
         self._last: Any = None
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Begin; loaders that are there already are watched too, but have no place."""
+        """Start monitoring. Existing loaders are monitored too, but their source line is unknown."""
         loaders: list[type] = [DataLoader]
         if importlib.util.find_spec("torchdata") is not None:
             from torchdata.stateful_dataloader import StatefulDataLoader
@@ -55,31 +55,31 @@ class Loaders:
             self._replace(kind, "__iter__", self._iterating)
 
     def stop(self) -> None:
-        """Put everything back."""
+        """Remove all patches."""
         while self._undo:
             self._undo.pop()()
 
-    def waited(self) -> tuple[float, int]:
-        """Seconds that the loop has waited since the last call, and samples that it was given."""
-        told = self.waited_s, self.num_loaded
+    def pop_waited(self) -> tuple[float, int]:
+        """Return the seconds waited and the samples loaded since the last call."""
+        waited = self.waited_s, self.num_loaded
         self.waited_s, self.num_loaded = 0.0, 0
-        return told
+        return waited
 
-    def last(self) -> Loader | None:
-        """The loader that gave the newest batch."""
+    def last_loader(self) -> LoaderInfo | None:
+        """Return the loader of the newest batch, or None."""
         loader = self._last
         if loader is None:
             return None
         index = getattr(loader, "_holdfast_index", -1)
         dataset, collate = loader.dataset, loader.collate_fn
         is_iterable = isinstance(dataset, IterableDataset)
-        making = places.of_function(collate) or places.of_function(
+        sample_code = source_lines.function_line(collate) or source_lines.function_line(
             getattr(type(dataset), "__iter__" if is_iterable else "__getitem__", None)
         )
-        return Loader(
+        return LoaderInfo(
             index=index,
-            place=self._places[index] if index >= 0 else None,
-            making=making,
+            place=self._lines[index] if index >= 0 else None,
+            sample_code=sample_code,
             batch_size=_batch_size(loader),
             num_workers=loader.num_workers,
             is_iterable=is_iterable,
@@ -94,9 +94,9 @@ class Loaders:
     def _making(self, before: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(before)
         def making(loader: Any, *args: Any, **kwargs: Any) -> None:
-            if not hasattr(loader, "_holdfast_index"):  # else a subclass calls the constructor above it
-                object.__setattr__(loader, "_holdfast_index", len(self._places))
-                self._places.append(places.here())
+            if not hasattr(loader, "_holdfast_index"):  # otherwise a subclass calls its parent's constructor
+                object.__setattr__(loader, "_holdfast_index", len(self._lines))
+                self._lines.append(source_lines.current_line())
                 args, kwargs = self._changed(loader._holdfast_index, args, kwargs)
             before(loader, *args, **kwargs)
 
@@ -126,30 +126,30 @@ class Loaders:
     def _iterating(self, before: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Any]:
         @functools.wraps(before)
         def iterating(loader: Any) -> Any:
-            self.num_begun += 1
-            began_s = time.perf_counter()
+            self.num_started += 1
+            started_s = time.perf_counter()
             iterator = before(loader)
-            self.waited_s += time.perf_counter() - began_s
+            self.waited_s += time.perf_counter() - started_s
             return iterator if isinstance(iterator, _Timed) else _Timed(iterator, loader, self)
 
         return iterating
 
 
 class _Timed:
-    """An iterator of a loader that tells how long its caller waits; all else is the iterator's own."""
+    """Iterator of a loader that records the caller's waiting time. It delegates everything else."""
 
-    def __init__(self, iterator: Iterator[Any], loader: Any, told: Loaders) -> None:
-        self._iterator, self._loader, self._told = iterator, loader, told
+    def __init__(self, iterator: Iterator[Any], loader: Any, monitor: LoaderMonitor) -> None:
+        self._iterator, self._loader, self._monitor = iterator, loader, monitor
 
     def __iter__(self) -> _Timed:
         return self
 
     def __next__(self) -> Any:
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         batch = next(self._iterator)
-        self._told.waited_s += time.perf_counter() - began_s
-        self._told._last = self._loader
-        self._told.num_loaded += _batch_size(self._loader) or 0
+        self._monitor.waited_s += time.perf_counter() - started_s
+        self._monitor._last = self._loader
+        self._monitor.num_loaded += _batch_size(self._loader) or 0
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -160,7 +160,7 @@ class _Timed:
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Samples in a batch of a loader; of all ranks where they are drawn together. None if nobody can tell."""
+    """Return the batch size of a loader. None if it is unknown."""
     if loader.batch_size is None and isinstance(loader.batch_sampler, (Batches, BatchSampler)):
         return loader.batch_sampler.batch_size
     return loader.batch_size

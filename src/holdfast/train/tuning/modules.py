@@ -1,4 +1,4 @@
-"""The modules that a training step calls from outside of any other: what a compiler would be given."""
+"""Modules that a training step calls directly: the ones to compile."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch._dynamo.trace_rules
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from holdfast.train.tuning import places
-from holdfast.train.tuning.facts import Place
+from holdfast.train.tuning import source_lines
+from holdfast.train.tuning.measurements import SourceLine
 
 Call = Callable[..., Any]
 _COMPILER = "/torch/_dynamo/eval_frame.py"
@@ -22,33 +22,33 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outermost:
-    """A module that a step calls."""
+class OutermostModule:
+    """A module that a step calls directly."""
 
     module: nn.Module
-    place: Place | None
+    place: SourceLine | None
     is_compiled_around: bool
-    """It is called inside a function that the script compiles, so it can only be looked at from there."""
+    """It is called inside a function that the script compiles, so its calls cannot be intercepted."""
 
 
-class Discovery:
-    """Watches every module call of one step, and keeps the outermost ones that train."""
+class ModuleDiscovery:
+    """Observer of all module calls of one step, which keeps the outermost modules that train."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Outermost] = {}
+        self._found: dict[int, OutermostModule] = {}
         self._depth = 0
         self._handles: list[Any] = []
 
     def start(self) -> None:
-        """Begin to watch. Compiled code runs eagerly meanwhile, for the watcher would be compiled with it."""
+        """Start observing. Compiled code runs eagerly meanwhile, to keep the hooks out of it."""
         torch.compiler.set_stance("force_eager")
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
-    def stop(self) -> list[Outermost]:
-        """End it.
+    def stop(self) -> list[OutermostModule]:
+        """Stop observing.
 
         Returns:
             The outermost modules, in the order of their first calls.
@@ -70,15 +70,15 @@ class Discovery:
             return
         if any(parameter.requires_grad for parameter in module.parameters()):
             is_compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
-            around = not is_compiled and places.is_running(_COMPILER)
-            self._found[id(module)] = Outermost(module, places.here(), around)
+            around = not is_compiled and source_lines.is_running(_COMPILER)
+            self._found[id(module)] = OutermostModule(module, source_lines.current_line(), around)
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._depth -= 1
 
 
-def inner(module: nn.Module) -> nn.Module:
-    """The module itself, without what has been wrapped around it for several ranks or by torch.compile."""
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module without DistributedDataParallel and torch.compile wrappers."""
     while True:
         if isinstance(module, torch._dynamo.OptimizedModule):
             module = module._orig_mod
@@ -88,10 +88,10 @@ def inner(module: nn.Module) -> nn.Module:
             return module
 
 
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """The layers that a model has several of: outermost members of lists whose class occurs there again.
+def find_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a model: outermost members of lists whose class occurs again.
 
-    Source: the shape of the models in transformers and in PyTorch's own examples.
+    Source: the structure of the models in transformers and in PyTorch's own examples.
     """
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         kinds = [type(child) for child in module if any(True for _ in child.parameters())]
@@ -101,11 +101,11 @@ def blocks(module: nn.Module) -> list[nn.Module]:
         found = [child for child in module if type(child) in repeated]
         if found:
             return found
-    return [block for child in module.children() for block in blocks(child)]
+    return [block for child in module.children() for block in find_layers(child)]
 
 
-def draws_random(module: nn.Module) -> bool:
-    """True if the module draws random numbers as it trains, as far as its parts tell."""
+def uses_randomness(module: nn.Module) -> bool:
+    """Return True if the module draws random numbers in training, judging by its submodules."""
     names = ("dropout", "attention_dropout", "dropout_p", "resid_pdrop")
     return any(
         (isinstance(part, _RANDOM) and getattr(part, "p", 0.1) > 0)
@@ -115,32 +115,32 @@ def draws_random(module: nn.Module) -> bool:
 
 
 def compiles_in_place(module: nn.Module) -> bool:
-    """False for a container of torch's own as the model: `compile()` of such a module compiles nothing.
+    """Return False for torch's own containers: their `compile()` compiles nothing.
 
-    Its forward stands in a file that the compiler leaves out, and only `torch.compile(module)` sees to that.
+    Their forward is in a file that the compiler skips. Only `torch.compile(module)` handles that.
     """
     return not torch._dynamo.trace_rules.check(module.forward)
 
 
 def traceable(call: Call) -> Call:
-    """The call of a module, so that the compiler takes it also where torch's own forward is left out."""
+    """Return a module's call so that the compiler traces it, even for torch's own containers."""
     owner = getattr(call, "__self__", None)
     if isinstance(owner, nn.Module) and not compiles_in_place(owner):
         return torch._dynamo.external_utils.wrap_inline(call)
     return call
 
 
-def compilations() -> object:
-    """What the compiler has done so far: another value after it has compiled something."""
-    from torch._dynamo.utils import get_compilation_metrics  # not above: an eager training does without it
+def compilation_state() -> object:
+    """Return a value that changes with every compilation."""
+    from torch._dynamo.utils import get_compilation_metrics  # slow import, not needed for eager training
 
-    done = get_compilation_metrics()  # torch keeps the newest few only, so their number does not tell
+    done = get_compilation_metrics()  # torch keeps only the newest few
     return len(done), id(done[-1]) if done else None
 
 
 @contextlib.contextmanager
-def calls_through(module: nn.Module, through: Callable[[Call], Call]) -> Iterator[None]:
-    """Have every call of a module go through a function that is given the call as it was."""
+def intercept_calls(module: nn.Module, through: Callable[[Call], Call]) -> Iterator[None]:
+    """Route every call of a module through a function during the block."""
     before = module._compiled_call_impl
     module._compiled_call_impl = through(before or module._call_impl)
     try:
@@ -149,17 +149,17 @@ def calls_through(module: nn.Module, through: Callable[[Call], Call]) -> Iterato
         module._compiled_call_impl = before
 
 
-def tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or in a batch."""
+def find_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or in a batch."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < 6:
         if isinstance(value, Mapping):
             for one in value.values():
-                yield from tensors(one, depth + 1)
+                yield from find_tensors(one, depth + 1)
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             for one in value:
-                yield from tensors(one, depth + 1)
+                yield from find_tensors(one, depth + 1)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             for field in dataclasses.fields(value):
-                yield from tensors(getattr(value, field.name, None), depth + 1)
+                yield from find_tensors(getattr(value, field.name, None), depth + 1)

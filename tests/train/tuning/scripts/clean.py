@@ -1,4 +1,4 @@
-"""A training in which nothing is to be mended."""
+"""A training without faults."""
 
 import torch
 from torch import nn

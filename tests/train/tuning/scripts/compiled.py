@@ -1,4 +1,4 @@
-"""A training that compiles a model of small layers with dropout, which on a CPU is slower compiled."""
+"""A training whose compiled model is slower on a CPU: small layers with dropout."""
 
 import torch
 from torch import nn

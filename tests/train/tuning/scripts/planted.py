@@ -1,4 +1,4 @@
-"""A training with eleven faults, each on the line that says so."""
+"""A training with eleven faults, each marked on its line."""
 
 import time
 

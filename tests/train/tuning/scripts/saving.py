@@ -1,4 +1,4 @@
-"""A training that restores from its home, saves after every step, and writes a word when it ends."""
+"""A training that restores from its home, saves after every step, and writes a file at its end."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One rehearsal: a script runs in a process of its own, under a watcher, until that has seen enough."""
+"""A profile run: a script in its own process, under a watcher that ends it once it has measured enough."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 from holdfast.entry import command
 from holdfast.errors import InvalidInput
 from holdfast.surroundings import NOTICES, PROGRESS, REHEARSAL
-from holdfast.train.tuning.facts import revive
+from holdfast.train.tuning.measurements import from_plain
 
 T = TypeVar("T")
 _TAIL_LINES = 15
-_LOOK_S = 0.2
-_LEAVE_S = 20.0  # what a script may take to clean up after it was told to end
+_POLL_S = 0.2
+_EXIT_S = 20.0  # limit for the script's cleanup after SIGINT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """What a rehearsal is to look at."""
+class RunSpec:
+    """Specification of a profile run."""
 
     question: str
     """`steps`, `syncs`, `graphs` or `race`."""
@@ -34,34 +34,34 @@ class Plan:
     args: tuple[str, ...]
     num_steps: int
     variant: str = ""
-    """How a race compiles."""
+    """The way to compile, in a comparison of compiled and eager steps."""
     compiles_itself: bool = False
     loader: int | None = None
-    """Which data loader has other settings than the script gives it."""
+    """Index of the data loader whose settings are changed."""
     num_workers: int | None = None
     batch_size: int | None = None
 
     @property
     def name(self) -> str:
-        """A word for files and messages."""
+        """A short name for files and messages."""
         parts = [self.question, self.variant]
         parts += [f"workers-{self.num_workers}"] if self.num_workers is not None else []
         parts += [f"batch-{self.batch_size}"] if self.batch_size is not None else []
         return "-".join(filter(None, parts)).replace(" ", "-")
 
 
-class Failed(Exception):
-    """A rehearsal saw nothing; says why, with the end of what the script printed."""
+class RunFailed(Exception):
+    """A profile run without a result. The message has the reason and the end of the script's output."""
 
 
-class Rehearsals:
-    """Runs plans, one after the other.
+class ProfileRuns:
+    """Runner of profile runs, one after the other.
 
     Args:
-        folder: for all that rehearsals write: their logs, what was seen, the checkpoints of the script.
-        ranks: processes, started as torchrun does; None for one plain process.
-        timeout_s: limit of each.
-        debug: have torch write its own logs and traces of compilation too.
+        folder: folder for all files of the runs: logs, results, the script's checkpoints.
+        ranks: number of processes, started like torchrun does. None starts one plain process.
+        timeout_s: limit of each run.
+        debug: let torch write its own logs and traces of compilation too.
     """
 
     def __init__(self, folder: Path, *, ranks: int | None, timeout_s: float, debug: bool) -> None:
@@ -71,17 +71,17 @@ class Rehearsals:
         self._debug = debug
         self.logs: list[Path] = []
 
-    def run(self, plan: Plan, kind: type[T]) -> T:
-        """What the plan's rehearsal has seen.
+    def run(self, spec: RunSpec, kind: type[T]) -> T:
+        """Return the measurements of a run.
 
         Raises:
-            Failed: the script failed, made no optimizer step, or took too long.
+            RunFailed: the script failed, made no optimizer step, or took too long.
 
-        Blocks: until the rehearsal has ended, at most the limit and some seconds.
+        Blocks: until the run has ended, at most the limit plus some seconds.
         """
-        own = self.folder / f"{len(self.logs)}-{plan.name}"
+        own = self.folder / f"{len(self.logs)}-{spec.name}"
         own.mkdir()
-        (own / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+        (own / "spec.json").write_text(json.dumps(dataclasses.asdict(spec)))
         log = own / "log.txt"
         self.logs.append(log)
         with log.open("wb") as out:
@@ -97,25 +97,23 @@ class Rehearsals:
                 ended = self._wait(process, own)
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # workers of loaders and compilers that are left
+                    os.killpg(process.pid, signal.SIGKILL)  # remaining workers of loaders and compilers
                 process.wait()
         return self._seen(own, log, kind, ended=ended)
 
     def _wait(self, process: subprocess.Popen[bytes], own: Path) -> bool:
         deadline_s = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline_s and read_told(own) is None:
+        while time.monotonic() < deadline_s and read_result(own) is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_S)
+                process.wait(_POLL_S)
                 return True
-        is_told = read_told(own) is not None
-        if not is_told:
+        has_result = read_result(own) is not None
+        if not has_result:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(
-                _LEAVE_S
-            )  # what is told is told; a rank that waits for one that has left does not matter
-        return is_told
+            process.wait(_EXIT_S)  # the result exists; a rank may still wait for one that has left
+        return has_result
 
     def _command(self, own: Path) -> list[str]:
         script = command("holdfast.train.tuning", str(own))
@@ -139,45 +137,45 @@ class Rehearsals:
         return env
 
     def _seen(self, own: Path, log: Path, kind: type[T], *, ended: bool) -> T:
-        # The word of the probe counts, not the exit status: a rank of gloo may abort after all is done.
-        told = read_told(own)
-        if told is not None and "facts" in told:
-            return revive(kind, told["facts"])
+        # The result counts, not the exit status: a gloo rank may abort after its work is done.
+        result = read_result(own)
+        if result is not None and "facts" in result:
+            return from_plain(kind, result["facts"])
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-        if told is not None:
-            raise Failed(f"{told['trouble']}\n{tail}".rstrip())
-        why = "it failed" if ended else f"it took more than {self._timeout_s:.0f} s and was ended"
-        raise Failed(f"{why}; the end of its output ({log}):\n{tail}")
+        if result is not None:
+            raise RunFailed(f"{result['failure']}\n{tail}".rstrip())
+        why = "it failed" if ended else f"it took more than {self._timeout_s:.0f} s and was killed"
+        raise RunFailed(f"{why}; the end of its output ({log}):\n{tail}")
 
 
-def read_plan(own: Path) -> Plan:
-    """The plan in a rehearsal's folder."""
-    data = json.loads((own / "plan.json").read_text())
-    return Plan(**{**data, "args": tuple(data["args"])})
+def read_spec(own: Path) -> RunSpec:
+    """Read the specification in a run's folder."""
+    data = json.loads((own / "spec.json").read_text())
+    return RunSpec(**{**data, "args": tuple(data["args"])})
 
 
-def tell(own: Path, told: Mapping[str, Any]) -> None:
-    """Write what was seen, whole or not at all."""
-    beside = own / f".told.{os.getpid()}"
-    beside.write_text(json.dumps(told))
-    beside.replace(own / "told.json")
+def write_result(own: Path, result: Mapping[str, Any]) -> None:
+    """Write the result atomically."""
+    beside = own / f".result.{os.getpid()}"
+    beside.write_text(json.dumps(result))
+    beside.replace(own / "result.json")
 
 
-def read_told(own: Path) -> dict[str, Any] | None:
-    """What was told; None if nothing was."""
+def read_result(own: Path) -> dict[str, Any] | None:
+    """Return the result, or None if it is missing."""
     try:
-        return json.loads((own / "told.json").read_text())
+        return json.loads((own / "result.json").read_text())
     except FileNotFoundError:
         return None
 
 
 def check_script(script: str) -> None:
-    """See that there is a script to be run.
+    """Check that the script exists.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: it does not exist.
     """
     if not Path(script).is_file():
         raise InvalidInput(
-            f"There is no script {script!r}. Give the Python file that trains, then its arguments."
+            f"The script {script!r} does not exist. Pass the Python file that trains, then its arguments."
         )

@@ -1,6 +1,6 @@
-"""Host syncs: each line of a step that makes the host wait until the device has computed a value.
+"""Watcher for host syncs: lines of a step that make the host wait for a value of the device.
 
-Source: torch's function modes, which see every such call of Python, also where an operator never runs.
+Source: torch's function modes, which observe every such call of Python, even if no operator runs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from holdfast.train.tuning import places
-from holdfast.train.tuning.facts import Place, Sync, Syncs
-from holdfast.train.tuning.modules import Call, Outermost, tensors
-from holdfast.train.tuning.probe import Scene, Watcher
+from holdfast.train.tuning import source_lines
+from holdfast.train.tuning.measurements import HostSync, SourceLine, SyncMeasurements
+from holdfast.train.tuning.modules import Call, OutermostModule, find_tensors
+from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
 
 _CALLS: dict[Any, str] = {
     Tensor.item: ".item()",
@@ -57,28 +57,28 @@ _LOADING = ("/torch/utils/data/", "/torchdata/")
 
 @dataclasses.dataclass(slots=True)
 class _Hits:
-    """What was seen at one line."""
+    """Observations at one line."""
 
-    inside: Place | None
+    inside: SourceLine | None
     in_forward: bool
     steps: set[int] = dataclasses.field(default_factory=set)
     num_times: int = 0
     seconds: float = 0.0
 
 
-class SyncWatch(Watcher):
-    """Looks at eager steps and notes every call that needs a value of the device.
+class SyncWatcher(StepWatcher):
+    """Watcher that records every call in eager steps that needs a value of the device.
 
-    On a CPU all values are at hand; so there a call counts only if it would have to wait on a device: if it
-    is about something that the model has or makes, and not about a batch as it came from a loader.
+    On a CPU all values are available. There a call counts only if it would wait on a GPU: if it concerns a
+    tensor of the model or computed by it, and not a batch as it came from a loader.
     """
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._hits: dict[tuple[str, Place], _Hits] = {}
+        self._hits: dict[tuple[str, SourceLine], _Hits] = {}
         self._number = 1
         self._depth = 0
-        self._mode = _Mode(self._seen)
+        self._mode = _Mode(self._observe)
         self._on_device: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
@@ -87,18 +87,18 @@ class SyncWatch(Watcher):
         return self._num_steps
 
     @override
-    def begin(self, scene: Scene) -> None:
-        self._device = scene.device
-        for one in scene.modules:
+    def begin(self, training: TrainingInfo) -> None:
+        self._device = training.device
+        for one in training.modules:
             for tensor in (*one.module.parameters(), *one.module.buffers()):
                 self._on_device[tensor] = True
-        torch.compiler.set_stance("force_eager")  # a function mode would make compiled code compile anew
+        torch.compiler.set_stance("force_eager")  # a function mode would cause recompiles
         self._mode.__enter__()
 
     @override
-    def called(self, one: Outermost, call: Call) -> Call:
+    def intercept(self, one: OutermostModule, call: Call) -> Call:
         def calling(*args: Any, **kwargs: Any) -> Any:
-            for tensor in tensors((args, kwargs)):
+            for tensor in find_tensors((args, kwargs)):
                 self._on_device[tensor] = True
             self._depth += 1
             try:
@@ -109,15 +109,15 @@ class SyncWatch(Watcher):
         return calling
 
     @override
-    def stepped(self, number: int) -> None:
+    def step_done(self, number: int) -> None:
         self._number = number + 1
 
     @override
-    def end(self) -> Syncs:
+    def end(self) -> SyncMeasurements:
         self._mode.__exit__(None, None, None)
         torch.compiler.set_stance("default")
         found = tuple(
-            Sync(
+            HostSync(
                 kind,
                 place,
                 hits.inside,
@@ -128,19 +128,19 @@ class SyncWatch(Watcher):
             )
             for (kind, place), hits in self._hits.items()
         )
-        return Syncs(self._device.type, self._number - 1, found)
+        return SyncMeasurements(self._device.type, self._number - 1, found)
 
-    def _seen(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = _kind(function, args, kwargs)
         is_sync = kind is not None and self._waits(args)
-        if not is_sync or places.is_running(*_LOADING):
+        if not is_sync or source_lines.is_running(*_LOADING):
             result = function(*args, **kwargs)
             self._follow(args, kwargs, result)
             return result
-        found = places.here_and_inside()
-        began_s = time.perf_counter()
+        found = source_lines.current_line_and_library()
+        started_s = time.perf_counter()
         result = function(*args, **kwargs)
-        seconds = time.perf_counter() - began_s
+        seconds = time.perf_counter() - started_s
         self._follow(args, kwargs, result)
         if found is not None and kind is not None:
             hits = self._hits.setdefault((kind, found[0]), _Hits(found[1], self._depth > 0))
@@ -150,8 +150,8 @@ class SyncWatch(Watcher):
         return result
 
     def _waits(self, args: tuple[Any, ...]) -> bool:
-        """True if a value of the device is asked for, or of what would be on it."""
-        for tensor in tensors(args):
+        """Return True if the call needs a value that is, or would be, on the device."""
+        for tensor in find_tensors(args):
             if tensor.device.type == "meta":
                 continue
             if self._device.type != "cpu":
@@ -162,17 +162,17 @@ class SyncWatch(Watcher):
         return False
 
     def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """What meets something of the device in an operation is there too, and so is what comes of it."""
+        """Mark tensors that meet a tensor of the device in an operation, and its results."""
         if self._device.type != "cpu":
             return
-        given = list(tensors((args, kwargs)))
+        given = list(find_tensors((args, kwargs)))
         if self._depth or any(tensor in self._on_device for tensor in given):
-            for tensor in (*given, *tensors(result)):
+            for tensor in (*given, *find_tensors(result)):
                 self._on_device[tensor] = True
 
 
 class _Mode(TorchFunctionMode):
-    """Has every function of torch go through `through`."""
+    """Function mode that calls every torch function through `through`."""
 
     def __init__(self, through: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class _Mode(TorchFunctionMode):
 
 
 def _kind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What a call is called in the report, if the host has to wait for it."""
+    """Return the name of a call that makes the host wait, otherwise None."""
     if (kind := _CALLS.get(function)) is not None:
         return kind
     if function in (Tensor.__getitem__, Tensor.__setitem__):
@@ -210,7 +210,7 @@ def _is_masked(index: Any) -> bool:
 
 
 def _needs_count(function: Any, args: tuple[Any, ...]) -> bool:
-    """False for `x[mask] = number`, which fills in place and needs not know how many there are."""
+    """Return False for `x[mask] = number`, which fills in place without counting."""
     if function is not Tensor.__setitem__:
         return True
     value = args[2]

@@ -1,4 +1,4 @@
-"""`holdfast.tune`: a step function is looked at, and everything is as before afterwards."""
+"""`holdfast.tune` profiles a step function and restores its state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def line_of(function: Any, text: str) -> int:
     return first + next(number for number, line in enumerate(lines) if text in line)
 
 
-def test_planted_lines_are_found_and_nothing_has_changed() -> None:
+def test_planted_lines_are_found_and_the_state_is_restored() -> None:
     torch.manual_seed(0)
     step, state = training(Net(), reads=True)
     batches = [torch.randn(4, 8)] * 3
@@ -68,15 +68,15 @@ def test_planted_lines_are_found_and_nothing_has_changed() -> None:
     assert not state["optimizer"].state
 
 
-def test_a_clean_step_is_left_in_peace() -> None:
+def test_a_clean_step_has_no_findings() -> None:
     step, state = training(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), reads=False)
     report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=4, compile=False)
     assert report.findings == ()
-    assert report.troubles == ()
+    assert report.unanswered == ()
 
 
 @pytest.mark.slow
-def test_compiling_is_raced() -> None:
+def test_compiled_steps_are_compared_with_eager_ones() -> None:
     step, state = training(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), reads=False)
     report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=4)
     (verdict,) = report.verdicts
@@ -84,8 +84,8 @@ def test_compiling_is_raced() -> None:
     assert not verdict.failure
 
 
-def test_a_function_that_steps_no_optimizer_is_refused() -> None:
+def test_a_function_without_an_optimizer_step_is_rejected() -> None:
     with pytest.raises(holdfast.InvalidInput, match="no optimizer"):
         holdfast.tune(lambda _: None, [1, 2], {})
-    with pytest.raises(holdfast.InvalidInput, match="some batches"):
+    with pytest.raises(holdfast.InvalidInput, match="got no batches"):
         holdfast.tune(lambda _: None, [], {})

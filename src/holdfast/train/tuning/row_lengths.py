@@ -1,4 +1,4 @@
-"""How much of the rows of a batch of tokens is no padding: told by the mask, or by the rows' ends."""
+"""Lengths of token rows without padding, from the attention mask or the rows' ends."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 
 import torch
 
-_FEW = 4  # a row that ends with so many equal tokens ends with padding
+_MIN_TAIL = 4  # equal tokens at the end of a row that count as padding
 
 
 def useful_lengths(
     given: Iterable[torch.Tensor], mask: torch.Tensor | None
 ) -> tuple[tuple[int, ...], int] | None:
-    """Useful length of each row of a batch, and the length to which all are padded.
+    """Return the useful length of each row of a batch, and their padded length.
 
     Args:
-        given: what the model was given; the first tensor of whole numbers and shape (rows, length) counts.
+        given: the model's inputs. The first integer tensor of shape (rows, length) counts.
         mask: the model's attention mask of shape (rows, length), if it has one.
 
     Returns:
-        None if none of them looks like padded rows of tokens.
+        None if no input looks like padded rows of tokens.
     """
     if mask is not None and mask.dim() == 2:
         return tuple(int(length) for length in (mask != 0).sum(dim=1).tolist()), mask.shape[1]
@@ -33,13 +33,15 @@ def useful_lengths(
     ends = tokens == tokens[:, -1:]
     tails = ends.flip(1).long().cumprod(dim=1).sum(dim=1)
     values = [
-        int(value) for value, tail in zip(tokens[:, -1].tolist(), tails.tolist(), strict=True) if tail >= _FEW
+        int(value)
+        for value, tail in zip(tokens[:, -1].tolist(), tails.tolist(), strict=True)
+        if tail >= _MIN_TAIL
     ]
     if not values:
         return tuple([width] * tokens.shape[0]), width
     padding, times = Counter(values).most_common(1)[0]
     if times * 4 < tokens.shape[0]:
-        return tuple([width] * tokens.shape[0]), width  # a few rows that happen to end alike
+        return tuple([width] * tokens.shape[0]), width  # a few rows end with equal tokens by chance
     pads = tokens[:, -1] == padding
     lengths = torch.where(pads, width - tails, torch.full_like(tails, width))
     return tuple(max(1, int(length)) for length in lengths.tolist()), width

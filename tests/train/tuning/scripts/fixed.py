@@ -1,4 +1,4 @@
-"""The training of `planted.py` after every advice was followed."""
+"""The training of `planted.py` with all suggestions applied."""
 
 import torch
 from torch import nn

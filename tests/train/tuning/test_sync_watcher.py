@@ -1,4 +1,4 @@
-"""The watch for host syncs: every kind is seen on its line, and what is none is left alone."""
+"""Host syncs: every kind is found on its line, and other calls are not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def look_at(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]:
-    """Kinds and lines that are found in a step which ends with `after(model, batch, loss)`."""
+def find_syncs(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]:
+    """Return kinds and lines found in a step that ends with `after(model, batch, loss)`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -72,7 +72,7 @@ def no_kind(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> No
     torch.arange(4).tolist()
 
 
-def test_every_kind_is_seen_on_its_line() -> None:
+def test_every_kind_is_found_on_its_line() -> None:
     lines, first = inspect.getsourcelines(every_kind)
     wanted = {
         (found[1], first + number)
@@ -80,24 +80,24 @@ def test_every_kind_is_seen_on_its_line() -> None:
         if (found := re.search(r"# (\S+)$", line)) is not None
     }
     assert len(wanted) == 16
-    assert look_at(every_kind) == wanted
+    assert find_syncs(every_kind) == wanted
 
 
-def test_what_needs_no_value_is_left_alone() -> None:
-    assert look_at(no_kind) == set()
+def test_calls_that_need_no_value_are_not_found() -> None:
+    assert find_syncs(no_kind) == set()
 
 
-def test_what_happens_now_and_then_is_left_alone() -> None:
+def test_occasional_syncs_are_not_found() -> None:
     count = iter(range(1000))
 
     def logs(model: nn.Module, batch: torch.Tensor, loss: torch.Tensor) -> None:
         if next(count) % 10 == 0:
             loss.item()
 
-    assert look_at(logs) == set()
+    assert find_syncs(logs) == set()
 
 
-def test_what_a_loader_does_to_make_a_batch_is_left_alone() -> None:
+def test_syncs_of_a_collate_function_are_not_found() -> None:
     seen = []
 
     def collate(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -107,5 +107,5 @@ def test_what_a_loader_does_to_make_a_batch_is_left_alone() -> None:
     def loads(model: nn.Sequential, batch: torch.Tensor, loss: torch.Tensor) -> None:
         list(DataLoader(next(model.parameters()).detach(), batch_size=4, collate_fn=collate))  # type: ignore[arg-type]
 
-    assert look_at(loads) == set()
+    assert find_syncs(loads) == set()
     assert seen

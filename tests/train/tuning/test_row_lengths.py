@@ -1,4 +1,4 @@
-"""Useful lengths of rows of tokens, told from masks or from the rows' ends."""
+"""Useful lengths of token rows, from masks or from the rows' ends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.train.tuning.padding import useful_lengths
+from holdfast.train.tuning.row_lengths import useful_lengths
 
 
 @given(st.lists(st.integers(1, 20), min_size=4, max_size=12), st.integers(0, 3))
-def test_padded_rows_are_measured_whatever_pads_them(lengths: list[int], padding: int) -> None:
+def test_padded_rows_are_measured_with_any_padding_token(lengths: list[int], padding: int) -> None:
     width = 32
     tokens = torch.full((len(lengths), width), padding)
     for row, length in enumerate(lengths):
@@ -18,15 +18,15 @@ def test_padded_rows_are_measured_whatever_pads_them(lengths: list[int], padding
     assert useful_lengths([tokens], None) == (tuple(lengths), width)
 
 
-def test_a_mask_is_believed() -> None:
+def test_a_mask_takes_precedence() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     assert useful_lengths([torch.ones(2, 3, dtype=torch.long)], mask) == ((2, 1), 3)
 
 
-def test_rows_without_padding_are_useful_to_the_end() -> None:
+def test_rows_without_padding_have_their_full_length() -> None:
     tokens = torch.arange(40).reshape(4, 10)
     assert useful_lengths([tokens], None) == ((10,) * 4, 10)
 
 
-def test_what_is_no_tokens_has_no_lengths() -> None:
+def test_other_tensors_have_no_lengths() -> None:
     assert useful_lengths([torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)], None) is None

@@ -1,4 +1,4 @@
-"""Where the compiler cuts the model's graph, and what makes it compile a function anew."""
+"""Watcher for graph breaks and recompiles."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import CompilationMetrics, clear_compilation_metrics, get_compilation_metrics
 from typing_extensions import override
 
-from holdfast.train.tuning import places
-from holdfast.train.tuning.facts import Break, Graphs, Place, Recompile
-from holdfast.train.tuning.modules import Call, Outermost, traceable
-from holdfast.train.tuning.probe import Scene, Watcher
+from holdfast.train.tuning import source_lines
+from holdfast.train.tuning.measurements import GraphBreak, GraphMeasurements, Recompile, SourceLine
+from holdfast.train.tuning.modules import Call, OutermostModule, traceable
+from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
 
 _RESUMED = "torch_dynamo_resume_in_"
 _LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", re.S)
 
 
-class GraphWatch(Watcher):
-    """Explains the model on one batch, then has the compiler trace it over the next ones.
+class GraphWatcher(StepWatcher):
+    """Watcher that explains the model on one batch, then traces it on the next ones.
 
-    A script that compiles by itself is only looked at as it compiles. Nothing is generated in either case.
+    If the script compiles by itself, its compilations are only observed. No code is generated in either case.
     """
 
     def __init__(self, num_steps: int, *, compiles_itself: bool) -> None:
         self._num_steps = num_steps
         self._compiles_itself = compiles_itself
         self._explained: set[int] = set()
-        self._breaks: dict[Place, Break] = {}
+        self._breaks: dict[SourceLine, GraphBreak] = {}
         self._num_graphs = 0
         self._failure = ""
         self._number = 1
@@ -44,7 +44,7 @@ class GraphWatch(Watcher):
         return self._num_steps
 
     @override
-    def begin(self, scene: Scene) -> None:
+    def begin(self, training: TrainingInfo) -> None:
         torch._dynamo.reset()
         clear_compilation_metrics()
         if self._compiles_itself:
@@ -53,7 +53,7 @@ class GraphWatch(Watcher):
             torch.compiler.set_stance("force_eager")
 
     @override
-    def called(self, one: Outermost, call: Call) -> Call:
+    def intercept(self, one: OutermostModule, call: Call) -> Call:
         if self._compiles_itself:
             return call
         module = one.module
@@ -67,13 +67,13 @@ class GraphWatch(Watcher):
                 self._explain(call, args, kwargs)
                 return call(*args, **kwargs)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the compiler warns of what it does itself
+                warnings.simplefilter("ignore")  # the compiler's own warnings
                 return traced(*args, **kwargs) if self._number > 1 else call(*args, **kwargs)
 
         return calling
 
     @override
-    def stepped(self, number: int) -> None:
+    def step_done(self, number: int) -> None:
         self._number = number + 1
         if number == 1 and not self._compiles_itself:
             torch._dynamo.reset()
@@ -81,13 +81,13 @@ class GraphWatch(Watcher):
             torch.compiler.set_stance("default", force_backend="eager")
 
     @override
-    def end(self) -> Graphs:
+    def end(self) -> GraphMeasurements:
         torch.compiler.set_stance("default")
         metrics = [one for one in get_compilation_metrics() if one.co_filename]
         if self._compiles_itself:
             self._note(torch._dynamo.utils.graph_break_reasons)
             self._num_graphs = len({(one.co_filename, one.co_firstlineno, one.co_name) for one in metrics})
-        return Graphs(
+        return GraphMeasurements(
             self._num_graphs,
             tuple(self._breaks.values()),
             tuple(_recompiles(metrics)),
@@ -100,24 +100,26 @@ class GraphWatch(Watcher):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                told = torch._dynamo.explain(traceable(call))(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever the compiler raises is what is to be told
+                explanation = torch._dynamo.explain(traceable(call))(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - any error of the compiler goes into the report
             self._failure = _short(str(error))
             return
         finally:
             torch.compiler.set_stance("force_eager")
-        self._num_graphs += told.graph_count
-        self._note(told.break_reasons)
+        self._num_graphs += explanation.graph_count
+        self._note(explanation.break_reasons)
 
     def _note(self, reasons: Iterable[GraphCompileReason]) -> None:
         for reason in reasons:
-            place = places.innermost((frame.filename, frame.lineno or 0) for frame in reason.user_stack)
-            if place is not None and places.is_users(place.file) and reason.graph_break:
-                self._breaks.setdefault(place, Break(place, _short(reason.reason)))
+            place = source_lines.innermost_user_line(
+                (frame.filename, frame.lineno or 0) for frame in reason.user_stack
+            )
+            if place is not None and source_lines.is_user_code(place.file) and reason.graph_break:
+                self._breaks.setdefault(place, GraphBreak(place, _short(reason.reason)))
 
 
 def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
-    """Functions that were compiled anew; those that graph breaks have left are functions too."""
+    """Return the functions that were recompiled, including those that follow graph breaks."""
     by_function: dict[tuple[str, int], list[CompilationMetrics]] = {}
     for one in metrics:
         by_function.setdefault((one.co_filename or "", one.co_firstlineno or 0), []).append(one)
@@ -131,7 +133,7 @@ def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
         shorts = tuple(dict.fromkeys(_reason(reason) for reason in reasons))
         found.append(
             Recompile(
-                place=_place_of(reasons, file, line),
+                place=_line_of_recompile(reasons, file, line),
                 function=(ones[0].co_name or "").replace(_RESUMED, ""),
                 num_times=len(reasons),
                 reasons=shorts[:8],
@@ -142,15 +144,15 @@ def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
     return found
 
 
-def _place_of(reasons: list[str], file: str, line: int) -> Place:
-    """The line that a guard's reason names, if it is the user's; else where the function begins."""
+def _line_of_recompile(reasons: list[str], file: str, line: int) -> SourceLine:
+    """Return the user's line in a guard's reason, otherwise the first line of the function."""
     files = {file, *(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))}
     for reason in reversed(reasons):
         for end, number in re.findall(r"#.*?([^\s#]+\.py):(\d+) in", reason):
-            for whole in (file, *files):  # torch cuts long paths at their beginning
-                if whole.endswith(end) and places.is_users(whole):
-                    return places.at(whole, int(number))
-    return places.at(file, line)
+            for whole in (file, *files):  # torch truncates long paths at the start
+                if whole.endswith(end) and source_lines.is_user_code(whole):
+                    return source_lines.line_at(whole, int(number))
+    return source_lines.line_at(file, line)
 
 
 def _is_shape(reason: str) -> bool:
@@ -158,13 +160,13 @@ def _is_shape(reason: str) -> bool:
 
 
 def _reason(text: str) -> str:
-    """The first guard that failed, without its number."""
+    """Return the first failed guard, without its number."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     return re.sub(r"^\s*-?\s*(\d+/\d+:)?\s*", "", line.partition("#")[0]).strip()
 
 
 def _short(text: str) -> str:
-    """What the compiler says in one line: its explanation, if it gives one."""
+    """Return the compiler's message on one line: its explanation, if present."""
     if found := re.search(r"Explanation:\s*(.+)", text):
         return found[1].strip().rstrip(".")
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")

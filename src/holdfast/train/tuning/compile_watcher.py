@@ -1,4 +1,4 @@
-"""Eager against compiled: one training takes steps of both kinds in turns, on the same machine."""
+"""Comparison of eager and compiled steps, taken in turns in one training."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from holdfast.train.tuning import modules
-from holdfast.train.tuning.clock import Clock
-from holdfast.train.tuning.facts import Race
-from holdfast.train.tuning.modules import Call, Outermost
-from holdfast.train.tuning.probe import Scene, Watcher
+from holdfast.train.tuning.clock import DeviceClock
+from holdfast.train.tuning.measurements import CompileMeasurements
+from holdfast.train.tuning.modules import Call, OutermostModule
+from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
 
-VARIANTS = ("whole", "blocks", "random", "own", "own random")
-"""The model as one; its layers one by one; as one with eager's random numbers, which are quicker on a CPU;
-what the script itself compiles; and that with eager's random numbers."""
-_PATIENCE = 4  # times as many compiled steps as measured ones may compile something, before we go on without
+_MAX_COMPILING = 4  # steps with compilation per measured step, before the comparison continues without
 
 
-class Racing(Watcher):
-    """Takes `num_pairs` eager and as many compiled steps in turns, after what has to be compiled was.
+class CompileWatcher(StepWatcher):
+    """Watcher that alternates eager and compiled steps, after everything is compiled.
 
     Args:
-        variant: see `VARIANTS`.
+        variant: "whole" compiles the model, "blocks" its layers one by one, "own" what the script compiles.
+            "random" and "own random" use eager's random numbers, which are faster on a CPU.
         num_pairs: measured steps of each kind.
     """
 
@@ -45,43 +43,48 @@ class Racing(Watcher):
 
     @property
     def num_steps(self) -> int:
-        """See `Watcher`; more are needed if shapes go on to be compiled anew."""
+        """Number of steps to watch. It grows while new shapes cause compilation."""
         return 2 * (self._num_pairs + 3 + len(self._compiling))
 
     @override
-    def begin(self, scene: Scene) -> None:
+    def begin(self, training: TrainingInfo) -> None:
         self._undo.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the compiler warns of what it does itself
-        self._clock = Clock(scene.device)
+        warnings.simplefilter("ignore")  # the compiler's own warnings
+        self._clock = DeviceClock(training.device)
         if not self._clock.is_cuda:
-            # so that all compiling is done by children whose time is counted
+            # so that all compilation happens in child processes, whose time is counted
             self._undo.enter_context(inductor.patch(compile_threads=1))
         if self._variant.endswith("random"):
             self._undo.enter_context(inductor.patch(fallback_random=True))
         if self._variant == "blocks":
-            for one in scene.callable:
-                for block in modules.blocks(modules.inner(one.module)):
-                    self._undo.enter_context(modules.calls_through(block, self._toggled))
+            for one in training.interceptable:
+                for block in modules.find_layers(modules.unwrap(one.module)):
+                    self._undo.enter_context(modules.intercept_calls(block, self._toggled))
         self._set(is_compiled=False)
         self._begin_step()
 
     @override
-    def called(self, one: Outermost, call: Call) -> Call:
+    def intercept(self, one: OutermostModule, call: Call) -> Call:
         chosen = call if self._is_own or self._variant == "blocks" else self._toggled(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            self._elements += max((tensor.numel() for tensor in modules.tensors((args, kwargs))), default=0)
+            self._elements += max(
+                (tensor.numel() for tensor in modules.find_tensors((args, kwargs))), default=0
+            )
             return chosen(*args, **kwargs)
 
         return calling
 
     @override
-    def stepped(self, number: int) -> None:
-        self._clock.settle()
-        seconds, spent_s = self._clock.now_s() - self._began_s, self._clock.spent_s() - self._began_spent_s
-        peak, used = self._clock.peak_bytes(), self._began_bytes
+    def step_done(self, number: int) -> None:
+        self._clock.synchronize()
+        seconds, total_spent_s = (
+            self._clock.now_s() - self._started_s,
+            self._clock.total_spent_s() - self._started_spent_s,
+        )
+        peak, used = self._clock.peak_bytes(), self._started_bytes
         if self._is_compiled and self._has_compiled() and self._may_wait():
-            self._compiling.append(spent_s)
+            self._compiling.append(total_spent_s)
         elif number > 2:
             self._times[self._is_compiled].append(seconds / max(1, self._elements))
             if not self._is_compiled:
@@ -92,14 +95,14 @@ class Racing(Watcher):
         self._begin_step()
 
     @override
-    def end(self) -> Race:
+    def end(self) -> CompileMeasurements:
         self._undo.close()
         torch.compiler.set_stance("default")
         eager, compiled = (tuple(self._times[key][-self._num_pairs :]) for key in (False, True))
         typical_s = _middle(self._whole)
         scale = typical_s / (_middle(eager) or 1.0)
         warm_up_s = sum(self._compiling) - len(self._compiling) * _middle(compiled) * scale
-        return Race(
+        return CompileMeasurements(
             variant=self._variant,
             device=self._clock.device.type,
             eager_s=eager,
@@ -111,8 +114,8 @@ class Racing(Watcher):
         )
 
     def _has_compiled(self) -> bool:
-        """True if something was compiled in this step, on any rank: all go on for as many steps."""
-        has = modules.compilations() != self._compiled_before
+        """Return True if any rank compiled something in this step, so that all ranks agree."""
+        has = modules.compilation_state() != self._compiled_before
         if not (dist.is_available() and dist.is_initialized()):
             return has
         flag = torch.tensor([float(has)], device=self._clock.device)
@@ -120,7 +123,7 @@ class Racing(Watcher):
         return bool(flag.item())
 
     def _may_wait(self) -> bool:
-        return len(self._compiling) < _PATIENCE * self._num_pairs
+        return len(self._compiling) < _MAX_COMPILING * self._num_pairs
 
     def _toggled(self, call: Call) -> Call:
         compiled = torch.compile(modules.traceable(call))
@@ -133,11 +136,11 @@ class Racing(Watcher):
 
     def _begin_step(self) -> None:
         self._elements = 0
-        self._compiled_before = modules.compilations()
+        self._compiled_before = modules.compilation_state()
         self._clock.reset_peak()
-        self._began_bytes = self._clock.used_bytes()
-        self._began_spent_s = self._clock.spent_s()
-        self._began_s = self._clock.now_s()
+        self._started_bytes = self._clock.used_bytes()
+        self._started_spent_s = self._clock.total_spent_s()
+        self._started_s = self._clock.now_s()
 
 
 def _middle(values: Any) -> float:

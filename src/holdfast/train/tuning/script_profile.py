@@ -1,0 +1,277 @@
+"""Profile of a script: several profile runs, one after the other, and their report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast import host_memory
+from holdfast.errors import InvalidInput
+from holdfast.quantity import plural
+from holdfast.train.tuning import batch_findings, findings
+from holdfast.train.tuning.findings import Finding, TrialResult
+from holdfast.train.tuning.measurements import (
+    CompileMeasurements,
+    GraphMeasurements,
+    StepMeasurements,
+    SyncMeasurements,
+)
+from holdfast.train.tuning.profile_run import ProfileRuns, RunFailed, RunSpec, check_script
+from holdfast.train.tuning.report import TuningReport
+from holdfast.train.tuning.verdict import (
+    MIN_GAIN,
+    CompileVerdict,
+    Throughput,
+    judge_compile,
+    measure_throughput,
+)
+
+QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
+_DOUBLINGS = 5
+_SHARE_OF_MEMORY = 0.9  # of the free memory; a longer run needs the rest
+
+
+def profile_script(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    questions: Collection[str] = QUESTIONS,
+    ranks: int | None = None,
+    num_steps: int = 10,
+    memory_bytes: int | None = None,
+    timeout_s: float = 600.0,
+    debug: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> TuningReport:
+    """Run a few steps of a training script in several ways, and report possible improvements.
+
+    Each run is a separate process. Its checkpoints go to a temporary folder.
+
+    Args:
+        script: the Python file that trains.
+        args: its arguments.
+        questions: some of `QUESTIONS`.
+        ranks: number of processes, started like torchrun does. None starts one plain process.
+        num_steps: steps to measure in each run.
+        memory_bytes: memory limit for larger batches. Default: the free memory.
+        timeout_s: limit of each run.
+        debug: keep all logs, including torch's own.
+        on_progress: receives the name of each stage.
+
+    Raises:
+        InvalidInput: the script does not exist, or does not train.
+
+    Blocks: for the duration of all runs.
+    """
+    check_script(script)
+    with _folder(keep=debug) as folder:
+        runs = ProfileRuns(folder, ranks=ranks, timeout_s=timeout_s, debug=debug)
+        profile = _ScriptProfile(
+            runs, RunSpec("steps", script, tuple(args), num_steps), frozenset(questions), on_progress
+        )
+        return profile.report(memory_bytes, logs=str(folder) if debug else None)
+
+
+@contextlib.contextmanager
+def _folder(*, keep: bool) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-tune-"))
+    try:
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)  # a keeper of the script may still write to it
+
+
+class _ScriptProfile:
+    """A profile of a script in progress."""
+
+    def __init__(
+        self, runs: ProfileRuns, spec: RunSpec, questions: frozenset[str], on_progress: Callable[[str], None]
+    ) -> None:
+        self._runs, self._spec, self._questions, self._on_progress = runs, spec, questions, on_progress
+        self._unanswered: list[str] = []
+        self._findings: list[Finding] = []
+
+    def report(self, memory_bytes: int | None, *, logs: str | None) -> TuningReport:
+        self._on_progress("plain steps")
+        try:
+            steps = self._runs.run(self._spec, StepMeasurements)
+        except RunFailed as why:
+            raise InvalidInput(
+                f"{self._spec.script} could not be measured: {why}\nIt was not changed."
+            ) from None
+        if not steps.steps:
+            raise InvalidInput(
+                f"{self._spec.script} ends after too few steps. Pass arguments with which it takes at least "
+                f"{plural(self._spec.num_steps + 3, 'step')}, or a smaller --steps."
+            )
+        now = measure_throughput(steps.steps, steps.device)
+        paddings = batch_findings.compare(steps.lengths) if "shapes" in self._questions else None
+        self._findings += batch_findings.find_padding(steps, paddings)
+        self._find_in_code(steps, now)
+        verdicts = self._verdicts(steps) if "compile" in self._questions else ()
+        self._findings += findings.find_compile(steps, verdicts)
+        workers = self._workers(steps, now) if "input" in self._questions else ()
+        self._findings += findings.find_input(steps, now, workers)
+        batches = self._batches(steps, now, memory_bytes) if "batch" in self._questions else ()
+        dearest_first = sorted(self._findings, key=lambda one: -(one.share or 0.0))
+        return TuningReport(
+            script=self._spec.script,
+            steps=steps,
+            throughput=now,
+            findings=tuple(dearest_first),
+            verdicts=tuple(verdicts),
+            paddings=paddings,
+            batches=tuple(batches),
+            workers=tuple(workers),
+            unanswered=tuple(self._unanswered),
+            logs=logs,
+        )
+
+    # -- the questions ---------------------------------------------------------------------------------------
+
+    def _find_in_code(self, steps: StepMeasurements, now: Throughput) -> None:
+        syncs, breaks = [], []
+        if "syncs" in self._questions:
+            seen = self._ask(
+                "looking for host syncs", dataclasses.replace(self._spec, question="syncs"), SyncMeasurements
+            )
+            syncs = [] if seen is None else findings.find_syncs(seen, now.step_s)
+        if self._questions & {"syncs", "shapes", "compile"}:
+            spec = dataclasses.replace(
+                self._spec, question="graphs", compiles_itself=steps.compiled_at is not None
+            )
+            graphs = self._ask("looking for graph breaks and recompiles", spec, GraphMeasurements)
+            if graphs is not None:
+                if graphs.failure:
+                    self._unanswered.append(f"graphs: the compiler cannot trace the model: {graphs.failure}")
+                breaks = findings.find_breaks(graphs, syncs)
+                found = findings.find_recompiles(graphs, len(set(steps.shapes)))
+                self._findings += findings.exclude_lines(found, breaks)
+        self._findings += [*breaks, *findings.exclude_lines(syncs, breaks)]
+
+    def _verdicts(self, steps: StepMeasurements) -> list[CompileVerdict]:
+        found: list[CompileVerdict] = []
+        if steps.compiled_at is not None:
+            self._race("own", found)
+            # Repeat if it seems useless: two runs differ by more than the steps of one run.
+            if found and found[0].is_idle and not found[0].costs:
+                self._race("own", found)
+        else:
+            self._race("whole", found)
+        slow = bool(found) and not found[0].pays
+        if slow and steps.has_random and steps.device == "cpu":
+            self._race("random" if steps.compiled_at is None else "own random", found)
+        if slow and steps.compiled_at is None and steps.num_blocks > 1:
+            self._race("blocks", found)
+        return found
+
+    def _race(self, variant: str, found: list[CompileVerdict]) -> None:
+        spec = dataclasses.replace(self._spec, question="race", variant=variant)
+        race = self._ask(f"eager against compiled: {findings.NAMES[variant]}", spec, CompileMeasurements)
+        if race is not None:
+            found.append(judge_compile(race))
+
+    def _workers(self, steps: StepMeasurements, now: Throughput) -> list[TrialResult]:
+        loader = steps.loader
+        if (
+            loader is None
+            or loader.index < 0
+            or loader.is_iterable
+            or now.wait_share < findings.MIN_WAIT_SHARE
+        ):
+            return []
+        numbers = [number for number in (1, 2, 4, 8) if number <= (os.cpu_count() or 1)]
+        found = [
+            TrialResult(
+                loader.num_workers, now.step_s, now.items_per_s, now.wait_share, now.noise, now.peak_bytes
+            )
+        ]
+        for number in numbers:
+            if number != loader.num_workers:
+                spec = dataclasses.replace(self._spec, loader=loader.index, num_workers=number)
+                found.append(self._try(f"{number} loader workers", spec, number, steps.device))
+        return found
+
+    def _batches(
+        self, steps: StepMeasurements, now: Throughput, memory_bytes: int | None
+    ) -> list[TrialResult]:
+        loader = steps.loader
+        if loader is None or loader.index < 0 or loader.batch_size is None or not now.items_per_s:
+            self._unanswered.append(
+                "batch: no DataLoader with a batch_size feeds the steps. Use holdfast.fit_batch for other "
+                "batches"
+            )
+            return []
+        size, limit_bytes = loader.batch_size, memory_bytes or _memory_limit(steps, now)
+        found = [
+            TrialResult(size, now.step_s, now.items_per_work_s, now.wait_share, now.noise, now.peak_bytes)
+        ]
+        for doubling in range(1, _DOUBLINGS + 1):
+            value = size * 2**doubling
+            if not batch_findings.fits_next(found, value, limit_bytes):
+                found.append(dataclasses.replace(found[0], value=value, failure="would not fit into memory"))
+                break
+            spec = dataclasses.replace(self._spec, loader=loader.index, batch_size=value)
+            trial = self._try(f"batches of {value}", spec, value, steps.device, per_work=True)
+            found.append(trial)
+            if trial.failure or trial.items_per_s < found[-2].items_per_s * (1 + MIN_GAIN):
+                break
+        if batch_findings.find_batch(steps, found[0], found[1:]):
+            self._findings += self._confirmed(steps, found)
+        return found
+
+    def _confirmed(self, steps: StepMeasurements, found: Sequence[TrialResult]) -> list[Finding]:
+        """Return the finding about the batch size if a second run of both confirms it.
+
+        Two runs differ by more than the steps of one run, so the best run of the current batch size must be
+        worse than the worst of the other.
+        """
+        loader = steps.loader
+        assert loader is not None
+        chosen = batch_findings.choose(found)
+        again = []
+        for one in (found[0], chosen):
+            spec = dataclasses.replace(self._spec, loader=loader.index, batch_size=one.value)
+            what = f"batches of {one.value} again"
+            again.append(self._try(what, spec, one.value, steps.device, per_work=True))
+        if any(one.failure for one in again):
+            return []
+        best_now = max(found[0], again[0], key=lambda one: one.items_per_s)
+        worst = min(chosen, again[1], key=lambda one: one.items_per_s)
+        return batch_findings.find_batch(steps, best_now, [worst])
+
+    def _try(
+        self, what: str, spec: RunSpec, value: int, device: str, *, per_work: bool = False
+    ) -> TrialResult:
+        self._on_progress(what)
+        try:
+            steps = self._runs.run(spec, StepMeasurements)
+        except RunFailed as why:
+            return TrialResult(value, 0.0, 0.0, 0.0, 0.0, None, str(why).partition("\n")[0])
+        if not steps.steps:
+            return TrialResult(value, 0.0, 0.0, 0.0, 0.0, None, "the script ends before it can be measured")
+        got = measure_throughput(steps.steps, device)
+        rate = got.items_per_work_s if per_work else got.items_per_s
+        return TrialResult(value, got.step_s, rate, got.wait_share, got.noise, got.peak_bytes)
+
+    def _ask(self, what: str, spec: RunSpec, kind: type[Any]) -> Any:
+        self._on_progress(what)
+        try:
+            return self._runs.run(spec, kind)
+        except RunFailed as why:
+            self._unanswered.append(f"{spec.name}: {why}")
+            return None
+
+
+def _memory_limit(steps: StepMeasurements, now: Throughput) -> int:
+    """Return the memory limit of a run. On a GPU, the device itself is the limit."""
+    if steps.device != "cpu":
+        return 2**63
+    return int(_SHARE_OF_MEMORY * host_memory.available_bytes()) + (now.peak_bytes or 0)

@@ -1,0 +1,123 @@
+"""Timing of unmodified steps: duration, waiting for data, and the model's inputs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from holdfast.train.tuning import modules
+from holdfast.train.tuning.clock import DeviceClock
+from holdfast.train.tuning.loaders import LoaderMonitor
+from holdfast.train.tuning.measurements import RowLengths, SourceLine, StepMeasurements, StepTiming
+from holdfast.train.tuning.modules import Call, OutermostModule
+from holdfast.train.tuning.row_lengths import useful_lengths
+from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
+
+_WARM_UP = 2
+_MAX_BATCHES = 256  # enough lengths to compare paddings
+
+
+class TimingWatcher(StepWatcher):
+    """Watcher that times unmodified steps.
+
+    Args:
+        num_steps: steps to time, after the warm-up.
+        loaders: the monitor of the data loaders.
+        compiled_at: lines where the script calls torch.compile.
+    """
+
+    def __init__(self, num_steps: int, loaders: LoaderMonitor, *, compiled_at: list[SourceLine]) -> None:
+        self._num_steps = num_steps + _WARM_UP
+        self._loaders = loaders
+        self._compiled_at = compiled_at
+        self._steps: list[StepTiming] = []
+        self._shapes: list[str] = []
+        self._rows: list[tuple[int, ...]] = []
+        self._widths: list[int] = []
+        self._given: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
+        self._items = self._elements = 0
+
+    @property
+    @override
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @override
+    def begin(self, training: TrainingInfo) -> None:
+        self._training = training
+        self._clock = DeviceClock(training.device)
+        self._loader = self._loaders.last_loader()
+        self._begin_step()
+
+    @override
+    def intercept(self, one: OutermostModule, call: Call) -> Call:
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                self._note(args, kwargs)
+            return call(*args, **kwargs)
+
+        return calling
+
+    @override
+    def step_done(self, number: int) -> None:
+        self._clock.synchronize()
+        wall_s, cpu_s = time.perf_counter() - self._started_s, time.process_time() - self._started_cpu_s
+        is_odd = self._loaders.num_started != self._started or modules.compilation_state() != self._compiled
+        if number > _WARM_UP:
+            waited_s, num_loaded = self._loaders.pop_waited()
+            peak, num_items = self._clock.peak_bytes(), self._items or num_loaded
+            self._steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, self._elements, peak, is_odd))
+        self._measure_given()
+        self._begin_step()
+
+    @override
+    def end(self) -> StepMeasurements:
+        groups = self._training.optimizer.param_groups
+        rate = groups[0].get("initial_lr", groups[0].get("lr"))  # a schedule changes "lr"
+        found = [modules.unwrap(one.module) for one in self._training.modules]
+        places = [one.place for one in self._training.modules if one.place is not None]
+        return StepMeasurements(
+            device=self._training.device.type,
+            steps=tuple(self._steps),
+            call=places[0] if places else None,
+            optimizer=type(self._training.optimizer).__name__,
+            learning_rate=None if rate is None else float(rate),
+            loader=self._loader,
+            shapes=tuple(self._shapes),
+            lengths=RowLengths(tuple(self._rows), tuple(self._widths)) if self._rows else None,
+            compiled_at=self._compiled_at[0] if self._compiled_at else None,
+            has_random=any(modules.uses_randomness(module) for module in found),
+            num_blocks=sum(len(modules.find_layers(module)) for module in found),
+            in_place=all(modules.compiles_in_place(module) for module in found),
+        )
+
+    def _begin_step(self) -> None:
+        self._given.clear()
+        self._items = self._elements = 0
+        self._started, self._compiled = self._loaders.num_started, modules.compilation_state()
+        self._clock.reset_peak()
+        self._loaders.pop_waited()
+        self._started_s, self._started_cpu_s = time.perf_counter(), time.process_time()
+
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [one for one in modules.find_tensors((args, kwargs)) if one.dim() > 0]
+        if not given:
+            return
+        largest = max(given, key=lambda one: one.numel())
+        mask = kwargs.get("attention_mask")
+        self._given.append((given, mask if isinstance(mask, torch.Tensor) else None))
+        self._items += largest.shape[0]
+        self._elements += largest.numel()
+
+    def _measure_given(self) -> None:
+        """Measure the inputs. Called after the timing, since reading them makes the host wait."""
+        sizes = [max((one.shape for one in given), key=torch.Size.numel) for given, _ in self._given]
+        if sizes:
+            self._shapes.append(str(tuple(max(sizes, key=torch.Size.numel))))
+        for given, mask in self._given:
+            if len(self._rows) < _MAX_BATCHES and (found := useful_lengths(given, mask)) is not None:
+                self._rows.append(found[0])
+                self._widths.append(found[1])

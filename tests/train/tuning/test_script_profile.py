@@ -1,0 +1,114 @@
+"""Profiles of scripts: planted faults are found on their lines, and a clean script has no findings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import InvalidInput
+from holdfast.train.tuning.report import TuningReport
+from holdfast.train.tuning.script_profile import profile_script
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def planted(script: Path) -> set[tuple[str, int]]:
+    """Return kind and line of each fault, from the script's comments."""
+    return {
+        (kind, number)
+        for number, line in enumerate(script.read_text().splitlines(), 1)
+        for kind in re.findall(r"# fault: ([a-z ]*[a-z])", line)
+    }
+
+
+def found(report: TuningReport) -> set[tuple[str, int]]:
+    return {(one.kind, one.place.line if one.place else 0) for one in report.findings}
+
+
+@pytest.mark.slow
+def test_syncs_breaks_and_recompiles_are_found_on_their_lines() -> None:
+    script = SCRIPTS / "planted.py"
+    report = profile_script(str(script), questions={"syncs"}, num_steps=9)
+    wanted = {one for one in planted(script) if one[0] in ("sync", "graph break", "recompile")}
+    assert len(wanted) == 8
+    assert {one for one in found(report) if one[0] != "input"} == wanted
+    assert report.unanswered == ()
+
+
+@pytest.mark.slow
+def test_exactly_the_planted_faults_are_found() -> None:
+    script = SCRIPTS / "planted.py"
+    report = profile_script(str(script))
+    assert found(report) == planted(script)
+    assert len(planted(script)) == 11
+    assert report.unanswered == ()
+
+
+@pytest.mark.slow
+def test_the_advice_works() -> None:
+    """The fixed script has no findings, and is several times as fast."""
+    before = profile_script(str(SCRIPTS / "planted.py"), questions=())
+    after = profile_script(str(SCRIPTS / "fixed.py"), questions={"syncs", "shapes", "input"})
+    assert (found(after), after.unanswered) == (set(), ())
+    assert after.throughput.items_per_s > 3 * before.throughput.items_per_s
+
+
+@pytest.mark.slow
+def test_a_clean_script_has_no_findings() -> None:
+    report = profile_script(str(SCRIPTS / "clean.py"))
+    kinds = {kind for kind, _ in found(report)}
+    assert (kinds - {"compile"}, report.unanswered) == (set(), ())
+    assert ("compile" in kinds) == any(one.pays for one in report.verdicts)  # not a fault, but a measurement
+    assert report.verdicts
+
+
+@pytest.mark.slow
+def test_a_script_that_compiles_without_gain_is_a_finding() -> None:
+    script = SCRIPTS / "compiled.py"
+    report = profile_script(str(script), questions={"compile"})
+    assert found(report) == planted(script)
+    owns = [one for one in report.verdicts if one.variant == "own"]
+    assert owns
+    assert not any(one.pays for one in owns)
+
+
+def test_a_profile_run_does_not_touch_the_training_run(tmp_path: Path) -> None:
+    """It does not read or claim the home, `torch.save` is redirected, and `finally` still runs."""
+    home, ended = tmp_path / "home", tmp_path / "ended"
+    report = profile_script(str(SCRIPTS / "saving.py"), (str(home), str(ended)), questions=(), num_steps=3)
+    assert len(report.steps.steps) == 3
+    assert not home.exists()
+    assert ended.read_text().startswith("restored")
+
+
+def test_the_error_of_a_failing_script_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemError('no such data')\n")
+    with pytest.raises(InvalidInput, match="no such data"):
+        profile_script(str(script))
+
+
+@pytest.mark.slow
+def test_a_script_without_training_is_rejected(tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text("print('nothing to do')\n")
+    with pytest.raises(InvalidInput, match="without an optimizer step"):
+        profile_script(str(script))
+
+
+def test_a_missing_script_is_rejected() -> None:
+    with pytest.raises(InvalidInput, match="does not exist"):
+        profile_script("nowhere.py")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_several_ranks_are_profiled_together() -> None:
+    script = SCRIPTS / "ranks.py"
+    report = profile_script(str(script), questions={"syncs", "compile"}, ranks=2, num_steps=6, timeout_s=200)
+    assert planted(script) <= found(report)
+    assert {kind for kind, _ in found(report)} <= {"sync", "compile"}
+    assert report.unanswered == ()
+    assert report.verdicts

@@ -33,6 +33,7 @@ def check(found: list[Any], expected: list[Any]) -> None:
         assert one == expected[0]
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
@@ -60,6 +61,7 @@ def test_any_layout_loads_what_another_saved(
     assert opened["model.0.weight"].tolist() == numbers
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp+fsdp"])
 def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> None:
     """So the manifest does not grow with tensors times ranks; shards without elements are left out."""
@@ -72,6 +74,7 @@ def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> No
     assert any(isinstance(cut, Cut) and len(cut.ranks) > 1 for cut in cuts.values())
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_only_parts_that_hold_what_is_wanted_are_read(
     tmp_path: Path,
@@ -91,6 +94,7 @@ def test_only_parts_that_hold_what_is_wanted_are_read(
     assert found["model"]["2.bias"].tolist() == kept[".model.2.bias"][1]
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_shards_that_a_checkpointer_saved_are_loaded(tmp_path: Path) -> None:
     kept = run_ranks(3, sharded.save_by_checkpointer, tmp_path)
     assert isinstance(kept[0], dict), kept[0]
@@ -98,6 +102,7 @@ def test_shards_that_a_checkpointer_saved_are_loaded(tmp_path: Path) -> None:
     assert found[0] == found[1] == kept[0]
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_each_byte_is_written_once(tmp_path: Path) -> None:
     """Replicas of replicated and of sharded tensors are written by one rank."""
     assert isinstance(run_ranks(4, sharded.save, tmp_path, "hsdp")[0], dict)
@@ -109,6 +114,7 @@ def test_each_byte_is_written_once(tmp_path: Path) -> None:
     assert written == sum(opened.info(name).num_bytes for name in opened) > 1000
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_an_async_save_holds_what_was_there_when_it_began(tmp_path: Path, kind: str) -> None:
     """Thread or process, it is one attempt with the plain save after it."""
@@ -138,6 +144,7 @@ def test_ranks_that_choose_different_checkpoints_load_none(tmp_path: Path) -> No
         assert "(steps [1, 2])" in one
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_a_save_in_which_a_rank_is_killed_leaves_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
     home = tmp_path / "home"

@@ -15,7 +15,7 @@ from elastic.trainer import Forkserver
 from faults.playground import Playground, free_port
 from nursery import Child
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.fsdp2_on_cpu]
 
 SLOWLY = ("--step-s", "0.01")
 

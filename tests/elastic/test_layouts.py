@@ -10,7 +10,7 @@ from elastic.conftest import Worlds
 from elastic.runs import BY_SIZE
 from elastic.trips import go_on, restore_each
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.fsdp2_on_cpu]
 
 CHAIN = (
     (2, "fsdp"),

@@ -12,6 +12,7 @@ from elastic.reads import restore_beside_a_death, restore_large, save_large
 from elastic.world import RankDied, World
 
 pytestmark = pytest.mark.ranks
+on_cpu = pytest.mark.fsdp2_on_cpu
 
 MOST = 1.05
 
@@ -19,12 +20,12 @@ MOST = 1.05
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
-        pytest.param((2, "fsdp"), (1, "alone"), marks=pytest.mark.slow),
-        pytest.param((2, "fsdp"), (3, "fsdp"), marks=pytest.mark.slow),
-        ((2, "fsdp"), (4, "fsdp")),
-        pytest.param((4, "fsdp"), (2, "fsdp"), marks=pytest.mark.slow),
-        pytest.param((4, "hsdp"), (3, "fsdp"), marks=pytest.mark.slow),
-        pytest.param((4, "fsdp"), (4, "hsdp"), marks=pytest.mark.slow),
+        pytest.param((2, "fsdp"), (1, "alone"), marks=[pytest.mark.slow, on_cpu]),
+        pytest.param((2, "fsdp"), (3, "fsdp"), marks=[pytest.mark.slow, on_cpu]),
+        pytest.param((2, "fsdp"), (4, "fsdp"), marks=on_cpu),
+        pytest.param((4, "fsdp"), (2, "fsdp"), marks=[pytest.mark.slow, on_cpu]),
+        pytest.param((4, "hsdp"), (3, "fsdp"), marks=[pytest.mark.slow, on_cpu]),
+        pytest.param((4, "fsdp"), (4, "hsdp"), marks=[pytest.mark.slow, on_cpu]),
         pytest.param((2, "ddp"), (4, "fsdp"), marks=pytest.mark.slow),
     ],
 )
@@ -51,7 +52,7 @@ def _restore_shared(rank: int, home: Path, layout: str) -> dict[str, Any]:
         ((2, "rows"), (4, "columns"), 1),
         pytest.param((1, "alone"), (3, "ddp"), 3, marks=pytest.mark.slow),
         pytest.param((2, "rows"), (3, "columns"), 1, marks=pytest.mark.slow),
-        pytest.param((4, "fsdp"), (4, "hsdp"), 2, marks=pytest.mark.slow),
+        pytest.param((4, "fsdp"), (4, "hsdp"), 2, marks=[pytest.mark.slow, on_cpu]),
     ],
 )
 def test_ranks_that_share_their_reads_read_each_byte_once(

@@ -209,9 +209,10 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
     """Tensors as a rank sees them, verified; without those that are per rank and that this rank has not."""
     import torch  # not above: help must not wait for it
 
-    from holdfast.restore.fill import fill, torch_dtype
+    from holdfast.restore.fill import fill
     from holdfast.restore.parts import Parts
     from holdfast.state.load import Target
+    from holdfast.state.tensors import torch_dtype
 
     manifest = side.checkpoint.manifest
     parts, found = Parts(side.store, manifest), {}

@@ -246,7 +246,7 @@ class _Pickler(pickle.Pickler):
         import torch  # not above: only those who write need it
         from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
-        from holdfast.restore.fill import torch_dtype
+        from holdfast.state.tensors import torch_dtype
 
         stride, step = [], 1
         for size in reversed(obj.shape):
@@ -263,7 +263,7 @@ class _Pickler(pickle.Pickler):
             return None
         import torch
 
-        from holdfast.restore.fill import torch_dtype
+        from holdfast.state.tensors import torch_dtype
 
         stored = obj.stored
         dtype = torch_dtype(stored.dtype)

@@ -353,8 +353,9 @@ class Checkpoint:
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
         import torch  # not above: looking at a checkpoint does not need it
 
-        from holdfast.restore.fill import fill, torch_dtype
+        from holdfast.restore.fill import fill
         from holdfast.state.load import Target
+        from holdfast.state.tensors import torch_dtype
 
         found = {}
         for name in wanted:

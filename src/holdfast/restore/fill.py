@@ -8,32 +8,17 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.errors import InvalidInput, MissingKey, Unsupported
+from holdfast.errors import InvalidInput, MissingKey
 from holdfast.format.cuts import Box
-from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.manifest import Manifest
 from holdfast.restore.boxes import covering_run, is_run, item_offset
 from holdfast.restore.parts import Located, Parts
 from holdfast.restore.read import Job, ReadStats, Want, read
 from holdfast.state.load import Target
+from holdfast.state.tensors import torch_dtype
 from holdfast.store.contract import Store
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-_DTYPES = {name: getattr(torch, torch_name, None) for name, torch_name in TORCH_NAMES.items()}
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name.
-
-    Raises:
-        Unsupported: the installed torch has no such dtype.
-    """
-    dtype = _DTYPES[name]
-    if dtype is None:
-        raise Unsupported(f"torch {torch.__version__} has no dtype for {name}; a newer one has.")
-    return dtype
 
 
 class TensorSink:

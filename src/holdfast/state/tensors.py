@@ -34,7 +34,8 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     if name not in _TORCH:
         raise Unsupported(
-            f"torch {torch.__version__} has no dtype for {name}; upgrade torch to load this tensor."
+            f"A tensor is saved as {name} (torch.{TORCH_NAMES[name]}), which torch {torch.__version__} does "
+            "not have. It was not read. Install a newer torch to read it."
         )
     return _TORCH[name]
 

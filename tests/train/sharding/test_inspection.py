@@ -39,6 +39,7 @@ ConvNet replicated on 2 ranks (DDP), on cpu over gloo
   └─ fc2: Linear                      910"""
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize(
     ("name", "options", "tree", "blocks"),
     [
@@ -60,6 +61,7 @@ def test_the_tree_is_the_same_while_parameters_are_gathered(
     assert nothing == ""  # only rank 0 prints
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_a_model_sharded_by_hand_has_the_same_description(worlds: Worlds) -> None:
     for ours, theirs in worlds(2).run(by_hand):
         assert ours == theirs
@@ -80,6 +82,7 @@ def test_a_plain_model_is_described_with_its_ties() -> None:
     assert "1,407, tied to encoder.embed_tokens.weight, decoder.embed_tokens.weight, lm_head.weight" in text
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_batch_norms_are_noted(worlds: Worlds) -> None:
     found = worlds(2).run(_notes_on_batch_norm)[0]
     assert found == ("1 batch norm with statistics of each rank's own batch only",)

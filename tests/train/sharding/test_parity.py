@@ -75,15 +75,18 @@ def run(worlds: Worlds, size: int, model: str, layout: str, extras: list[str]) -
     check(model, extras, 1 / shards, found)
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize(("model", "layout", "extras"), LEAN, ids=str)
 def test_two_ranks_train_as_one_process(worlds: Worlds, model: str, layout: str, extras: list[str]) -> None:
     run(worlds, 2, model, layout, extras)
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_four_ranks_in_two_copies_train_as_one_process(worlds: Worlds) -> None:
     run(worlds, 4, "gpt", "hybrid", ["recompute"])
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("model", "layout", "extras"), EVERY, ids=str)
@@ -93,6 +96,7 @@ def test_every_pair_of_options_trains_as_one_process(
     run(worlds, size, model, layout, extras)
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "t5"])
 @pytest.mark.parametrize("layout", ["zero3", "ddp"])

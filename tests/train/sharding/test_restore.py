@@ -12,7 +12,7 @@ from elastic.conftest import Worlds
 from train.sharding.models import make
 from train.sharding.parity import Curve, optimizer_of, train, whole_curve
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.fsdp2_on_cpu]
 
 STEPS = 2
 CHAIN: list[tuple[int, dict[str, Any]]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from train.sharding.parity import Curve, whole_curve
 from train.sharding.starts import fails_while_sending, from_different_ranks, from_meta, generated, rejection
 
 pytestmark = pytest.mark.ranks
+on_cpu = functools.partial(pytest.param, marks=pytest.mark.fsdp2_on_cpu)
 
 _expected = cache(whole_curve)
 
@@ -40,6 +42,7 @@ def home(tmp_path: Path) -> Path:
     return home
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize("source", ["rank 0", "mapping", "home"])
 @pytest.mark.parametrize(
     "options", [{}, {"shards": 1, "cpu_offload": True, "activation_checkpointing": True}], ids=str
@@ -52,17 +55,20 @@ def test_a_model_on_meta_receives_its_weights_and_trains_as_one_process(
         assert is_like(curve, "gpt")
 
 
+@pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize("source", ["rank 0", "mapping"])
 def test_a_tied_t5_on_meta_trains_as_one_process(worlds: Worlds, tmp_path: Path, source: str) -> None:
     for curve in worlds(2).run(from_meta, "t5", {"reshard_after_forward": False}, source, tmp_path):
         assert is_like(curve, "t5")
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_four_ranks_in_two_copies_receive_the_same_weights(worlds: Worlds, home: Path) -> None:
     for curve in worlds(4).run(from_meta, "gpt", {"shards": 2}, "home", home):
         assert is_like(curve, "gpt")
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_ranks_with_different_weights_receive_those_of_rank_0_with_a_message(worlds: Worlds) -> None:
     """FSDP alone would train a mix of them, or different copies."""
     (curve, printed), (other, nothing) = worlds(2).run(from_different_ranks)
@@ -75,15 +81,15 @@ def test_ranks_with_different_weights_receive_those_of_rank_0_with_a_message(wor
 @pytest.mark.parametrize(
     ("case", "kind", "pattern"),
     [
-        ("uneven", "InvalidInput", "shards=3 does not divide 2 ranks evenly.* may be 1, 2, or 'all'"),
-        ("meta", "InvalidInput", "on meta .*embed.weight.* weights= is missing"),
-        ("buffer", "InvalidInput", "1 buffer on meta would stay without values: weights= lacks place"),
-        ("missing", "InvalidInput", "weights= lacks 1 of .* parameters, such as embed.weight"),
-        ("shape", "InvalidInput", "embed.weight of shape .* but the model's shape is"),
-        ("no home", "NotFound", "nowhere"),
-        ("other model", "NotFound", "no weights for this model"),
-        ("ranks differ", "InvalidInput", "model of rank 1 differs from rank 0's"),
-        ("dtypes", "InvalidInput", r"one dtype, but in layers.1 .*float64"),
+        on_cpu("uneven", "InvalidInput", "shards=3 does not divide 2 ranks evenly.* may be 1, 2, or 'all'"),
+        on_cpu("meta", "InvalidInput", "on meta .*embed.weight.* weights= is missing"),
+        on_cpu("buffer", "InvalidInput", "1 buffer on meta would stay without values: weights= lacks place"),
+        on_cpu("missing", "InvalidInput", "weights= lacks 1 of .* parameters, such as embed.weight"),
+        on_cpu("shape", "InvalidInput", "embed.weight of shape .* but the model's shape is"),
+        on_cpu("no home", "NotFound", "nowhere"),
+        on_cpu("other model", "NotFound", "no weights for this model"),
+        on_cpu("ranks differ", "InvalidInput", "model of rank 1 differs from rank 0's"),
+        on_cpu("dtypes", "InvalidInput", r"one dtype, but in layers.1 .*float64"),
         ("sharded", "Unsupported", "layers.1 is already sharded or wrapped"),
         ("wrapped", "Unsupported", "DistributedDataParallel"),
         ("no dtype", "InvalidInput", "got 'int8'"),
@@ -100,10 +106,12 @@ def test_invalid_arguments_raise_on_every_rank_and_change_nothing(
         assert is_unchanged
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_weights_that_cannot_be_read_while_they_are_sent_raise_on_every_rank(worlds: Worlds) -> None:
     assert worlds(2).run(fails_while_sending) == [("Corrupt", "a chunk is damaged")] * 2
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_a_sharded_t5_generates_the_same_tokens(worlds: Worlds) -> None:
     for found, expected in worlds(2).run(generated):
         assert found == expected
@@ -123,6 +131,7 @@ def run_alone(**env: str) -> subprocess.CompletedProcess[str]:
     return shared().run(["-c", ALONE], env={**os.environ, **env})
 
 
+@pytest.mark.fsdp2_on_cpu
 def test_a_single_process_needs_no_process_group() -> None:
     done = run_alone()
     assert done.returncode == 0, done.stderr

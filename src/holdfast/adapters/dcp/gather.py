@@ -12,8 +12,9 @@ from holdfast.adapters.dcp.spans import Span, spans, strides_of
 from holdfast.errors import InvalidInput
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import Piece
-from holdfast.restore.fill import TensorSink, torch_dtype
+from holdfast.restore.fill import TensorSink
 from holdfast.restore.read import Sink
+from holdfast.state.tensors import torch_dtype
 
 
 class GatherSink:

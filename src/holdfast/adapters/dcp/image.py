@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.layout import FileLayout, Piece
-from holdfast.restore.fill import torch_dtype
-from holdfast.state.tensors import PLAIN
+from holdfast.state.tensors import PLAIN, torch_dtype
 
 
 @torch.no_grad()

@@ -32,12 +32,12 @@ from holdfast.format.cuts import Box
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
 from holdfast.restore import find
-from holdfast.restore.fill import torch_dtype
 from holdfast.restore.find import Passed
 from holdfast.restore.newest import list_patiently, usable
 from holdfast.restore.parts import Located, Parts
 from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.restore.read import Job, Want, read
+from holdfast.state.tensors import torch_dtype
 from holdfast.store import open_store
 from holdfast.store.contract import Store
 

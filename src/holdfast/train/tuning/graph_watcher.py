@@ -20,6 +20,7 @@ from holdfast.train.tuning.modules import Call, OutermostModule, traceable
 from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
 
 _RESUMED = "torch_dynamo_resume_in_"
+_NO_REASON = f"torch {torch.__version__} did not record the reason"
 _LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", re.S)
 
 
@@ -121,15 +122,15 @@ class GraphWatcher(StepWatcher):
 def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
     """Return the functions that were recompiled, including those that follow graph breaks."""
     by_function: dict[tuple[str, int], list[CompilationMetrics]] = {}
+    first_failures = _first_guard_failures()
     for one in metrics:
         by_function.setdefault((one.co_filename or "", one.co_firstlineno or 0), []).append(one)
     found = []
     for (file, line), ones in by_function.items():
-        reasons = [reason for one in ones if (reason := one.recompile_reason)]
+        reasons = [reason for one in ones if (reason := _recompile_reason(one, first_failures))]
         if not reasons:
             continue
         failed = any("limit" in (one.fail_reason or one.fail_type or "").lower() for one in ones)
-        limit = torch._dynamo.config.recompile_limit
         shorts = tuple(dict.fromkeys(_reason(reason) for reason in reasons))
         found.append(
             Recompile(
@@ -137,11 +138,40 @@ def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
                 function=(ones[0].co_name or "").replace(_RESUMED, ""),
                 num_times=len(reasons),
                 reasons=shorts[:8],
-                hit_limit=failed or len(reasons) >= limit - 1,
+                hit_limit=failed or len(reasons) >= _recompile_limit() - 1,
                 is_shape=all(_is_shape(reason) for reason in reasons),
             )
         )
     return found
+
+
+def _recompile_reason(one: CompilationMetrics, first_failures: dict[str, str]) -> str:
+    """Return why a function was compiled again, or "" for a first compilation.
+
+    The metrics of torch 2.6 do not hold the reason. There the guards of compilation 0/2 failed for the
+    first time when 0/3 was compiled, and `guard_failures` holds that failure.
+    """
+    if hasattr(one, "recompile_reason"):
+        return one.recompile_reason or ""
+    frame, _, number = str(one.compile_id or "").partition("/")
+    if not number.isdecimal() or number == "0":
+        return ""
+    return first_failures.get(f"{frame}/{int(number) - 1}", _NO_REASON)
+
+
+def _first_guard_failures() -> dict[str, str]:
+    """Return the first failure of each compilation's guards, by the compilation's number, as in 0/2."""
+    found: dict[str, str] = {}
+    for failures in torch._dynamo.utils.guard_failures.values():
+        for failure in failures:
+            if isinstance(failure, str):
+                found.setdefault(failure.partition(":")[0], failure)
+    return found
+
+
+def _recompile_limit() -> int:
+    config: Any = torch._dynamo.config
+    return getattr(config, "recompile_limit", None) or config.cache_size_limit  # its name in torch 2.6
 
 
 def _line_of_recompile(reasons: list[str], file: str, line: int) -> SourceLine:

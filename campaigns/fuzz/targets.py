@@ -842,7 +842,7 @@ def _folder_seed(kind: str) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     state = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
     if kind == "dcp":
-        from torch.distributed.checkpoint import FileSystemWriter
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
         # save() of torch 2.6 has no `no_dist`, and warns without a process group.

@@ -110,7 +110,11 @@ def check(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], 
 
 
 def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) -> None:
-    status, report, said = check(tmp_path, START + LOOP.format(body="train(torch.randn(8, 4))"))
+    script = tmp_path / "script"
+    with forking(tmp_path) as python:
+        status, report, said = check(
+            script, START + LOOP.format(body="train(torch.randn(8, 4))"), "--", *python, "train.py"
+        )
     assert (status, report["exact"], report["deterministic"]) == (0, True, True), (report, said)
     assert (report["saved_at"], report["killed_at"], report["restored"], report["compared_at"]) == (
         5,
@@ -119,7 +123,7 @@ def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) 
         10,
     )
     assert report["num_compared"] > 10
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert [path.name for path in script.iterdir()] == ["train.py"]
 
 
 @pytest.mark.slow
@@ -180,8 +184,8 @@ def test_two_ranks_pass(tmp_path: Path) -> None:
 
 
 def test_a_script_that_fails_is_shown(tmp_path: Path) -> None:
-    status, _, said = check(
-        tmp_path, START + "state['o'] = optimizer.state_dict()" + LOOP.format(body="pass")
-    )
+    script = START + "state['o'] = optimizer.state_dict()" + LOOP.format(body="pass")
+    with forking(tmp_path) as python:
+        status, _, said = check(tmp_path, script, "--", *python, "train.py")
     assert status == 2
     assert "Pass the optimizer itself" in said

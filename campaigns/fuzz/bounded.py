@@ -15,6 +15,8 @@ from holdfast.errors import HoldfastError
 TIME_LIMIT_S = 2.0
 """Processor time of one case, of user and system together: a busy machine makes no case fail."""
 MEMORY_LIMIT_BYTES = 300 << 20
+WARM_UP_S = 60.0
+"""The same of a first case, which also imports and fills caches."""
 _BLOCKED_S = 120.0  # by the clock: a case that waits, as for the other end of a FIFO, takes no processor time
 _TRIES = 3
 _PACKAGE = str(Path(__file__).resolve().parents[2] / "src" / "holdfast")
@@ -65,7 +67,12 @@ def _time_limit(seconds: float) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_case(act: Callable[[], object], *, memory_bytes: int | None = MEMORY_LIMIT_BYTES) -> Failure | None:
+def run_case(
+    act: Callable[[], object],
+    *,
+    memory_bytes: int | None = MEMORY_LIMIT_BYTES,
+    processor_s: float = TIME_LIMIT_S,
+) -> Failure | None:
     """Return what was wrong with a case; None if it returned or raised one of our errors.
 
     A case that takes too long is run again: only one that never ends in time has failed.
@@ -73,19 +80,20 @@ def run_case(act: Callable[[], object], *, memory_bytes: int | None = MEMORY_LIM
     Args:
         act: the case.
         memory_bytes: it may allocate at once; None for any number.
+        processor_s: it may take.
     """
     failure = None
     for _ in range(_TRIES):
-        failure = _run_once(act, memory_bytes)
+        failure = _run_once(act, memory_bytes, processor_s)
         if failure is None or failure.kind != TooLong.__name__:
             break
     return failure
 
 
-def _run_once(act: Callable[[], object], memory_bytes: int | None) -> Failure | None:
+def _run_once(act: Callable[[], object], memory_bytes: int | None, processor_s: float) -> Failure | None:
     try:
         with (
-            _time_limit(TIME_LIMIT_S),
+            _time_limit(processor_s),
             nullcontext() if memory_bytes is None else _memory_limit(memory_bytes),
         ):
             act()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from campaigns.fuzz.bounded import run_case
+from campaigns.fuzz.bounded import WARM_UP_S, run_case
 from campaigns.fuzz.targets import every
 from campaigns.fuzz.worker import CORPUS, read_case
 
@@ -16,7 +16,9 @@ def main(names: list[str]) -> int:
     targets = {name: target for name, target in every().items() if not names or name in names}
     for target in targets.values():  # imports and caches, before memory is limited
         for seed in target.seeds():
-            run_case(lambda target=target, seed=seed: target.run(seed), memory_bytes=None)
+            run_case(
+                lambda target=target, seed=seed: target.run(seed), memory_bytes=None, processor_s=WARM_UP_S
+            )
     num_cases = num_failures = 0
     for name, target in targets.items():
         for path in sorted((CORPUS / name).glob("*")):

@@ -616,6 +616,62 @@ def _run_marker(data: bytes) -> None:
         Marker.read(out.name)
 
 
+def _rank_messages() -> list[bytes]:
+    from holdfast.format.messages import pack
+
+    every = [{"step": 5, "names": ["a", "b"]}, ("x", (1, None)), Corrupt("why", step=3, rank=1, key="w")]
+    return [pack(one) for one in every]
+
+
+def _run_rank_message(data: bytes) -> None:
+    from holdfast.format.messages import unpack
+
+    unpack(data, "rank 1")
+
+
+def _kind_seeds() -> list[bytes]:
+    every = [
+        [[[], "namespace", None]],
+        [[["a"], "state-dict", None], [["a"], "versions", [["", {"version": 1}]]]],
+        [
+            [["b", 0], "simple-namespace", None],
+            [[], "deepspeed.utils.tensor_fragment.fragment_address", None],
+        ],
+    ]
+    return [json.dumps(one).encode() for one in every]
+
+
+def _run_kinds(data: bytes) -> None:
+    from holdfast.adapters.nebula.packing import unpack
+    from holdfast.adapters.nebula.shelf import reading
+    from holdfast.documents import decode
+
+    found = decode(data, "kinds")
+    with reading("model"):
+        kinds = [(tuple(path), kind, detail) for path, kind, detail in found]
+        unpack({"a": {"x": 1}, "b": [{"y": 2}]}, kinds)
+
+
+def _run_committed(data: bytes) -> None:
+    from holdfast.errors import HoldfastError
+    from holdfast.restore.losses import find_losses
+    from holdfast.store.memory import MemoryStore
+
+    store = MemoryStore("fuzz")
+    store.put("history/a0001-rank-00000.jsonl", data)
+    with contextlib.suppress(HoldfastError):
+        list(find_losses(store))
+
+
+def _run_unsent(data: bytes) -> None:
+    from holdfast.jobs.node.mounts.drainer import read_unsent
+
+    with tempfile.NamedTemporaryFile() as out:
+        out.write(data)
+        out.flush()
+        read_unsent(Path(out.name))
+
+
 def _run_slurm(data: bytes) -> None:
     from holdfast.jobs.slurm.messages import Inbox
 
@@ -999,6 +1055,7 @@ def every() -> dict[str, Target]:
             Target(f"home-{name}", _home_seeds, partial(_run_home, command=name), _mutate_home)
             for name in _COMMANDS
         ),
+        Target("history-of-losses", _history, _run_committed, mutate_lines),
         Target("compile-index", _index_seeds, _run_index, mutate_sealed),
         Target("compile-pack", _pack_seeds, _run_pack, mutate_bytes),
         Target("journal", lambda: [_journal_seed()], _run_journal, _mutate_journal),
@@ -1026,6 +1083,14 @@ def every() -> dict[str, Target]:
                 {"holdfast": "Here", "node": 1},
             ),
             _run_slurm,
+            mutate_json,
+        ),
+        Target("rank-messages", _rank_messages, _run_rank_message, mutate_json),
+        Target("nebula-kinds", _kind_seeds, _run_kinds, mutate_json),
+        Target(
+            "unsent-files",
+            _json({"is_settled": True, "is_hopeless": False, "told": ""}),
+            _run_unsent,
             mutate_json,
         ),
         Target("sky-queue", _json(managed), _run_queue, mutate_json),

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from campaigns.fuzz.bounded import run_case
+from campaigns.fuzz.bounded import WARM_UP_S, run_case
 from campaigns.fuzz.targets import Target, every
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
@@ -38,7 +38,7 @@ def fuzz(
     chance = random.Random(seed)
     pool = cases_of(target)
     for case in pool:  # imports, caches
-        run_case(lambda case=case: target.run(case), memory_bytes=None)
+        run_case(lambda case=case: target.run(case), memory_bytes=None, processor_s=WARM_UP_S)
     current = FOUND / f"{name}.current"
     current.parent.mkdir(parents=True, exist_ok=True)
     failures: dict[str, str] = {}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from campaigns.fuzz.bounded import run_case
 from campaigns.fuzz.targets import every
+from holdfast import documents
 from holdfast.errors import Corrupt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,3 +81,17 @@ def _kinds_of_excess() -> list[str]:
     acts = (never_end, lambda: bytearray(1 << 30), hide)
     failures = [run_case(act, memory_bytes=50 << 20) for act in acts]
     return [failure.kind for failure in failures if failure]
+
+
+@pytest.mark.parametrize("is_planted", [False, True], ids=["as it is", "with a planted fault"])
+def test_mutations_find_a_reader_that_does_not_check_types(
+    monkeypatch: pytest.MonkeyPatch, is_planted: bool
+) -> None:
+    """The campaign finds a fault if there is one: here integers of a part are used unchecked."""
+    if is_planted:
+        monkeypatch.setattr(documents.Fields, "integer", lambda self, name, **_: self.members[name])
+    target, chance = TARGETS["part"], random.Random(1)
+    seeds = target.seeds()
+    cases = (target.mutate(chance.choice(seeds), chance) for _ in range(300))
+    found = [run_case(lambda case=case: target.run(case), memory_bytes=None) for case in cases]
+    assert any(failure is not None for failure in found) == is_planted

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypedDict
 
 from holdfast.claim import (
@@ -32,6 +31,7 @@ from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
 from holdfast.store.apart import check_apart
 from holdfast.store.nearest import Nearest
+from holdfast.store.place import absolute_place
 from holdfast.surroundings import rehearsed
 
 Duration = str | float | datetime.timedelta
@@ -92,8 +92,8 @@ class Tiers:
         restore_patience: Duration,
         hold: Duration | None,
     ) -> None:
-        self.home = rehearsed(_absolute(home))
-        self.local = None if local is None else rehearsed(_absolute(local))
+        self.home = rehearsed(absolute_place(home))
+        self.local = None if local is None else rehearsed(absolute_place(local))
         for place in (self.home, self.local or ""):
             if place.startswith("memory://"):
                 raise Unsupported(
@@ -361,9 +361,3 @@ class Tiers:
 def _hold_seconds(hold: Duration | None) -> float:
     value = os.environ.get("HOLDFAST_HOLD", "2m") if hold is None else hold
     return 0.0 if value in (0, "0") else read_seconds(value, "hold")
-
-
-def _absolute(place: str | os.PathLike[str]) -> str:
-    """One spelling for one place, also after a change of directory."""
-    text = os.fspath(place)
-    return text if "://" in text else str(Path(text).expanduser().resolve())

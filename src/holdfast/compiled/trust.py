@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from holdfast.errors import InvalidInput
 from holdfast.store.address import SCHEMES, parse_address
 from holdfast.store.endpoints import located, sends_in_the_clear
+from holdfast.store.place import absolute_place
 
 VARIABLE = "HOLDFAST_TRUST_HOMES"
 """Homes, or what their addresses begin with, separated by commas."""
@@ -156,7 +157,7 @@ def _line_of(home: str, *, allow_http: bool) -> str:
         raise InvalidInput("A home with a line break in its name cannot stand in a list of lines.")
     scheme, mark, _ = home.partition("://")
     if not mark:
-        return str(Path(home).expanduser().resolve())
+        return absolute_place(home)
     if scheme.lower() not in SCHEMES:
         return home
     address = located(parse_address(home))

@@ -18,6 +18,7 @@ from holdfast.errors import Corrupt
 from holdfast.exchange import allowlist
 from holdfast.exchange.allowlist import DTYPE_NAMES, Strided
 from holdfast.exchange.offer import read_range
+from holdfast.exchange.zip_layout import check_layout
 from holdfast.format.dtypes import ITEM_BYTES
 
 ALIGN_BYTES = 64
@@ -61,9 +62,8 @@ def find_tensor(path: Path, offset: int, length: int) -> Place | None:
 
 
 def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Place | None:
+    root = check_layout(archive)
     members = {info.filename: info for info in archive.infolist()}
-    root = next((name for name in members if name.endswith("/data.pkl")), "data.pkl").removesuffix("data.pkl")
-    check_stored(members.values(), what)
     order = f"{root}byteorder"
     if order in members and archive.read(order) != b"little":
         return None
@@ -86,17 +86,6 @@ def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Place
     skip = sum(struct.unpack_from("<HH", head, 26))  # length of the name and of what comes after it
     start = offset + info.header_offset + _LOCAL_HEADER_BYTES + skip
     return Place(dtype, tuple(size), start + first * ITEM_BYTES[dtype])
-
-
-def check_stored(members: Iterable[zipfile.ZipInfo], what: str) -> None:
-    """Refuse an archive with compressed members: torch writes none, and a small one can be any size unpacked.
-
-    Raises:
-        ValueError: a member is compressed.
-    """
-    for info in members:
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise ValueError(f"{info.filename[:100]!r} in {what} is compressed")
 
 
 def _is_contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

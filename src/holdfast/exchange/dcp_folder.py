@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from holdfast.exchange import allowlist
 from holdfast.exchange.archive import find_tensor
 from holdfast.exchange.offer import FileRegion, Offer, Offered, Region, read_range
 from holdfast.exchange.selection import select
-from holdfast.exchange.torch_files import MemoryRegion, check_archive, offer_tree, weights_only
+from holdfast.exchange.torch_files import MemoryRegion, load_bytes, offer_tree
 from holdfast.exchange.trees import is_state_dict, is_told_by_names
 from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
@@ -117,10 +116,7 @@ class _Folder:
 
     def _value(self, name: str) -> Any:
         path, start, length = self._place(name, None)
-        data = bytes(read_range(path, start, length))
-        if data.startswith(b"PK"):
-            check_archive(io.BytesIO(data), f"{name} in {path.name}")
-        return weights_only(io.BytesIO(data), f"{name} in {path.name}")
+        return load_bytes(bytes(read_range(path, start, length)), f"{name} in {path.name}")
 
     def _place(self, name: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
         info = self._items.get((name, offset))
@@ -168,9 +164,7 @@ class ItemRegion(Region):
         from holdfast.state.tensors import dtype_name
 
         data = bytes(read_range(self._path, self._start, self._length))
-        if data.startswith(b"PK"):
-            check_archive(io.BytesIO(data), f"{self._name} in {self._path.name}")
-        tensor = weights_only(io.BytesIO(data), f"{self._name} in {self._path.name}")
+        tensor = load_bytes(data, f"{self._name} in {self._path.name}")
         self._check(dtype_name(tensor.dtype), tuple(tensor.shape))
         return MemoryRegion(tensor, self.box)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import mmap
 import re
 import sys
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import IO, TYPE_CHECKING, Any, final
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.exchange.archive import DAMAGED, check_stored
+from holdfast.exchange.archive import DAMAGED
 from holdfast.exchange.offer import Offer, Offered, Region, read_range
-from holdfast.exchange.pickles import check_pickle
+from holdfast.exchange.pickles import Storages, check_pickle
 from holdfast.exchange.trees import Gathered, gather
+from holdfast.exchange.zip_layout import check_layout
 from holdfast.format.cuts import Box
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)|add_safe_globals\(\[([^\]]+)\]\)")
 _MADV_PAGEOUT = 21
+_ARCHIVE = b"PK\x03\x04"
 _NUM_LEGACY_PICKLES = 5  # magic number, protocol, facts of the system, the object, keys of its storages
 _MAX_MAPPED_BYTES = 8 << 20
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -68,8 +71,12 @@ def offer_files(paths: Iterable[Path], *, under: str | None = None) -> Offered:
     return offer_tree(tree if under is None else {under: tree})
 
 
-def load(path: Path) -> Any:
-    """The object in a file of torch.save; tensors are mapped from it where the file is an archive.
+def load(path: Path, **options: Any) -> Any:
+    """Return the object in a file of torch.save; tensors are mapped from it where the file is an archive.
+
+    Args:
+        path: the file.
+        options: for `torch.load`, such as `map_location`.
 
     Raises:
         Unsupported: loading it would run code.
@@ -77,56 +84,89 @@ def load(path: Path) -> Any:
         NotFound: there is no such file.
         RetryLater: it could not be read.
     """
-    import torch
-
     is_archive = _is_archive(path)
-    if not is_archive and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
-        message = (
-            f"{path} is of the kind that torch wrote before 1.6, and weights-only loading of it is not safe "
-            f"in torch {torch.__version__}. It was not loaded; use torch 2.6 or newer."
-        )
-        raise Unsupported(message, key=str(path))
-    if is_archive:
-        check_archive(path, str(path))
+    try:
+        with path.open("rb") as file:
+            if is_archive:
+                check_archive(file, str(path))
+            else:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                    _check_legacy(mapped, len(mapped), str(path))
+    except OSError as error:
+        raise RetryLater(f"{path} could not be read: {error.strerror}.", key=str(path)) from error
+    except ValueError as error:  # an empty file cannot be mapped
+        raise Corrupt(f"{path} is no whole file of torch.save: {error}", key=str(path)) from error
+    return _weights_only(path, str(path), **{"mmap": is_archive, **options})
+
+
+def load_bytes(data: bytes, what: str) -> Any:
+    """Return the object that torch.save wrote into bytes.
+
+    Raises:
+        Unsupported: loading it would run code.
+        Corrupt: it is damaged or truncated.
+    """
+    if data.startswith(_ARCHIVE):
+        check_archive(io.BytesIO(data), what)
     else:
-        _check_legacy(path)
-    return weights_only(path, str(path), mmap=is_archive)
+        _check_legacy(io.BytesIO(data), len(data), what)
+    return _weights_only(io.BytesIO(data), what)
 
 
-def check_archive(source: Any, what: str) -> None:
+def check_archive(file: IO[bytes], what: str) -> None:
     """Check that an archive is no larger unpacked than it is, and what its pickle asks for.
 
     Raises:
         Corrupt: a member is compressed, its pickle asks for too much, or the archive is damaged.
+        RetryLater: it could not be read.
     """
     try:
-        with zipfile.ZipFile(source) as archive:
-            check_stored(archive.infolist(), what)
+        with zipfile.ZipFile(file) as archive:
+            check = _check_of_records(archive, f"{check_layout(archive)}data/")
             for member in archive.infolist():
                 if member.filename.lower().endswith("data.pkl"):
-                    check_pickle(archive.read(member))
-    except (*DAMAGED, OSError, ValueError) as error:
+                    check_pickle(archive.read(member), storages=check)
+    except OSError as error:
+        if error.errno in (None, errno.EINVAL):
+            raise Corrupt(f"{what} is no whole file of torch.save: {error}", key=what) from error
+        raise RetryLater(f"{what} could not be read: {error.strerror}.", key=what) from error
+    except (*DAMAGED, ValueError) as error:
         raise Corrupt(f"{what} is no whole file of torch.save: {error}", key=what) from error
 
 
-def _check_legacy(path: Path) -> None:
+def _check_of_records(archive: zipfile.ZipFile, root: str) -> Storages:
+    """Return the check that a storage is no larger than its record in an archive."""
+    sizes = {one.filename.removeprefix(root): one.file_size for one in archive.infolist()}
+
+    def check(key: str, num_bytes: int) -> None:
+        if num_bytes > sizes.get(key, -1):
+            raise ValueError(f"the storage {key[:100]!r} is larger than its record")
+
+    return check
+
+
+def _check_legacy(file: io.BytesIO | mmap.mmap, num_bytes: int, what: str) -> None:
     """Check what the pickles of a file ask for that torch wrote before 1.6.
 
     Raises:
         Corrupt: one asks for too much, or is not whole.
-        RetryLater: it could not be read.
     """
+    left = num_bytes
+
+    def check(key: str, num_bytes: int) -> None:
+        nonlocal left
+        left -= num_bytes
+        if left < 0:
+            raise ValueError(f"the storage {key[:100]!r} is larger than its file")
+
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            for _ in range(_NUM_LEGACY_PICKLES):
-                check_pickle(mapped, max_elements=len(mapped))
+        for _ in range(_NUM_LEGACY_PICKLES):
+            check_pickle(file, storages=check)
     except ValueError as error:
-        raise Corrupt(f"{path} is no whole file of torch.save: {error}", key=str(path)) from error
-    except OSError as error:
-        raise RetryLater(f"{path} could not be read: {error.strerror}.", key=str(path)) from error
+        raise Corrupt(f"{what} is no whole file of torch.save: {error}", key=what) from error
 
 
-def weights_only(source: Any, what: str, **options: Any) -> Any:
+def _weights_only(source: Any, what: str, **options: Any) -> Any:
     """Call `torch.load(weights_only=True)`, on the CPU unless `options` say otherwise."""
     import pickle
 
@@ -154,7 +194,7 @@ def weights_only(source: Any, what: str, **options: Any) -> Any:
 def _is_archive(path: Path) -> bool:
     try:
         size = path.stat().st_size
-        return bytes(read_range(path, 0, min(4, size))) == b"PK\x03\x04"
+        return bytes(read_range(path, 0, min(4, size))) == _ARCHIVE
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist.", key=str(path)) from None
     except OSError as error:

@@ -65,7 +65,7 @@ def home_dir(home: str) -> Path:
 def _runtime_dirs() -> tuple[Path, ...]:
     named = os.environ.get("HOLDFAST_RUNTIME_DIR")
     if named:
-        return (Path(named).resolve(),)
+        return (Path(os.path.realpath(named)),)
     user = os.geteuid()
     return (
         Path(f"/tmp/holdfast-{user}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from functools import cache
 from importlib import resources
 
 from holdfast.errors import Unsupported
@@ -68,10 +69,17 @@ def _library() -> str:
         Unsupported: they are not installed.
     """
     try:
-        import vl_convert  # not above: only the page needs it
+        import vl_convert  # noqa: F401 - not above: only the page needs it
     except ImportError as error:
         raise Unsupported(_NOT_THERE) from error
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return _bundled()
+
+
+@cache
+def _bundled() -> str:
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # takes a second
 
 
 def _script(text: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 
+from holdfast.documents import decode
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
+from holdfast.format.limits import MAX_LINE_BYTES
 from holdfast.home.attempts import emptied_upto
 from holdfast.restore.find import Saved, list_home, read_draft
 from holdfast.store.contract import Store
@@ -106,8 +107,8 @@ def _committed_steps(log: bytes) -> Iterator[int]:
         if b'"committed"' not in line and b'"drained"' not in line:
             continue
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
+            event = decode(line, "a line", max_bytes=MAX_LINE_BYTES)
+        except Corrupt:
             continue  # torn by a kill, or damaged
         if not isinstance(event, dict) or event.get("tier", "home") not in ("home", ""):
             continue  # complete in a local folder only, which may be lost with its host

@@ -53,6 +53,21 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     return _open_url(url[1].lower(), url[2], text) if url else LocalStore(_expanded(text))
 
 
+def absolute_place(place: str | os.PathLike[str]) -> str:
+    """Return one spelling of a path, also after a change of directory; URLs and "" stay as they are.
+
+    Raises:
+        InvalidInput: the path goes through a loop of links, or its `~` names no user.
+    """
+    text = os.fspath(place)
+    if "://" in text or not text:
+        return text
+    try:
+        return str(_expanded(text).resolve())
+    except (RuntimeError, OSError, ValueError) as error:  # a loop, a name that is too long, a NUL character
+        raise InvalidInput(f"{text!r} is no path of this machine: {error}") from error
+
+
 def _expanded(text: str) -> Path:
     try:
         return Path(text).expanduser()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from holdfast.errors import InvalidInput
+from holdfast.store.place import absolute_place
 
 _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
 
@@ -28,8 +28,7 @@ class Place:
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise InvalidInput(f"step must be the number of steps completed, 0 or more; got {step!r}.")
-        text = os.fspath(home)
-        return cls(text if "://" in text or not text else str(Path(text).expanduser().resolve()), step)
+        return cls(absolute_place(home), step)
 
     def at(self, checkpoint_id: str | os.PathLike[str] | None) -> Place:
         """The place that a `checkpoint_id` names; without one, this place.

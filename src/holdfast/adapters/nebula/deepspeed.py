@@ -19,7 +19,7 @@ from holdfast.adapters.nebula.markers import Marker
 from holdfast.adapters.nebula.settings import place_of
 from holdfast.adapters.nebula.tags import EXPLICIT
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.exchange.torch_files import weights_only
+from holdfast.exchange.torch_files import load
 
 _ASKED_FOR = "torch_nebula"
 _ENGINES = "deepspeed.runtime.checkpoint_engine"
@@ -162,7 +162,7 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
         is_first = self._first_tag in (None, tag)
         if place.is_file() and Marker.read(place) is None and (not self._reads_here and is_first):
             self._first_tag = tag
-            return weights_only(place, str(place), map_location=map_location)
+            return load(place, map_location=map_location, mmap=False)
         checkpoint = self._find(tag)
         if checkpoint is None:
             message = f"There is no checkpoint {tag!r} in {self._load_path} or nearer, and no other one."

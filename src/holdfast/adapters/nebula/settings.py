@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.callsite import warn
 from holdfast.errors import InvalidInput, SaveWarning
 from holdfast.quantity import read_seconds
+from holdfast.store.place import absolute_place
 
 PATH = "NEBULA_PERSISTENT_STORAGE_PATH"
 INTERVAL = "NEBULA_PERSISTENT_TIME_INTERVAL"
@@ -69,8 +70,7 @@ def place_of(path: Any) -> str:
         raise InvalidInput(message)
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidInput(f"persistent_storage_path must be one path or URL, got {path!r}.")
-    text = os.fspath(path)
-    return text if "://" in text else str(Path(text).expanduser().resolve())
+    return absolute_place(path)
 
 
 def _interval(value: Any) -> float | None:

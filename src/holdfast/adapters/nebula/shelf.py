@@ -35,6 +35,16 @@ _VERSION = 1
 _T = TypeVar("_T")
 
 
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise Corrupt for what is wrong in the block with the facts of a partition."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        message = f"The facts of the partition {name!r} are damaged, or not the Nebula adapter's: {error!r}."
+        raise Corrupt(message, key=name) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Tier:
     """One of the places in which checkpoints of a run are; `name` is "memory", "local" or "home"."""
@@ -96,12 +106,13 @@ class Volume:
             RetryLater: the store failed.
         """
         values = self.checkpoint.values(index)
-        facts = values[META]["partitions"][name]
-        tree = values[facts["key"]]
+        with reading(name):
+            facts = values[META]["partitions"][name]
+            tree = values[facts["key"]]
+            kinds = [(tuple(path), kind, detail) for path, kind, detail in facts["kinds"]]
+            devices = {tuple(path): str(device) for path, device in facts["devices"]}
         names = list(references(tree))
         found = self.checkpoint.tensors(index, keys=names) if names else {}
-        kinds = [(tuple(path), kind, detail) for path, kind, detail in facts["kinds"]]
-        devices = {tuple(path): device for path, device in facts["devices"]}
         return Packed(graft(tree, found.__getitem__), kinds, devices)
 
     def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
@@ -124,7 +135,9 @@ class Volume:
                 moved[id(tensor)] = place(tensor, packed.devices.get(path, "cpu"), map_location)
             return moved[id(tensor)]
 
-        return unpack(rebuild(packed.tree, leaf), packed.kinds)
+        placed = rebuild(packed.tree, leaf)
+        with reading(name):
+            return unpack(placed, packed.kinds)
 
 
 class Shelf:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from holdfast.documents import decode_dataclass
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.node import locks
 from holdfast.jobs.node.bell import ring
@@ -118,9 +119,13 @@ def write_unsent(path: Path, unsent: Unsent) -> None:
 
 
 def read_unsent(path: Path) -> Unsent | None:
-    """The newest word; None if there is none yet."""
+    """Return what is not in the store yet; None if nothing was written about it.
+
+    Raises:
+        Corrupt: the document is damaged.
+    """
     try:
-        return Unsent(**json.loads(path.read_text()))
+        return decode_dataclass(Unsent, path.read_bytes(), str(path), any_text=True)
     except FileNotFoundError:
         return None
 

@@ -1,0 +1,242 @@
+"""Tensors of a file of torch.save are inside their storages, and an archive has one reading."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from campaigns.fuzz.bounded import run_case
+from holdfast.errors import Corrupt
+from holdfast.exchange.archive import find_tensor
+from holdfast.exchange.arrival import import_checkpoint
+from holdfast.exchange.torch_files import load_bytes
+
+FAR = 1 << 31
+PLACES = {
+    "an offset": (FAR, (2,), (1,)),
+    "a size": (0, (FAR,), (1,)),
+    "a stride": (0, (2,), (FAR,)),
+    "a negative offset": (-1, (2,), (1,)),
+    "a negative stride": (3, (2,), (-1,)),
+    "one stride for two sizes": (0, (2, 2), (1,)),
+    "one element too many": (1, (4,), (1,)),
+}
+
+
+class _Storage:
+    """The storage of four elements that `_pickled` refers to."""
+
+    def __init__(self, num_items: int, key: str = "0") -> None:
+        self.facts = ("storage", torch.FloatStorage, key, "cpu", num_items)
+
+
+class _Made:
+    """An object that is pickled as the call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self.reduced = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+class _Pickler(pickle.Pickler):
+    legacy = False
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return (*obj.facts, None) if self.legacy else obj.facts
+        return None
+
+
+def _file(value: Any, *, legacy: bool) -> bytes:
+    """Return a file of torch.save with one storage of four elements."""
+    out = io.BytesIO()
+    pickler = _Pickler(out, 2)
+    pickler.legacy = legacy
+    pickler.dump(value)
+    content = torch.arange(4.0).numpy().tobytes()
+    if legacy:
+        parts = [pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+        return b"".join(parts) + out.getvalue() + pickle.dumps(["0"], 2) + struct.pack("<q", 4) + content
+    return _archive(
+        {"data.pkl": out.getvalue(), "byteorder": b"little", "data/0": content, "version": b"3\n"}
+    )
+
+
+def _archive(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"a/{name}", content)
+    return out.getvalue()
+
+
+def _tensor(first: int, size: Any, stride: Any, num_items: int = 4) -> _Made:
+    rebuild: Any = torch._utils._rebuild_tensor_v2
+    return _Made(rebuild, _Storage(num_items), first, size, stride, False, OrderedDict())
+
+
+both = pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
+
+
+def _check_refused(data: bytes, tmp_path: Path) -> None:
+    source = tmp_path / "a.pt"
+    source.write_bytes(data)
+    for act in (
+        lambda: import_checkpoint(source, tmp_path / "home", under="model", kind="torch"),
+        lambda: load_bytes(data, "an item"),
+    ):
+        failure = run_case(act)
+        assert failure is None, failure.text
+        with pytest.raises(Corrupt):
+            act()
+
+
+@both
+def test_the_file_of_these_tests_is_read(tmp_path: Path, legacy: bool) -> None:
+    (tmp_path / "a.pt").write_bytes(_file({"w": _tensor(1, (3,), (1,))}, legacy=legacy))
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "home", under="model")
+    assert torch.equal(holdfast.open(tmp_path / "home")["model.w"], torch.tensor([1.0, 2.0, 3.0]))
+
+
+@both
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_tensor_that_is_not_inside_its_storage_is_refused(
+    tmp_path: Path, place: tuple[Any, Any, Any], legacy: bool
+) -> None:
+    """Torch enlarges the storage, by gigabytes if the offset says so."""
+    _check_refused(_file({"w": _tensor(*place)}, legacy=legacy), tmp_path)
+
+
+@both
+def test_a_size_that_is_changed_after_it_was_written_is_refused(tmp_path: Path, legacy: bool) -> None:
+    for size in ([FAR], {FAR: 1}, _Made(torch.Size, (FAR,))):
+        _check_refused(_file({"w": _tensor(0, size, (1,))}, legacy=legacy), tmp_path)
+
+
+@both
+def test_a_storage_larger_than_its_bytes_is_refused(tmp_path: Path, legacy: bool) -> None:
+    """In an archive that is not mapped, torch reads beyond the end of the record."""
+    _check_refused(_file({"w": _tensor(0, (200,), (1,), num_items=200)}, legacy=legacy), tmp_path)
+
+
+@both
+def test_a_storage_that_is_named_with_two_sizes_is_refused(tmp_path: Path, legacy: bool) -> None:
+    two = {"a": _tensor(0, (1,), (1,), num_items=1), "b": _tensor(0, (4,), (1,), num_items=4)}
+    _check_refused(_file(two, legacy=legacy), tmp_path)
+
+
+@both
+def test_a_tensor_that_another_call_makes_is_compared_with_its_storage(tmp_path: Path, legacy: bool) -> None:
+    rebuild: Any = torch._utils._rebuild_tensor_v2
+    inner = (_Storage(4), FAR, (2,), (1,), False, OrderedDict())
+    subclass = _Made(torch._tensor._rebuild_from_type_v2, rebuild, torch.Tensor, inner, {})
+    quantized: Any = torch._utils._rebuild_qtensor
+    for made in (
+        subclass,
+        _Made(
+            rebuild, _Storage(4), 0, (1,), (1,), False, OrderedDict(), state=(_Storage(4), FAR, (2,), (1,))
+        ),
+        _Made(
+            quantized, _Storage(4), 0, (FAR,), (0,), (torch.per_tensor_affine, 0.1, 0), False, OrderedDict()
+        ),
+        _Made(torch.Tensor, _Made(torch.Size, (FAR,))),
+    ):
+        _check_refused(_file({"w": made}, legacy=legacy), tmp_path)
+
+
+def test_items_of_an_older_kind_in_a_dcp_checkpoint_are_checked_too() -> None:
+    """They were given to torch unchecked."""
+    with pytest.raises(Corrupt, match="needs more than"):
+        load_bytes(_file(_tensor(FAR, (2,), (1,)), legacy=True), "an item")
+
+
+# -- archives ----------------------------------------------------------------------------------------------
+
+HARMLESS = {"data.pkl": pickle.dumps({"n": 1}, 2), "byteorder": b"little", "version": b"3\n"}
+
+
+def _twice(name: str) -> bytes:
+    out = io.BytesIO(_archive(HARMLESS))
+    with zipfile.ZipFile(out, "a", zipfile.ZIP_STORED) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.writestr(name, pickle.dumps({"n": 2}, 2))
+    return out.getvalue()
+
+
+def _changed(data: bytes, old: bytes, new: bytes, which: int) -> bytes:
+    """Return bytes with one of the places of `old` replaced."""
+    at = -1
+    for _ in range(which + 1):
+        at = data.index(old, at + 1)
+    return data[:at] + new + data[at + len(old) :]
+
+
+def _with_comment() -> bytes:
+    out = io.BytesIO(_archive(HARMLESS))
+    with zipfile.ZipFile(out, "a") as archive:
+        archive.comment = b"PK\5\6 and more"
+    return out.getvalue()
+
+
+def _with_zip64(reported: int) -> bytes:
+    """Return an archive of zip64 whose locator is wrong by so many bytes."""
+    data = _archive(HARMLESS)
+    here, count, num_bytes, start = struct.unpack_from("<2H2L", data, len(data) - 14)
+    at = len(data) - 22
+    record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, here, count, num_bytes, start)
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, at + reported, 1)
+    return data[:at] + record + locator + data[at:]
+
+
+AMBIGUOUS: dict[str, Callable[[], bytes]] = {
+    "a name twice": lambda: _twice("a/data.pkl"),
+    "a name in two cases": lambda: _twice("a/DATA.PKL"),
+    "a second folder": lambda: _twice("b/data.pkl"),
+    "bytes before it": lambda: _archive(HARMLESS)[:30] + _archive(HARMLESS),
+    "bytes after it": lambda: _archive(HARMLESS) + bytes(8),
+    "a comment": _with_comment,
+    "a zip64 record elsewhere": lambda: _with_zip64(-8),
+    "another name in a header": lambda: _changed(_archive(HARMLESS), b"a/data.pkl", b"a/data.pk_", 0),
+    "another name in the directory": lambda: _changed(_archive(HARMLESS), b"a/version", b"a/data.pk", 1),
+    "a name with a NUL": lambda: _archive({**HARMLESS, "data.pkl_x": b"1"}).replace(b"pkl_", b"pkl\0"),
+    "two fields of zip64": lambda: _with_extra(struct.pack("<HHQ", 1, 8, 5) * 2),
+}
+
+
+def _with_extra(extra: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in HARMLESS.items():
+            info = zipfile.ZipInfo(f"a/{name}")
+            info.extra = extra
+            archive.writestr(info, content)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("make", AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_an_archive_that_can_be_read_in_two_ways_is_refused(
+    tmp_path: Path, make: Callable[[], bytes]
+) -> None:
+    """Torch could load another pickle than the one that was checked."""
+    _check_refused(make(), tmp_path)
+    (tmp_path / "item").write_bytes(make())
+    with pytest.raises(Corrupt):
+        find_tensor(tmp_path / "item", 0, len(make()))
+
+
+@pytest.mark.parametrize("data", [_archive(HARMLESS), _with_zip64(0)], ids=["plain", "zip64"])
+def test_an_archive_with_one_reading_is_read(data: bytes) -> None:
+    assert load_bytes(data, "an item") == {"n": 1}

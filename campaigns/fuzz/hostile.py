@@ -19,8 +19,9 @@ from typing import Any
 from campaigns.fuzz.bounded import TIME_LIMIT_S, WARM_UP_S, Failure, run_case
 
 SECRET = b"export TOKEN=not-for-you\n"
-_NAMES = 100_000
+_NAMES = 20_000  # a directory of more than a megabyte
 _LEVELS = 1_500
+_READER = 65531  # a user without any rights
 STRANGE = (b"a\nb", b"\x1b[2J\x1b]0;owned\x07", b"\xff\xfe", "\u202egpj".encode(), b"\x9b31m", b" ", b"-rf")
 _CONTROLS = frozenset("\x1b\x07\x9b\x85\u202e\r\x00")
 
@@ -226,9 +227,10 @@ def run(case: Case, home: dict[str, bytes], *, processor_s: float = TIME_LIMIT_S
         held = KINDS[case.kind](place / "home" / case.object, outside)
         before = _looks(outside)
         said: list[str] = []
-        failure = run_case(
-            lambda: said.append(COMMANDS[case.command](place / "home")), processor_s=processor_s
-        )
+        with _reader(place, case.kind):
+            failure = run_case(
+                lambda: said.append(COMMANDS[case.command](place / "home")), processor_s=processor_s
+            )
         if failure is None:
             failure = _wrong(said[-1] if said else "", _looks(outside) != before)
         return failure
@@ -238,6 +240,23 @@ def run(case: Case, home: dict[str, bytes], *, processor_s: float = TIME_LIMIT_S
         elif isinstance(held, socket.socket):
             held.close()
         _remove(place)
+
+
+@contextlib.contextmanager
+def _reader(place: Path, kind: str) -> Iterator[None]:
+    """Act as another user where the case is about permissions, which root has all of."""
+    if kind != "unreadable" or os.geteuid() != 0:
+        yield
+        return
+    for path in (place, *place.rglob("*")):
+        os.chown(path, _READER, _READER, follow_symlinks=False)
+    os.setegid(_READER)
+    os.seteuid(_READER)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
 
 
 def _remove(place: Path) -> None:

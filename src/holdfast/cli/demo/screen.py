@@ -19,9 +19,9 @@ from holdfast.cli.tables import terminal_width
 from holdfast.quantity import say_bytes, say_seconds
 
 _PIPED_WIDTH = 120
-_WHY_BELOW_RAW = (
-    "The keeper writes as fast as the raw write, but also hashes the data, on cores that both trainings keep "
-    "busy, and makes a second, small file durable. `make bench` measures it on a machine without other load."
+_SHARE_VARIES = (
+    "Both writes are measured beside two trainings, so this share varies from run to run. "
+    "`make bench` measures it on a machine without other load."
 )
 
 
@@ -97,7 +97,7 @@ class Screen:
         self.console.print(_table_of_returns(figures.returns))
         self.console.print()
         self.console.print(_table_of_figures(figures))
-        self._line(Text(" " * 7), Text(_WHY_BELOW_RAW, style="dim"))
+        self._line(Text(" " * 7), Text(_SHARE_VARIES, style="dim"))
         self.console.print()
         for claim in claims:
             mark = Text("proven ", style="green") if claim.holds else Text("NOT SO ", style="bold red")

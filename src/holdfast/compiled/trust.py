@@ -1,4 +1,4 @@
-"""Which homes a user trusts to bring code: by a word, the environment, or a file of the user's own."""
+"""Homes that a user trusts to bring code: by an argument, the environment, or the user's own file."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def file_path() -> Path:
 
 
 def trusted() -> list[str]:
-    """What the user's file lists, in its order.
+    """Return the lines of the user's file, in its order.
 
     Raises:
         InvalidInput: somebody else could have written it.
@@ -139,7 +139,7 @@ def trust(home: str, *, allow_http: bool = False) -> str:
 
 
 def distrust(home: str) -> bool:
-    """Take a line out of the user's file; False if it was not there.
+    """Take a line out of the user's file; return False if it was not there.
 
     Raises:
         InvalidInput: it names no place.

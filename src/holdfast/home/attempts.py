@@ -98,7 +98,7 @@ def note_emptied(store: Store, run: str, attempt: int) -> None:
 
 
 def emptied_upto(store: Store) -> int:
-    """Return the newest attempt of which all checkpoints were deleted on purpose; 0 if there is none.
+    """Return the newest attempt whose checkpoints were deleted on purpose; 0 if there is none.
 
     Raises:
         RetryLater: the store failed.

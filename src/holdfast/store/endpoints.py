@@ -54,7 +54,7 @@ def check_endpoint(url: str, document: str) -> None:
 
 
 def located(address: Address) -> Address:
-    """Return an address whose options say where it is, with what the environment adds to them.
+    """Return an address with the options that decide where it is, also those of the environment.
 
     The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by the region),
     and on servers with tenants also under another profile.

@@ -18,6 +18,7 @@ from holdfast.format.limits import MAX_DIMS
 
 SHARDING = "DCP_SHARDING_INFO"
 INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_FILE_NAME_BYTES = 255  # what Linux takes
 
 
 def offer_file(path: Path) -> Offered:
@@ -87,7 +88,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise Corrupt(f"{path} is not an index with a weight_map: {error}", key=str(path)) from error
     weight_map = {name: found.text(name, max_chars=1024) for name in found.members}
     files = set(weight_map.values())
-    outside = [name for name in files if not name or "\0" in name or Path(name).name != name]
+    outside = [name for name in files if "\0" in name or Path(name).name != name or not _is_file_name(name)]
     if outside:
         message = f"{path} names {outside[0]!r}, which is not a file of its folder."
         raise Corrupt(message, key=str(path))
@@ -96,6 +97,10 @@ def read_index(path: Path) -> dict[str, str]:
             message = f"{path.parent / name} is missing, though {path.name} names it: download it again."
             raise NotFound(message, key=name)
     return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    return 0 < len(name.encode("utf-8", "surrogateescape")) <= _MAX_FILE_NAME_BYTES
 
 
 def _offered(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Offered:

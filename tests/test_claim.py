@@ -243,6 +243,10 @@ def test_a_home_whose_every_document_is_damaged_is_refused(tmp_path: Path) -> No
             ("step-*/*.safetensors", "step-*/manifest-*", "attempts/*", "history/*", "done.json"),
             "but not the data file that was written before it",
         ),
+        (
+            ("step-*/*.json", "attempts/*", "history/*", "done.json"),
+            "rank 0: data files of 3 steps, of which no part is left",
+        ),
     ],
 )
 def test_no_run_begins_from_zero_beside_signs_of_lost_checkpoints(
@@ -268,7 +272,9 @@ def test_a_damaged_part_is_a_sign_and_one_that_was_cut_short_is_none(tmp_path: P
     store = open_store(tmp_path / "home")
     make_home(store)
     make_checkpoint(store, 5, 1, [{"x": torch.ones(100)}, {"y": torch.ones(3)}], commit=False)
+    make_checkpoint(store, 6, 1, [{"x": torch.ones(100)}, {"y": torch.ones(3)}], commit=False)
     store.delete(names.part(5, 1, 1))
+    store.delete(names.part(6, 1, 0))
     assert restored(tmp_path / "home") == (None, -1)
     content = store.get(names.part(5, 1, 0))
     store.put(names.part(5, 1, 0), content[:-1] + b"?")

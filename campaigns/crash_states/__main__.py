@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from campaigns.crash_states.recording import Recording
 from campaigns.crash_states.workloads import WORKLOADS, Workload
 
 DEFAULT_STATES = 2500
+_RECORDINGS = 3  # strace does not order two calls of threads that append to one file at the same moment
 
 
 def main() -> int:
@@ -106,6 +108,15 @@ def _recorded(workload: Workload, folder: Path) -> Recording:
     found = Recording(workload, place.resolve())
     if (place / "trace.txt").exists():
         return found
+    for _ in range(_RECORDINGS - 1):
+        made = recordings.make(workload, place)
+        try:
+            made.read()
+        except ValueError as error:
+            print(f"{workload.name} is recorded again: {error}", file=sys.stderr)
+            shutil.rmtree(place)
+        else:
+            return made
     return recordings.make(workload, place)
 
 

@@ -10,7 +10,7 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
 from holdfast.format.limits import MAX_LINE_BYTES
 from holdfast.home.attempts import emptied_upto
-from holdfast.restore.find import Saved, list_home, read_draft
+from holdfast.restore.find import Home, Saved, list_home, read_draft
 from holdfast.store.contract import Store
 
 _MAX_LOG_BYTES = 64 << 20
@@ -65,6 +65,7 @@ def _signs(store: Store, emptied: int) -> Iterator[str]:
         if attempt <= emptied:
             continue
         yield from _damage(store, saved, f"step {step} of attempt {attempt}")
+    yield from _without_parts(home, emptied)
     yield from _told(store, emptied)
 
 
@@ -89,6 +90,20 @@ def _damage(store: Store, saved: Saved, which: str) -> Iterator[str]:
             yield f"{which}: {error}"
         except NotFound:
             continue  # deleted since it was listed
+
+
+def _without_parts(home: Home, emptied: int) -> Iterator[str]:
+    """Yield the ranks that have lost parts: a kill leaves one data file of a rank without its part."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for (step, attempt), saved in sorted(home.saved.items()):
+        for rank in saved.data.keys() - saved.parts if attempt > emptied else ():
+            steps.setdefault((attempt, rank), []).append(step)
+    for (attempt, rank), missing in steps.items():
+        if len(missing) > 1:
+            yield (
+                f"attempt {attempt}, rank {rank}: data files of {len(missing)} steps, of which no part is "
+                "left, although each part is written before the data file of the next step"
+            )
 
 
 def _told(store: Store, emptied: int) -> Iterator[str]:

@@ -25,12 +25,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
 
 from holdfast.jobs.engine import Job  # noqa: E402
-from holdfast.jobs.environment import mark  # noqa: E402
+from holdfast.jobs.environment import tag  # noqa: E402
 from holdfast.jobs.local.engine import LocalEngine  # noqa: E402
 from holdfast.jobs.node import processes  # noqa: E402
 from holdfast.jobs.node.folder import job_folder  # noqa: E402
-from holdfast.jobs.place import state_dir  # noqa: E402
-from holdfast.jobs.task.reading import Overrides, parse_task  # noqa: E402
+from holdfast.jobs.state_folder import state_dir  # noqa: E402
+from holdfast.jobs.task.parser import Overrides, parse_task  # noqa: E402
 
 EVERY = 20  # steps from save to save
 STEP_S = 0.02
@@ -173,18 +173,18 @@ class Bench:
 
     def _kill(self, job: Job, way: str) -> None:
         if way == "process":
-            table = processes.living()
-            mine = processes.marked(mark(job.task_id), table)
-            processes.end([one for one in mine if _command(one).startswith(b"sleep\0")])
+            table = processes.snapshot()
+            mine = processes.tagged(tag(job.task_id), table)
+            processes.kill([one for one in mine if _command(one).startswith(b"sleep\0")])
             return
         if way == "controller and node":
             path = str(job_folder(state_dir(), job.id).path).encode()
-            found = processes.living().values()
-            processes.end([one for one in found if {b"controller", path} <= set(_command(one).split(b"\0"))])
+            found = processes.snapshot().values()
+            processes.kill([one for one in found if {b"controller", path} <= set(_command(one).split(b"\0"))])
         node = job_folder(state_dir(), job.id).node(self.engine.job(job.id).attempt, 0)
         pid = int(node.pid.read_text().split()[0])
-        table = processes.living()
-        processes.end([one for one in [table.get(pid), *processes.below(pid, table)] if one])
+        table = processes.snapshot()
+        processes.kill([one for one in [table.get(pid), *processes.descendants(pid, table)] if one])
 
     def _wait(self, what: Callable[[], object], name: str) -> None:
         give_up_s = time.monotonic() + LIMIT_S

@@ -13,8 +13,8 @@ import pytest
 
 import holdfast
 from holdfast.entry import command
-from holdfast.jobs.status import Status
-from jobs.desk import Desk
+from holdfast.jobs.status import JobStatus
+from jobs.harness import JobHarness
 
 PACKAGE = Path(holdfast.__file__).parent
 NAMES = ("xxhash", "logging", "json", "sqlite3", "yaml", "obstore", "numpy", "ctypes", "subprocess", "queue")
@@ -44,9 +44,9 @@ def hostile(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = Desk(tmp_path)
+    found = JobHarness(tmp_path)
     yield found
     found.leave()
 
@@ -61,13 +61,15 @@ def _run(words: list[str], cwd: Path, **environment: str) -> subprocess.Complete
     return done
 
 
-def test_launch_runs_nothing_of_the_current_directory(desk: Desk, hostile: Path, tmp_path: Path) -> None:
+def test_launch_runs_nothing_of_the_current_directory(
+    desk: JobHarness, hostile: Path, tmp_path: Path
+) -> None:
     """`cd /tmp && holdfast launch ~/t.yaml` ran anybody's /tmp/xxhash.py."""
     task = tmp_path / "t.yaml"
     task.write_text("run: pwd; echo PYTHONPATH=$PYTHONPATH SAFE=$PYTHONSAFEPATH\n")
     _run([*command("holdfast.cli"), "launch", str(task)], hostile)
     job = desk.engine.job(1)
-    assert desk.wait(job).status is Status.SUCCEEDED
+    assert desk.wait(job).status is JobStatus.SUCCEEDED
     assert not (tmp_path / "ran").exists()
     said = _run([*command("holdfast.cli"), "logs", "1"], hostile).stdout
     assert "PYTHONPATH= SAFE=" in said.splitlines(), "the user's own commands keep their environment"

@@ -25,7 +25,6 @@ NOT_YET = {
     "exchange",
     "format",
     "home",
-    "jobs",
     "keeper",
     "policy",
     "privacy",

@@ -529,15 +529,15 @@ def _records() -> dict[str, Callable[[], Any]]:
         return UploaderConfig("/data", "s3://bucket/x")
 
     def life() -> Any:
-        from holdfast.jobs.machine import Life
         from holdfast.jobs.outcome import Outcome, Phase
+        from holdfast.jobs.state_machine import JobState
 
-        return Life(attempt=2, outcomes={0: Outcome(next(iter(Phase)), 1, None)})
+        return JobState(attempt=2, outcomes={0: Outcome(next(iter(Phase)), 1, None)})
 
     def node_plan() -> Any:
-        from holdfast.jobs.node.plan import Plan
+        from holdfast.jobs.node.spec import NodeSpec
 
-        return Plan("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, {}, 30.0)
+        return NodeSpec("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, {}, 30.0)
 
     def tag_plan() -> Any:
         from holdfast.adapters.nebula.board import Plan
@@ -679,9 +679,9 @@ def _run_slurm(data: bytes) -> None:
 
 
 def _run_queue(data: bytes) -> None:
-    from holdfast.jobs.sky.states import read_queue
+    from holdfast.jobs.sky.states import parse_queue
 
-    read_queue(data.decode("utf-8", "replace"))
+    parse_queue(data.decode("utf-8", "replace"))
 
 
 _TASK = b"""\
@@ -748,7 +748,7 @@ _YAML_WORDS = (
 
 
 def _run_task(data: bytes) -> None:
-    from holdfast.jobs.task.reading import parse_task
+    from holdfast.jobs.task.parser import parse_task
 
     parse_task(data.decode("utf-8", "replace"), "task.yaml")
 

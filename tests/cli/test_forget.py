@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from holdfast.jobs.place import database
 from holdfast.jobs.records import Records
-from holdfast.jobs.status import Status
-from jobs.desk import Desk
+from holdfast.jobs.state_folder import database
+from holdfast.jobs.status import JobStatus
+from jobs.harness import JobHarness
 
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = Desk(tmp_path)
+    found = JobHarness(tmp_path)
     yield found
     found.leave()
 
 
-def test_a_job_that_has_ended_goes_with_its_files(desk: Desk, holdfast: Command) -> None:
+def test_a_job_that_has_ended_goes_with_its_files(desk: JobHarness, holdfast: Command) -> None:
     first, second = (desk.submit("echo here > file") for _ in range(2))
-    assert {desk.wait(job).status for job in (first, second)} == {Status.SUCCEEDED}
+    assert {desk.wait(job).status for job in (first, second)} == {JobStatus.SUCCEEDED}
     said = holdfast("forget", first.id, "--yes")
     assert (said.status, said.out.splitlines()[-1]) == (0, "forgot 1 job")
     assert [job.id for job in desk.engine.jobs()] == [second.id]
@@ -37,12 +37,12 @@ def test_a_job_that_has_ended_goes_with_its_files(desk: Desk, holdfast: Command)
     desk.wait(third)
 
 
-def test_a_living_job_is_never_forgotten(desk: Desk, holdfast: Command) -> None:
+def test_a_living_job_is_never_forgotten(desk: JobHarness, holdfast: Command) -> None:
     job = desk.submit("until [ -e go ]; do sleep 0.02; done")
-    desk.wait(job, Status.RUNNING)
+    desk.wait(job, JobStatus.RUNNING)
     said = holdfast("forget", job.id, "--force", "--yes")
     assert said.status == 1
-    assert "is RUNNING, and was left as it is" in said.err
+    assert "is RUNNING, so it was not removed" in said.err
     assert holdfast("forget", "--all-ended", "--json", "--yes").json == {
         "chosen": [],
         "forgotten": [],
@@ -50,10 +50,10 @@ def test_a_living_job_is_never_forgotten(desk: Desk, holdfast: Command) -> None:
     }
     assert desk.files(job).workdir(0).exists()
     (desk.files(job).workdir(0) / "go").touch()
-    assert desk.wait(job).status is Status.SUCCEEDED
+    assert desk.wait(job).status is JobStatus.SUCCEEDED
 
 
-def test_old_ones_are_chosen_by_their_end(desk: Desk, holdfast: Command) -> None:
+def test_old_ones_are_chosen_by_their_end(desk: JobHarness, holdfast: Command) -> None:
     job = desk.submit("true")
     desk.wait(job)
     assert holdfast("forget", "--ended-before", "1h", "--dry-run").out == "no jobs\n"
@@ -64,15 +64,15 @@ def test_old_ones_are_chosen_by_their_end(desk: Desk, holdfast: Command) -> None
     assert holdfast("forget").status == 2
 
 
-def test_what_is_in_a_bucket_stays_and_what_is_not_keeps_the_job(desk: Desk, holdfast: Command) -> None:
+def test_what_is_in_a_bucket_stays_and_what_is_not_keeps_the_job(desk: JobHarness, holdfast: Command) -> None:
     head = "file_mounts: {plain: {name: plain, mode: MOUNT}, out: {name: cached, mode: MOUNT_CACHED}}"
     job = desk.submit("echo 1 > plain/a; echo 2 > out/b; ln -s b out/left-out", head=head)
     ended = desk.wait(job)
-    assert ended.status is Status.SUCCEEDED
+    assert ended.status is JobStatus.SUCCEEDED
     assert "left out" in ended.reason
     said = holdfast("forget", job.id, "--yes")
     assert said.status == 1
-    assert "with --force these files are lost" in said.err
+    assert "With --force these files are lost" in said.err
     assert desk.files(job).path.exists()
     assert holdfast("forget", job.id, "--force", "--yes").status == 0
     assert not desk.files(job).path.exists()
@@ -80,7 +80,7 @@ def test_what_is_in_a_bucket_stays_and_what_is_not_keeps_the_job(desk: Desk, hol
     assert [(buckets / name).read_text() for name in ("plain/a", "cached/b")] == ["1\n", "2\n"]
 
 
-def test_a_removal_that_was_killed_is_finished_by_the_next(desk: Desk, holdfast: Command) -> None:
+def test_a_removal_that_was_killed_is_finished_by_the_next(desk: JobHarness, holdfast: Command) -> None:
     first, second = (desk.submit("true") for _ in range(2))
     desk.wait(first)
     desk.wait(second)
@@ -92,7 +92,7 @@ def test_a_removal_that_was_killed_is_finished_by_the_next(desk: Desk, holdfast:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root, to mount")
-def test_nothing_below_a_mount_is_removed(desk: Desk, holdfast: Command, tmp_path: Path) -> None:
+def test_nothing_below_a_mount_is_removed(desk: JobHarness, holdfast: Command, tmp_path: Path) -> None:
     """Whatever is mounted in a job's folder is taken away first, or nothing is removed at all."""
     import subprocess
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from holdfast.jobs.status import Status
-from jobs.desk import Desk
+from holdfast.jobs.status import JobStatus
+from jobs.harness import JobHarness
 
 TASK = """
 name: greet
@@ -30,9 +30,9 @@ run: |
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = Desk(tmp_path)
+    found = JobHarness(tmp_path)
     yield found
     found.leave()
 
@@ -44,7 +44,7 @@ def task(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_job_is_launched_listed_and_read(desk: Desk, task: Path, holdfast: Command) -> None:
+def test_a_job_is_launched_listed_and_read(desk: JobHarness, task: Path, holdfast: Command) -> None:
     said = holdfast("launch", task, "--env", "WHO=you", "--name", "mine")
     assert said.status == 0
     assert said.out.startswith("job 1 (mine) is submitted")
@@ -57,11 +57,11 @@ def test_a_job_is_launched_listed_and_read(desk: Desk, task: Path, holdfast: Com
     assert "SUCCEEDED" in holdfast("queue").out
     lines = holdfast("logs", 1).out.splitlines()
     assert lines[1:] == ["hello you"]
-    assert "attempt 1 of job 1 begins" in lines[0]
+    assert "attempt 1 of job 1 starts" in lines[0]
 
 
 def test_attaching_shows_the_output_and_ends_as_the_job_does(
-    desk: Desk, task: Path, holdfast: Command
+    desk: JobHarness, task: Path, holdfast: Command
 ) -> None:
     said = holdfast("launch", task, "--env", "WHO=you", "--attach")
     assert said.status == 0
@@ -73,7 +73,7 @@ def test_attaching_shows_the_output_and_ends_as_the_job_does(
     assert "job 2 is FAILED: node 0 failed in run with status 3" in said.err
 
 
-def test_following_ends_with_the_job(desk: Desk, task: Path, holdfast: Command) -> None:
+def test_following_ends_with_the_job(desk: JobHarness, task: Path, holdfast: Command) -> None:
     task.write_text("num_nodes: 2\nrun: echo node $SKYPILOT_NODE_RANK here\n")
     assert holdfast("launch", task).status == 0
     out = holdfast("logs", 1, "-f").out
@@ -83,34 +83,39 @@ def test_following_ends_with_the_job(desk: Desk, task: Path, holdfast: Command) 
     assert '{"node": 0, "line": "node 0 here"}' in holdfast("logs", 1, "--json").out
 
 
-def test_a_dry_run_says_all_and_starts_nothing(desk: Desk, task: Path, holdfast: Command) -> None:
+def test_a_dry_run_says_all_and_starts_nothing(desk: JobHarness, task: Path, holdfast: Command) -> None:
     said = holdfast("launch", task, "--env", "WHO=you", "--dry-run")
     assert said.status == 0
     assert "resources.use_spot" in said.out
     assert "nothing was started" in said.out
     plan = holdfast("launch", task, "--env", "WHO=you", "--dry-run", "--json").json
-    assert [effect["key"] for effect in plan["effects"]] == ["resources.accelerators", "resources.use_spot"]
+    assert [found_key["key"] for found_key in plan["unsupported_keys"]] == [
+        "resources.accelerators",
+        "resources.use_spot",
+    ]
     assert "A100: 1" in plan["task"]
     assert desk.engine.jobs() == []
 
 
-def test_a_wrong_task_file_is_told_line_by_line(desk: Desk, task: Path, holdfast: Command) -> None:
+def test_a_wrong_task_file_is_told_line_by_line(desk: JobHarness, task: Path, holdfast: Command) -> None:
     task.write_text(TASK.replace("use_spot", "use_spto"))
     said = holdfast("launch", task)
     assert said.status == 2
-    assert f"{task}:7: resources.use_spto: there is no key 'use_spto'" in said.err
+    assert f"{task}:7: resources.use_spto: unknown key 'use_spto'" in said.err
     assert f"{task}:9: envs.WHO: WHO has no value: give it here, or with --env WHO=VALUE" in said.err
 
 
 def test_a_variable_without_value_is_taken_from_here(
-    desk: Desk, task: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+    desk: JobHarness, task: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WHO", "me")
     assert "WHO=me" in holdfast("launch", task, "--env", "WHO", "--dry-run").out
     assert holdfast("launch", task, "--env", "NOBODY_HAS_SET_THIS").status == 2
 
 
-def test_secrets_are_given_to_the_job_and_never_shown(desk: Desk, task: Path, holdfast: Command) -> None:
+def test_secrets_are_given_to_the_job_and_never_shown(
+    desk: JobHarness, task: Path, holdfast: Command
+) -> None:
     task.write_text("secrets: {TOKEN: null}\nrun: test ${#TOKEN} = 6\n")
     for words in (["--dry-run"], ["--dry-run", "--json"]):
         assert "abc123" not in holdfast("launch", task, "--secret", "TOKEN=abc123", *words).out
@@ -119,12 +124,17 @@ def test_secrets_are_given_to_the_job_and_never_shown(desk: Desk, task: Path, ho
 
 @pytest.mark.parametrize(("engine", "program"), [("slurm", "sbatch"), ("sky", "sky")])
 def test_an_engine_that_is_not_here_is_told(
-    desk: Desk, task: Path, holdfast: Command, engine: str, program: str, monkeypatch: pytest.MonkeyPatch
+    desk: JobHarness,
+    task: Path,
+    holdfast: Command,
+    engine: str,
+    program: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", str(task.parent))
     said = holdfast("launch", task, "--env", "WHO=you", "--on", engine)
     assert said.status == 2
-    assert f"There is no {program}" in said.err
+    assert f"{program} " in said.err
     assert holdfast("queue").out == "no jobs\n"
 
 
@@ -132,45 +142,47 @@ def test_an_engine_that_is_not_here_is_told(
     ("engine", "words"), [("slurm", "#SBATCH --requeue"), ("sky", "$ sky jobs launch -y -d")]
 )
 def test_a_dry_run_shows_what_other_engines_would_be_given(
-    desk: Desk, task: Path, holdfast: Command, engine: str, words: str
+    desk: JobHarness, task: Path, holdfast: Command, engine: str, words: str
 ) -> None:
     said = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run")
     assert said.status == 0
     assert words in said.out
     plan = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run", "--json").json
-    assert any(words in line for line in plan["handover"])
+    assert any(words in line for line in plan["rendered"])
     assert (plan["engine"], holdfast("queue").out) == (engine, "no jobs\n")
 
 
-def test_preempting_and_cancelling_from_the_command_line(desk: Desk, task: Path, holdfast: Command) -> None:
+def test_preempting_and_cancelling_from_the_command_line(
+    desk: JobHarness, task: Path, holdfast: Command
+) -> None:
     task.write_text("run: |\n  trap 'exit 75' TERM\n  echo ready\n  while true; do sleep 0.02; done\n")
     holdfast("launch", task)
     job = desk.engine.job(1)
     desk.wait_until_said(job, "ready")
-    desk.wait(job, Status.RUNNING)
+    desk.wait(job, JobStatus.RUNNING)
     assert "its machine goes in 1 min 0 s" in holdfast("preempt", 1, "--lead", "60").out
     desk.wait_until_said(job, "ready", times=2)
-    desk.wait(job, Status.RUNNING)
+    desk.wait(job, JobStatus.RUNNING)
     assert holdfast("cancel", 1).out == "job 1 (task) is told to stop\n"
-    assert desk.wait(job).status is Status.CANCELLED
+    assert desk.wait(job).status is JobStatus.CANCELLED
     assert holdfast("cancel", 1).status == 2
     assert holdfast("preempt", 1).status == 2
     assert holdfast("queue").out.count("CANCELLED") == 1
 
 
 @pytest.mark.parametrize("words", [["logs", "9"], ["cancel", "9"], ["preempt", "9"]])
-def test_a_job_that_is_not_there_is_told(desk: Desk, holdfast: Command, words: list[str]) -> None:
+def test_a_job_that_is_not_there_is_told(desk: JobHarness, holdfast: Command, words: list[str]) -> None:
     said = holdfast(*words)
     assert said.status == 2
-    assert "There is no job 9" in said.err
+    assert "Job 9 does not exist" in said.err
 
 
-def test_no_jobs_are_told_as_such(desk: Desk, holdfast: Command) -> None:
+def test_no_jobs_are_told_as_such(desk: JobHarness, holdfast: Command) -> None:
     assert holdfast("queue").out == "no jobs\n"
     assert holdfast("queue", "--json").json == []
 
 
-def test_a_lead_that_is_no_time_is_refused(desk: Desk, holdfast: Command) -> None:
+def test_a_lead_that_is_no_time_is_refused(desk: JobHarness, holdfast: Command) -> None:
     assert holdfast("preempt", 1, "--lead", "-1").status == 2
     assert holdfast("preempt", 1, "--lead", "soon").status == 2
 
@@ -183,7 +195,7 @@ def test_jobs_need_no_torch(tmp_path: Path, task: Path, monkeypatch: pytest.Monk
     assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
 
 
-def test_a_job_needs_its_terminal_no_more(desk: Desk, task: Path) -> None:
+def test_a_job_needs_its_terminal_no_more(desk: JobHarness, task: Path) -> None:
     """The launching command and all of its process group are killed while the job runs."""
     task.write_text("run: |\n  echo begun\n  until [ -e go ]; do sleep 0.02; done\n")
     command = [sys.executable, "-m", "holdfast.cli", "launch", str(task), "--attach"]
@@ -195,4 +207,4 @@ def test_a_job_needs_its_terminal_no_more(desk: Desk, task: Path) -> None:
     job = desk.engine.job(1)
     (desk.files(job).workdir(0) / "go").touch()
     ended = desk.wait(job)
-    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 1)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)

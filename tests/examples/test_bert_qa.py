@@ -11,13 +11,13 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.jobs.engine import Job
-from holdfast.jobs.node.folder import bucket_dir
-from holdfast.jobs.place import state_dir
-from holdfast.jobs.status import Status
+from holdfast.jobs.node.folder import bucket_folder
+from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.status import JobStatus
 from holdfast.report import read_story
 from holdfast.report.curves import Curve
 from holdfast.store import open_store
-from jobs.desk import Desk
+from jobs.harness import JobHarness
 from nursery import shared
 
 pytest.importorskip("transformers")
@@ -115,10 +115,10 @@ def test_a_job_that_is_preempted_twice_has_the_curve_of_one_that_was_not(
     monkeypatch.chdir(ROOT)
     train(tmp_path / "quiet", *OPTIONS.split())
     assert main(["launch", "examples/bert_qa/task.yaml", "--env", f"OPTIONS={OPTIONS}"]) == 0
-    desk = Desk(tmp_path)
+    desk = JobHarness(tmp_path)
     try:
         (job,) = desk.engine.jobs()
-        home = bucket_dir(state_dir(), "bert-qa") / job.task_id
+        home = bucket_folder(state_dir(), "bert-qa") / job.task_id
         for attempt, step in ((1, 20), (2, 50)):
             wait_for_step(desk, job, home, step)
             assert main(["preempt", str(job.id)]) == 0
@@ -126,7 +126,7 @@ def test_a_job_that_is_preempted_twice_has_the_curve_of_one_that_was_not(
                 job, lambda then=attempt: desk.engine.job(job.id).attempt > then, "the next attempt"
             )
         ended = desk.wait(job)
-        assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 2), desk.tell(job)
+        assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 2), desk.tell(job)
     finally:
         desk.leave()
     truth, told = curves(tmp_path / "quiet"), curves(home)
@@ -140,7 +140,7 @@ def test_a_job_that_is_preempted_twice_has_the_curve_of_one_that_was_not(
     assert "loss, step by step" in (tmp_path / "report.html").read_text()
 
 
-def wait_for_step(desk: Desk, job: Job, home: Path, step: int) -> None:
+def wait_for_step(desk: JobHarness, job: Job, home: Path, step: int) -> None:
     """Wait until the training has told of a step."""
 
     def is_there() -> bool:

@@ -1,4 +1,4 @@
-"""A desk per test: an engine with a state folder of its own, and no process left when the test is over."""
+"""Fixture of local jobs: an engine with its own state folder, and no process left after the test."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs.desk import Desk
+from jobs.harness import JobHarness
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    """Where a test submits its jobs."""
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
+    """Return a harness with its own folder."""
     state = tmp_path / "state"
     monkeypatch.setenv("HOLDFAST_STATE", str(state))
     monkeypatch.setenv("HOLDFAST_NOTICES", "none")
-    found = Desk(tmp_path)
+    found = JobHarness(tmp_path)
     yield found
     found.leave()

@@ -1,4 +1,4 @@
-"""The one row of numbers: jobs of all engines in one file, which older versions have made too."""
+"""Records of jobs: one file and id sequence for all engines, upgraded from older versions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.jobs.choice import choose_engine, find_engine
-from holdfast.jobs.machine import Life, Terms
-from holdfast.jobs.place import database, state_dir
-from holdfast.jobs.records import Records, Spec, life_text, terms_text
+from holdfast.jobs.records import JobSpec, Records, format_policy, format_state
+from holdfast.jobs.registry import find_engine, get_engine
+from holdfast.jobs.state_folder import database, state_dir
+from holdfast.jobs.state_machine import JobState, RestartPolicy
 
-SPEC = Spec(num_nodes=1, num_gpus=0, has_setup=False, user="me", gpus=[])
+SPEC = JobSpec(num_nodes=1, num_gpus=0, has_setup=False, user="me", gpus=[])
 VERSION_1 = """
 CREATE TABLE jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, task_id TEXT,
@@ -30,32 +30,30 @@ PRAGMA user_version = 1;
 """
 
 
-def test_jobs_of_all_engines_share_one_row_of_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_all_engines_share_one_id_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
     with Records(database(state_dir())) as records:
         for engine in ("slurm", "local", "sky"):
-            number = records.reserve("n", SPEC, Terms(), 1.0, engine=engine)
+            number = records.reserve("n", SPEC, RestartPolicy(), 1.0, engine=engine)
             records.complete(number, f"id-{engine}")
-        records.name_outside(1, "4711")
-        assert [(one.id, one.engine, one.outer_id) for one in records.all()] == [
+        records.set_engine_job_id(1, "4711")
+        assert [(one.id, one.engine, one.engine_job_id) for one in records.all()] == [
             (1, "slurm", "4711"),
             (2, "local", None),
             (3, "sky", None),
         ]
         assert [one.id for one in records.all("sky")] == [3]
-        records.take_back(3)
+        records.withdraw(3)
         with pytest.raises(NotFound):
             records.get(3)
     assert (find_engine(1).name, find_engine(2).name) == ("slurm", "local")
-    with pytest.raises(NotFound, match="no job 3"):
+    with pytest.raises(NotFound, match="Job 3 does not exist"):
         find_engine(3)
-    with pytest.raises(InvalidInput, match="no engine 'k8s'"):
-        choose_engine("k8s")
+    with pytest.raises(InvalidInput, match="Unknown engine 'k8s'"):
+        get_engine("k8s")
 
 
-def test_a_file_of_the_version_before_is_brought_up(tmp_path: Path) -> None:
+def test_a_file_of_the_previous_version_is_upgraded(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     old = sqlite3.connect(path)
     old.executescript(VERSION_1)
@@ -63,11 +61,11 @@ def test_a_file_of_the_version_before_is_brought_up(tmp_path: Path) -> None:
     old.execute(
         "INSERT INTO jobs (name, task_id, is_whole, spec, terms, life, due, status, submitted_unix_s) "
         "VALUES ('old', 'id', 1, ?, ?, ?, '{}', 'RUNNING', 1.0)",
-        (spec, terms_text(Terms()), life_text(Life())),
+        (spec, format_policy(RestartPolicy()), format_state(JobState())),
     )
     old.commit()
     old.close()
     for _ in range(2):
         with Records(path) as records:
             (found,) = records.all()
-        assert (found.name, found.engine, found.outer_id) == ("old", "local", None)
+        assert (found.name, found.engine, found.engine_job_id) == ("old", "local", None)

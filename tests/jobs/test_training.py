@@ -1,4 +1,4 @@
-"""Jobs that train: what a Checkpointer in them saves, and what notices and kills cost."""
+"""Jobs that train with a Checkpointer: what they save, and what notices and kills cost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.status import Status
+from holdfast.jobs.status import JobStatus
 from holdfast.report import read_story
 from holdfast.store import open_store
-from jobs.desk import Desk
+from jobs.harness import JobHarness
 
 TRAINING = Path(__file__).parent / "training.py"
 TOTAL = 60
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def steps(folder: Path) -> list[tuple[int, int]]:
-    """(attempt, step) of every step that was done, in order."""
+    """Return (attempt, step) of every completed step, in order."""
     log = folder / "progress.log"
     if not log.exists():
         return []
@@ -54,19 +54,19 @@ def steps(folder: Path) -> list[tuple[int, int]]:
     return [(int(attempt), int(step)) for attempt, step in lines]
 
 
-def wait_for_steps(desk: Desk, job: Job, number: int, *, attempt: int | None = None) -> None:
-    """Wait until so many steps were done, in all or in one attempt."""
+def wait_for_steps(harness: JobHarness, job: Job, number: int, *, attempt: int | None = None) -> None:
+    """Wait until a number of steps is completed, in all attempts or in one."""
 
     def is_there() -> bool:
-        assert not desk.engine.job(job.id).status.is_final, desk.tell(job)
-        return len([1 for one, _ in steps(desk.folder) if attempt in (None, one)]) >= number
+        assert not harness.engine.job(job.id).status.is_final, harness.tell(job)
+        return len([1 for one, _ in steps(harness.folder) if attempt in (None, one)]) >= number
 
-    desk.wait_for(job, is_there, f"{number} steps")
+    harness.wait_for(job, is_there, f"{number} steps")
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """Digest of the end of a training that nothing happened to, by its number of steps."""
+    """Return the digest after an uninterrupted training, by its number of steps."""
     import subprocess
 
     found: dict[int, str] = {}
@@ -82,102 +82,106 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], s
     return digest
 
 
-def test_a_preemption_with_notice_costs_no_step(desk: Desk, uninterrupted: Callable[[int], str]) -> None:
-    job = desk.submit(command(desk.folder, "--step-s", "0.02"))
-    wait_for_steps(desk, job, 7)
-    desk.engine.preempt(job.id, lead_s=60)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries, ended.step) == (Status.SUCCEEDED, 1, TOTAL), desk.tell(job)
-    assert [step for _, step in steps(desk.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
-    assert {attempt for attempt, _ in steps(desk.folder)} == {1, 2}
-    assert (desk.folder / "final.txt").read_text() == uninterrupted(TOTAL)
-
-
-def test_the_loss_of_a_node_costs_what_came_after_the_last_save(
-    desk: Desk, uninterrupted: Callable[[int], str]
+def test_a_preemption_with_notice_costs_no_step(
+    harness: JobHarness, uninterrupted: Callable[[int], str]
 ) -> None:
-    job = desk.submit(command(desk.folder, "--step-s", "0.02"))
-    desk.wait_for(job, lambda: (desk.engine.job(job.id).step or 0) >= 2 * EVERY, "two saves")
-    saved = desk.engine.job(job.id).step or 0
-    desk.kill_node(job, 0)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 1), desk.tell(job)
-    first = min(step for attempt, step in steps(desk.folder) if attempt == 2)
+    job = harness.submit(command(harness.folder, "--step-s", "0.02"))
+    wait_for_steps(harness, job, 7)
+    harness.engine.preempt(job.id, lead_s=60)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), harness.tell(job)
+    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    assert {attempt for attempt, _ in steps(harness.folder)} == {1, 2}
+    assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+
+
+def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
+    harness: JobHarness, uninterrupted: Callable[[int], str]
+) -> None:
+    job = harness.submit(command(harness.folder, "--step-s", "0.02"))
+    harness.wait_for(job, lambda: (harness.engine.job(job.id).step or 0) >= 2 * EVERY, "two saves")
+    saved = harness.engine.job(job.id).step or 0
+    harness.kill_node(job, 0)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.tell(job)
+    first = min(step for attempt, step in steps(harness.folder) if attempt == 2)
     assert first > saved, "what was durable is not done again"
-    assert (desk.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+    assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_nodes_train_together_and_survive_a_notice(desk: Desk) -> None:
-    """With torchrun on two loopback addresses; it ends with 1 when told to stop, and that is no error."""
-    job = desk.submit(torchrun(desk.folder, free_port(), "--step-s", "0.02"), head="num_nodes: 2")
-    wait_for_steps(desk, job, 7)
-    desk.engine.preempt(job.id, lead_s=60)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (Status.SUCCEEDED, 1, 0), (
-        desk.tell(job)
+def test_two_nodes_train_together_and_survive_a_notice(harness: JobHarness) -> None:
+    """With torchrun on two loopback addresses, whose exit with 1 after a notice is not an error."""
+    job = harness.submit(torchrun(harness.folder, free_port(), "--step-s", "0.02"), head="num_nodes: 2")
+    wait_for_steps(harness, job, 7)
+    harness.engine.preempt(job.id, lead_s=60)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
+        harness.tell(job)
     )
-    assert [step for _, step in steps(desk.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("node", [0, 1])
-def test_two_nodes_survive_the_loss_of_one(desk: Desk, node: int) -> None:
-    """Also of the one whose rank commits, with the other's keeper waiting for it."""
-    job = desk.submit(torchrun(desk.folder, free_port(), "--step-s", "0.02"), head="num_nodes: 2")
-    wait_for_steps(desk, job, 13)
-    desk.kill_node(job, node)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (Status.SUCCEEDED, 1, 0), (
-        desk.tell(job)
+def test_two_nodes_survive_the_loss_of_one(harness: JobHarness, node: int) -> None:
+    """Including the one whose rank commits, while the other's keeper waits for it."""
+    job = harness.submit(torchrun(harness.folder, free_port(), "--step-s", "0.02"), head="num_nodes: 2")
+    wait_for_steps(harness, job, 13)
+    harness.kill_node(job, node)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
+        harness.tell(job)
     )
-    assert steps(desk.folder)[-1] == (2, TOTAL)
+    assert steps(harness.folder)[-1] == (2, TOTAL)
 
 
 @pytest.mark.slow
-def test_chaos(desk: Desk, uninterrupted: Callable[[int], str], request: pytest.FixtureRequest) -> None:
-    """Random kills of trainer, keeper, controller and whole node; the job ends as if nothing had happened."""
+def test_chaos(
+    harness: JobHarness, uninterrupted: Callable[[int], str], request: pytest.FixtureRequest
+) -> None:
+    """Random kills of trainer, keeper, controller and node do not change the result."""
     chance = random.Random(20261121)
     num_kills = int(os.environ.get("CHAOS_KILLS", "100"))
     total = 30 * num_kills
-    job = desk.submit(command(desk.folder, "--step-s", "0.01", total=total), head=RESTARTS)
+    job = harness.submit(command(harness.folder, "--step-s", "0.01", total=total), head=RESTARTS)
     killed: dict[str, int] = {}
     while sum(killed.values()) < num_kills:
-        before = len(steps(desk.folder))
+        before = len(steps(harness.folder))
         # Most kills come once an attempt has trained for a while, some while it still starts.
         if chance.random() < 0.8:
-            wait_for_steps(desk, job, before + chance.randrange(EVERY, 3 * EVERY))
-        assert not desk.engine.job(job.id).status.is_final, desk.tell(job)
+            wait_for_steps(harness, job, before + chance.randrange(EVERY, 3 * EVERY))
+        assert not harness.engine.job(job.id).status.is_final, harness.tell(job)
         what = chance.choice(["trainer", "keeper", "controller", "node"])
-        if kill(desk, job, what):
+        if kill(harness, job, what):
             killed[what] = killed.get(what, 0) + 1
-        desk.engine.jobs()  # as somebody does who looks how it goes
-    ended = desk.wait(job)
-    assert ended.status is Status.SUCCEEDED, desk.tell(job)
+        harness.engine.jobs()  # as somebody does who looks how it goes
+    ended = harness.wait(job)
+    assert ended.status is JobStatus.SUCCEEDED, harness.tell(job)
     assert set(killed) == {"trainer", "keeper", "controller", "node"}, killed
-    assert (desk.folder / "final.txt").read_text() == uninterrupted(total)
-    (curve,) = read_story(open_store(str(desk.folder / "home"))).curves
+    assert (harness.folder / "final.txt").read_text() == uninterrupted(total)
+    (curve,) = read_story(open_store(str(harness.folder / "home"))).curves
     assert [point.step for point in curve.counted] == list(range(1, total + 1)), "one value for each step"
 
 
-def kill(desk: Desk, job: Job, what: str) -> bool:
-    """Kill one thing of a job; False if it was not there just now."""
+def kill(harness: JobHarness, job: Job, what: str) -> bool:
+    """Kill one part of a job. Return False if it was not running."""
     if what == "trainer":
-        return end(desk.named(job, "training.py"))
+        return kill_all(harness.named(job, "training.py"))
     if what == "keeper":
-        return end(desk.named(job, "holdfast.keeper"))
+        return kill_all(harness.named(job, "holdfast.keeper"))
     if what == "controller":
-        return end(desk.roles(job, "controller"))
+        return kill_all(harness.roles(job, "controller"))
     try:
-        desk.kill_node(job, 0)
+        harness.kill_node(job, 0)
     except FileNotFoundError:
         return False  # between two attempts
     return True
 
 
-def end(found: list[processes.Process]) -> bool:
-    """Kill these; False if there were none."""
-    processes.end(found)
+def kill_all(found: list[processes.Process]) -> bool:
+    """Kill processes. Return False if there were none."""
+    processes.kill(found)
     return bool(found)

@@ -1,4 +1,4 @@
-"""The training that jobs under test do: `python training.py HOME TOTAL [--every N] [--step-s S]`.
+"""The training of jobs under test: `python training.py HOME TOTAL [--every N] [--step-s S]`.
 
 A small model on seeded data. Every completed step is a line of progress.log beside the home; the digest of
 the final weights goes to final.txt. On several ranks (torchrun's environment) gradients are summed over gloo.
@@ -19,7 +19,7 @@ import holdfast
 
 
 def main() -> None:
-    """Train, wherever the run stopped."""
+    """Train, resuming where the run stopped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("home", type=Path)
     parser.add_argument("total", type=int)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of all weights and moments, bit for bit."""
+    """Return a digest of all weights and moments."""
     found = hashlib.sha256()
     moments = [value for state in optimizer.state.values() for value in state.values()]
     for tensor in [*model.state_dict().values(), *moments]:

@@ -18,7 +18,7 @@ from holdfast.killpoint import POINTS
 from writeback.checkpoint_writer import COPIED_BYTES
 from writeback.harness import MountedDirectory, wait_for
 
-JOB = Path(__file__).parent / "job.py"
+JOB = Path(__file__).parent / "checkpoint_writer.py"
 MakeDirectory = Callable[..., MountedDirectory]
 
 

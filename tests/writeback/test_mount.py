@@ -174,7 +174,7 @@ def test_two_objects_that_no_directory_can_hold_are_reported(make_directory: Mak
     mounted = make_directory()
     mounted.store.put("a/b", b"x")
     mounted.write("a", "a file has the name of the object's folder")
-    with pytest.raises(RetryLater, match="no directory can hold both"):
+    with pytest.raises(RetryLater, match="no file system can hold both"):
         mounted.mount()
 
 

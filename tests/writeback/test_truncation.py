@@ -51,7 +51,7 @@ WHOLE = {
     "model.pt": torch_bytes(),
     "model.safetensors": save({"weight": np.arange(1000.0)}),
     "arrays.npz": npz_bytes(),
-    "commented.zip": zip_bytes(b"reply PK\x05\x06 in its comment" * 100),
+    "commented.zip": zip_bytes(b"said PK\x05\x06 in its comment" * 100),
 }
 
 

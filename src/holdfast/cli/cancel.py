@@ -7,7 +7,7 @@ import argparse
 from holdfast.cli.jobs import add_job, job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
-from holdfast.jobs.choice import find_engine
+from holdfast.jobs.registry import find_engine
 
 _EXAMPLES = """
 holdfast cancel 3

@@ -10,8 +10,8 @@ from holdfast.cli.jobs import add_engine
 from holdfast.cli.options import Commands, add_json, agrees, check_can_agree, command, count
 from holdfast.cli.tables import print_json, print_table, say_age
 from holdfast.errors import Conflict, InvalidInput
-from holdfast.jobs.choice import all_jobs, choose_engine, find_engine
 from holdfast.jobs.engine import Job
+from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.quantity import plural, read_seconds
 
 _EXAMPLES = """
@@ -77,7 +77,7 @@ def _choose(args: argparse.Namespace) -> list[Job]:
     if args.ended_before is not None:
         before_s -= read_seconds(args.ended_before, "--ended-before")
     found = {job.id: job for job in named}
-    for job in choose_engine(args.on).jobs() if args.on else all_jobs():
+    for job in get_engine(args.on).jobs() if args.on else all_jobs():
         if job.status.is_final and (job.ended_unix_s is None or job.ended_unix_s <= before_s):
             found[job.id] = job
     return sorted(found.values(), key=lambda job: job.id)
@@ -88,7 +88,7 @@ def _forget(jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, str]]
     kept: dict[int, str] = {}
     for job in jobs:
         try:
-            choose_engine(job.engine).forget(job.id, force=force)
+            get_engine(job.engine).forget(job.id, force=force)
         except Conflict as error:
             kept[job.id] = str(error)
         else:

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli.options import count
-from holdfast.jobs.choice import ENGINES
 from holdfast.jobs.engine import Job, Line
+from holdfast.jobs.registry import ENGINES
 
 
 def add_engine(parser: argparse.ArgumentParser, *, default: str | None, meant: str) -> None:

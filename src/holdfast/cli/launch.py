@@ -11,10 +11,10 @@ from holdfast.cli.jobs import add_engine, job_row, print_line
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import InvalidInput
-from holdfast.jobs.choice import choose_engine
-from holdfast.jobs.engine import Effect, Engine, Job
-from holdfast.jobs.status import Status
-from holdfast.jobs.task.contents import Task
+from holdfast.jobs.engine import Engine, Job, UnsupportedKey
+from holdfast.jobs.registry import get_engine
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.model import Task
 from holdfast.quantity import plural
 
 _EXAMPLES = """
@@ -57,11 +57,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Submit the job, or show what would be submitted."""
-    from holdfast.jobs.task.reading import Overrides, read_task  # not above: other commands need no YAML
+    from holdfast.jobs.task.parser import Overrides, load_task  # not above: other commands need no YAML
 
-    engine = choose_engine(args.on)
+    engine = get_engine(args.on)
     overrides = Overrides(args.name, _variables(args.env, "--env"), _variables(args.secret, "--secret"))
-    task = read_task(args.task, overrides)
+    task = load_task(args.task, overrides)
     if args.dry_run:
         engine.check(task)
         _show_plan(task, engine, args)
@@ -112,35 +112,35 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     else:
         reason = f": {ended.reason}" if ended.reason else ""
         print(f"holdfast: job {job.id} is {ended.status.value}{reason}", file=sys.stderr)
-    return 0 if ended.status is Status.SUCCEEDED else _FAILED
+    return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
 
 
 # -- what would happen -----------------------------------------------------------------------------------
 
 
 def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
-    from holdfast.jobs.task.handover import to_yaml
+    from holdfast.jobs.task.rendering import to_yaml
 
-    effects = engine.effects(task)
+    unsupported = engine.unsupported_keys(task)
     if args.json:
-        told = [{"key": one.key, "line": one.line, "what": one.what} for one in effects]
+        told = [{"key": one.key, "line": one.line, "what": one.what} for one in unsupported]
         print_json(
             {
                 "name": task.name,
                 "engine": engine.name,
                 "num_nodes": task.num_nodes,
                 "notes": list(task.notes),
-                "effects": told,
-                "handover": engine.handover(task),
+                "unsupported_keys": told,
+                "rendered": engine.render(task),
                 "task": to_yaml(task),
             }
         )
         return
     print_table(("WHAT", "HOW"), list(_rows(task, engine)), text="HOW")
-    _print_effects(effects, engine)
+    _print_effects(unsupported, engine)
     for note in task.notes:
         print(f"note: {note}")
-    for number, line in enumerate(engine.handover(task)):
+    for number, line in enumerate(engine.render(task)):
         print(f"    {line}" if number else f"\nwhat is handed over:\n    {line}")
     print("nothing was started")
 
@@ -169,8 +169,8 @@ def _say_workdir(task: Task) -> str:
     return f"copied from {task.workdir}" if task.workdir else "empty"
 
 
-def _print_effects(effects: list[Effect], engine: Engine) -> None:
-    if effects:
+def _print_effects(unsupported: list[UnsupportedKey], engine: Engine) -> None:
+    if unsupported:
         print(f"\nkeys that mean something else on {engine.name}:")
-        rows = [(str(one.line), one.key, one.what) for one in effects]
+        rows = [(str(one.line), one.key, one.what) for one in unsupported]
         print_table(("LINE", "KEY", "HERE"), rows, names=("KEY",), text="HERE")

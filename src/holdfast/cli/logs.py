@@ -6,7 +6,7 @@ import argparse
 
 from holdfast.cli.jobs import add_job, print_line
 from holdfast.cli.options import Commands, add_json, command, step_number
-from holdfast.jobs.choice import find_engine
+from holdfast.jobs.registry import find_engine
 
 _EXAMPLES = """
 holdfast logs 3

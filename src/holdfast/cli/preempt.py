@@ -8,7 +8,7 @@ from holdfast.cli.jobs import add_job, job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
-from holdfast.jobs.choice import find_engine
+from holdfast.jobs.registry import find_engine
 from holdfast.quantity import read_seconds, say_seconds
 
 _EXAMPLES = """

@@ -8,8 +8,8 @@ import time
 from holdfast.cli.jobs import add_engine, job_row
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table, say_age
-from holdfast.jobs.choice import all_jobs, choose_engine
 from holdfast.jobs.engine import Job
+from holdfast.jobs.registry import all_jobs, get_engine
 from holdfast.quantity import say_seconds
 
 _EXAMPLES = """
@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List them, the newest first."""
-    jobs = (choose_engine(args.on).jobs() if args.on else all_jobs())[::-1]
+    jobs = (get_engine(args.on).jobs() if args.on else all_jobs())[::-1]
     if args.json:
         print_json([job_row(job) for job in jobs[: args.tail]])
     elif not jobs:

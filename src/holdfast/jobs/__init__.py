@@ -1,1 +1,1 @@
-"""Keeps a job alive: task files, the life of a job as a pure machine, and the engines that run it."""
+"""Jobs: task files, the pure state machine of a job, and the engines that run it."""

@@ -1,4 +1,4 @@
-"""The engine contract: what every place that runs jobs must do."""
+"""The interface of engines, which run jobs."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.jobs.machine import Life
-from holdfast.jobs.records import Record
-from holdfast.jobs.status import Status
-from holdfast.jobs.task.contents import Task
+from holdfast.jobs.records import JobRecord
+from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.model import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
-    """What an engine makes of a key of a task file, where that is not what the key says."""
+class UnsupportedKey:
+    """Task-file key that an engine ignores or interprets differently."""
 
-    key: str  # path in the file, as resources.use_spot
+    key: str  # path in the file, such as resources.use_spot
     line: int
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as people and scripts see it."""
+    """Job as shown to users and scripts."""
 
     id: int
     name: str
     engine: str
-    task_id: str  # minted once, the same in every attempt
-    status: Status
+    task_id: str  # created once, the same in every attempt
+    status: JobStatus
     attempt: int
     recoveries: int
     restarts_after_errors: int
     num_nodes: int
     submitted_unix_s: float
-    started_unix_s: float | None  # the first attempt
+    started_unix_s: float | None  # start of the first attempt
     ended_unix_s: float | None
-    step: int | None  # of the newest checkpoint that the job has told of
-    reason: str  # why it stands where it stands, for people
+    step: int | None  # newest checkpoint that the job has reported
+    reason: str  # why the job has its status, for people
 
     @classmethod
-    def of(cls, record: Record, *, step: int | None = None, life: Life | None = None) -> Job:
-        """What there is to see of a record; `life` where more is known than was written down."""
+    def of(cls, record: JobRecord, *, step: int | None = None, life: JobState | None = None) -> Job:
+        """Return the job of a record. `life` overrides the recorded state."""
         life = life or record.life
         return cls(
             id=record.id,
@@ -64,97 +64,97 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a job's output."""
+    """Line of a job's output."""
 
-    node: int | None  # None: said of the job itself, where its status has changed
+    node: int | None  # None: a change of the job's status
     text: str
 
 
 class Engine(ABC):
-    """A place that runs jobs."""
+    """Place that runs jobs."""
 
     name: str
-    """As `--on` has it."""
+    """Name of the engine, as in `--on`."""
 
     @abstractmethod
-    def effects(self, task: Task) -> list[Effect]:
-        """The keys of a task that mean less here than they say."""
+    def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
+        """Return the keys of a task that this engine ignores or interprets differently."""
 
     @abstractmethod
-    def handover(self, task: Task) -> list[str]:
-        """What the engine would hand to whatever runs jobs for it, in lines; empty where nobody else does."""
+    def render(self, task: Task) -> list[str]:
+        """Return the lines that this engine would submit to another system, if any."""
 
     @abstractmethod
     def check(self, task: Task) -> None:
-        """Refuse what cannot be run here, before anything is done; sends nothing over a network.
+        """Check that the engine can run a task, without changing or sending anything.
 
         Raises:
-            Unsupported: this version cannot.
-            InvalidInput: nobody could.
+            Unsupported: this version cannot run the task.
+            InvalidInput: the task is invalid.
         """
 
     @abstractmethod
     def submit(self, task: Task) -> Job:
-        """Take a task over. It goes on by itself from here, whatever becomes of the caller.
+        """Submit a task. From then on the job is independent of the calling process.
 
         Raises:
-            HoldfastError: see `check`; or it could not be written down. Nothing was started then.
+            HoldfastError: see `check`, or the job could not be recorded. Nothing was started.
 
         Blocks: while the workdir is copied.
         """
 
     @abstractmethod
     def jobs(self) -> list[Job]:
-        """All jobs of this engine, the newest last; those that nobody looked after are looked after again."""
+        """Return all jobs of this engine, newest last. Restarts missing controllers."""
 
     @abstractmethod
     def job(self, number: int) -> Job:
-        """One job.
+        """Return a job.
 
         Raises:
-            NotFound: there is none with this number.
+            NotFound: the job does not exist.
         """
 
     @abstractmethod
     def cancel(self, number: int) -> Job:
-        """End a job for good: a notice first, so that it can save; then by force.
+        """Cancel a job: send a notice, so that it can save, and kill it after the grace period.
 
         Raises:
-            NotFound: no such job.
-            Conflict: it has ended already.
+            NotFound: the job does not exist.
+            Conflict: the job has ended.
         """
 
     @abstractmethod
     def preempt(self, number: int, *, lead_s: float) -> Job:
-        """Take the job's machines away, as a cloud would: a notice, and after `lead_s` seconds the end.
+        """Simulate a preemption: send a notice, and kill all processes after `lead_s` seconds.
 
         Raises:
-            NotFound: no such job.
-            Conflict: no process of it is there to be preempted.
+            NotFound: the job does not exist.
+            Conflict: the job has no process to preempt.
         """
 
     @abstractmethod
     def forget(self, number: int, *, force: bool = False) -> None:
-        """Remove a job that has ended, with its files and output; what is in buckets stays.
+        """Remove a job that has ended, with its files and output. Contents of buckets stay.
 
         Args:
-            number: of the job.
-            force: also if files of it are lost with that, which are in no bucket.
+            number: id of the job.
+            force: remove the job even if this loses files that are not in a bucket.
 
         Raises:
-            NotFound: no such job.
-            Conflict: it has not ended; or it wrote files that are not in their bucket, without `force`.
+            NotFound: the job does not exist.
+            Conflict: the job has not ended or, without `force`, has files that are not in their bucket.
         """
 
     @abstractmethod
     def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
-        """The output so far, or with `follow` all there will be until the job has ended.
+        """Yield the output so far or, with `follow`, until the job ends.
 
         Args:
-            number: of the job.
-            follow: wait for more.
-            with_changes: tell changes of the status too, as they are made.
+            number: id of the job.
+            follow: wait for more output.
+            with_changes: also yield changes of the status.
 
         Raises:
-            NotFound: no such job.
+            NotFound: the job does not exist.
         """

@@ -1,4 +1,4 @@
-"""The environment of a job's commands: SkyPilot's names, and Holdfast's; pure."""
+"""Environment variables of a job's commands: those of SkyPilot and Holdfast; pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from holdfast.surroundings import NOTICES, PROGRESS
 
-MARK = "HOLDFAST_NODE"
-"""Variable by which the processes of a node are known: task id, attempt and rank of the node."""
+TAG = "HOLDFAST_NODE"
+"""Variable that identifies the processes of a node: task id, attempt and rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of one attempt, as its commands are to know it."""
+    """Settings of one node in one attempt that determine its environment."""
 
     task_id: str
     job: int
@@ -26,25 +26,25 @@ class Node:
     addresses: tuple[str, ...]  # of all nodes, by rank
     num_gpus: int  # per node
     user: str
-    notice: str  # path of the file where a preemption notice will be
-    progress: str  # path of the file where the training tells its steps
-    grace_s: float  # how long a last save may take
-    cloud: str = "local"  # where it is, in SkyPilot's words
+    notice: str  # path of the file for preemption notices
+    progress: str  # path of the file where training records its steps
+    grace_s: float  # time limit for a last save
+    cloud: str = "local"  # SkyPilot's name for the place
 
     @property
-    def mark(self) -> str:
-        """Value of `MARK`."""
-        return mark(self.task_id, self.attempt, self.rank)
+    def tag(self) -> str:
+        """The value of `TAG`."""
+        return tag(self.task_id, self.attempt, self.rank)
 
 
-def mark(task_id: str, attempt: int | None = None, rank: int | None = None) -> str:
-    """What the marks of a job, of one of its attempts or of one node of that begin with."""
+def tag(task_id: str, attempt: int | None = None, rank: int | None = None) -> str:
+    """Return the tag prefix of a job, an attempt, or one of its nodes."""
     parts = (task_id, *(str(part) for part in (attempt, rank) if part is not None))
     return "/".join(parts) + ("" if rank is not None else "/")
 
 
-def mint_task_id(name: str, job: int, now_unix_s: float) -> str:
-    """An id as SkyPilot's managed jobs have them; the same for all of a job's life."""
+def create_task_id(name: str, job: int, now_unix_s: float) -> str:
+    """Return a task id in the format of SkyPilot's managed jobs."""
     moment = datetime.datetime.fromtimestamp(now_unix_s, datetime.timezone.utc)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     return f"sky-managed-{moment:%Y-%m-%d-%H-%M-%S-%f}_{plain}_{job}-0"
@@ -53,13 +53,13 @@ def mint_task_id(name: str, job: int, now_unix_s: float) -> str:
 def run_environment(
     node: Node, base: Mapping[str, str], task: Mapping[str, str], *, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment of `run`.
+    """Return the environment of `run`.
 
     Args:
-        node: whose it is.
-        base: of whoever launched the job.
-        task: `envs` and `secrets` of the task; they come before `base`, and ours before them.
-        gpus: devices of this node alone; empty leaves the choice to the job.
+        node: settings of the node.
+        base: environment of the user who launched the job.
+        task: `envs` and `secrets` of the task. They override `base`, and Holdfast's variables override them.
+        gpus: devices reserved for this node. Empty leaves the choice to the job.
     """
     ips = "\n".join(node.addresses)
     ours = {
@@ -78,11 +78,11 @@ def run_environment(
         ),
         "HOLDFAST_JOB": str(node.job),
         "HOLDFAST_ATTEMPT": str(node.attempt),
-        MARK: node.mark,
+        TAG: node.tag,
         PROGRESS: node.progress,
         NOTICES: _notices({**base, **task}.get(NOTICES, "auto"), node.notice),
     }
-    # torchrun ends its workers by force after 30 s, whatever time the notice leaves them.
+    # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     return {**defaults, **base, **devices, **task, **ours}
@@ -91,7 +91,7 @@ def run_environment(
 def setup_environment(
     node: Node, base: Mapping[str, str], task: Mapping[str, str], *, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment of `setup`; see `run_environment`."""
+    """Return the environment of `setup`; see `run_environment`."""
     return {
         **run_environment(node, base, task, gpus=gpus),
         "SKYPILOT_SETUP_NODE_RANK": str(node.rank),
@@ -101,15 +101,15 @@ def setup_environment(
 
 
 def _notices(before: str, path: str) -> str:
-    """The sources of notices, and the job's own file."""
+    """Return the sources of notices, including the job's own file."""
     kept = [word for word in before.split(",") if word.strip() not in ("", "none")]
     return ",".join([*kept, f"file:{path}"])
 
 
-def share_gpus(devices: Sequence[str], wanted: int, num_nodes: int) -> list[list[str]]:
-    """Devices of this machine for each node, so that nodes do not meet on one.
+def assign_gpus(devices: Sequence[str], wanted: int, num_nodes: int) -> list[list[str]]:
+    """Return the devices of this machine reserved for each node.
 
-    Empty lists where there is nothing to share out: no wish, one node, or fewer devices than are wanted.
+    Lists are empty if there is nothing to divide: one node, no request, or fewer devices than requested.
     """
     if num_nodes < 2 or not wanted or len(devices) < wanted * num_nodes:
         return [[] for _ in range(num_nodes)]

@@ -1,4 +1,4 @@
-"""How the part of an attempt that ran on one node ended."""
+"""Outcome of one node in an attempt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.errors import PREEMPTED_STATUS
 
 
 class Phase(str, Enum):
-    """What a node was at."""
+    """Phase of a node."""
 
     SETUP = "setup"
     RUN = "run"
@@ -18,33 +18,33 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a node ended: its shell exited, its shell was killed, or the node was lost with all on it.
+    """Outcome of a node: its shell exited, its shell was killed, or the node was lost.
 
-    Neither `code` nor `killed_by` means lost.
+    A lost node has neither `code` nor `killed_by`.
     """
 
     phase: Phase
-    code: int | None = None  # exit status of the shell
-    killed_by: int | None = None  # signal that the shell died of
-    is_stopped: bool = False  # we ended it, because another node had ended or the job was to stop
+    code: int | None = None  # exit code of the shell
+    killed_by: int | None = None  # signal that killed the shell
+    is_stopped: bool = False  # killed by the controller, after another node's exit or a cancellation
 
     @property
     def is_lost(self) -> bool:
-        """True if nobody is left to tell how it ended."""
+        """True if the node was lost, so that its exit code is unknown."""
         return self.code is None and self.killed_by is None
 
     @property
     def is_success(self) -> bool:
-        """True if it has done its work."""
+        """True if the node has completed its work."""
         return self.code == 0
 
     @property
     def is_preempted(self) -> bool:
-        """True if it says so itself, or was killed from outside."""
+        """True if the node exited with a preemption's status, or was killed from outside."""
         return self.code == PREEMPTED_STATUS or self.killed_by is not None
 
-    def say(self) -> str:
-        """In words, after the name of the node."""
+    def describe(self) -> str:
+        """Return a description to follow the name of the node."""
         if self.is_lost:
             return "was lost"
         if self.killed_by is not None:
@@ -64,7 +64,7 @@ def _name(number: int) -> str:
 
 
 def _hint(code: int) -> str:
-    """What a shell means by a status above 128."""
+    """Return the meaning of a shell's exit code above 128."""
     if code == 128 + signal.SIGKILL:
-        return " (killed by SIGKILL: usually it ran out of memory)"
+        return " (killed by SIGKILL: usually out of memory)"
     return f" ({_name(code - 128)})" if 128 < code < 128 + 65 else ""

@@ -1,4 +1,4 @@
-"""The records of all jobs in one SQLite file: what each is, where it stands, what is asked of it."""
+"""Records of all jobs in one SQLite file: what was submitted, the state, and open requests."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Conflict, NotFound, RetryLater
-from holdfast.jobs.due import Due
-from holdfast.jobs.machine import Life, Terms
 from holdfast.jobs.outcome import Outcome
+from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.timers import Timers
 
 _BUSY_S = 30.0
 _VERSION = 2
-_HIDDEN = 2  # as is_whole: the folder is being removed
+_HIDDEN = 2  # value of is_whole while the folder is being removed
 _TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL,
     task_id TEXT,
-    is_whole INTEGER NOT NULL DEFAULT 0,  -- its folder is there; until then it is no job
+    is_whole INTEGER NOT NULL DEFAULT 0,  -- its folder is complete; before that the job does not exist
     spec TEXT NOT NULL,
     terms TEXT NOT NULL,
     life TEXT NOT NULL,
@@ -52,42 +52,42 @@ ALTER TABLE jobs ADD COLUMN engine TEXT NOT NULL DEFAULT 'local';
 ALTER TABLE jobs ADD COLUMN outer_id TEXT;
 """,
 }
-"""What makes a file of each version one of the next."""
+"""Statements that upgrade a file of each version to the next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What was submitted; it never changes."""
+class JobSpec:
+    """Submitted job. Never changes."""
 
     num_nodes: int
     num_gpus: int
     has_setup: bool
     user: str
-    gpus: list[list[str]]  # devices of each node alone; empty where they are not shared out
+    gpus: list[list[str]]  # devices reserved for each node, or empty lists
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One job."""
+class JobRecord:
+    """Record of one job."""
 
     id: int
     name: str
     task_id: str
-    spec: Spec
-    terms: Terms
-    life: Life
-    due: Due
+    spec: JobSpec
+    terms: RestartPolicy
+    life: JobState
+    due: Timers
     step_before: int | None
     submitted_unix_s: float
     started_unix_s: float | None
     ended_unix_s: float | None
     engine: str = "local"
-    outer_id: str | None = None  # what the engine calls it, if that is not our number
+    engine_job_id: str | None = None  # the engine's own id of the job
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a command asks of a job."""
+class JobRequest:
+    """Request of a command to a job."""
 
     id: int
     kind: str  # cancel or preempt
@@ -95,39 +95,41 @@ class Request:
 
 
 class Records:
-    """The file, opened for one process.
+    """Database of jobs, opened for one process.
 
     Raises:
-        RetryLater: it cannot be opened, or others held it for too long.
-        Conflict: a newer version of Holdfast has made it.
+        RetryLater: the file cannot be opened, or was locked for too long.
+        Conflict: the file was created by a newer version of Holdfast.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._told():
+        with self._translate_errors():
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version > _VERSION:
                 raise Conflict(
-                    f"{path} was made by a newer version of Holdfast (version {version}, known here: "
-                    f"{_VERSION}). Use that version, or another folder with HOLDFAST_STATE."
+                    f"{path} was created by a newer version of Holdfast (version {version}, supported here: "
+                    f"{_VERSION}). Use that version, or set HOLDFAST_STATE to another folder."
                 )
             if version < _VERSION:
                 self._bring_up()
 
     def _bring_up(self) -> None:
-        """Make the tables, or those of an older version into this one's; all or nothing."""
+        """Create the tables or upgrade those of an older version, in one transaction."""
         with self._transaction():
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]  # others may have done it by now
+            version = self._db.execute("PRAGMA user_version").fetchone()[
+                0
+            ]  # another process may have upgraded
             steps = [_TABLES] if version == 0 else [_STEPS[one] for one in range(version, _VERSION)]
             for statement in filter(str.strip, "\n".join(steps).split(";\n")):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {_VERSION}")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._db.close()
 
     def __enter__(self) -> Records:
@@ -139,12 +141,12 @@ class Records:
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, name: str, spec: Spec, terms: Terms, now_unix_s: float, *, engine: str = "local"
+        self, name: str, spec: JobSpec, terms: RestartPolicy, now_unix_s: float, *, engine: str = "local"
     ) -> int:
-        """A number for a job that is being put together; nobody sees it before `complete`."""
-        life, due = Life(), Due()
-        row = (name, _text(spec), terms_text(terms), life_text(life), _text(due), life.status.value)
-        with self._told():
+        """Reserve an id for a job. It is not listed before `complete`."""
+        life, due = JobState(), Timers()
+        row = (name, _text(spec), format_policy(terms), format_state(life), _text(due), life.status.value)
+        with self._translate_errors():
             cursor = self._db.execute(
                 "INSERT INTO jobs (name, spec, terms, life, due, status, submitted_unix_s, engine) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -154,77 +156,77 @@ class Records:
         return cursor.lastrowid
 
     def complete(self, number: int, task_id: str) -> None:
-        """From now on the job is there."""
-        with self._told():
+        """Mark a job as complete, which makes it visible."""
+        with self._translate_errors():
             self._db.execute("UPDATE jobs SET task_id = ?, is_whole = 1 WHERE id = ?", (task_id, number))
 
-    def take_back(self, number: int) -> None:
-        """The job is there no more: its engine has not taken it."""
-        with self._told():
+    def withdraw(self, number: int) -> None:
+        """Hide a job that its engine did not accept."""
+        with self._translate_errors():
             self._db.execute("UPDATE jobs SET is_whole = 0 WHERE id = ?", (number,))
 
-    def name_outside(self, number: int, outer_id: str) -> None:
-        """Write down what the engine calls the job."""
-        with self._told():
-            self._db.execute("UPDATE jobs SET outer_id = ? WHERE id = ?", (outer_id, number))
+    def set_engine_job_id(self, number: int, engine_job_id: str) -> None:
+        """Record the engine's own id of a job."""
+        with self._translate_errors():
+            self._db.execute("UPDATE jobs SET outer_id = ? WHERE id = ?", (engine_job_id, number))
 
     def hide(self, number: int) -> None:
-        """From now on the job is not there; its folder may still be."""
-        with self._told():
+        """Hide a job while its folder is removed."""
+        with self._translate_errors():
             self._db.execute("UPDATE jobs SET is_whole = ? WHERE id = ?", (_HIDDEN, number))
 
     def hidden(self) -> list[int]:
-        """Numbers of jobs that were hidden and not yet forgotten."""
-        with self._told():
+        """Return the ids of jobs that are hidden but not yet removed."""
+        with self._translate_errors():
             return [row[0] for row in self._db.execute("SELECT id FROM jobs WHERE is_whole = ?", (_HIDDEN,))]
 
     def forget(self, number: int) -> None:
-        """Nothing is left of the job; its number is given to no other."""
-        with self._told(), self._transaction():
+        """Remove a job. Its id is never reused."""
+        with self._translate_errors(), self._transaction():
             self._db.execute("DELETE FROM requests WHERE job = ?", (number,))
             self._db.execute("DELETE FROM jobs WHERE id = ?", (number,))
 
-    def get(self, number: int) -> Record:
-        """One job.
+    def get(self, number: int) -> JobRecord:
+        """Return a job's record.
 
         Raises:
-            NotFound: there is none with this number.
+            NotFound: the job does not exist.
         """
-        with self._told():
+        with self._translate_errors():
             row = self._db.execute(f"{_SELECT} AND id = ?", (number,)).fetchone()
         if row is None:
-            raise NotFound(f"There is no job {number}. `holdfast queue` lists those there are.")
+            raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
         return _record(row)
 
-    def all(self, engine: str | None = None) -> list[Record]:
-        """All jobs, or those of one engine, the oldest first."""
-        with self._told():
+    def all(self, engine: str | None = None) -> list[JobRecord]:
+        """Return the records of all jobs, or of one engine's, oldest first."""
+        with self._translate_errors():
             rows = self._db.execute(f"{_SELECT} AND ? IN (engine, '') ORDER BY id", (engine or "",))
             return [_record(row) for row in rows]
 
     def save(
         self,
         number: int,
-        life: Life,
-        due: Due,
+        life: JobState,
+        due: Timers,
         *,
         now_unix_s: float,
         step_before: int | None,
         answered: int | None = None,
         started_unix_s: float | None = None,
     ) -> None:
-        """Write down where a job stands, what is due, and which request that answers, all or nothing.
+        """Record a job's state and timers, and mark a request as answered, in one transaction.
 
-        Its first attempt has begun now, or at `started_unix_s`, if that is not written down yet.
+        Also records the start of the first attempt, as `started_unix_s` or now.
         """
         started = (started_unix_s or now_unix_s) if life.attempt else None
         ended = now_unix_s if life.status.is_final else None
-        with self._told(), self._transaction():
+        with self._translate_errors(), self._transaction():
             self._db.execute(
                 "UPDATE jobs SET life = ?, due = ?, status = ?, step_before = ?, "
                 "started_unix_s = coalesce(started_unix_s, ?), ended_unix_s = coalesce(ended_unix_s, ?) "
                 "WHERE id = ?",
-                (life_text(life), _text(due), life.status.value, step_before, started, ended, number),
+                (format_state(life), _text(due), life.status.value, step_before, started, ended, number),
             )
             if answered is not None:
                 self._db.execute("UPDATE requests SET is_done = 1 WHERE id = ?", (answered,))
@@ -232,19 +234,19 @@ class Records:
     # -- requests --------------------------------------------------------------------------------------------
 
     def ask(self, number: int, kind: str, lead_s: float | None = None) -> None:
-        """Ask something of a job's controller."""
-        with self._told():
+        """Add a request to a job's controller."""
+        with self._translate_errors():
             self._db.execute(
                 "INSERT INTO requests (job, kind, lead_s) VALUES (?, ?, ?)", (number, kind, lead_s)
             )
 
-    def requests(self, number: int) -> list[Request]:
-        """What is asked of a job and not yet answered."""
-        with self._told():
+    def requests(self, number: int) -> list[JobRequest]:
+        """Return the open requests to a job."""
+        with self._translate_errors():
             rows = self._db.execute(
                 "SELECT id, kind, lead_s FROM requests WHERE job = ? AND is_done = 0 ORDER BY id", (number,)
             )
-            return [Request(*row) for row in rows]
+            return [JobRequest(*row) for row in rows]
 
     # -- the file --------------------------------------------------------------------------------------------
 
@@ -259,11 +261,11 @@ class Records:
         self._db.execute("COMMIT")
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            raise RetryLater(f"The records of jobs in {self._path} could not be used: {error}.") from error
+            raise RetryLater(f"Cannot use the job records in {self._path}: {error}.") from error
 
 
 _SELECT = (
@@ -272,27 +274,27 @@ _SELECT = (
 )
 
 
-# -- values as JSON --------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------------
 
 
-def _text(value: Spec | Due) -> str:
+def _text(value: JobSpec | Timers) -> str:
     return json.dumps(asdict(value))
 
 
-def terms_text(terms: Terms) -> str:
-    """What is allowed to a job, as JSON."""
+def format_policy(terms: RestartPolicy) -> str:
+    """Return a restart policy as JSON."""
     return json.dumps({**asdict(terms), "free_codes": sorted(terms.free_codes)})
 
 
-def read_terms(text: str) -> Terms:
-    """See `terms_text`."""
-    return decode_dataclass(Terms, text, "the terms of a job")
+def parse_policy(text: str) -> RestartPolicy:
+    """Parse a restart policy from JSON."""
+    return decode_dataclass(RestartPolicy, text, "the terms of a job")
 
 
-def life_text(life: Life) -> str:
-    """Where a job stands, as JSON."""
+def format_state(life: JobState) -> str:
+    """Return a job's state as JSON."""
     outcomes = {str(node): _outcome_told(one) for node, one in life.outcomes.items()}
-    told = {name: getattr(life, name) for name in Life.__dataclass_fields__}
+    told = {name: getattr(life, name) for name in JobState.__dataclass_fields__}
     return json.dumps({**told, "status": life.status.value, "outcomes": outcomes})
 
 
@@ -305,20 +307,20 @@ def _outcome_told(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def read_life(text: str) -> Life:
-    """See `life_text`."""
-    return decode_dataclass(Life, text, "the state of a job", any_text=True)
+def parse_state(text: str) -> JobState:
+    """Parse a job's state from JSON."""
+    return decode_dataclass(JobState, text, "the state of a job", any_text=True)
 
 
-def _record(row: tuple[Any, ...]) -> Record:
+def _record(row: tuple[Any, ...]) -> JobRecord:
     number, name, task_id, spec, terms, life, due, *rest = row
-    return Record(
+    return JobRecord(
         number,
         name,
         task_id,
-        decode_dataclass(Spec, spec, "what was submitted", any_text=True),
-        read_terms(terms),
-        read_life(life),
-        decode_dataclass(Due, due, "what is due", any_text=True),
+        decode_dataclass(JobSpec, spec, "a submitted job", any_text=True),
+        parse_policy(terms),
+        parse_state(life),
+        decode_dataclass(Timers, due, "the timers of a job", any_text=True),
         *rest,
     )

@@ -1,38 +1,38 @@
-"""The statuses of a job, named as SkyPilot names them, so that scripts need no other words."""
+"""Statuses of a job, with SkyPilot's names, so that scripts work with both."""
 
 from __future__ import annotations
 
 from enum import Enum
 
 
-class Status(str, Enum):
-    """Where a job stands."""
+class JobStatus(str, Enum):
+    """Status of a job."""
 
     PENDING = "PENDING"  # submitted, no process started
-    STARTING = "STARTING"  # the first attempt is being set up
+    STARTING = "STARTING"  # the first attempt is starting
     RUNNING = "RUNNING"  # `run` has been started on every node
-    WINDING_DOWN = "WINDING_DOWN"  # `run` is done, and what it wrote is not all in its bucket
-    RECOVERING = "RECOVERING"  # an attempt has ended before its time, the next has not come to `run`
-    CANCELLING = "CANCELLING"  # told to stop, processes are left
+    WINDING_DOWN = "WINDING_DOWN"  # `run` is complete, but some of its files are not in the bucket yet
+    RECOVERING = "RECOVERING"  # an attempt has ended early, and the next has not started `run`
+    CANCELLING = "CANCELLING"  # cancelled, but processes are left
     SUCCEEDED = "SUCCEEDED"
     CANCELLED = "CANCELLED"
-    FAILED = "FAILED"  # `run` failed, more often than is allowed
+    FAILED = "FAILED"  # `run` failed more often than allowed
     FAILED_SETUP = "FAILED_SETUP"  # `setup` failed
-    FAILED_CONTROLLER = "FAILED_CONTROLLER"  # what looks after the job could not go on
+    FAILED_CONTROLLER = "FAILED_CONTROLLER"  # the controller could not continue
 
     @property
     def is_final(self) -> bool:
-        """True if nothing will happen to the job any more."""
+        """True if the job has ended."""
         return self in FINAL
 
 
 FINAL = frozenset(
     {
-        Status.SUCCEEDED,
-        Status.CANCELLED,
-        Status.FAILED,
-        Status.FAILED_SETUP,
-        Status.FAILED_CONTROLLER,
+        JobStatus.SUCCEEDED,
+        JobStatus.CANCELLED,
+        JobStatus.FAILED,
+        JobStatus.FAILED_SETUP,
+        JobStatus.FAILED_CONTROLLER,
     }
 )
-"""Statuses that stay."""
+"""Statuses that never change."""

@@ -1,4 +1,4 @@
-"""Buckets mounted as file systems by a real rclone, where this machine has it and FUSE."""
+"""Buckets mounted as file systems by a real rclone, if this machine has rclone and FUSE."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 
 from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts import fuse, refusal
+from holdfast.jobs.node.mounts import fuse, validation
 from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
-from holdfast.jobs.status import Status
+from holdfast.jobs.status import JobStatus
 from holdfast.store import open_store
 from holdfast.store.address import parse_address
 from holdfast.testing.servers import Server
-from jobs.desk import Desk
+from jobs.harness import JobHarness
 
 HAS_FUSE = bool(shutil.which("rclone") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK))
 needs_fuse = pytest.mark.skipif(not HAS_FUSE, reason="needs rclone, fusermount3 and /dev/fuse")
 
 
 def rclones(path: Path) -> list[processes.Process]:
-    """The living rclones that serve a path."""
+    """Return the running rclones that serve a path."""
     return [
         process
-        for process in processes.living().values()
+        for process in processes.snapshot().values()
         if {b"rclone", os.fsencode(path)} <= set(words(process.pid))
     ]
 
@@ -40,71 +40,73 @@ def words(pid: int) -> list[bytes]:
 
 @pytest.mark.slow
 @needs_fuse
-def test_a_bucket_is_a_file_system_and_gone_when_the_job_is(desk: Desk, s3: Server) -> None:
+def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarness, s3: Server) -> None:
     url = s3.home("fuse-plain")
     store = open_store(url)
     store.put("in/x", b"seen")
-    job = desk.submit(
+    job = harness.submit(
         "cat b/in/x; head -c 7000000 /dev/zero > b/out; echo closed; until [ -e go ]; do sleep 0.02; done",
         head=f'file_mounts: {{b: {{source: "{url}", mode: MOUNT}}}}',
     )
-    desk.wait_until_said(job, "closed")
-    path = desk.files(job).copies / "0"
+    harness.wait_until_said(job, "closed")
+    path = harness.files(job).copies / "0"
     assert store.size("out") == 7_000_000, "a file that is closed is in the bucket"
     (rclone,) = rclones(path)
     assert b"testsecret" not in b"".join(words(rclone.pid))
-    (desk.files(job).workdir(0) / "go").touch()
-    assert desk.wait(job).status is Status.SUCCEEDED, desk.tell(job)
-    assert "seen" in desk.log(job)
-    assert fuse.mounted_below(desk.state) == []
+    (harness.files(job).workdir(0) / "go").touch()
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert "seen" in harness.log(job)
+    assert fuse.mounted_below(harness.state) == []
     assert rclones(path) == []
     assert store.get("in/x") == b"seen"
 
 
 @pytest.mark.slow
 @needs_fuse
-@pytest.mark.parametrize("what", ["rclone", "porter", "node", "all"])
-def test_no_kill_leaves_a_stale_mount(desk: Desk, s3: Server, what: str) -> None:
+@pytest.mark.parametrize("what", ["rclone", "mounter", "node", "all"])
+def test_no_kill_leaves_a_stale_mount(harness: JobHarness, s3: Server, what: str) -> None:
     url = s3.home(f"fuse-{what}")
     open_store(url).put("x", b"seen")
-    job = desk.submit(
+    job = harness.submit(
         "echo begun $HOLDFAST_ATTEMPT; until [ -e go ] && cat b/x; do sleep 0.05; done",
         head=f'file_mounts: {{b: {{source: "{url}", mode: MOUNT}}}}',
     )
-    desk.wait_until_said(job, "begun 1")
-    path = desk.files(job).copies / "0"
+    harness.wait_until_said(job, "begun 1")
+    path = harness.files(job).copies / "0"
     if what == "rclone":
-        processes.end(rclones(path))
-    elif what == "porter":
-        processes.end(desk.roles(job, "porter"))
+        processes.kill(rclones(path))
+    elif what == "mounter":
+        processes.kill(harness.roles(job, "mounter"))
     elif what == "node":
-        desk.kill_node(job, 0)
+        harness.kill_node(job, 0)
     else:
-        processes.end(
+        processes.kill(
             [
                 *rclones(path),
-                *(one for role in ("controller", "porter", "warden") for one in desk.roles(job, role)),
+                *(one for role in ("controller", "mounter", "agent") for one in harness.roles(job, role)),
             ]
         )
-        desk.engine.jobs()
-    (desk.files(job).workdir(0) / "go").touch()
-    ended = desk.wait(job)
-    assert ended.status is Status.SUCCEEDED, desk.tell(job)
-    assert "seen" in desk.log(job)
+        harness.engine.jobs()
+    (harness.files(job).workdir(0) / "go").touch()
+    ended = harness.wait(job)
+    assert ended.status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert "seen" in harness.log(job)
     assert ended.recoveries == (what in ("node", "all"))
-    assert fuse.mounted_below(desk.state) == []
+    assert fuse.mounted_below(harness.state) == []
     assert rclones(path) == []
 
 
-def test_what_is_lacking_for_a_mounted_bucket_is_told(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(desk.folder))
-    monkeypatch.setattr(refusal, "_FUSE", desk.folder / "fuse")
+def test_missing_programs_for_a_mounted_bucket_are_reported(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(harness.folder))
+    monkeypatch.setattr(validation, "_FUSE", harness.folder / "fuse")
     with pytest.raises(Unsupported, match=r"rclone.*fusermount3.*fuse.*MOUNT_CACHED"):
-        desk.submit("true", head="file_mounts: {b: {source: 's3://bucket/x', mode: MOUNT}}")
-    assert desk.engine.jobs() == []
+        harness.submit("true", head="file_mounts: {b: {source: 's3://bucket/x', mode: MOUNT}}")
+    assert harness.engine.jobs() == []
 
 
-def test_rclone_is_told_of_a_store_by_variables() -> None:
+def test_rclone_receives_a_store_s_settings_as_variables() -> None:
     address = parse_address("s3://b/p?endpoint_url=http://h:1&region=eu&profile=me")
     found = settings(address, {"AWS_ACCESS_KEY_ID": "k"})
     assert found["RCLONE_CONFIG_HOLDFAST_TYPE"] == "s3"

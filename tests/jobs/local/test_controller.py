@@ -1,4 +1,4 @@
-"""Local jobs with real processes: statuses, environment, recovery, and whoever is killed."""
+"""Local jobs with real processes: statuses, environment, recovery, and kills of any process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
 from holdfast.jobs.node import locks, processes
-from holdfast.jobs.status import Status
-from jobs.desk import Desk
+from holdfast.jobs.status import JobStatus
+from jobs.harness import JobHarness
 
 FREE = "resources: {job_recovery: {max_restarts_on_errors: 100}}"
 WAITS = """
@@ -24,31 +24,31 @@ echo attempt $HOLDFAST_ATTEMPT is there
 if [ $HOLDFAST_ATTEMPT = 1 ]; then sleep 1000; fi
 echo done
 """
-"""The first attempt waits to be killed; the second finishes."""
+"""The first attempt waits to be killed, and the second finishes."""
 
 
-def test_a_job_runs_to_its_end(desk: Desk) -> None:
-    job = desk.submit("echo hello $NAME; pwd; echo made > made.txt", head="name: greet\nenvs: {NAME: you}")
-    assert job.status in (Status.PENDING, Status.STARTING)
-    ended = desk.wait(job)
-    assert ended.status is Status.SUCCEEDED
+def test_a_job_runs_to_its_end(harness: JobHarness) -> None:
+    job = harness.submit("echo hello $NAME; pwd; echo made > made.txt", head="name: greet\nenvs: {NAME: you}")
+    assert job.status in (JobStatus.PENDING, JobStatus.STARTING)
+    ended = harness.wait(job)
+    assert ended.status is JobStatus.SUCCEEDED
     assert (ended.name, ended.attempt, ended.recoveries, ended.reason) == ("greet", 1, 0, "")
-    assert "hello you" in desk.log(job)
-    assert (desk.files(job).workdir(0) / "made.txt").read_text() == "made\n"
+    assert "hello you" in harness.log(job)
+    assert (harness.files(job).workdir(0) / "made.txt").read_text() == "made\n"
 
 
-def test_the_environment_is_skypilot_s_and_stable_over_recoveries(desk: Desk) -> None:
+def test_the_environment_is_skypilot_s_and_stable_across_recoveries(harness: JobHarness) -> None:
     show = (
         "env | grep -E '^(SKYPILOT|HOLDFAST)_' | tr '\\n' ' ' > env-$HOLDFAST_ATTEMPT-$SKYPILOT_NODE_RANK\n"
     )
     ips = 'echo "$SKYPILOT_NODE_IPS" > ips-$SKYPILOT_NODE_RANK\n'
-    job = desk.submit(
+    job = harness.submit(
         show + ips + "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75",
         head="num_nodes: 2\nresources: {accelerators: A100:4}",
     )
-    assert desk.wait(job).status is Status.SUCCEEDED
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
     for rank in range(2):
-        work = desk.files(job).workdir(rank)
+        work = harness.files(job).workdir(rank)
         first, second = ((work / f"env-{attempt}-{rank}").read_text() for attempt in (1, 2))
         for name, value in {
             "SKYPILOT_TASK_ID": job.task_id,
@@ -63,65 +63,67 @@ def test_the_environment_is_skypilot_s_and_stable_over_recoveries(desk: Desk) ->
         assert "HOLDFAST_NOTICES=file:" in first
 
 
-def test_nodes_have_addresses_on_which_they_find_each_other(desk: Desk) -> None:
-    """Node 1 serves on its own address, node 0 reads from it."""
+def test_nodes_can_connect_to_each_other_s_addresses(harness: JobHarness) -> None:
+    """Node 1 serves on its own address, and node 0 reads from it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
         port = probe.getsockname()[1]
-    (desk.folder / "serve.py").write_text(
+    (harness.folder / "serve.py").write_text(
         f"import socket; s = socket.create_server(('127.0.0.2', {port})); s.accept()[0].sendall(b'found')"
     )
-    (desk.folder / "ask.py").write_text(
+    (harness.folder / "ask.py").write_text(
         "import socket, time\n"
         "for _ in range(1000):\n"
         f"    try: print(socket.create_connection(('127.0.0.2', {port})).recv(9).decode()); break\n"
         "    except OSError: time.sleep(0.01)\n"
     )
-    job = desk.submit(
+    job = harness.submit(
         f"""
         if [ $SKYPILOT_NODE_RANK = 1 ]; then what=serve.py; else what=ask.py; fi
-        {sys.executable} {desk.folder}/$what
+        {sys.executable} {harness.folder}/$what
         """,
         head="num_nodes: 2",
     )
-    assert desk.wait(job).status is Status.SUCCEEDED
-    assert "found" in desk.log(job)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert "found" in harness.log(job)
 
 
-def test_setup_is_done_once_and_its_failure_has_a_name(desk: Desk) -> None:
-    job = desk.submit("[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", setup="echo set up $SKYPILOT_SETUP_NODE_RANK")
-    assert desk.wait(job).status is Status.SUCCEEDED
-    assert desk.log(job).count("set up 0") == 1
-    failed = desk.wait(desk.submit("echo never", setup="echo no such thing; exit 3"))
-    assert failed.status is Status.FAILED_SETUP
+def test_setup_runs_once_and_its_failure_has_its_own_status(harness: JobHarness) -> None:
+    job = harness.submit(
+        "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", setup="echo set up $SKYPILOT_SETUP_NODE_RANK"
+    )
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert harness.log(job).count("set up 0") == 1
+    failed = harness.wait(harness.submit("echo never", setup="echo no such thing; exit 3"))
+    assert failed.status is JobStatus.FAILED_SETUP
     assert "failed in setup with status 3" in failed.reason
     assert "no such thing" in failed.reason, "the last lines of the log are told"
 
 
-def test_errors_are_failures_and_told_with_the_log(desk: Desk) -> None:
-    failed = desk.wait(desk.submit("echo the reason >&2; exit 7"))
-    assert failed.status is Status.FAILED
+def test_an_error_fails_the_job_and_its_reason_has_the_end_of_the_log(harness: JobHarness) -> None:
+    failed = harness.wait(harness.submit("echo the reason >&2; exit 7"))
+    assert failed.status is JobStatus.FAILED
     assert "node 0 failed in run with status 7" in failed.reason
     assert "the reason" in failed.reason
 
 
-def test_errors_restart_up_to_the_limit(desk: Desk) -> None:
-    job = desk.submit(
+def test_errors_restart_up_to_the_limit(harness: JobHarness) -> None:
+    job = harness.submit(
         "[ $HOLDFAST_ATTEMPT = 2 ] || exit 7", head="resources: {job_recovery: {max_restarts_on_errors: 1}}"
     )
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (Status.SUCCEEDED, 1, 1)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 1)
 
 
 @pytest.mark.slow
-def test_a_crash_loop_ends(desk: Desk) -> None:
-    """The exit code is free, but no checkpoint ever advances."""
-    job = desk.submit(
+def test_a_crash_loop_ends(harness: JobHarness) -> None:
+    """The exit code does not count as an error, but no checkpoint ever advances."""
+    job = harness.submit(
         """echo '{"home": "h", "step": 5}' >> $HOLDFAST_PROGRESS; exit 33""",
         head="resources: {job_recovery: {recover_on_exit_codes: 33}}",
     )
-    ended = desk.wait(job)
-    assert ended.status is Status.FAILED
+    ended = harness.wait(job)
+    assert ended.status is JobStatus.FAILED
     assert ended.step == 5
     assert "no newer checkpoint" in ended.reason
 
@@ -129,42 +131,44 @@ def test_a_crash_loop_ends(desk: Desk) -> None:
 # -- kills -----------------------------------------------------------------------------------------------
 
 
-def test_a_lost_node_costs_no_restart(desk: Desk) -> None:
-    job = desk.submit(WAITS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.kill_node(job, 0)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (Status.SUCCEEDED, 1, 0)
-    assert "after: node 0 was lost" in desk.log(job)
+def test_a_lost_node_costs_no_restart(harness: JobHarness) -> None:
+    job = harness.submit(WAITS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.kill_node(job, 0)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
+    assert "after: node 0 was lost" in harness.log(job)
 
 
-def test_one_lost_node_takes_the_others_with_it(desk: Desk) -> None:
-    job = desk.submit(WAITS, head="num_nodes: 2")
+def test_a_lost_node_stops_the_others(harness: JobHarness) -> None:
+    job = harness.submit(WAITS, head="num_nodes: 2")
     for node in range(2):
-        desk.wait_until_said(job, "attempt 1 is there", node=node)
-    desk.kill_node(job, 1)
-    assert desk.wait(job).status is Status.SUCCEEDED
+        harness.wait_until_said(job, "attempt 1 is there", node=node)
+    harness.kill_node(job, 1)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
     for node in range(2):
-        assert desk.log(job, node).count("done") == 1
+        assert harness.log(job, node).count("done") == 1
 
 
-def test_a_killed_warden_leaves_no_process_behind(desk: Desk) -> None:
-    """Also one in a session of its own, as torchrun's workers are, and one that hides its environment."""
+def test_a_killed_agent_leaves_no_process_behind(harness: JobHarness) -> None:
+    """Including one in its own session, like torchrun's workers, and one that hides its environment."""
     naps = [f"{1000 + os.getpid() / 1e8:.8f}", f"{2000 + os.getpid() / 1e8:.8f}"]
-    job = desk.submit(f"setsid sleep {naps[0]} & setsid env -i sleep {naps[1]} &\n" + WAITS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.wait_for(job, lambda: len(sleeping(naps)) == 2, "the sleepers")
-    processes.end(desk.roles(job, "warden"))
-    desk.wait_until_said(job, "attempt 2 of job")
-    assert desk.wait(job).status is Status.SUCCEEDED
-    assert desk.of_job(job) == []
+    job = harness.submit(f"setsid sleep {naps[0]} & setsid env -i sleep {naps[1]} &\n" + WAITS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for(job, lambda: len(sleeping(naps)) == 2, "the sleepers")
+    processes.kill(harness.roles(job, "agent"))
+    harness.wait_until_said(job, "attempt 2 of job")
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert harness.of_job(job) == []
     assert sleeping(naps) == []
 
 
 def sleeping(naps: list[str]) -> list[int]:
-    """Pids of those who sleep exactly so long."""
+    """Return the pids of processes that sleep exactly this long."""
     return [
-        pid for pid in processes.living() if _words(pid).split(b"\0")[1:2] in [[nap.encode()] for nap in naps]
+        pid
+        for pid in processes.snapshot()
+        if _words(pid).split(b"\0")[1:2] in [[nap.encode()] for nap in naps]
     ]
 
 
@@ -175,75 +179,75 @@ def _words(pid: int) -> bytes:
         return b""
 
 
-def test_what_a_script_leaves_in_the_background_ends_with_it(desk: Desk) -> None:
-    job = desk.submit("setsid sleep 1003 & disown; echo done")
-    assert desk.wait(job).status is Status.SUCCEEDED
-    assert desk.of_job(job) == []
+def test_background_processes_of_a_script_are_killed_when_it_exits(harness: JobHarness) -> None:
+    job = harness.submit("setsid sleep 1003 & disown; echo done")
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert harness.of_job(job) == []
 
 
-def test_a_killed_controller_is_replaced_and_the_job_adopted(desk: Desk) -> None:
-    job = desk.submit("echo begun; until [ -e go ]; do sleep 0.02; done; echo done")
-    desk.wait_until_said(job, "begun")
-    desk.kill_controller(job)
-    assert [one.status for one in desk.engine.jobs()] == [Status.RUNNING]
-    desk.wait_for(job, lambda: locks.is_held(desk.files(job).lock), "a new controller")
-    (desk.files(job).workdir(0) / "go").touch()
-    ended = desk.wait(job)
-    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 1)
-    assert desk.log(job).count("begun") == 1
+def test_a_killed_controller_is_replaced_and_its_job_adopted(harness: JobHarness) -> None:
+    job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done; echo done")
+    harness.wait_until_said(job, "begun")
+    harness.kill_controller(job)
+    assert [one.status for one in harness.engine.jobs()] == [JobStatus.RUNNING]
+    harness.wait_for(job, lambda: locks.is_held(harness.files(job).lock), "a new controller")
+    (harness.files(job).workdir(0) / "go").touch()
+    ended = harness.wait(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)
+    assert harness.log(job).count("begun") == 1
 
 
-def test_a_killed_controller_is_replaced_without_any_command(desk: Desk) -> None:
-    """By the warden, which lives as long as the attempt; on two nodes one of them is enough."""
-    job = desk.submit(
+def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness) -> None:
+    """The agent does so, which lives as long as the attempt. On two nodes one of them is enough."""
+    job = harness.submit(
         "echo begun; until [ -e go ]; do sleep 0.02; done; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75; echo done",
         head="num_nodes: 2",
     )
-    desk.wait_until_said(job, "begun", node=1)
+    harness.wait_until_said(job, "begun", node=1)
     for _ in range(2):
-        processes.end(desk.roles(job, "controller"))
-        desk.wait_for(job, lambda: len(desk.roles(job, "controller")) == 1, "another controller")
+        processes.kill(harness.roles(job, "controller"))
+        harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "another controller")
     for rank in range(2):
-        (desk.files(job).workdir(rank) / "go").touch()
-    desk.wait_for(job, lambda: desk.record(job).life.status.is_final, "the end")
-    life = desk.record(job).life
-    assert (life.status, life.attempt) == (Status.SUCCEEDED, 2), desk.tell(job)
+        (harness.files(job).workdir(rank) / "go").touch()
+    harness.wait_for(job, lambda: harness.record(job).life.status.is_final, "the end")
+    life = harness.record(job).life
+    assert (life.status, life.attempt) == (JobStatus.SUCCEEDED, 2), harness.tell(job)
 
 
-def test_what_happens_while_nobody_looks_is_found_out(desk: Desk) -> None:
-    job = desk.submit("echo begun; until [ -e go ]; do sleep 0.02; done; exit 5")
-    desk.wait_until_said(job, "begun")
-    desk.kill_controller(job)
-    (desk.files(job).workdir(0) / "go").touch()
-    desk.wait_for(job, lambda: desk.files(job).node(1, 0).ended.exists(), "the end of the node")
-    ended = desk.wait(job)
-    assert ended.status is Status.FAILED
+def test_an_exit_without_a_controller_is_noticed_later(harness: JobHarness) -> None:
+    job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done; exit 5")
+    harness.wait_until_said(job, "begun")
+    harness.kill_controller(job)
+    (harness.files(job).workdir(0) / "go").touch()
+    harness.wait_for(job, lambda: harness.files(job).node(1, 0).ended.exists(), "the end of the node")
+    ended = harness.wait(job)
+    assert ended.status is JobStatus.FAILED
     assert "status 5" in ended.reason
 
 
-def test_a_node_lost_while_nobody_looks_is_recovered(desk: Desk) -> None:
-    job = desk.submit(WAITS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.kill_controller(job)
-    desk.kill_node(job, 0)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 1)
+def test_a_node_lost_without_a_controller_is_recovered(harness: JobHarness) -> None:
+    job = harness.submit(WAITS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.kill_controller(job)
+    harness.kill_node(job, 0)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
 
 
-def test_however_many_look_after_a_job_one_copy_runs(desk: Desk) -> None:
-    job = desk.submit("echo begun; until [ -e go ]; do sleep 0.02; done")
-    desk.wait_until_said(job, "begun")
-    desk.kill_controller(job)
-    askers = [threading.Thread(target=desk.engine.jobs) for _ in range(8)]
+def test_only_one_copy_of_a_job_runs_however_many_commands_supervise_it(harness: JobHarness) -> None:
+    job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done")
+    harness.wait_until_said(job, "begun")
+    harness.kill_controller(job)
+    askers = [threading.Thread(target=harness.engine.jobs) for _ in range(8)]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join()
-    desk.wait_for(job, lambda: len(desk.roles(job, "controller")) == 1, "one controller")
-    assert len(desk.roles(job, "warden")) == 1
-    (desk.files(job).workdir(0) / "go").touch()
-    assert desk.wait(job).status is Status.SUCCEEDED
-    assert desk.log(job).count("begun") == 1
+    harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "one controller")
+    assert len(harness.roles(job, "agent")) == 1
+    (harness.files(job).workdir(0) / "go").touch()
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert harness.log(job).count("begun") == 1
 
 
 COUNTS = """
@@ -261,21 +265,21 @@ done
 
 
 @pytest.mark.slow
-def test_random_kills_of_all_that_looks_after_a_job_end_in_its_success(desk: Desk) -> None:
-    """Never do two copies of it run, and none of the kills is taken for an error of the job."""
+def test_a_job_succeeds_despite_random_kills_of_its_controller_and_agents(harness: JobHarness) -> None:
+    """Two copies never run at once, and no kill counts as an error of the job."""
     chance = random.Random(7)
-    job = desk.submit(COUNTS)
+    job = harness.submit(COUNTS)
     for kill in range(1, 21):
-        desk.wait_for(
-            job, lambda reached=15 * kill: (desk.engine.job(job.id).step or 0) >= reached, "progress"
+        harness.wait_for(
+            job, lambda reached=15 * kill: (harness.engine.job(job.id).step or 0) >= reached, "progress"
         )
-        what = chance.choice(["controller", "warden", "run.sh"])
-        processes.end(desk.named(job, what) if what == "run.sh" else desk.roles(job, what))
-    ended = desk.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (Status.SUCCEEDED, 0), desk.tell(job)
+        what = chance.choice(["controller", "agent", "run.sh"])
+        processes.kill(harness.named(job, what) if what == "run.sh" else harness.roles(job, what))
+    ended = harness.wait(job)
+    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.tell(job)
     assert ended.recoveries >= 3, "it was killed indeed"
-    assert (desk.files(job).workdir(0) / "n").read_text() == "400\n"
-    assert not (desk.files(job).workdir(0).parent / "wrong").exists()
+    assert (harness.files(job).workdir(0) / "n").read_text() == "400\n"
+    assert not (harness.files(job).workdir(0).parent / "wrong").exists()
 
 
 # -- notices ---------------------------------------------------------------------------------------------
@@ -288,31 +292,31 @@ if [ $HOLDFAST_ATTEMPT = 1 ]; then while true; do sleep 0.02; done; fi
 
 
 @pytest.mark.parametrize("status", [PREEMPTED_STATUS, 1])
-def test_a_preempted_job_is_told_and_comes_back(desk: Desk, status: int) -> None:
-    job = desk.submit(TRAPS % status)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.wait(job, Status.RUNNING)
-    desk.engine.preempt(job.id, lead_s=60)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (Status.SUCCEEDED, 1, 0)
-    assert "told" in desk.log(job)
-    notice = json.loads(desk.files(job).node(1, 0).notice.read_text())
+def test_a_preempted_job_is_notified_and_recovers(harness: JobHarness, status: int) -> None:
+    job = harness.submit(TRAPS % status)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait(job, JobStatus.RUNNING)
+    harness.engine.preempt(job.id, lead_s=60)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
+    assert "told" in harness.log(job)
+    notice = json.loads(harness.files(job).node(1, 0).notice.read_text())
     assert notice["source"] == "holdfast preempt"
-    assert not desk.files(job).node(2, 0).notice.exists()
+    assert not harness.files(job).node(2, 0).notice.exists()
 
 
-def test_who_does_not_listen_is_ended_when_the_lead_is_over(desk: Desk) -> None:
-    job = desk.submit("trap '' TERM\n" + WAITS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.wait(job, Status.RUNNING)
-    desk.engine.preempt(job.id, lead_s=0.2)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 1)
+def test_a_job_without_a_handler_is_killed_at_the_end_of_the_lead(harness: JobHarness) -> None:
+    job = harness.submit("trap '' TERM\n" + WAITS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait(job, JobStatus.RUNNING)
+    harness.engine.preempt(job.id, lead_s=0.2)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
 
 
-def test_a_notice_reaches_the_trainer_through_shells_and_pipes(desk: Desk) -> None:
-    """The shell and `tee` would die of the signal, and the trainer of the broken pipe."""
-    trainer = desk.folder / "trainer.py"
+def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarness) -> None:
+    """The signal would kill the shell and `tee`, and the broken pipe the trainer."""
+    trainer = harness.folder / "trainer.py"
     trainer.write_text(
         "import signal, sys, time\n"
         "told = []\n"
@@ -322,130 +326,132 @@ def test_a_notice_reaches_the_trainer_through_shells_and_pipes(desk: Desk) -> No
         "print('saved', flush=True)\n"
         "sys.exit(75)\n"
     )
-    job = desk.submit(
+    job = harness.submit(
         f"""
         set -o pipefail
         [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
         (cd /; {sys.executable} {trainer} 2>&1 | tee /dev/null | cat)
         """
     )
-    desk.wait_until_said(job, "ready")
-    desk.engine.preempt(job.id, lead_s=60)
-    ended = desk.wait(job)
-    assert ended.status is Status.SUCCEEDED
-    assert "saved" in desk.log(job)
+    harness.wait_until_said(job, "ready")
+    harness.engine.preempt(job.id, lead_s=60)
+    ended = harness.wait(job)
+    assert ended.status is JobStatus.SUCCEEDED
+    assert "saved" in harness.log(job)
 
 
-def test_a_preemption_that_was_asked_while_nobody_looked_is_still_given(desk: Desk) -> None:
-    job = desk.submit(TRAPS % PREEMPTED_STATUS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.wait(job, Status.RUNNING)
-    desk.kill_controller(job)
-    desk.engine.preempt(job.id, lead_s=60)
-    assert desk.wait(job).recoveries == 1
+def test_a_preemption_requested_without_a_controller_is_delivered_later(harness: JobHarness) -> None:
+    job = harness.submit(TRAPS % PREEMPTED_STATUS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait(job, JobStatus.RUNNING)
+    harness.kill_controller(job)
+    harness.engine.preempt(job.id, lead_s=60)
+    assert harness.wait(job).recoveries == 1
 
 
-def test_cancelling_tells_and_ends(desk: Desk) -> None:
-    job = desk.submit(TRAPS % PREEMPTED_STATUS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.engine.cancel(job.id)
-    ended = desk.wait(job)
-    assert (ended.status, ended.attempt) == (Status.CANCELLED, 1)
-    assert "told" in desk.log(job)
-    with pytest.raises(Conflict, match="has ended already"):
-        desk.engine.cancel(job.id)
-    with pytest.raises(Conflict, match="has ended already"):
-        desk.engine.preempt(job.id, lead_s=1)
+def test_cancelling_notifies_the_job_and_ends_it(harness: JobHarness) -> None:
+    job = harness.submit(TRAPS % PREEMPTED_STATUS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.engine.cancel(job.id)
+    ended = harness.wait(job)
+    assert (ended.status, ended.attempt) == (JobStatus.CANCELLED, 1)
+    assert "told" in harness.log(job)
+    with pytest.raises(Conflict, match="has already ended"):
+        harness.engine.cancel(job.id)
+    with pytest.raises(Conflict, match="has already ended"):
+        harness.engine.preempt(job.id, lead_s=1)
 
 
-def test_cancelling_what_does_not_listen_ends_it_at_once(desk: Desk) -> None:
-    job = desk.submit("echo here; sleep 1000")
-    desk.wait_until_said(job, "here")
-    desk.engine.cancel(job.id)
-    desk.wait(job)
-    due = desk.record(job).due
+def test_cancelling_a_job_without_a_handler_ends_it_at_once(harness: JobHarness) -> None:
+    job = harness.submit("echo here; sleep 1000")
+    harness.wait_until_said(job, "here")
+    harness.engine.cancel(job.id)
+    harness.wait(job)
+    due = harness.record(job).due
     assert due.kill_unix_s is not None
     assert due.tell_until_unix_s is not None
     assert due.kill_unix_s < due.tell_until_unix_s, "its 30 s were not waited for"
 
 
-def test_a_signal_to_the_controller_is_a_notice_to_the_job(desk: Desk) -> None:
-    """As when the machine shuts down; the next command goes on from there."""
-    job = desk.submit(TRAPS % PREEMPTED_STATUS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    desk.wait(job, Status.RUNNING)
-    (controller,) = desk.roles(job, "controller")
+def test_a_signal_to_the_controller_is_a_notice_to_the_job(harness: JobHarness) -> None:
+    """As at a shutdown of the machine. The next command continues the job."""
+    job = harness.submit(TRAPS % PREEMPTED_STATUS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait(job, JobStatus.RUNNING)
+    (controller,) = harness.roles(job, "controller")
     processes.send(controller, signal.SIGTERM)
-    assert processes.wait_gone([controller], 60)
-    ended = desk.wait(job)
-    assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 1)
-    assert "told" in desk.log(job)
+    assert processes.wait_exited([controller], 60)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
+    assert "told" in harness.log(job)
 
 
-def test_a_shell_killed_from_outside_is_no_error_of_the_job(desk: Desk) -> None:
-    job = desk.submit(WAITS)
-    desk.wait_until_said(job, "attempt 1 is there")
-    processes.end(desk.named(job, "run.sh"))
-    ended = desk.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (Status.SUCCEEDED, 0)
+def test_a_shell_killed_from_outside_does_not_count_as_an_error(harness: JobHarness) -> None:
+    job = harness.submit(WAITS)
+    harness.wait_until_said(job, "attempt 1 is there")
+    processes.kill(harness.named(job, "run.sh"))
+    ended = harness.wait(job)
+    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0)
 
 
 # -- mounts and workdir ----------------------------------------------------------------------------------
 
 
-def test_the_workdir_is_a_copy(desk: Desk) -> None:
-    work = desk.folder / "work"
+def test_the_workdir_is_a_copy(harness: JobHarness) -> None:
+    work = harness.folder / "work"
     work.mkdir()
     (work / "a.txt").write_text("one")
     (work / "link").symlink_to("a.txt")
-    job = desk.submit("cat a.txt link; echo two > a.txt", head=f"workdir: {work}")
-    assert desk.wait(job).status is Status.SUCCEEDED
-    assert "oneone" in desk.log(job)
+    job = harness.submit("cat a.txt link; echo two > a.txt", head=f"workdir: {work}")
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert "oneone" in harness.log(job)
     assert (work / "a.txt").read_text() == "one"
 
 
-def test_mounts_lead_where_they_say(desk: Desk) -> None:
-    data = desk.folder / "data"
+def test_mounts_link_to_their_sources(harness: JobHarness) -> None:
+    data = harness.folder / "data"
     data.mkdir()
     (data / "x").write_text("seen ")
     head = f"""
 file_mounts:
   here: {data}
-  {desk.folder}/there: {{source: {data}, mode: MOUNT}}
-  {desk.folder}/bucket: {{name: results, mode: MOUNT}}
+  {harness.folder}/there: {{source: {data}, mode: MOUNT}}
+  {harness.folder}/bucket: {{name: results, mode: MOUNT}}
 """
-    job = desk.submit(
-        f"cat here/x {desk.folder}/there/x; echo 1 > here/y; echo 2 > {desk.folder}/bucket/z", head=head
+    job = harness.submit(
+        f"cat here/x {harness.folder}/there/x; echo 1 > here/y; echo 2 > {harness.folder}/bucket/z", head=head
     )
-    assert desk.wait(job).status is Status.SUCCEEDED, desk.tell(job)
-    assert "seen seen" in desk.log(job)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert "seen seen" in harness.log(job)
     assert not (data / "y").exists(), "what was copied is a copy"
-    assert (desk.state / "buckets" / "results" / "z").read_text() == "2\n"
+    assert (harness.state / "buckets" / "results" / "z").read_text() == "2\n"
 
 
-def test_a_mount_never_replaces_what_is_there(desk: Desk) -> None:
-    data = desk.folder / "data"
+def test_a_mount_never_replaces_an_existing_file(harness: JobHarness) -> None:
+    data = harness.folder / "data"
     data.mkdir()
-    (desk.folder / "mine").mkdir()
-    with pytest.raises(Conflict, match="was left alone"):
-        desk.submit("true", head=f"file_mounts: {{{desk.folder}/mine: {data}}}")
-    (desk.folder / "link").symlink_to(data)
-    ended = desk.wait(desk.submit("true", head=f"file_mounts: {{{desk.folder}/link: {desk.folder}/mine}}"))
-    assert ended.status is Status.FAILED_CONTROLLER, "it may have been made since the job was submitted"
-    assert "was left alone" in ended.reason
-    assert (desk.folder / "link").readlink() == data
+    (harness.folder / "mine").mkdir()
+    with pytest.raises(Conflict, match="was not changed"):
+        harness.submit("true", head=f"file_mounts: {{{harness.folder}/mine: {data}}}")
+    (harness.folder / "link").symlink_to(data)
+    ended = harness.wait(
+        harness.submit("true", head=f"file_mounts: {{{harness.folder}/link: {harness.folder}/mine}}")
+    )
+    assert ended.status is JobStatus.FAILED_CONTROLLER, "it may have been made since the job was submitted"
+    assert "was not changed" in ended.reason
+    assert (harness.folder / "link").readlink() == data
 
 
-def test_a_job_launched_by_a_job_outlives_it(desk: Desk) -> None:
-    """Its controller has become a child of the first one's warden, which leaves nothing else behind."""
-    (desk.folder / "inner.yaml").write_text("run: |\n  until [ -e go ]; do sleep 0.02; done\n")
-    command = f"{sys.executable} -m holdfast.cli launch {desk.folder}/inner.yaml"
-    outer = desk.submit(f"{command} && echo launched")
-    assert desk.wait(outer).status is Status.SUCCEEDED, desk.tell(outer)
-    inner = desk.wait(desk.engine.job(outer.id + 1), Status.RUNNING)
-    (desk.files(inner).workdir(0) / "go").touch()
-    ended = desk.wait(inner)
-    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 1)
+def test_a_job_launched_by_a_job_outlives_it(harness: JobHarness) -> None:
+    """Its controller is a child of the outer job's agent, which kills everything else."""
+    (harness.folder / "inner.yaml").write_text("run: |\n  until [ -e go ]; do sleep 0.02; done\n")
+    command = f"{sys.executable} -m holdfast.cli launch {harness.folder}/inner.yaml"
+    outer = harness.submit(f"{command} && echo launched")
+    assert harness.wait(outer).status is JobStatus.SUCCEEDED, harness.tell(outer)
+    inner = harness.wait(harness.engine.job(outer.id + 1), JobStatus.RUNNING)
+    (harness.files(inner).workdir(0) / "go").touch()
+    ended = harness.wait(inner)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)
 
 
 @pytest.mark.parametrize(
@@ -454,12 +460,12 @@ def test_a_job_launched_by_a_job_outlives_it(desk: Desk) -> None:
         ("/x: r2://bucket/a", InvalidInput, "speak S3's protocol"),
         ("/x: {source: /etc/hostname, mode: MOUNT_CACHED}", InvalidInput, "is a file"),
         ("/x: {name: a/b, mode: MOUNT_CACHED}", InvalidInput, "the name of a bucket"),
-        ("/x: /no/such/folder", NotFound, "there is no /no/such/folder"),
+        ("/x: /no/such/folder", NotFound, "/no/such/folder does not exist"),
     ],
 )
-def test_what_cannot_be_mounted_is_refused_before_anything_starts(
-    desk: Desk, mount: str, error: type[Exception], said: str
+def test_an_invalid_mount_is_rejected_before_anything_starts(
+    harness: JobHarness, mount: str, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        desk.submit("true", head=f"file_mounts:\n  {mount}\n")
-    assert desk.engine.jobs() == []
+        harness.submit("true", head=f"file_mounts:\n  {mount}\n")
+    assert harness.engine.jobs() == []

@@ -1,4 +1,4 @@
-"""The parts of local jobs that need no job: locks, bells, records, deadlines, environments, processes."""
+"""Parts of local jobs that can be tested without a job: locks, records, timers, environments, processes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import Conflict, NotFound, RetryLater
-from holdfast.jobs.due import Due
-from holdfast.jobs.environment import Node, mark, mint_task_id, run_environment, setup_environment, share_gpus
-from holdfast.jobs.following import Reader, Watch
+from holdfast.jobs.environment import (
+    Node,
+    assign_gpus,
+    create_task_id,
+    run_environment,
+    setup_environment,
+    tag,
+)
 from holdfast.jobs.local.gpus import visible_gpus
-from holdfast.jobs.local.planning import addresses
-from holdfast.jobs.machine import Kill, Life, Pause, Start, Tell, Terms
+from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import locks, processes
-from holdfast.jobs.node.bell import Bell, ring
+from holdfast.jobs.node.wakeup_pipe import WakeupPipe, wake
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.records import Records, Spec
-from holdfast.jobs.status import Status
+from holdfast.jobs.records import JobSpec, Records
+from holdfast.jobs.state_machine import (
+    Backoff,
+    JobState,
+    KillAttempt,
+    RestartPolicy,
+    SendNotice,
+    StartAttempt,
+)
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.tail import FolderWatch, LineReader
+from holdfast.jobs.timers import Timers
 from holdfast.surroundings import read_progress, tell_progress
 
-SPEC = Spec(num_nodes=2, num_gpus=0, has_setup=False, user="me", gpus=[[], []])
+SPEC = JobSpec(num_nodes=2, num_gpus=0, has_setup=False, user="me", gpus=[[], []])
 NODE = Node("id", 3, "name", 2, 1, ("127.0.0.1", "127.0.0.2"), 4, "me", "/n", "/p", 30.0)
 
 
@@ -41,7 +55,7 @@ def test_a_lock_is_held_until_its_holder_is_gone(tmp_path: Path) -> None:
     assert not locks.is_held(path)
 
 
-def test_a_lock_passes_to_whom_it_is_handed(tmp_path: Path) -> None:
+def test_a_lock_is_inherited_with_its_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     held = locks.take(path)
     assert held is not None
@@ -53,28 +67,28 @@ def test_a_lock_passes_to_whom_it_is_handed(tmp_path: Path) -> None:
     assert not locks.is_held(path)
 
 
-def test_a_bell_is_heard_once_however_often_it_was_rung(tmp_path: Path) -> None:
-    ring(tmp_path / "bell")  # nobody is there
-    bell = Bell(tmp_path / "bell")
+def test_several_wakeups_are_cleared_at_once(tmp_path: Path) -> None:
+    wake(tmp_path / "bell")  # nobody is there
+    bell = WakeupPipe(tmp_path / "bell")
     for _ in range(10_000):
-        ring(tmp_path / "bell")
-    bell.hush()
-    bell.hush()
-    ring(tmp_path / "bell")
+        wake(tmp_path / "bell")
+    bell.clear()
+    bell.clear()
+    wake(tmp_path / "bell")
     assert os.read(bell.fd, 10) == b"!"
     bell.close()
-    ring(tmp_path / "bell")
+    wake(tmp_path / "bell")
 
 
-def test_records_keep_what_they_are_given(tmp_path: Path) -> None:
-    terms = Terms(2, 3, frozenset({33}))
+def test_records_are_read_back_as_written(tmp_path: Path) -> None:
+    terms = RestartPolicy(2, 3, frozenset({33}))
     with Records(tmp_path / "jobs.db") as records:
         number = records.reserve("name", SPEC, terms, 1.0)
         with pytest.raises(NotFound):
             records.get(number)
         records.complete(number, "task-id")
-        life = Life(Status.RUNNING, 2, True, 1, outcomes={0: Outcome(Phase.RUN, code=1)}, reason="x")
-        due = Due(start=2, kill_unix_s=7.5, kill_keepers=True)
+        life = JobState(JobStatus.RUNNING, 2, True, 1, outcomes={0: Outcome(Phase.RUN, code=1)}, reason="x")
+        due = Timers(start=2, kill_unix_s=7.5, kill_keepers=True)
         records.ask(number, "preempt", 1.5)
         (request,) = records.requests(number)
         records.save(number, life, due, now_unix_s=2.0, step_before=9, answered=request.id)
@@ -90,48 +104,48 @@ def test_records_keep_what_they_are_given(tmp_path: Path) -> None:
     )
 
 
-def test_records_of_a_newer_version_are_left_alone(tmp_path: Path) -> None:
+def test_records_of_a_newer_version_are_rejected_unchanged(tmp_path: Path) -> None:
     with Records(tmp_path / "jobs.db") as records:
         records._db.execute("PRAGMA user_version = 99")
     with pytest.raises(Conflict, match="newer version"):
         Records(tmp_path / "jobs.db")
     (tmp_path / "other.db").write_text("no database, and long enough to be taken for one" * 99)
-    with pytest.raises(RetryLater, match="could not be used"):
+    with pytest.raises(RetryLater, match="Cannot use the job records"):
         Records(tmp_path / "other.db")
 
 
-def test_the_earliest_of_several_ends_counts() -> None:
-    due = Due().plus([Start(3)], 100.0)
-    due = due.plus([Tell(30.0, "x"), Kill(30.0, with_keepers=True)], 100.0)
+def test_the_earliest_of_several_deadlines_counts() -> None:
+    due = Timers().schedule([StartAttempt(3)], 100.0)
+    due = due.schedule([SendNotice(30.0, "x"), KillAttempt(30.0, with_keepers=True)], 100.0)
     assert (due.start, due.tell_until_unix_s, due.kill_unix_s, due.kill_keepers) == (3, 130.0, 130.0, True)
-    assert due.plus([Kill(90.0)], 100.0) == due
-    assert due.plus([Kill(0.0)], 101.0).kill_unix_s == 101.0
-    assert due.plus([Pause(5.0)], 200.0) == Due(wake_unix_s=205.0)
-    assert Due().next_unix_s() is None
+    assert due.schedule([KillAttempt(90.0)], 100.0) == due
+    assert due.schedule([KillAttempt(0.0)], 101.0).kill_unix_s == 101.0
+    assert due.schedule([Backoff(5.0)], 200.0) == Timers(wake_unix_s=205.0)
+    assert Timers().next_unix_s() is None
 
 
-def test_the_environment_s_order_is_the_machine_s_then_the_task_s_then_ours() -> None:
+def test_the_task_overrides_the_user_s_environment_and_holdfast_the_task_s() -> None:
     base = {"PATH": "/bin", "A": "base", "SKYPILOT_NODE_RANK": "9", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
     found = run_environment(NODE, base, {"A": "task", "HOLDFAST_NOTICES": "aws"}, gpus=["4", "5"])
     assert (found["PATH"], found["A"], found["SKYPILOT_NODE_RANK"]) == ("/bin", "task", "1")
     assert found["SKYPILOT_NODE_IPS"] == "127.0.0.1\n127.0.0.2"
     assert found["HOLDFAST_NOTICES"] == "aws,file:/n"
-    assert found["HOLDFAST_NODE"] == mark("id", 2, 1) == "id/2/1"
+    assert found["HOLDFAST_NODE"] == tag("id", 2, 1) == "id/2/1"
     assert found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert setup_environment(NODE, base, {})["SKYPILOT_SETUP_NODE_RANK"] == "1"
 
 
 def test_task_ids_look_like_skypilot_s() -> None:
-    assert mint_task_id("bert qa", 8, 0.750781) == "sky-managed-1970-01-01-00-00-00-750781_bert-qa_8-0"
+    assert create_task_id("bert qa", 8, 0.750781) == "sky-managed-1970-01-01-00-00-00-750781_bert-qa_8-0"
 
 
-def test_gpus_are_shared_out_only_if_there_are_enough(
+def test_gpus_are_assigned_to_nodes_only_if_there_are_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert share_gpus(["0", "1", "2", "3"], 2, 2) == [["0", "1"], ["2", "3"]]
-    assert share_gpus(["0", "1"], 2, 2) == [[], []]
-    assert share_gpus(["0", "1"], 2, 1) == [[]]
+    assert assign_gpus(["0", "1", "2", "3"], 2, 2) == [["0", "1"], ["2", "3"]]
+    assert assign_gpus(["0", "1"], 2, 2) == [[], []]
+    assert assign_gpus(["0", "1"], 2, 1) == [[]]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl"):
         (tmp_path / name).touch()
@@ -140,25 +154,25 @@ def test_gpus_are_shared_out_only_if_there_are_enough(
     assert visible_gpus(tmp_path) == ["3", "GPU-x"]
 
 
-def test_every_node_has_an_address_of_its_own() -> None:
+def test_every_node_has_its_own_address() -> None:
     assert addresses(2) == ("127.0.0.1", "127.0.0.2")
     assert len(set(addresses(1000))) == 1000
 
 
-def test_a_process_is_told_from_another_with_its_number() -> None:
+def test_a_process_is_not_confused_with_a_later_one_of_the_same_pid() -> None:
     child = subprocess.Popen(["sleep", "1000"])
-    found = processes.look_up(child.pid)
+    found = processes.find(child.pid)
     assert found is not None
     stranger = processes.Process(found.pid, found.parent, found.session, found.start + 1)
     assert not processes.send(stranger, signal.SIGKILL)
-    assert processes.wait_gone([stranger], 10), "it is gone, whoever has its number"
-    assert not processes.wait_gone([found], 0)
+    assert processes.wait_exited([stranger], 10), "it is gone, whoever has its number"
+    assert not processes.wait_exited([found], 0)
     assert processes.send(found, signal.SIGKILL)
-    assert processes.wait_gone([found], 10)
+    assert processes.wait_exited([found], 10)
     assert child.wait() == -signal.SIGKILL
 
 
-def test_only_the_topmost_that_listen_are_told() -> None:
+def test_only_the_topmost_processes_with_a_handler_are_signalled() -> None:
     listens = "import signal,sys,subprocess; signal.signal(signal.SIGTERM, lambda *_: 0); "
     inner = f"{listens} print('ready', flush=True); sys.stdin.read()"
     outer = f"{listens} subprocess.run([sys.executable, '-c', {inner!r}])"
@@ -171,8 +185,8 @@ def test_only_the_topmost_that_listen_are_told() -> None:
     assert shell.stdout is not None
     assert shell.stdin is not None
     assert shell.stdout.readline() == b"ready\n"
-    told = processes.topmost_catchers(shell.pid)
-    tree = processes.below(shell.pid, processes.living())
+    told = processes.topmost_handlers(shell.pid)
+    tree = processes.descendants(shell.pid, processes.snapshot())
     assert [one.pid for one in told] == [tree[0].pid]
     assert len(tree) == 2
     shell.communicate()
@@ -192,12 +206,12 @@ def test_progress_is_the_greatest_step_of_each_home(tmp_path: Path, monkeypatch:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=10))
-def test_lines_are_read_whole_however_they_come(chunks: list[bytes]) -> None:
+def test_lines_are_read_whole_in_whatever_chunks_they_are_written(chunks: list[bytes]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
-        reader = Reader(path)
+        reader = LineReader(path)
         assert list(reader.lines()) == []
         found: list[str] = []
         with path.open("ab", buffering=0) as file:
@@ -214,7 +228,7 @@ def test_lines_are_read_whole_however_they_come(chunks: list[bytes]) -> None:
 
 
 def test_a_watch_wakes_when_something_is_written(tmp_path: Path) -> None:
-    watch = Watch(tmp_path)
+    watch = FolderWatch(tmp_path)
     (tmp_path / "a").write_text("x")
     watch.wait(60)  # returns at once, or the suite's limit tells
     watch.close()

@@ -1,4 +1,4 @@
-"""Task files and folders of strangers: looking at them runs nothing and sends nothing."""
+"""Untrusted task files and folders: inspecting them runs no program and sends nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.adapters.nebula import lightning
 from holdfast.adapters.nebula.markers import Marker
 from holdfast.entry import command
 from holdfast.errors import InvalidInput
-from holdfast.jobs.node.ignored import ignored
+from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.store.endpoints import check_endpoint
 
 KEYS = {
@@ -28,7 +28,7 @@ KEYS = {
 
 @pytest.fixture
 def stranger() -> Iterator[socket.socket]:
-    """A server of somebody else, that waits for whoever calls."""
+    """Attacker's server, which waits for a connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         yield server
@@ -53,10 +53,10 @@ def _git(folder: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize("dry", [True, False])
-def test_keys_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
+def test_credentials_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
     tmp_path: Path, stranger: socket.socket, scheme: str, dry: bool
 ) -> None:
-    """Even `launch --dry-run` sent a bearer token to an address of the file's choice."""
+    """Even `launch --dry-run` once sent a bearer token to an address of the file's choice."""
     task = tmp_path / "task.yaml"
     url = f"{scheme}://bucket/data?endpoint_url={_endpoint(stranger)}"
     task.write_text(f"file_mounts:\n  data: {url}\nrun: 'true'\n")
@@ -69,9 +69,7 @@ def test_keys_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
     assert "HOLDFAST_TRUST_ENDPOINTS" in done.stderr
 
 
-def test_a_dry_run_sends_nothing_even_to_an_endpoint_of_ones_own(
-    tmp_path: Path, stranger: socket.socket
-) -> None:
+def test_a_dry_run_sends_nothing_even_to_a_trusted_endpoint(tmp_path: Path, stranger: socket.socket) -> None:
     task = tmp_path / "task.yaml"
     task.write_text("file_mounts:\n  data: s3://bucket/data\nrun: 'true'\n")
     env = {
@@ -86,10 +84,10 @@ def test_a_dry_run_sends_nothing_even_to_an_endpoint_of_ones_own(
     assert not _was_called(stranger)
 
 
-def test_keys_are_not_sent_to_an_endpoint_that_only_a_marker_names(
+def test_credentials_are_not_sent_to_an_endpoint_that_only_a_marker_names(
     tmp_path: Path, stranger: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file `last.ckpt` of somebody else may stand for a checkpoint in any place."""
+    """An untrusted file `last.ckpt` may refer to a checkpoint in any place."""
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     home = f"s3://bucket/run?endpoint_url={_endpoint(stranger)}"
@@ -119,7 +117,7 @@ def test_keys_are_not_sent_to_an_endpoint_that_only_a_marker_names(
         ("/a/folder", {}, True),
     ],
 )
-def test_an_endpoint_needs_the_users_word(
+def test_an_endpoint_must_be_trusted_by_the_user(
     url: str, environment: dict[str, str], is_fine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL"):
@@ -133,8 +131,8 @@ def test_an_endpoint_needs_the_users_word(
             check_endpoint(url, "It")
 
 
-def test_asking_git_what_is_ignored_runs_no_program_of_the_folder(tmp_path: Path) -> None:
-    """A `.git/config` of somebody else can name programs that git runs when it looks at files."""
+def test_listing_ignored_files_runs_no_program_of_the_folder(tmp_path: Path) -> None:
+    """An untrusted `.git/config` can name programs that git runs when it reads files."""
     work, module = tmp_path / "work", tmp_path / "module"
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
@@ -157,5 +155,5 @@ def test_asking_git_what_is_ignored_runs_no_program_of_the_folder(tmp_path: Path
         hook.write_text(program.read_text())
         hook.chmod(0o755)
     (tmp_path / "ran").unlink(missing_ok=True)
-    assert ignored(work) == {"skip", "deep/sub/skip"}
+    assert ignored_paths(work) == {"skip", "deep/sub/skip"}
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""Workdirs of jobs: copies without what is ignored, and clones of repositories."""
+"""Workdirs of jobs: copies without ignored files, and clones of repositories."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.jobs.node.ignored import ignored
+from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.jobs.node.workdir import copy_without_ignored
-from holdfast.jobs.status import Status
-from jobs.desk import Desk
+from holdfast.jobs.status import JobStatus
+from jobs.harness import JobHarness
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -34,7 +34,7 @@ def put(folder: Path, **files: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Two commits on main, a tag at the first, and a branch."""
+    """Return a repository with two commits on main, a tag at the first, and a branch."""
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "--quiet")
@@ -66,28 +66,28 @@ def test_what_git_ignores_is_not_copied(tmp_path: Path) -> None:
     found = {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*")}
     assert {"a", "deep/kept", "tracked/log", ".gitignore"} <= found, "what is tracked is copied all the same"
     assert not {"data", "deep/x", "sub/inner"} & found
-    assert ignored(work / "deep") == {"x"}, "a workdir below the top of a repository"
+    assert ignored_paths(work / "deep") == {"x"}, "a workdir below the top of a repository"
 
 
-def test_a_skyignore_counts_alone(tmp_path: Path) -> None:
+def test_a_skyignore_replaces_git_s_rules(tmp_path: Path) -> None:
     put(tmp_path, a__log="", b="", logs__x="", deep__logs__y="", c="")
     (tmp_path / ".gitignore").write_text("c\n")
     (tmp_path / ".skyignore").write_text("# comment\n\n/logs\n*/log\nb\n")
     git(tmp_path, "init", "--quiet")
-    assert ignored(tmp_path) == {"logs", "a/log", "b"}
+    assert ignored_paths(tmp_path) == {"logs", "a/log", "b"}
 
 
-def test_a_folder_in_no_repository_is_copied_whole(tmp_path: Path) -> None:
+def test_a_folder_outside_any_repository_is_copied_whole(tmp_path: Path) -> None:
     put(tmp_path, a="")
     (tmp_path / ".gitignore").write_text("a\n")
-    assert ignored(tmp_path) == frozenset()
+    assert ignored_paths(tmp_path) == frozenset()
 
 
-def test_a_workdir_that_is_ignored_as_a_whole_is_copied_all_the_same(tmp_path: Path) -> None:
+def test_a_workdir_that_is_ignored_as_a_whole_is_copied(tmp_path: Path) -> None:
     put(tmp_path, runs__a="")
     (tmp_path / ".gitignore").write_text("runs\n")
     git(tmp_path, "init", "--quiet")
-    assert ignored(tmp_path / "runs") == frozenset()
+    assert ignored_paths(tmp_path / "runs") == frozenset()
 
 
 # -- repositories ----------------------------------------------------------------------------------------
@@ -96,35 +96,35 @@ def test_a_workdir_that_is_ignored_as_a_whole_is_copied_all_the_same(tmp_path: P
 @pytest.mark.parametrize(
     ("ref", "text"), [(None, "two"), ("topic/x", "three"), ("v1", "one"), ("commit", "one")]
 )
-def test_a_repository_is_cloned_at_what_is_named(
-    desk: Desk, repository: Path, ref: str | None, text: str
+def test_a_repository_is_cloned_at_its_ref(
+    harness: JobHarness, repository: Path, ref: str | None, text: str
 ) -> None:
     first = git(repository, "rev-parse", "v1")
     ref = first[:10] if ref == "commit" else ref
     at = f", ref: {ref}" if ref else ""
-    job = desk.submit(
+    job = harness.submit(
         "echo it is $(cat file)", head=f'workdir: {{url: "file://{repository}"{at}}}\nnum_nodes: 2'
     )
-    assert desk.wait(job).status is Status.SUCCEEDED
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
     for node in range(2):
-        assert f"it is {text}" in desk.log(job, node)
-    commit = git(desk.files(job).workdir(0), "rev-parse", "HEAD")
+        assert f"it is {text}" in harness.log(job, node)
+    commit = git(harness.files(job).workdir(0), "rev-parse", "HEAD")
     assert commit == git(repository, "rev-parse", ref or "main")
-    assert f"at commit {commit}" in desk.log(job)
+    assert f"at commit {commit}" in harness.log(job)
 
 
 @pytest.mark.parametrize(
     ("workdir", "error", "said"),
     [
         ('{{url: "file://{path}", ref: nowhere}}', NotFound, "no branch, tag or commit 'nowhere'"),
-        ('{{url: "file://{path}-not"}}', RetryLater, "could not be cloned"),
+        ('{{url: "file://{path}-not"}}', RetryLater, "Cannot clone"),
         ('{{url: "--upload-pack=x"}}', InvalidInput, "expected a url"),
     ],
 )
-def test_a_repository_that_is_not_there_starts_nothing(
-    desk: Desk, repository: Path, workdir: str, error: type[Exception], said: str
+def test_a_missing_repository_starts_nothing(
+    harness: JobHarness, repository: Path, workdir: str, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        desk.submit("true", head=f"workdir: {workdir.format(path=repository)}")
-    assert desk.engine.jobs() == []
-    assert list(desk.state.glob("jobs/*")) == []
+        harness.submit("true", head=f"workdir: {workdir.format(path=repository)}")
+    assert harness.engine.jobs() == []
+    assert list(harness.state.glob("jobs/*")) == []

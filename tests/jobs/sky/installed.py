@@ -1,4 +1,4 @@
-"""SkyPilot in an environment of its own, installed from PyPI once and kept in the ignored folder `.bench`."""
+"""SkyPilot in its own environment, installed once from PyPI into the ignored folder `.bench`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FURTHER = ("uv", "grpcio>=1.63.0", "protobuf>=5.29.6,<7")
 """Beside it: the last two every cloud's extra brings, and Slurm's does not; without them its controller
 takes an allocation that is gone for an error of its own."""
 FOLDER = Path(__file__).parents[3] / ".bench" / f"skypilot-{VERSION}"
-"""Made of about 95 packages; `make clean` removes it."""
+"""About 95 packages. `make clean` removes it."""
 
 
 def skypilot() -> Path:
-    """The `bin` folder of an environment that has SkyPilot, and uv; skips where it cannot be installed."""
+    """Return the `bin` folder of an environment with SkyPilot and uv. Skips if it cannot be installed."""
     FOLDER.parent.mkdir(exist_ok=True)
     with FOLDER.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several workers want it at once

@@ -37,7 +37,7 @@ _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 
 def missing() -> str:
-    """Why there can be no such SkyPilot here; empty if there can."""
+    """Return why SkyPilot cannot run here, or an empty string."""
     programs = ("sshd", "rsync", "curl", "ssh-keygen")
     found = [name for name in programs if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if found:
@@ -49,7 +49,7 @@ def missing() -> str:
 
 
 class SkyBox:
-    """SkyPilot, while its cloud runs.
+    """Running SkyPilot with its cloud.
 
     Args:
         cluster: its cloud.
@@ -66,7 +66,7 @@ class SkyBox:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What `sky` has to find in its environment."""
+        """Return the environment for `sky`."""
         return {
             "HOME": str(self._home),
             "SLURM_CONF": str(self.cluster.conf),
@@ -76,7 +76,7 @@ class SkyBox:
         }
 
     def start(self) -> None:
-        """Put the stand-ins up, and have SkyPilot find its cloud."""
+        """Set up the substitutes, and let SkyPilot detect its cloud."""
         for folder in (self._shims, self._home / ".slurm", self._home / ".sky"):
             folder.mkdir(parents=True)
         self._put_programs()
@@ -88,17 +88,19 @@ class SkyBox:
         assert "Slurm" in said, said
 
     def stop(self) -> None:
-        """End SkyPilot's server and our sshd."""
+        """Stop SkyPilot's server and the sshd."""
         with contextlib.suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
             self.sky("api", "stop")
         path = self._room / "sshd.pid"
         if path.exists():
             pid = int(path.read_text())
-            processes.end(processes.below(pid, processes.living()))  # sessions that SkyPilot keeps open
+            processes.kill(
+                processes.descendants(pid, processes.snapshot())
+            )  # sessions that SkyPilot keeps open
             os.kill(pid, signal.SIGTERM)
 
     def sky(self, *words: str) -> str:
-        """What a command of `sky` says."""
+        """Return the output of a `sky` command."""
         environment = {**os.environ, **self.environment}
         environment.pop("PYTHONPATH", None)
         done = subprocess.run(
@@ -183,7 +185,7 @@ SetEnv {" ".join(f"{name}={value}" for name, value in environment.items())}
 
 
 def _own_python() -> str | None:
-    """A Python 3.10 that pyenv or uv has put somewhere."""
+    """Return a Python 3.10 installed by pyenv or uv."""
     homes = (
         "~/.pyenv/versions/3.10*/bin/python3.10",
         "~/.local/share/uv/python/cpython-3.10*/bin/python3.10",
@@ -198,7 +200,7 @@ def _own_python() -> str | None:
 
 @contextlib.contextmanager
 def sky_box() -> Iterator[SkyBox]:
-    """SkyPilot and its cloud, in a folder of their own."""
+    """Run SkyPilot and its cloud in a folder."""
     programs = skypilot()
     with one_box(own_name()) as cluster:
         box = SkyBox(cluster, programs)

@@ -1,4 +1,4 @@
-"""A job through SkyPilot itself, with a Slurm on this machine as its cloud; `onebox` tells the stand-ins."""
+"""A job through SkyPilot itself, with a Slurm on this machine as its cloud; see `onebox`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.sky.engine import SkyEngine
-from holdfast.jobs.status import Status
-from holdfast.jobs.task.reading import parse_task
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.parser import parse_task
 from jobs.sky.onebox import SkyBox, missing, sky_box
-from jobs.slurm.desk import command
+from jobs.slurm.harness import command
 
 ROOT = Path(__file__).parents[3]
 TRAINING = Path(__file__).parent.parent / "training.py"
@@ -45,7 +45,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SkyBox]:
 
 
 def lines(path: Path) -> list[list[str]]:
-    """The words of each line of a file; none if it is not there."""
+    """Return the words of each line of a file, or nothing if it does not exist."""
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -59,7 +59,7 @@ def wait_for(engine: SkyEngine, job: Job, what: Callable[[], object], name: str)
         time.sleep(1)
 
 
-def test_a_training_whose_allocation_is_killed_goes_on_from_its_checkpoint(
+def test_training_resumes_from_its_checkpoint_after_its_allocation_is_killed(
     box: SkyBox, tmp_path: Path
 ) -> None:
     text = TASK.format(
@@ -76,7 +76,7 @@ def test_a_training_whose_allocation_is_killed_goes_on_from_its_checkpoint(
     wait_for(engine, job, lambda: engine.job(job.id).status.is_final, "the end")
     ended = engine.job(job.id)
     # How often it recovered is not asked: it does not count those that it calls emergencies.
-    assert (ended.status, ended.task_id) == (Status.SUCCEEDED, job.task_id)
+    assert (ended.status, ended.task_id) == (JobStatus.SUCCEEDED, job.task_id)
     (_, first), (again, second) = lines(tmp_path / "starts")
     assert again == job.task_id, "the same after the recovery"
     assert first != second

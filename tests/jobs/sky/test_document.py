@@ -1,4 +1,4 @@
-"""What SkyPilot is handed, and what its words about jobs mean here."""
+"""Task files for SkyPilot, and its statuses of jobs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from holdfast.errors import RetryLater
-from holdfast.jobs.sky.document import handed_text, outer_name
-from holdfast.jobs.sky.effects import effects
-from holdfast.jobs.sky.states import read_queue
-from holdfast.jobs.status import Status
-from holdfast.jobs.task.contents import Task
-from holdfast.jobs.task.reading import Overrides, parse_task
+from holdfast.jobs.sky.document import managed_name, render_document
+from holdfast.jobs.sky.states import parse_queue
+from holdfast.jobs.sky.unsupported_keys import unsupported_keys
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.parser import Overrides, parse_task
 
 TASK = """
 name: gpt
@@ -97,8 +97,8 @@ def task(text: str) -> Task:
     return parse_task(text, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))
 
 
-def test_the_file_has_what_makes_a_preemption_cost_nothing_and_no_secret() -> None:
-    assert handed_text(task(TASK), "id-7", "7") == HANDED
+def test_the_file_makes_preemptions_lose_nothing_and_contains_no_secret() -> None:
+    assert render_document(task(TASK), "id-7", "7") == HANDED
 
 
 @pytest.mark.parametrize(
@@ -109,71 +109,71 @@ def test_the_file_has_what_makes_a_preemption_cost_nothing_and_no_secret() -> No
         ("job_recovery: {recover_on_exit_codes: [75, 3]}", {"recover_on_exit_codes": [3, 75]}),
     ],
 )
-def test_a_saved_training_is_always_started_again(recovery: str, expected: dict[str, object]) -> None:
-    text = handed_text(task(f"resources: {{{recovery}}}\nrun: x"), "id", "1")
+def test_a_training_that_has_saved_is_always_restarted(recovery: str, expected: dict[str, object]) -> None:
+    text = render_document(task(f"resources: {{{recovery}}}\nrun: x"), "id", "1")
     assert yaml.safe_load(text)["resources"]["job_recovery"] == expected
 
 
-def test_the_user_s_own_sources_of_notices_stay() -> None:
-    text = handed_text(task("envs: {HOLDFAST_NOTICES: aws}\nrun: x"), "id", "1")
+def test_the_user_s_own_sources_of_notices_are_kept() -> None:
+    text = render_document(task("envs: {HOLDFAST_NOTICES: aws}\nrun: x"), "id", "1")
     assert yaml.safe_load(text)["envs"]["HOLDFAST_NOTICES"] == "aws,file:/tmp/holdfast-notice-id"
 
 
-def test_a_relative_workdir_is_meant_from_here() -> None:
+def test_a_relative_workdir_is_resolved_against_the_current_directory() -> None:
     asked = task("workdir: .\nrun: x")
-    assert yaml.safe_load(handed_text(asked, "id", "1"))["workdir"] == asked.workdir
+    assert yaml.safe_load(render_document(asked, "id", "1"))["workdir"] == asked.workdir
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("gpt", "gpt-3"), ("My job!", "My-job-3"), ("3b", "job-3b-3"), ("...", "job-3")],
 )
-def test_names_are_such_as_skypilot_takes(name: str, expected: str) -> None:
-    assert outer_name(name, "3") == expected
+def test_names_are_valid_for_skypilot(name: str, expected: str) -> None:
+    assert managed_name(name, "3") == expected
 
 
-def test_what_is_added_is_told_and_that_a_cache_is_not_durable() -> None:
-    told = {effect.key: effect for effect in effects(task(TASK))}
+def test_added_keys_are_reported_and_that_a_cache_is_not_durable() -> None:
+    told = {found_key.key: found_key for found_key in unsupported_keys(task(TASK))}
     assert "75" in told["resources.job_recovery"].what
     assert "hook" in told["config.hooks"].what
     assert "transfers: 1" in told["file_mounts./cached"].what
     assert "transfers: 1" not in told["file_mounts./chosen"].what
     for key in ("file_mounts./cached", "file_mounts./chosen"):
-        assert "takes it along" in told[key].what
+        assert "lost if the machine is preempted" in told[key].what
     assert "file_mounts./plain" not in told
 
 
-def test_the_queue_is_read() -> None:
+def test_the_queue_is_parsed() -> None:
     rows = [
         {"job_id": 2, "job_name": "a", "status": "RECOVERING", "recovery_count": 3, "start_at": 5.0},
         {"job_id": 1, "job_name": "b", "status": "FAILED_NO_RESOURCE", "failure_reason": "no", "end_at": 9.0},
         {"job_id": None, "status": "RUNNING"},
     ]
-    first, second = read_queue("Fetching...\n" + json.dumps(rows))
+    first, second = parse_queue("Fetching...\n" + json.dumps(rows))
     assert (first.id, first.status, first.recoveries, first.started_unix_s) == (
         "2",
-        Status.RECOVERING,
+        JobStatus.RECOVERING,
         3,
         5.0,
     )
     assert (second.status, second.reason, second.ended_unix_s) == (
-        Status.FAILED,
+        JobStatus.FAILED,
         "FAILED_NO_RESOURCE: no",
         9.0,
     )
-    assert read_queue("") == []
+    assert parse_queue("") == []
 
 
 @pytest.mark.parametrize(
     "word", ["PENDING", "STARTING", "RUNNING", "WINDING_DOWN", "CANCELLING", "SUBMITTED"]
 )
-def test_statuses_on_the_way_have_no_end(word: str) -> None:
-    (found,) = read_queue(json.dumps([{"job_id": 1, "status": word, "end_at": 1.0}]))
+def test_a_status_that_is_not_final_has_no_end(word: str) -> None:
+    (found,) = parse_queue(json.dumps([{"job_id": 1, "status": word, "end_at": 1.0}]))
     assert not found.status.is_final
     assert found.ended_unix_s is None
 
 
 @pytest.mark.parametrize("text", ["[nonsense", '[{"job_id": 1, "status": "NEW"}]', "[1]"])
-def test_words_that_cannot_be_read_are_told(text: str) -> None:
-    with pytest.raises(RetryLater, match="cannot be read"):
-        read_queue(text)
+def test_invalid_output_is_reported(text: str) -> None:
+    with pytest.raises(RetryLater, match="Cannot parse SkyPilot's queue"):
+        parse_queue(text)

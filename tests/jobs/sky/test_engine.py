@@ -1,4 +1,4 @@
-"""The SkyPilot engine against a program that answers as `sky` does and writes down how it was called."""
+"""The SkyPilot engine with a program that answers like `sky` and records its calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
-from holdfast.jobs.choice import find_engine
 from holdfast.jobs.node.folder import job_folder
-from holdfast.jobs.place import state_dir
+from holdfast.jobs.registry import find_engine
 from holdfast.jobs.sky.engine import SkyEngine
-from holdfast.jobs.status import Status
-from holdfast.jobs.task.reading import Overrides, parse_task
+from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.parser import Overrides, parse_task
 
 PROGRAM = """#!/bin/bash
 cd {folder}
@@ -33,7 +33,7 @@ TASK = "name: gpt\nsecrets: {TOKEN: null}\nrun: python train.py\n"
 
 
 class FakeSky:
-    """What the program says, and how it was called."""
+    """Substitute for `sky`, with its answers and recorded calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class FakeSky:
         self.say()
 
     def say(self, **facts: object) -> None:
-        """What the queue holds: job 17, or nothing without facts."""
+        """Set the queue: job 17, or nothing without arguments."""
         row = {"job_id": 17, "job_name": "gpt-1", **facts}
         (self.folder / "queue.json").write_text(json.dumps([row] if facts else []))
 
@@ -69,7 +69,7 @@ def submit(engine: SkyEngine) -> int:
     return engine.submit(parse_task(TASK, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))).id
 
 
-def test_a_job_is_handed_over_with_its_secrets_in_the_environment_only(
+def test_a_job_is_submitted_with_its_secrets_in_the_environment_only(
     sky: FakeSky, capsys: pytest.CaptureFixture[str]
 ) -> None:
     number = submit(SkyEngine())
@@ -85,40 +85,40 @@ def test_a_job_is_handed_over_with_its_secrets_in_the_environment_only(
     assert yaml.safe_load(text)["envs"]["HOLDFAST_TASK_ID"] == job.task_id
 
 
-def test_a_job_stands_where_skypilot_says_until_it_has_ended(sky: FakeSky) -> None:
+def test_the_status_is_skypilot_s_until_the_job_has_ended(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
-    assert "does not know it" in engine.job(number).reason
+    assert "does not have a job named" in engine.job(number).reason
     sky.say(status="RUNNING", start_at=5.0)
     running = engine.job(number)
-    assert (running.status, running.attempt, running.started_unix_s) == (Status.RUNNING, 1, 5.0)
+    assert (running.status, running.attempt, running.started_unix_s) == (JobStatus.RUNNING, 1, 5.0)
     sky.say(status="RECOVERING", recovery_count=1, start_at=5.0)
-    assert (engine.job(number).status, engine.job(number).recoveries) == (Status.RECOVERING, 1)
+    assert (engine.job(number).status, engine.job(number).recoveries) == (JobStatus.RECOVERING, 1)
     sky.be("down")
     told = engine.job(number)
-    assert (told.status, told.recoveries) == (Status.RECOVERING, 1), "as it was when it was last looked at"
+    assert (told.status, told.recoveries) == (JobStatus.RECOVERING, 1), "as it was when it was last looked at"
     assert "SkyPilot does not answer" in told.reason
     sky.be("down", yes=False)
     sky.say(status="SUCCEEDED", recovery_count=2, start_at=5.0, end_at=9.0)
     ended = engine.job(number)
-    assert (ended.status, ended.recoveries, ended.ended_unix_s) == (Status.SUCCEEDED, 2, 9.0)
+    assert (ended.status, ended.recoveries, ended.ended_unix_s) == (JobStatus.SUCCEEDED, 2, 9.0)
     num_calls = len(sky.calls())
     assert engine.jobs() == [ended]
     assert len(sky.calls()) == num_calls, "nobody is asked about what has ended"
 
 
-def test_a_job_whose_number_was_not_told_is_found_by_its_name(sky: FakeSky) -> None:
+def test_a_job_whose_id_was_not_printed_is_found_by_its_name(sky: FakeSky) -> None:
     sky.be("mute")
     engine = SkyEngine()
     number = submit(engine)
-    with pytest.raises(Conflict, match="has not told its number"):
+    with pytest.raises(Conflict, match="has not assigned an id"):
         engine.cancel(number)
     sky.say(status="RUNNING", start_at=1.0)
     engine.cancel(number)
     assert "jobs cancel -y --graceful 17" in sky.calls()
 
 
-def test_what_skypilot_refuses_is_no_job(sky: FakeSky) -> None:
+def test_a_job_that_skypilot_rejects_is_not_listed(sky: FakeSky) -> None:
     sky.be("refuse")
     engine = SkyEngine()
     with pytest.raises(RetryLater, match="no cloud access"):
@@ -126,24 +126,24 @@ def test_what_skypilot_refuses_is_no_job(sky: FakeSky) -> None:
     assert engine.jobs() == []
 
 
-def test_output_comes_without_colours(sky: FakeSky) -> None:
+def test_output_has_no_colours(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
     assert [line.text for line in engine.lines(number, follow=True)] == ["(gpt-1, pid=3) hello", "bye"]
     assert sky.calls()[-1] == "jobs logs --follow 17"
 
 
-def test_what_cannot_be_done_there_is_told(sky: FakeSky) -> None:
+def test_an_unsupported_request_is_reported(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
     with pytest.raises(Unsupported, match="managed job 17"):
         engine.preempt(number, lead_s=1)
     sky.say(status="CANCELLED", start_at=1.0, end_at=2.0)
-    with pytest.raises(Conflict, match="has ended already"):
+    with pytest.raises(Conflict, match="has already ended"):
         engine.cancel(number)
 
 
-def test_only_a_job_that_has_ended_is_forgotten(sky: FakeSky) -> None:
+def test_only_a_job_that_has_ended_is_removed(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
     sky.say(status="RUNNING", start_at=1.0)

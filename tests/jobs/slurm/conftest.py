@@ -1,4 +1,4 @@
-"""A Slurm for the tests of this folder, and a desk that submits to it."""
+"""Fixtures of Slurm jobs: a cluster, and a harness that submits to it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.slurm.desk import SlurmDesk
+from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.onebox import OneBox, missing, one_box
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[OneBox]:
-    """Two nodes on this machine; skips where Slurm is not installed, and says how it is."""
+    """Return a cluster of two nodes on this machine. Skips where Slurm is not installed."""
     if why := missing():
         pytest.skip(why)
     with one_box() as found:
@@ -23,14 +23,14 @@ def cluster() -> Iterator[OneBox]:
 
 
 @pytest.fixture
-def slurm(cluster: OneBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmDesk]:
-    """Where a test submits its jobs; the cluster is idle before it."""
+def slurm(cluster: OneBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmHarness]:
+    """Return a harness for the idle cluster."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
     deadline = time.monotonic() + 60
     while not cluster.is_idle():
         assert time.monotonic() < deadline, subprocess.run(["squeue"], capture_output=True, text=True).stdout
         time.sleep(0.2)
-    found = SlurmDesk(tmp_path)
+    found = SlurmHarness(tmp_path)
     yield found
     found.leave()

@@ -66,7 +66,7 @@ _NODE = (
 
 
 def missing() -> str:
-    """Why there can be no such Slurm here; empty if there can."""
+    """Return why Slurm cannot run here, or an empty string."""
     if os.geteuid() != 0:
         return "a Slurm of two nodes on one machine needs root, since its nodes start jobs as their users"
     programs = ("slurmctld", "slurmd", "munged", "sbatch")
@@ -75,7 +75,7 @@ def missing() -> str:
 
 
 class OneBox:
-    """The cluster, while it runs.
+    """Running cluster.
 
     Args:
         room: its folder; short, and open to the user `munge`.
@@ -89,7 +89,7 @@ class OneBox:
         self._daemons = [*(f"slurmd.{node}" for node in nodes), "slurmctld", "munge/munged"]
 
     def start(self) -> None:
-        """Bring it up; both nodes are idle then."""
+        """Start the cluster, and wait until both nodes are idle."""
         for name in ("ctld", "log", "munge", *(f"d.{node}" for node in self._nodes)):
             (self.room / name).mkdir(mode=0o755)
         key = self.room / "munge" / "key"
@@ -114,7 +114,7 @@ class OneBox:
         self._wait_for(self.is_idle, "idle nodes")
 
     def stop(self) -> None:
-        """Cancel all jobs, and end its daemons."""
+        """Cancel all jobs, and stop the daemons."""
         with contextlib.suppress(subprocess.CalledProcessError):
             self._run(["scancel", "--user=root", "--signal=KILL", "--full"])
             self._run(["scancel", "--user=root"])
@@ -149,7 +149,7 @@ class OneBox:
         return found
 
     def is_idle(self) -> bool:
-        """True if all nodes are there and have nothing to do."""
+        """Return True if all nodes are up and idle."""
         words = ["sinfo", "--noheader", "--partition=spot", "--states=idle", "--format=%D"]
         done = subprocess.run(words, capture_output=True, text=True, check=False, env=self._environment())
         return done.stdout.strip() == str(len(self._nodes))
@@ -178,13 +178,13 @@ def _free_ports(number: int) -> list[int]:
 
 
 def own_name() -> str:
-    """The name of this machine, as Slurm has it."""
+    """Return the name of this machine in Slurm."""
     return socket.gethostname().partition(".")[0]
 
 
 @contextlib.contextmanager
 def one_box(*nodes: str) -> Iterator[OneBox]:
-    """A cluster in a folder of its own; of two nodes, if no names are given."""
+    """Run a cluster in a folder, of two nodes by default."""
     # Not below pytest's folder: a Unix socket's path is short, and `munge` may not look in there.
     room = Path(tempfile.mkdtemp(prefix="hf-slurm-", dir="/tmp"))
     room.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of two nodes on this machine: notices, requeues, kills, and what they cost."""
+"""Jobs on a real Slurm of two nodes on this machine: notices, requeues, kills, and their cost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from cli.conftest import Command, holdfast
 from holdfast.errors import Conflict
 from holdfast.jobs.node import processes
-from holdfast.jobs.status import Status
-from jobs.slurm.desk import SlurmDesk, command
+from holdfast.jobs.status import JobStatus
+from jobs.slurm.harness import SlurmHarness, command
 from jobs.test_training import TOTAL, steps, uninterrupted
 
 __all__ = ["holdfast", "uninterrupted"]
@@ -26,16 +26,16 @@ READY = "echo ready; while true; do sleep 0.1; done"
 
 
 def training(folder: Path, *, step_s: float = 0.05) -> str:
-    """A command that trains, with a Checkpointer."""
+    """Return a command that trains with a Checkpointer."""
     return f"{sys.executable} {TRAINING} {folder / 'home'} {TOTAL} --every 5 --step-s {step_s}"
 
 
-def wait_for_steps(slurm: SlurmDesk, job: object, number: int) -> None:
+def wait_for_steps(slurm: SlurmHarness, job: object, number: int) -> None:
     slurm.wait_for(job, lambda: len(steps(slurm.folder)) >= number, f"{number} steps")  # type: ignore[arg-type]
 
 
-def test_two_nodes_know_each_other_and_come_back_as_the_same_job(slurm: SlurmDesk) -> None:
-    """Status 75 is "again": Slurm starts the job anew; setup is not repeated on a node that has had it."""
+def test_two_nodes_communicate_and_return_as_the_same_job(slurm: SlurmHarness) -> None:
+    """Status 75 requeues the job. Setup is not repeated on a node where it has succeeded."""
     job = slurm.submit(
         """
         echo rank=$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES task=$SKYPILOT_TASK_ID attempt=$HOLDFAST_ATTEMPT
@@ -47,7 +47,7 @@ def test_two_nodes_know_each_other_and_come_back_as_the_same_job(slurm: SlurmDes
         WHO="me",
     )
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.recoveries) == (Status.SUCCEEDED, 2, 1), slurm.tell(job)
+    assert (ended.status, ended.attempt, ended.recoveries) == (JobStatus.SUCCEEDED, 2, 1), slurm.tell(job)
     for rank in range(2):
         log = slurm.log(job, rank)
         assert log.count(f"setting up {rank}") == 1
@@ -56,33 +56,35 @@ def test_two_nodes_know_each_other_and_come_back_as_the_same_job(slurm: SlurmDes
             assert f"peers=2 restarts={attempt - 1} who=me" in log
 
 
-def test_a_job_of_more_importance_costs_a_training_no_step(
-    slurm: SlurmDesk, uninterrupted: Callable[[int], str]
+def test_a_job_of_higher_priority_costs_a_training_no_step(
+    slurm: SlurmHarness, uninterrupted: Callable[[int], str]
 ) -> None:
     job = slurm.submit(training(slurm.folder), head=ONE)
     wait_for_steps(slurm, job, 7)
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
     ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries, ended.step) == (Status.SUCCEEDED, 1, TOTAL), slurm.tell(job)
+    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), slurm.tell(job)
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert {attempt for attempt, _ in steps(slurm.folder)} == {1, 2}
-    assert "SIGUSR1" in slurm.papers(job).job.changed.read_text() + slurm.tell(job)
+    assert "SIGUSR1" in slurm.files(job).job.changed.read_text() + slurm.tell(job)
     assert (slurm.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
-def test_a_requeue_without_any_word_before_sigterm_costs_no_step(slurm: SlurmDesk) -> None:
-    """As where SlurmctldParameters lacks preempt_send_user_signal, or a person requeues the job."""
+def test_a_requeue_without_a_signal_before_sigterm_costs_no_step(slurm: SlurmHarness) -> None:
+    """As where SlurmctldParameters lacks preempt_send_user_signal, or a user requeues the job."""
     job = slurm.submit(training(slurm.folder), head=ONE)
     wait_for_steps(slurm, job, 7)
     command("scontrol", "requeue", slurm.slurm_id(job))
     ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries) == (Status.SUCCEEDED, 1), slurm.tell(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.tell(job)
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
 
 
 @pytest.mark.parametrize("options", [["--batch"], [], ["--full"]], ids=["shell", "steps", "both"])
-def test_a_notice_reaches_the_training_whomever_slurm_signals(slurm: SlurmDesk, options: list[str]) -> None:
-    """`B:` signals the batch shell alone, which has a child; without it only srun's steps are signalled."""
+def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
+    slurm: SlurmHarness, options: list[str]
+) -> None:
+    """`B:` signals the batch shell alone, which has a child. Without it only srun's steps are signalled."""
     job = slurm.submit(
         f"""
         [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
@@ -94,12 +96,12 @@ def test_a_notice_reaches_the_training_whomever_slurm_signals(slurm: SlurmDesk, 
     slurm.wait_until_said(job, "ready")
     command("scancel", "--signal=USR1", *options, slurm.slurm_id(job))
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 2), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.tell(job)
     assert slurm.log(job).count("told") == 1
 
 
-def test_a_job_near_its_time_limit_is_told_and_comes_back(slurm: SlurmDesk) -> None:
-    """Slurm looks at limits now and then, so its word may come up to a minute before the moment asked for."""
+def test_a_job_near_its_time_limit_is_notified_and_requeued(slurm: SlurmHarness) -> None:
+    """Slurm checks limits periodically, so its signal may come up to a minute early."""
     job = slurm.submit(
         f"""
         [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
@@ -109,33 +111,33 @@ def test_a_job_near_its_time_limit_is_told_and_comes_back(slurm: SlurmDesk) -> N
         head="config: {slurm: {sbatch_options: {time: 1, signal: USR1@50, cpus_per_task: 1}}}",
     )
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 2), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.tell(job)
     assert slurm.log(job).count("told") == 1
-    assert "(SIGUSR1)" in slurm.papers(job).job.changed.read_text()
+    assert "(SIGUSR1)" in slurm.files(job).job.changed.read_text()
 
 
-def test_a_killed_runner_is_a_lost_node(slurm: SlurmDesk) -> None:
+def test_a_killed_runner_is_a_lost_node(slurm: SlurmHarness) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=TWO)
-    slurm.wait(job, Status.RUNNING)
-    processes.end([slurm.runner(job, 1)])
+    slurm.wait(job, JobStatus.RUNNING)
+    processes.kill([slurm.runner(job, 1)])
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (Status.SUCCEEDED, 2, 0), slurm.tell(
-        job
+    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 2, 0), (
+        slurm.tell(job)
     )
     assert slurm.log(job, 0).count("ready") == 1
 
 
-def test_a_killed_controller_is_replaced(slurm: SlurmDesk) -> None:
-    """Its batch script, which is a shell that waits, asks Slurm for it."""
+def test_a_killed_controller_is_replaced(slurm: SlurmHarness) -> None:
+    """Its batch script, a shell that waits, requests it from Slurm."""
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=ONE)
     slurm.wait_until_said(job, "ready")
-    processes.end(slurm.roles(job, "controller"))
+    processes.kill(slurm.roles(job, "controller"))
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (Status.SUCCEEDED, 2), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.tell(job)
     assert slurm.log(job).count("ready") == 1
 
 
-def test_errors_are_counted_and_the_allocation_is_kept(slurm: SlurmDesk) -> None:
+def test_errors_are_counted_and_the_allocation_is_kept(slurm: SlurmHarness) -> None:
     head = """
     resources:
       cpus: 1
@@ -150,7 +152,7 @@ def test_errors_are_counted_and_the_allocation_is_kept(slurm: SlurmDesk) -> None
         head=head,
     )
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (Status.FAILED, 3, 1), slurm.tell(
+    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (JobStatus.FAILED, 3, 1), slurm.tell(
         job
     )
     assert "node 0 failed in run with status 3" in ended.reason
@@ -158,51 +160,51 @@ def test_errors_are_counted_and_the_allocation_is_kept(slurm: SlurmDesk) -> None
     assert slurm.log(job).count("restarts=0") == 3
 
 
-def test_a_setup_that_fails_is_told_as_such(slurm: SlurmDesk) -> None:
+def test_a_failed_setup_has_its_own_status(slurm: SlurmHarness) -> None:
     job = slurm.submit("echo never", head=ONE, setup="echo no network; exit 4")
     ended = slurm.wait(job)
-    assert ended.status is Status.FAILED_SETUP
+    assert ended.status is JobStatus.FAILED_SETUP
     assert "no network" in ended.reason
 
 
-def test_a_job_that_is_cancelled_may_save_first(slurm: SlurmDesk) -> None:
+def test_a_cancelled_job_may_save_first(slurm: SlurmHarness) -> None:
     job = slurm.submit(f"trap 'echo saved; exit 75' TERM\n{READY}", head=ONE)
     slurm.wait_until_said(job, "ready")
-    slurm.wait(job, Status.RUNNING)
+    slurm.wait(job, JobStatus.RUNNING)
     slurm.engine.cancel(job.id)
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (Status.CANCELLED, 1), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.CANCELLED, 1), slurm.tell(job)
     assert slurm.log(job).count("saved") == 1
-    with pytest.raises(Conflict, match="has ended already"):
+    with pytest.raises(Conflict, match="has already ended"):
         slurm.engine.cancel(job.id)
 
 
-def test_a_job_that_waits_can_be_cancelled(slurm: SlurmDesk) -> None:
+def test_a_pending_job_can_be_cancelled(slurm: SlurmHarness) -> None:
     blocker = slurm.submit(
         "sleep 1000", head="num_nodes: 2\nconfig: {slurm: {sbatch_options: {exclusive: }}}"
     )
-    slurm.wait(blocker, Status.RUNNING)
+    slurm.wait(blocker, JobStatus.RUNNING)
     job = slurm.submit("echo never", head=ONE)
-    assert slurm.engine.job(job.id).status is Status.PENDING
+    assert slurm.engine.job(job.id).status is JobStatus.PENDING
     assert "waits in Slurm" in slurm.engine.job(job.id).reason
     with pytest.raises(Conflict, match="no process"):
         slurm.engine.preempt(job.id, lead_s=1)
     slurm.engine.cancel(job.id)
-    assert slurm.wait(job).status is Status.CANCELLED
+    assert slurm.wait(job).status is JobStatus.CANCELLED
     slurm.engine.cancel(blocker.id)
-    assert slurm.wait(blocker).status is Status.CANCELLED
+    assert slurm.wait(blocker).status is JobStatus.CANCELLED
 
 
-def test_what_is_cancelled_in_slurm_is_told_as_such(slurm: SlurmDesk) -> None:
+def test_a_cancellation_in_slurm_is_reported_as_such(slurm: SlurmHarness) -> None:
     job = slurm.submit(READY, head=ONE)
     slurm.wait_until_said(job, "ready")
     command("scancel", slurm.slurm_id(job))
     ended = slurm.wait(job)
-    assert (ended.status, ended.reason) == (Status.CANCELLED, "cancelled in Slurm"), slurm.tell(job)
+    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, "cancelled in Slurm"), slurm.tell(job)
 
 
-def test_what_has_no_handler_for_sigusr1_lives_on(slurm: SlurmDesk) -> None:
-    """Slurm may signal every process of a job: those without a handler live on, and go when the job does."""
+def test_processes_without_a_handler_for_sigusr1_survive_it(slurm: SlurmHarness) -> None:
+    """Slurm may signal every process of a job. Those without a handler live on until the job ends."""
     job = slurm.submit(
         f"""
         [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
@@ -215,13 +217,13 @@ def test_what_has_no_handler_for_sigusr1_lives_on(slurm: SlurmDesk) -> None:
     slurm.wait_until_said(job, "deaf")
     slurm.wait_until_said(job, "ready")
     os.kill(slurm.runner(job, 0).pid, signal.SIGUSR1)
-    for process in processes.below(slurm.runner(job, 0).pid, processes.living()):
+    for process in processes.descendants(slurm.runner(job, 0).pid, processes.snapshot()):
         processes.send(process, signal.SIGUSR1)
-    assert slurm.wait(job).status is Status.SUCCEEDED, slurm.tell(job)
+    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.tell(job)
     assert "still there" in slurm.log(job)
 
 
-def test_commands_find_a_job_by_its_number_alone(slurm: SlurmDesk, holdfast: Command) -> None:
+def test_commands_find_a_job_by_its_id_alone(slurm: SlurmHarness, holdfast: Command) -> None:
     task = slurm.folder / "task.yaml"
     task.write_text("name: here\nrun: echo hello from here\n")
     holdfast("launch", task)
@@ -229,7 +231,7 @@ def test_commands_find_a_job_by_its_number_alone(slurm: SlurmDesk, holdfast: Com
     said = holdfast("launch", task, "--on", "slurm")
     assert said.out.startswith("job 2 (there) is submitted")
     job = slurm.engine.job(2)
-    slurm.wait(job, Status.RUNNING)
+    slurm.wait(job, JobStatus.RUNNING)
     rows = holdfast("queue", "--json").json
     assert [(row["id"], row["engine"], row["name"]) for row in rows] == [
         (2, "slurm", "there"),
@@ -237,13 +239,13 @@ def test_commands_find_a_job_by_its_number_alone(slurm: SlurmDesk, holdfast: Com
     ]
     assert [row["id"] for row in holdfast("queue", "--on", "slurm", "--json").json] == [2]
     assert holdfast("preempt", 2, "--lead", "60").status == 0
-    slurm.wait(job, Status.RUNNING, attempt=2)
+    slurm.wait(job, JobStatus.RUNNING, attempt=2)
     assert holdfast("forget", 2, "--yes").status == 1  # it lives
     assert holdfast("cancel", 2).status == 0
     out = holdfast("logs", 2, "-f").out
     assert out.count("ready") == 2
     assert "hello from here" in holdfast("logs", 1, "-f").out
-    assert slurm.wait(job).status is Status.CANCELLED
+    assert slurm.wait(job).status is JobStatus.CANCELLED
     assert holdfast("forget", 2, "--yes").status == 0
     assert [row["id"] for row in holdfast("queue", "--json").json] == [1]
-    assert not slurm.papers(job).job.path.exists()
+    assert not slurm.files(job).job.path.exists()

@@ -1,4 +1,4 @@
-"""From a task to what sbatch is given: options, the script's text, and what is refused."""
+"""Input of sbatch for a task: options, the script's text, and rejected tasks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.slurm.effects import effects
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.slurm.options import grace_s, memory_mib, wanted_options
 from holdfast.jobs.slurm.script import Script
-from holdfast.jobs.task.contents import Task
-from holdfast.jobs.task.reading import parse_task
+from holdfast.jobs.slurm.unsupported_keys import unsupported_keys
+from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.parser import parse_task
 
 FULL = """
 name: gpt
@@ -50,8 +50,8 @@ SCRIPT = """\
 #SBATCH --time=12:00:00
 #SBATCH --exclusive
 
-# What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
-# has its foreground.
+# Slurm may signal this shell only. A shell runs a trap only while it waits, never while a child
+# runs in its foreground.
 told= controller=
 trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
 trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
@@ -61,7 +61,7 @@ if [ -n "$told" ]; then kill "-$told" "$controller"; fi
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?
-# It was killed, and could not ask for that itself; what was cancelled meanwhile stays cancelled.
+# The controller was killed, and could not requeue the job. A cancelled job stays cancelled.
 if [ "$status" -gt 128 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -73,7 +73,7 @@ def task(text: str) -> Task:
     return parse_task(text if "run:" in text else f"{text}\nrun: x\n", "task.yaml")
 
 
-def test_the_script_says_what_slurm_has_to_know() -> None:
+def test_the_script_contains_all_options() -> None:
     asked = task(FULL)
     script = Script(
         asked.name,
@@ -94,7 +94,7 @@ def test_the_script_says_what_slurm_has_to_know() -> None:
     assert grace_s(wanted_options(asked)) == 300.0
 
 
-def test_names_with_spaces_stay_one_word() -> None:
+def test_names_with_spaces_are_quoted() -> None:
     script = Script("my job's", "id", 1, {}, ("/a b/python", "controller", "/c d"), "/c d", "/c d/log").text()
     assert """#SBATCH --job-name='my job'"'"'s'""" in script
     assert "#SBATCH --chdir='/c d'" in script
@@ -102,7 +102,7 @@ def test_names_with_spaces_stay_one_word() -> None:
 
 
 def fake_controller(folder: Path, body: str, state: str = "RUNNING") -> Path:
-    """A batch script whose controller is a shell script, and whose Slurm writes down what it is told."""
+    """Batch script whose controller is a shell script, with a Slurm that records its calls."""
     controller = folder / "python"
     controller.write_text(f"#!/bin/bash\n{body}\n")
     scontrol, squeue = folder / "scontrol", folder / "squeue"
@@ -122,8 +122,8 @@ def run_script(script: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
-def test_the_batch_shell_passes_on_what_it_alone_is_told(tmp_path: Path, name: str) -> None:
-    """Twice: the shell goes on waiting after the first, and ends as its controller does."""
+def test_the_batch_shell_forwards_its_signals(tmp_path: Path, name: str) -> None:
+    """Twice: the shell waits again after the first, and exits with its controller."""
     body = f"trap 'n=$((n + 1)); echo told $n; [ $n = 2 ] && exit 5' {name}\necho ready\n"
     with run_script(fake_controller(tmp_path, body + "while true; do sleep 0.02; done")) as process:
         assert process.stdout is not None
@@ -135,20 +135,20 @@ def test_the_batch_shell_passes_on_what_it_alone_is_told(tmp_path: Path, name: s
     assert not (tmp_path / "told").exists()
 
 
-def test_the_batch_shell_has_a_killed_lead_replaced(tmp_path: Path) -> None:
+def test_the_batch_shell_requeues_after_a_killed_controller(tmp_path: Path) -> None:
     with run_script(fake_controller(tmp_path, "kill -KILL $$")) as process:
         assert process.wait() == 137
     assert (tmp_path / "told").read_text() == "requeue 7\n"
 
 
-def test_the_batch_shell_leaves_alone_what_slurm_has_ended(tmp_path: Path) -> None:
+def test_the_batch_shell_does_not_requeue_a_job_that_slurm_has_ended(tmp_path: Path) -> None:
     with run_script(fake_controller(tmp_path, "kill -TERM $$", "COMPLETING")) as process:
         assert process.wait() == 143
     assert not (tmp_path / "told").exists()
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_batch_shell_ends_as_the_lead_does(tmp_path: Path, status: int) -> None:
+def test_the_batch_shell_exits_with_the_controller_s_status(tmp_path: Path, status: int) -> None:
     with run_script(fake_controller(tmp_path, f"exit {status}")) as process:
         assert process.wait() == status
     assert not (tmp_path / "told").exists()
@@ -167,16 +167,16 @@ def test_the_batch_shell_ends_as_the_lead_does(tmp_path: Path, status: int) -> N
         (None, None),
     ],
 )
-def test_memory_is_read_as_skypilot_means_it(text: object, expected: int | None) -> None:
+def test_memory_is_parsed_as_skypilot_does(text: object, expected: int | None) -> None:
     assert memory_mib(text) == expected
 
 
-def test_without_wishes_slurm_is_asked_for_a_word_in_time_only() -> None:
+def test_without_resources_slurm_is_only_asked_for_a_signal_in_time() -> None:
     assert wanted_options(task("name: x")) == {"signal": "USR1@60"}
     assert grace_s({}) == 60.0
 
 
-def test_partitions_are_found_where_skypilot_has_them() -> None:
+def test_partitions_are_found_in_skypilot_s_keys() -> None:
     only_cpus = "config: {slurm: {cpu_partition: small}}"
     assert wanted_options(task(only_cpus))["partition"] == "small"
     assert "partition" not in wanted_options(task(f"{only_cpus}\nresources: {{accelerators: A100}}"))
@@ -184,7 +184,7 @@ def test_partitions_are_found_where_skypilot_has_them() -> None:
     assert "partition" not in wanted_options(task("resources: {infra: slurm/c}"))
 
 
-def test_options_of_the_task_come_before_ours() -> None:
+def test_options_of_the_task_override_defaults() -> None:
     options = "{gres: 'gpu:8', mem_per_gpu: 8G, time: 1, exclusive: true, partition: false}"
     resources = "resources: {accelerators: A100:8, infra: slurm/c/p}"
     text = f"{resources}\nconfig: {{slurm: {{sbatch_options: {options}}}}}"
@@ -196,22 +196,22 @@ def test_options_of_the_task_come_before_ours() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("{requeue: }", "--requeue is set by Holdfast itself"),
+        ("{requeue: }", "Holdfast sets --requeue itself"),
         ("{signal: TERM@5}", "expected USR1@SECONDS"),
-        ('{comment: "x"}', "--comment is set by Holdfast itself"),
+        ('{comment: "x"}', "Holdfast sets --comment itself"),
         ('{account: "x\\n#SBATCH --uid=0"}', "expected an option of sbatch"),
         ('{"no such": 1}', "expected an option of sbatch"),
         ("[a]", "expected a map of options"),
     ],
 )
-def test_options_that_would_break_a_job_are_refused(options: str, message: str) -> None:
+def test_options_that_would_break_a_job_are_rejected(options: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message) as caught:
         wanted_options(task(f"name: x\nconfig: {{slurm: {{sbatch_options: {options}}}}}"))
     assert "task.yaml:2:" in str(caught.value)
 
 
-def test_keys_that_mean_something_else_are_told() -> None:
-    told = {effect.key: effect for effect in effects(task(FULL))}
+def test_keys_with_another_meaning_are_reported() -> None:
+    told = {found_key.key: found_key for found_key in unsupported_keys(task(FULL))}
     assert list(told) == [
         "resources.infra",
         "resources.cpus",
@@ -224,12 +224,12 @@ def test_keys_that_mean_something_else_are_told() -> None:
     assert "--gres=gpu:a100:8" in told["resources.accelerators"].what
     assert told["resources.use_spot"].line == 9
     text = "resources: {accelerators: {A100: 1, H100: 1}, memory: 2x}"
-    several = {one.key: one for one in effects(task(text))}
+    several = {one.key: one for one in unsupported_keys(task(text))}
     assert "only the first, A100" in several["resources.accelerators"].what
     assert "not passed on" in several["resources.memory"].what
 
 
-def test_mounts_that_other_nodes_would_not_see_are_refused(
+def test_mounts_that_other_nodes_would_not_see_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
@@ -248,6 +248,6 @@ def test_mounts_that_other_nodes_would_not_see_are_refused(
 def test_without_slurm_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unsupported, match="no sbatch on the PATH"):
+    with pytest.raises(Unsupported, match="sbatch is not on the PATH"):
         SlurmEngine().submit(task("name: x"))
     assert SlurmEngine().jobs() == []

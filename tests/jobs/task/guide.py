@@ -1,4 +1,4 @@
-"""The YAML snippets of SkyPilot's model training guide, as it prints them, each with a `run`."""
+"""YAML snippets of SkyPilot's model training guide, unchanged, each with a `run`."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ run: |
     --save_steps 1000
 """,
 }
-"""By what they are about."""
+"""Snippets by their subject."""

@@ -1,4 +1,4 @@
-"""What we hand over is taken by SkyPilot's own parser, installed for this test in its own environment."""
+"""Rendered tasks are accepted by SkyPilot's own parser, installed for this test."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.sky.document import handed_text
-from holdfast.jobs.task.handover import to_yaml
-from holdfast.jobs.task.reading import Overrides, parse_task
+from holdfast.jobs.sky.document import render_document
+from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.rendering import to_yaml
 from jobs.sky.installed import skypilot
 from jobs.task.guide import SNIPPETS
 
@@ -80,7 +80,7 @@ run: x
 
 
 def parse(files: dict[str, str], folder: Path) -> dict[str, object]:
-    """What SkyPilot's parser makes of each file."""
+    """Return SkyPilot's result of parsing each file."""
     paths = {}
     for name, text in files.items():
         path = folder / f"{name}.yaml"
@@ -103,7 +103,7 @@ def parse(files: dict[str, str], folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_skypilot_takes_what_we_hand_over(tmp_path: Path) -> None:
+def test_skypilot_accepts_rendered_tasks(tmp_path: Path) -> None:
     tasks = {
         name: parse_task(
             text, f"{name}.yaml", Overrides(envs={"WANDB_API_KEY": "key"} if name == "bert" else {})
@@ -123,12 +123,12 @@ def test_skypilot_takes_what_we_hand_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_skypilot_takes_what_the_engine_hands_over(tmp_path: Path) -> None:
-    """With what is added: our id, status 75, a hook, and caches that upload one after the other."""
+def test_skypilot_accepts_what_the_engine_submits(tmp_path: Path) -> None:
+    """Including the additions: Holdfast's id, status 75, a hook, and caches with sequential uploads."""
     envs = Overrides(envs={"WANDB_API_KEY": "key"})
     tasks = {name: parse_task(text, f"{name}.yaml", envs) for name, text in {**SNIPPETS, **MORE}.items()}
     (tmp_path / "transformers").mkdir()
-    texts = {name: handed_text(task, "sky-managed-x_1-0", "1") for name, task in tasks.items()}
+    texts = {name: render_document(task, "sky-managed-x_1-0", "1") for name, task in tasks.items()}
     told = parse({name: _with_folder(text, tmp_path) for name, text in texts.items()}, tmp_path)
     for name, task in tasks.items():
         found = told[name]
@@ -139,12 +139,12 @@ def test_skypilot_takes_what_the_engine_hands_over(tmp_path: Path) -> None:
 
 
 def _with_folder(text: str, folder: Path) -> str:
-    """The guide's workdir is in somebody's home."""
+    """The guide's workdir is in a user's home."""
     return text.replace(str(Path("~/transformers").expanduser()), str(folder))
 
 
 @pytest.mark.slow
-def test_skypilot_refuses_the_guide_s_own_form(tmp_path: Path) -> None:
-    """Else nobody would need what we make of it."""
+def test_skypilot_rejects_the_guide_s_own_form(tmp_path: Path) -> None:
+    """Otherwise the conversion would be unnecessary."""
     told = parse({"accelerators": SNIPPETS["accelerators"]}, tmp_path)
     assert "ValueError" in str(told["accelerators"])

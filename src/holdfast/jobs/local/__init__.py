@@ -1,1 +1,1 @@
-"""Jobs on this machine: nodes are process trees, truth is a SQLite file, nobody needs to stay logged in."""
+"""Jobs on this machine. Nodes are process trees, the state is in SQLite, and no login is needed."""

@@ -1,4 +1,4 @@
-"""Entry of the controllers of local jobs: `python -m holdfast.jobs.local ROLE FOLDER`; not for people."""
+"""Internal entry point of local controllers: `python -m holdfast.jobs.local ROLE FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from holdfast.jobs.node import locks
 
 
 def main() -> None:
-    """Look after the job of this folder; the lock that says so was handed to us."""
+    """Run the controller of a job, which inherits the job's lock."""
     folder = Path(sys.argv[2])
-    os.chdir("/")  # hold nobody's directory
-    locks.keep_handed()
-    from holdfast.jobs.local.controller import look_after
+    os.chdir("/")  # do not keep any directory busy
+    locks.keep_inherited()
+    from holdfast.jobs.local.controller import supervise
 
-    look_after(folder.parents[1], int(folder.name))
+    supervise(folder.parents[1], int(folder.name))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The controller of a job: tells the machine what happens, writes its answer down, does what is due."""
+"""The controller of a job on this machine, whose nodes are process trees."""
 
 from __future__ import annotations
 
-import dataclasses
 import select
 import signal
 import sys
@@ -11,303 +10,217 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.errors import HoldfastError, RetryLater
-from holdfast.jobs.following import tail
+from holdfast.jobs.controller import LEAD_S, Controller
 from holdfast.jobs.local.nodes import Nodes
-from holdfast.jobs.local.planning import plans
-from holdfast.jobs.machine import (
-    Begin,
-    Broke,
-    Cancel,
-    Drains,
-    Ended,
-    Event,
-    Gone,
-    Life,
-    Notice,
-    Ran,
-    Told,
-    Waited,
-    advance,
-)
+from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.bell import Bell
 from holdfast.jobs.node.folder import JobFolder, job_folder
-from holdfast.jobs.node.mounts.clearing import Clearing
-from holdfast.jobs.node.mounts.link import attach, detach, read_links
-from holdfast.jobs.place import database
-from holdfast.jobs.records import Records, Request
-from holdfast.jobs.status import Status
-from holdfast.surroundings import read_progress
+from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
+from holdfast.jobs.node.mounts.teardown import Teardown
+from holdfast.jobs.node.wakeup_pipe import WakeupPipe
+from holdfast.jobs.records import JobRequest, Records
+from holdfast.jobs.state_folder import database
+from holdfast.jobs.state_machine import (
+    AttemptExited,
+    ControllerStarted,
+    JobEvent,
+    JobState,
+    NodeExited,
+    NodesRunning,
+    NoticeDelivered,
+    NoticeReceived,
+    Uploading,
+)
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.timers import Timers
 
 _UNKNOWN_S = 0.05
-"""How soon a node is looked at again whose warden lives and has not said who it is."""
+"""Interval for checking a node whose agent is running but has not written its pid."""
 _AGAIN_S = 1.0
-"""How soon is looked again whether all that was killed is gone."""
-_LEAD_S = 30.0
-_LAST_LINES = 10
+"""Interval for checking whether all killed processes are gone."""
 
 
-def look_after(state: Path, number: int) -> None:
-    """Look after a job until it has ended; the caller holds the job's lock.
+def supervise(state: Path, number: int) -> None:
+    """Run the controller of a job. The caller holds the job's lock.
 
-    Blocks: as long as the job lives.
+    Blocks: until the job has ended.
     """
     try:
         with Records(database(state)) as records:
-            _look_after(records, job_folder(state, number), number)
+            _supervise(records, job_folder(state, number), number)
     except RetryLater as error:
-        # The records or a disk failed. What runs goes on; the next command takes it over from here.
-        sys.stderr.write(f"{time.strftime('%F %T')} job {number}: given up for now: {error}\n")
+        # The records or a disk failed. Running nodes continue, and the next command starts a new controller.
+        sys.stderr.write(f"{time.strftime('%F %T')} job {number}: controller stopped: {error}\n")
 
 
-def _look_after(records: Records, folder: JobFolder, number: int) -> None:
-    controller = Controller(records, folder, number)
+def _supervise(records: Records, folder: JobFolder, number: int) -> None:
+    controller = LocalController(records, folder, number)
     try:
         controller.serve()
     except RetryLater:
         raise
-    except Exception as error:  # noqa: BLE001 - it is told, to the log and as the job's status
+    except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
         traceback.print_exc()
         why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {folder.controller_log})"
         controller.give_up(why)
     finally:
         controller.close()
-    if controller.is_over:
-        detach(folder)
+    if controller.has_ended:
+        remove_links(folder)
 
 
-class Controller:
-    """Whoever holds the job's lock.
+class LocalController(Controller):
+    """Controller of a job on this machine, which holds the job's lock.
 
     Args:
-        records: of all jobs.
-        folder: of this job.
-        number: of this job.
+        records: records of all jobs.
+        folder: folder of the job.
+        number: id of the job.
     """
 
     def __init__(self, records: Records, folder: JobFolder, number: int) -> None:
         self._records = records
-        self._folder = folder
-        self._record = records.get(number)
-        self._life, self._due = self._record.life, self._record.due
-        self._step_before = self._record.step_before
-        self._is_leaving = False
+        self._record = record = records.get(number)
+        super().__init__(folder, record.terms, record.life, timers=record.due, step_before=record.step_before)
+        self._is_terminated = False
         self._nodes = self._new_nodes()
-        self._clearing = Clearing(folder, self._life.attempt)
-        self._is_started = False  # as far as this process knows
-        self._has_told = self._due.tell_until_unix_s is None
-        self._bell = Bell(folder.bell)
+        self._teardown = Teardown(folder, self.state.attempt)
+        self._wakeup = WakeupPipe(folder.bell)
 
     def close(self) -> None:
-        """Let go of what runs."""
+        """Release descriptors. Running nodes continue."""
         self._nodes.close()
-        self._bell.close()
+        self._wakeup.close()
 
-    def serve(self) -> None:
-        """Until the job has ended, or this machine does.
-
-        Blocks: on the bell, on the ends of wardens, and on the next deadline.
-        """
+    @override
+    def _begin(self) -> None:
         processes.inherit_orphans()
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.set_wakeup_fd(self._bell.fd, warn_on_full_buffer=False)  # a signal rings too
-        self._apply(Begin())
-        while not (self.is_over or (self._is_leaving and not self._has_nodes)):
-            self._do_what_is_due()
-            if self._see():
-                continue  # what was seen may have made something due
-            self._wait()
+        signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)  # a signal wakes the loop too
+        self._apply(ControllerStarted())
 
-    @property
-    def _has_nodes(self) -> bool:
-        """True if something of the job may be running."""
-        return self._life.is_active and self._life.status is not Status.WINDING_DOWN
+    @override
+    def _is_leaving(self) -> bool:
+        has_nodes = self.state.is_active and self.state.status is not JobStatus.WINDING_DOWN
+        return self._is_terminated and not has_nodes
 
-    @property
-    def is_over(self) -> bool:
-        """True if the job has ended."""
-        return self._life.status.is_final
+    @override
+    def _save(
+        self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
+    ) -> None:
+        self._records.save(
+            self._record.id,
+            state,
+            timers,
+            now_unix_s=now_unix_s,
+            step_before=self._step_before,
+            answered=answered.id if answered is not None else None,
+        )
 
-    def give_up(self, why: str) -> None:
-        """Something here is broken: end the job rather than leave it unwatched."""
-        if self._life.is_active:
-            self._nodes.kill(with_keepers=False)
-        self._apply(Broke(why))
+    @override
+    def _requests(self) -> list[JobRequest]:
+        return self._records.requests(self._record.id)
 
-    def _on_sigterm(self, *_: object) -> None:
-        """The machine goes, or somebody wants us gone: a notice for the job, which our successor takes on."""
-        self._is_leaving = True
-
-    # -- the machine -----------------------------------------------------------------------------------------
-
-    def _apply(self, event: Event, answered: Request | None = None) -> None:
-        """Take an event to the machine; what it answers is written down before anything is done about it."""
-        before = self._life
-        life, orders = advance(before, event, self._record.terms)
-        life = self._with_unsent(self._with_last_words(life))
-        now_s = time.time()
-        due = self._due.plus(orders, now_s)
-        if life.attempt != before.attempt:
-            self._step_before = self._step()
-        if (life, due) != (self._life, self._due) or answered is not None:
-            self._records.save(
-                self._record.id,
-                life,
-                due,
-                now_unix_s=now_s,
-                step_before=self._step_before,
-                answered=answered.id if answered is not None else None,
-            )
-        if due.tell_until_unix_s != self._due.tell_until_unix_s:
-            self._has_told = due.tell_until_unix_s is None
-        self._life, self._due = life, due
-        if life.attempt != before.attempt:
-            self._nodes.close()
-            self._nodes, self._is_started = self._new_nodes(), False
-            self._clearing = Clearing(self._folder, life.attempt)
-        if (life.status, life.attempt, life.reason) != (before.status, before.attempt, before.reason):
-            self._tell_followers()
-
-    def _with_last_words(self, life: Life) -> Life:
-        """With the last lines of the log, if the job has failed just now: why is mostly told there."""
-        if life.status not in (Status.FAILED, Status.FAILED_SETUP) or life.status is self._life.status:
-            return life
-        ranks = [rank for rank, one in sorted(life.outcomes.items()) if not one.is_success] or [0]
-        lines = "\n".join(f"  {line}" for line in tail(self._folder.log(ranks[0]), _LAST_LINES))
-        reason = f"{life.reason}\nThe last lines of node {ranks[0]}:\n{lines}" if lines else life.reason
-        return dataclasses.replace(life, reason=reason)
-
-    def _with_unsent(self, life: Life) -> Life:
-        """With what is not in its bucket, if the job has ended just now."""
-        if not life.status.is_final or self._life.status.is_final or not life.attempt:
-            return life
-        told = self._clearing.last_told()
-        return dataclasses.replace(life, reason="; ".join(filter(None, (life.reason, told))))
+    @override
+    def _prepare_attempt(self) -> None:
+        self._nodes.close()
+        self._nodes = self._new_nodes()
+        self._teardown = Teardown(self._folder, self.state.attempt)
 
     def _new_nodes(self) -> Nodes:
         record = self._record
-        return Nodes(self._folder, record.task_id, self._life.attempt, record.spec.num_nodes)
+        return Nodes(self._folder, record.task_id, self.state.attempt, record.spec.num_nodes)
 
-    def _tell_followers(self) -> None:
-        life = self._life
-        reason = life.reason.partition("\n")[0]
-        line = f"attempt {life.attempt} {life.status.value} {reason}".rstrip()
-        with self._folder.changed.open("a") as file:
-            file.write(f"{time.strftime('%F %T')} {line}\n")
+    # -- actions ---------------------------------------------------------------------------------------------
 
-    def _step(self) -> int | None:
-        return max(read_progress(self._folder.progress).values(), default=None)
-
-    # -- doing -----------------------------------------------------------------------------------------------
-
-    def _do_what_is_due(self) -> None:
-        """All of it may have been done before, by a controller that was killed before it could say so."""
-        if not self._life.is_active:
-            return
-        if not self._is_started:
-            self._start()
-        if not self._has_told and self._due.tell_until_unix_s is not None:
-            self._nodes.look(self._due.kill_unix_s)
-            num_told = self._nodes.tell(self._due.tell_source, self._due.tell_until_unix_s)
-            self._has_told = True
-            self._apply(Told(self._life.attempt, num_told))
-        if self._due.kill_unix_s is not None and time.time() >= self._due.kill_unix_s:
-            self._nodes.look(self._due.kill_unix_s)  # what ended by itself until now did so by itself
-            self._nodes.kill(with_keepers=self._due.kill_keepers)
-
-    def _start(self) -> None:
-        """Start what of the attempt has not been started; ended for good is what was there before it."""
-        if not self._folder.attempt(self._life.attempt).exists():
+    @override
+    def _start_nodes(self) -> None:
+        if not self._folder.attempt(self.state.attempt).exists():
             self._nodes.end_earlier()
-        attach(self._folder, is_in_use=self._is_in_use, state=self._folder.path.parents[1])
-        self._nodes.start(plans(self._record, self._life, self._folder))
-        self._is_started = True
-
-    def _is_in_use(self, target: str) -> bool:
-        """True if another job that has not ended needs its link at this path."""
-        others = (
-            one for one in self._records.all() if one.id != self._record.id and not one.life.status.is_final
+        create_links(
+            self._folder,
+            is_in_use=lambda target: is_link_used(self._records, self._folder, target),
+            state=self._folder.path.parents[1],
         )
-        folders = (job_folder(self._folder.path.parents[1], one.id) for one in others)
-        return any(link.target == target for folder in folders for link in read_links(folder))
+        self._nodes.start(make_specs(self._record, self.state, self._folder))
 
-    # -- seeing ----------------------------------------------------------------------------------------------
+    @override
+    def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
+        self._nodes.look(self._timers.kill_unix_s)
+        return NoticeDelivered(self.state.attempt, self._nodes.tell(source, deadline_unix_s))
 
-    def _see(self) -> bool:
-        """Take what has happened to the machine; True if there was anything."""
-        before = (self._life, self._due)
-        self._bell.hush()
-        processes.bury()
-        if self._is_leaving and self._life.is_active and not self._life.is_noticed:
-            self._apply(Notice(_LEAD_S, "this machine is shutting down"))
-        for request in self._records.requests(self._record.id):
-            self._apply(self._event_of(request), request)
-        if self._life.is_active:
-            for event in self._events_of_nodes():
-                self._apply(event)
-        if (
-            self._due.wake_unix_s is not None
-            and time.time() >= self._due.wake_unix_s
-            and not self._is_leaving
-        ):
-            self._apply(Waited())
-        return (self._life, self._due) != before
+    @override
+    def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
+        self._nodes.look(since_unix_s)  # a node that has exited by now did so by itself
+        self._nodes.kill(with_keepers=with_keepers)
 
-    def _event_of(self, request: Request) -> Event:
-        if request.kind == "cancel":
-            return Cancel()
-        return Notice(request.lead_s if request.lead_s is not None else _LEAD_S)
+    @override
+    def _abandon(self) -> None:
+        if self.state.is_active:
+            self._nodes.kill(with_keepers=False)
 
-    def _events_of_nodes(self) -> Iterator[Event]:
-        attempt = self._life.attempt
-        self._nodes.look(self._due.kill_unix_s)
-        if self._life.status is not Status.RUNNING and self._nodes.have_run:
-            yield Ran(attempt)
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def _on_sigterm(self, *_: object) -> None:
+        """Note that this machine shuts down, or that this process is to end. Another controller continues."""
+        self._is_terminated = True
+
+    @override
+    def _receive_signals(self) -> None:
+        self._wakeup.clear()
+        processes.reap()
+        if self._is_terminated and self.state.is_active and not self.state.is_noticed:
+            self._apply(NoticeReceived(LEAD_S, "this machine is shutting down"))
+
+    @override
+    def _node_events(self) -> Iterator[JobEvent]:
+        attempt = self.state.attempt
+        self._nodes.look(self._timers.kill_unix_s)
+        if self.state.status is not JobStatus.RUNNING and self._nodes.have_run:
+            yield NodesRunning(attempt)
         outcomes = self._nodes.outcomes()
         for node, outcome in outcomes.items():
-            if node not in self._life.outcomes:
-                yield Ended(attempt, node, outcome)
+            if node not in self.state.outcomes:
+                yield NodeExited(attempt, node, outcome)
         if len(outcomes) == self._record.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
-            if self._clearing.is_over(self._drain_until_unix_s(), self._nodes.have_keepers):
-                yield Gone(attempt, self._has_advanced())
-            elif told := self._clearing.told():
-                yield Drains(attempt, told)
+            if self._teardown.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
+                yield AttemptExited(attempt, self._has_advanced())
+            elif missing := self._teardown.missing():
+                yield Uploading(attempt, missing)
 
-    def _drain_until_unix_s(self) -> float | None:
-        """Until when files are waited for that are not in their bucket yet; None for as long as it takes.
+    def _upload_until_unix_s(self) -> float | None:
+        """Return the deadline for uploads of the attempt. None: wait without limit.
 
-        A job has not done its work before they are. One that goes on has them here, and waits only as long as
-        its machine is said to be there. One that is cancelled leaves them to the background.
+        A job is only complete once its files are uploaded. A job that is restarted keeps its files on this
+        machine, and waits only as long as the machine is expected to exist. A cancelled job uploads in the
+        background.
         """
-        if self._life.status is Status.CANCELLING:
+        if self.state.status is JobStatus.CANCELLING:
             return 0.0
-        is_done = all(one.is_success for one in self._life.outcomes.values())
-        return None if is_done else self._due.tell_until_unix_s or 0.0
+        is_complete = all(one.is_success for one in self.state.outcomes.values())
+        return None if is_complete else self._timers.tell_until_unix_s or 0.0
 
-    def _has_advanced(self) -> bool | None:
-        """True if a newer checkpoint is known than when the attempt began; None if none ever was."""
-        step = self._step()
-        if step is None:
-            return None
-        return self._step_before is None or step > self._step_before
+    @override
+    def _missing_uploads(self) -> str:
+        return self._teardown.last_missing()
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
+    @override
     def _wait(self) -> None:
-        """Wait for the bell, for the end of a warden or for the next deadline."""
         poll = select.poll()
-        for fd in (self._bell.fd, *self._nodes.fds()):
+        for fd in (self._wakeup.fd, *self._nodes.fds()):
             poll.register(fd, select.POLLIN)
         poll.poll(self._timeout_ms())
 
     def _timeout_ms(self) -> float | None:
-        if self._life.is_active and self._nodes.has_unknown:
+        if self.state.is_active and self._nodes.has_unknown:
             return _UNKNOWN_S * 1000
-        moment = self._due.next_unix_s()
-        if self._nodes.is_killed and self._life.is_active:
-            return _AGAIN_S * 1000  # the wardens ring when it is done; one may just have begun with `run`
-        if moment is None:
-            return None
-        return max(0.0, moment - time.time()) * 1000
+        if self._nodes.is_killed and self.state.is_active:
+            return _AGAIN_S * 1000  # agents wake the loop when done, but one may just have started `run`
+        due_unix_s = self._timers.next_unix_s()
+        return None if due_unix_s is None else max(0.0, due_unix_s - time.time()) * 1000

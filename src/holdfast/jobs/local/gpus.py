@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by the numbers that CUDA_VISIBLE_DEVICES has for them."""
+"""GPUs of this machine, by their numbers in CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DEVICES = Path("/dev")
 
 
 def visible_gpus(devices: Path = _DEVICES) -> list[str]:
-    """Numbers or ids of the GPUs that a job may use."""
+    """Return the numbers or ids of the GPUs that a job may use."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [word.strip() for word in chosen.split(",") if word.strip()]

@@ -1,4 +1,4 @@
-"""The nodes of one attempt as the controller sees them: started or adopted, told, ended."""
+"""Nodes of one attempt on this machine, as process trees: started or adopted, notified, killed."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.jobs.environment import mark
+from holdfast.jobs.environment import tag
 from holdfast.jobs.node import locks, processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
-from holdfast.jobs.node.mounts.hold import STOPPED
-from holdfast.jobs.node.plan import Plan, read_outcome
+from holdfast.jobs.node.mounts.lease import STOPPED
 from holdfast.jobs.node.processes import Process
-from holdfast.jobs.node.spawning import spawn
+from holdfast.jobs.node.spawn import spawn
+from holdfast.jobs.node.spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.notice.file import write_notice
 from holdfast.notice.preemption import Notice
 
 _SWEEP_S = 60.0
-"""How long processes that do not vanish are killed again and again before that is an error."""
+"""Time limit for killing processes that do not disappear."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Node:
     folder: NodeFolder
-    warden: Process | None = None  # None: gone, or not yet known
-    fd: int | None = None  # pidfd of the warden
+    agent: Process | None = None  # None: exited, or not yet known
+    fd: int | None = None  # pidfd of the agent
     outcome: Outcome | None = None
 
 
 class Nodes:
-    """All nodes of an attempt. Made anew by whoever takes a job over; the folders say what there is.
+    """Nodes of an attempt. A new controller finds their state in their folders.
 
     Args:
-        folder: of the job.
-        task_id: of the job.
-        attempt: its number.
-        num_nodes: how many there are to be.
+        folder: folder of the job.
+        task_id: task id of the job.
+        attempt: number of the attempt.
+        num_nodes: number of nodes.
     """
 
     def __init__(self, folder: JobFolder, task_id: str, attempt: int, num_nodes: int) -> None:
@@ -49,61 +49,61 @@ class Nodes:
         self._attempt = attempt
         self._nodes = [_Node(folder.node(attempt, rank)) for rank in range(num_nodes)]
         self.is_killed = False
-        """We have ended it by force; its wardens will tell so."""
+        """True if the attempt was killed here. Its agents report that."""
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for node in self._nodes:
             _let_go(node)
 
-    # -- starting --------------------------------------------------------------------------------------------
+    # -- start -----------------------------------------------------------------------------------------------
 
-    def start(self, plans: list[Plan]) -> None:
-        """Start the wardens of all nodes that have none yet; what was started before is left alone."""
-        for node, plan in zip(self._nodes, plans, strict=True):
+    def start(self, make_specs: list[NodeSpec]) -> None:
+        """Start the agents of all nodes that do not have one yet."""
+        for node, plan in zip(self._nodes, make_specs, strict=True):
             if not node.folder.path.exists():
-                node.warden = processes.look_up(_start(node.folder, plan))
-                node.fd = _pidfd(node.warden)
+                node.agent = processes.find(_start(node.folder, plan))
+                node.fd = _pidfd(node.agent)
 
     def end_earlier(self) -> None:
-        """End whatever is left of this job's other attempts: there must never be two copies.
+        """Kill all processes of other attempts, so that two attempts never run at once.
 
         Blocks: until they are gone.
         """
-        own = mark(self._task_id, self._attempt)
-        table = processes.living()
-        ours = {process.pid for process in processes.marked(own, table)}
-        found = [*processes.marked(mark(self._task_id), table), *processes.below(os.getpid(), table)]
-        strays = [
-            one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.ends_by_itself
+        own = tag(self._task_id, self._attempt)
+        table = processes.snapshot()
+        ours = {process.pid for process in processes.tagged(own, table)}
+        found = [*processes.tagged(tag(self._task_id), table), *processes.descendants(os.getpid(), table)]
+        orphans = [
+            one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.exits_by_itself
         ]
-        if strays:
-            processes.end(strays)
+        if orphans:
+            processes.kill(orphans)
 
-    # -- seeing ----------------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------------------
 
     def fds(self) -> list[int]:
-        """Descriptors that become readable when a warden ends."""
+        """Return descriptors that become readable when an agent exits."""
         return [node.fd for node in self._nodes if node.fd is not None]
 
     def look(self, killed_unix_s: float | None) -> None:
-        """Find out what has become of each node.
+        """Update the outcome of each node.
 
         Args:
-            killed_unix_s: when all were to be ended; what failed after that did not do so by itself.
+            killed_unix_s: deadline of the attempt. Failures after it were caused by the kill.
 
         Raises:
-            Internal: an outcome cannot be read.
+            Internal: an outcome is invalid.
         """
         for node in self._nodes:
             if node.outcome is None:
                 self._look_at(node, killed_unix_s)
 
     def _look_at(self, node: _Node, killed_unix_s: float | None) -> None:
-        is_alive = locks.is_held(node.folder.lock)  # before the outcome is read: it is written under the lock
-        if is_alive and node.warden is None:
-            node.warden = _warden(node.folder)
-            node.fd = _pidfd(node.warden)
+        is_alive = locks.is_held(node.folder.lock)  # first, as the outcome is written under the lock
+        if is_alive and node.agent is None:
+            node.agent = _agent(node.folder)
+            node.fd = _pidfd(node.agent)
         outcome = read_outcome(node.folder.ended)
         if outcome is None and not is_alive:
             outcome = Outcome(_phase(node.folder))
@@ -116,91 +116,91 @@ class Nodes:
 
     @property
     def has_unknown(self) -> bool:
-        """True if a node's warden lives and has not yet said who it is; it rings when it has."""
-        return any(node.outcome is None and node.warden is None for node in self._nodes)
+        """True if an agent is running but has not written its pid. It wakes the controller then."""
+        return any(node.outcome is None and node.agent is None for node in self._nodes)
 
     @property
     def have_run(self) -> bool:
-        """True if every node has come to `run`."""
+        """True if every node has started `run`."""
         return all(node.folder.running.exists() for node in self._nodes)
 
     def outcomes(self) -> Mapping[int, Outcome]:
-        """How nodes ended, of those that have."""
+        """Return the outcomes of the nodes that have exited."""
         return {rank: node.outcome for rank, node in enumerate(self._nodes) if node.outcome is not None}
 
-    # -- ending ----------------------------------------------------------------------------------------------
+    # -- end -------------------------------------------------------------------------------------------------
 
     def tell(self, source: str, deadline_unix_s: float) -> int:
-        """Give every node the notice: a file, and SIGTERM for those that have a handler; how many do."""
+        """Send every node a notice, as a file and SIGTERM. Return how many processes handle SIGTERM."""
         word = Notice(source, deadline_unix_s=deadline_unix_s)
         for node in self._nodes:
             if node.outcome is None:
-                with contextlib.suppress(FileNotFoundError):  # it was never started
+                with contextlib.suppress(FileNotFoundError):  # the node was never started
                     write_notice(node.folder.notice, word)
-        wardens = [one.warden for one in self._nodes if one.warden is not None and one.outcome is None]
-        listening = [process for warden in wardens for process in processes.topmost_catchers(warden.pid)]
+        agents = [one.agent for one in self._nodes if one.agent is not None and one.outcome is None]
+        listening = [process for agent in agents for process in processes.topmost_handlers(agent.pid)]
         return sum(processes.send(process, signal.SIGTERM) for process in listening)
 
     def kill(self, *, with_keepers: bool) -> None:
-        """End all processes of the attempt by force, but not the wardens, which tell of it and go.
+        """Kill all processes of the attempt except the agents, which report that and exit.
 
         Blocks: until they are gone.
         """
         self.is_killed = True
         with contextlib.suppress(FileNotFoundError):  # nothing was started
-            (self._folder.attempt(self._attempt) / STOPPED).touch()  # for those who wait for their mounts
+            (self._folder.attempt(self._attempt) / STOPPED).touch()  # for agents that wait for their mounts
         deadline = time.monotonic() + _SWEEP_S
         while (left := self.left(with_keepers=with_keepers)) and time.monotonic() < deadline:
-            processes.end(left)
+            processes.kill(left)
 
     def left(self, *, with_keepers: bool = False) -> list[Process]:
-        """Processes of the attempt that are there, without wardens; keepers only if asked for."""
-        table = processes.living()
-        found = {one.pid: one for one in processes.marked(mark(self._task_id, self._attempt), table)}
-        wardens = {node.warden.pid for node in self._nodes if node.warden is not None}
-        for pid in (*(wardens & table.keys()), os.getpid()):  # what a dead warden had comes to us
-            found.update((one.pid, one) for one in processes.below(pid, table))
+        """Return the running processes of the attempt without agents, and without keepers unless included."""
+        table = processes.snapshot()
+        found = {one.pid: one for one in processes.tagged(tag(self._task_id, self._attempt), table)}
+        agents = {node.agent.pid for node in self._nodes if node.agent is not None}
+        for pid in (*(agents & table.keys()), os.getpid()):  # children of a dead agent are reparented to us
+            found.update((one.pid, one) for one in processes.descendants(pid, table))
         return [
             one
             for one in found.values()
-            if one.pid not in wardens and one.pid != os.getpid() and (with_keepers or not one.ends_by_itself)
+            if one.pid not in agents and one.pid != os.getpid() and (with_keepers or not one.exits_by_itself)
         ]
 
     def have_keepers(self) -> bool:
-        """Whether keepers of the attempt still finish what was staged."""
+        """Return True if keepers or uploaders of the attempt are still running."""
         return any(one.is_keeper for one in self.left(with_keepers=True))
 
 
-def _start(folder: NodeFolder, plan: Plan) -> int:
-    """Start a warden, and return its pid; it has its lock at once, so none takes it for dead."""
+def _start(folder: NodeFolder, plan: NodeSpec) -> int:
+    """Start an agent, and return its pid. It holds its lock from the start."""
     making = folder.path.with_name(f".{folder.path.name}.{os.getpid()}")
     making.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = NodeFolder(making)
     plan.write(beside.plan)
     lock = locks.take(beside.lock)
-    assert lock is not None, "nobody else knows this folder"
-    making.rename(folder.path)  # from here on the node is there, locked
+    assert lock is not None, "no other process knows this folder"
+    making.rename(folder.path)  # from here on the node exists, with its lock held
     try:
-        return spawn("warden", folder.path, log=Path(plan.log), lock=lock)
+        return spawn("agent", folder.path, log=Path(plan.log), lock=lock)
     finally:
         os.close(lock)
 
 
-def _warden(folder: NodeFolder) -> Process | None:
-    """The living warden of a node; None if it has not said who it is, or is gone."""
+def _agent(folder: NodeFolder) -> Process | None:
+    """Return the running agent of a node, or None if it is unknown."""
     try:
         pid, start = map(int, folder.pid.read_text().split())
     except (FileNotFoundError, ValueError):
         return None
-    found = processes.look_up(pid)
+    found = processes.find(pid)
     return found if found is not None and found.start == start else None
 
 
-def _pidfd(warden: Process | None) -> int | None:
-    if warden is None:
+def _pidfd(agent: Process | None) -> int | None:
+    if agent is None:
         return None
     try:
-        return os.pidfd_open(warden.pid)
+        return os.pidfd_open(agent.pid)
     except OSError:
         return None
 
@@ -209,13 +209,13 @@ def _let_go(node: _Node) -> None:
     if node.fd is not None:
         os.close(node.fd)
         node.fd = None
-    if node.warden is not None:
-        with contextlib.suppress(ChildProcessError):  # adopted: somebody else buries it
-            os.waitpid(node.warden.pid, os.WNOHANG)
+    if node.agent is not None:
+        with contextlib.suppress(ChildProcessError):  # an adopted agent is not a child
+            os.waitpid(node.agent.pid, os.WNOHANG)
 
 
 def _is_after(path: Path, unix_s: float | None) -> bool:
-    """True if a file was written after a moment, as exactly as file systems tell time."""
+    """Return True if the file was modified at or after `unix_s`, within timestamp resolution."""
     return unix_s is not None and path.stat().st_mtime >= unix_s - 0.01
 
 

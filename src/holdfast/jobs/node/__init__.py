@@ -1,1 +1,1 @@
-"""What any engine needs on each machine of a job: folder, workdir, mounts, and the warden that runs it."""
+"""One machine of a job, for any engine: folder, workdir, mounts, and the agent that runs commands."""

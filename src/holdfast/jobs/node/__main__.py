@@ -1,4 +1,4 @@
-"""Entry of the processes of a node: `python -m holdfast.jobs.node ROLE FOLDER`; not for people."""
+"""Internal entry point of a node's processes: `python -m holdfast.jobs.node ROLE FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from holdfast.jobs.node import locks
 
 
 def main() -> None:
-    """Be what the first argument says, for the folder that the second names; its lock was handed to us."""
+    """Run the process with the role of the first argument, which inherits a lock."""
     role, folder = sys.argv[1], Path(sys.argv[2])
-    os.chdir("/")  # hold nobody's directory
-    locks.keep_handed()
-    if role == "warden":
+    os.chdir("/")  # do not keep any directory busy
+    locks.keep_inherited()
+    if role == "agent":
+        from holdfast.jobs.node.agent import serve
         from holdfast.jobs.node.folder import NodeFolder
-        from holdfast.jobs.node.warden import serve
 
         serve(NodeFolder(folder), replaces_controller=True)
-    elif role == "porter":
-        from holdfast.jobs.node.mounts import porter
+    elif role == "mounter":
+        from holdfast.jobs.node.mounts import mounter
 
-        porter.serve(folder)
+        mounter.serve(folder)
     else:
-        from holdfast.jobs.node.mounts import drainer
+        from holdfast.jobs.node.mounts import upload_watcher
 
-        drainer.serve(folder)
+        upload_watcher.serve(folder)
 
 
 if __name__ == "__main__":

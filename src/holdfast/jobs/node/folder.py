@@ -1,4 +1,4 @@
-"""Where everything about a job lies: the files of its folder, and those of each node of an attempt."""
+"""Folders and files of a job, and of each node of an attempt."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ class NodeFolder:
 
     @property
     def lock(self) -> Path:
-        """Locked as long as the node's warden lives."""
+        """Lock of the running agent."""
         return self.path / "lock"
 
     @property
     def pid(self) -> Path:
-        """The warden's pid and start time."""
+        """Pid and start time of the agent."""
         return self.path / "pid"
 
     @property
     def plan(self) -> Path:
-        """What the warden is to do."""
+        """Specification of the node."""
         return self.path / "plan.json"
 
     @property
     def running(self) -> Path:
-        """There once `run` has been started."""
+        """File that exists once `run` has started."""
         return self.path / "running"
 
     @property
     def ended(self) -> Path:
-        """How it ended."""
+        """Outcome of the node."""
         return self.path / "ended"
 
     @property
     def notice(self) -> Path:
-        """Where a preemption notice is put."""
+        """File for preemption notices."""
         return self.path / "notice"
 
 
@@ -51,36 +51,36 @@ class JobFolder:
 
     @property
     def lock(self) -> Path:
-        """Locked as long as somebody looks after the job."""
+        """Lock of the running controller."""
         return self.path / "controller.lock"
 
     @property
     def controller_log(self) -> Path:
-        """What the controller has to say when all else fails."""
+        """Log of the controller."""
         return self.path / "controller.log"
 
     @property
     def bell(self) -> Path:
-        """FIFO by which the controller is told that there is something to see."""
+        """FIFO that wakes the controller."""
         return self.path / "bell"
 
     @property
     def changed(self) -> Path:
-        """Written to after each change, for those who follow."""
+        """Log of status changes, for followers."""
         return self.path / "changed"
 
     @property
     def environment(self) -> Path:
-        """Environment of whoever launched the job, with the values of secrets."""
+        """Environment of the user who launched the job, with values of secrets."""
         return self.path / "environment.json"
 
     @property
     def progress(self) -> Path:
-        """Steps that the training has told."""
+        """Steps recorded by the training."""
         return self.path / "progress"
 
     def script(self, name: str) -> Path:
-        """`setup` or `run`."""
+        """Return the path of the script `setup` or `run`."""
         return self.path / f"{name}.sh"
 
     @property
@@ -89,36 +89,36 @@ class JobFolder:
         return self.path / "logs"
 
     def log(self, rank: int) -> Path:
-        """Output of a node, of all attempts."""
+        """Return the path of a node's output of all attempts."""
         return self.logs / f"node-{rank}.log"
 
     def workdir(self, rank: int) -> Path:
-        """Where a node's commands are run."""
+        """Return the working directory of a node's commands."""
         return self.path / "nodes" / str(rank) / "workdir"
 
     def set_up(self, rank: int) -> Path:
-        """There once `setup` has succeeded on a node."""
+        """Return the path of a file that exists once `setup` has succeeded on a node."""
         return self.path / "nodes" / str(rank) / "set-up"
 
     @property
     def copies(self) -> Path:
-        """What `file_mounts` copied."""
+        """Folder for copies made by `file_mounts`."""
         return self.path / "mounts"
 
     def attempt(self, number: int) -> Path:
-        """Folder of an attempt; there once anything of it was started."""
+        """Return the folder of an attempt, which exists once the attempt has started."""
         return self.path / "attempts" / str(number)
 
     def node(self, attempt: int, rank: int) -> NodeFolder:
-        """A node of an attempt."""
+        """Return the folder of a node in an attempt."""
         return NodeFolder(self.attempt(attempt) / str(rank))
 
 
 def job_folder(state: Path, number: int) -> JobFolder:
-    """The folder of a job."""
+    """Return the folder of a job."""
     return JobFolder(state / "jobs" / str(number))
 
 
-def bucket_dir(state: Path, name: str) -> Path:
-    """What stands for the bucket of a name on this machine; it outlives the jobs."""
+def bucket_folder(state: Path, name: str) -> Path:
+    """Return the folder that replaces a named bucket on this machine. It outlives the jobs."""
     return state / "buckets" / name

@@ -1,4 +1,4 @@
-"""Locks that live as long as their holder: who can take one knows that the holder is gone."""
+"""File locks that are released when their holder dies."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 import struct
 from pathlib import Path
 
-# Locks of open file descriptions: like those of flock(2) they pass to whom the descriptor is handed, and end
-# with its last copy. Unlike those they can be asked about without being taken, which would be in the way of
-# whoever wants to take one at that moment.
+# Locks of open file descriptions: like those of flock(2) they are inherited with the descriptor, and are
+# released with its last copy. Unlike those they can be tested without being acquired, which would disturb a
+# process that acquires one at that moment.
 _FLOCK = "hhqqi"  # type, whence, start, length, pid
 _WHOLE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
-HANDED_FD = 3
-"""Descriptor as which a new process finds the lock that it was handed."""
+INHERITED_FD = 3
+"""Descriptor of an inherited lock in a new process."""
 
 
 def take(path: Path) -> int | None:
-    """A descriptor that holds the lock until it is closed everywhere; None if somebody else holds it."""
+    """Acquire a lock, and return a descriptor that holds it. Return None if it is held already."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE)
@@ -32,7 +32,7 @@ def take(path: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool:
-    """True if somebody holds the lock."""
+    """Return True if a process holds the lock."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def is_held(path: Path) -> bool:
     return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
 
 
-def keep_handed() -> int:
-    """In a new process: keep the lock that was handed to it, and hand it to nobody else."""
-    os.set_inheritable(HANDED_FD, False)
-    return HANDED_FD
+def keep_inherited() -> int:
+    """Keep an inherited lock, without passing it on to child processes."""
+    os.set_inheritable(INHERITED_FD, False)
+    return INHERITED_FD

@@ -1,4 +1,4 @@
-"""The processes of a node: found by their tree and by their mark, told from strangers, ended for certain."""
+"""Processes of a node: found by their tree and tag, distinguished from others, killed reliably."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.jobs.environment import MARK
+from holdfast.jobs.environment import TAG
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVANTS = (
     {b"holdfast.jobs.local", b"controller"},
-    {b"holdfast.jobs.node", b"porter"},
-    {b"holdfast.jobs.node", b"drainer"},
+    {b"holdfast.jobs.node", b"mounter"},
+    {b"holdfast.jobs.node", b"upload_watcher"},
 )
 _ROUND_S = 5.0
-"""How long killed processes may take to vanish before they are looked for again."""
+"""Time for killed processes to disappear before they are searched for again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, as the kernel tells it; pid and start together are nobody else's."""
+    """Process in the kernel's table, identified by pid and start time."""
 
     pid: int
     parent: int
@@ -36,20 +36,20 @@ class Process:
 
     @property
     def is_keeper(self) -> bool:
-        """True if it is a Holdfast keeper, which may still write what was staged."""
+        """True if it is a Holdfast keeper, which may still write staged saves."""
         return b"holdfast.keeper" in self._words
 
     @property
-    def ends_by_itself(self) -> bool:
-        """True if it finishes what it was given and then ends: a keeper, the uploader of a mount."""
+    def exits_by_itself(self) -> bool:
+        """True for a keeper or uploader, which exits when its work is done."""
         return self.is_keeper or {b"holdfast.writeback", b"--config"} <= set(self._words)
 
     @property
     def is_servant(self) -> bool:
-        """True if it looks after a job or after mounts, so that it belongs to no node.
+        """True for a controller or mounter, which does not belong to a node.
 
-        A controller below a node is of another job, which was launched from within this one, or it took the
-        place of this job's.
+        A controller below a node belongs to another job, launched from within this one, or has replaced this
+        job's controller.
         """
         words = set(self._words)
         return any(servant <= words for servant in _SERVANTS)
@@ -62,8 +62,8 @@ class Process:
             return []
 
     @property
-    def catches_sigterm(self) -> bool:
-        """True if it has a handler for SIGTERM: it wants to be told, and does not just die of it."""
+    def handles_sigterm(self) -> bool:
+        """True if it has a handler for SIGTERM."""
         try:
             text = (_PROC / str(self.pid) / "status").read_text()
         except OSError:
@@ -74,8 +74,8 @@ class Process:
         return False
 
 
-def look_up(pid: int) -> Process | None:
-    """A living process; None if it is gone, or a zombie."""
+def find(pid: int) -> Process | None:
+    """Return a running process, or None if it has exited."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -86,29 +86,29 @@ def look_up(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def living() -> dict[int, Process]:
-    """All processes that this user can see."""
+def snapshot() -> dict[int, Process]:
+    """Return all processes that this user can see."""
     pids = (int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdecimal())
-    return {pid: found for pid in pids if (found := look_up(pid)) is not None}
+    return {pid: found for pid in pids if (found := find(pid)) is not None}
 
 
 def inherit_orphans() -> None:
-    """From now on what loses its parent below this process becomes its child, and can be found.
+    """Adopt orphaned descendants of this process, so that they can be found.
 
     Source: prctl(2), PR_SET_CHILD_SUBREAPER.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def bury() -> None:
-    """Take note of all children that have ended, so that no zombie stays."""
+def reap() -> None:
+    """Reap all children that have exited."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def below(root: int, table: dict[int, Process]) -> list[Process]:
-    """The descendants of a process, parents before children; not itself, and nothing of servants."""
+def descendants(root: int, table: dict[int, Process]) -> list[Process]:
+    """Return the descendants of a process, parents before children, without servants and theirs."""
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
@@ -121,15 +121,15 @@ def below(root: int, table: dict[int, Process]) -> list[Process]:
     return found
 
 
-def marked(mark: str, table: dict[int, Process]) -> list[Process]:
-    """The processes whose environment has a mark that begins so, their descendants and their sessions."""
-    prefix = f"{MARK}={mark}".encode()
+def tagged(mark: str, table: dict[int, Process]) -> list[Process]:
+    """Return the processes with a tag of this prefix, their descendants and their sessions."""
+    prefix = f"{TAG}={mark}".encode()
     own = [process for process in table.values() if _has(process.pid, prefix)]
     sessions = {process.session for process in own}
     found = {process.pid: process for process in table.values() if process.session in sessions}
     for process in own:
         found[process.pid] = process
-        found.update((child.pid, child) for child in below(process.pid, table))
+        found.update((child.pid, child) for child in descendants(process.pid, table))
     return list(found.values())
 
 
@@ -137,38 +137,38 @@ def _has(pid: int, prefix: bytes) -> bool:
     try:
         data = (_PROC / str(pid) / "environ").read_bytes()
     except OSError:
-        return False  # gone, or another user's
+        return False  # exited, or another user's
     return data.startswith(prefix) or b"\0" + prefix in data
 
 
 def servants(role: str, folder: Path) -> list[Process]:
-    """The living processes of `holdfast.jobs.node` that have this role for a folder."""
+    """Return the running processes of `holdfast.jobs.node` with this role and folder."""
     wanted = {b"holdfast.jobs.node", role.encode(), os.fsencode(folder)}
-    return [process for process in living().values() if wanted <= set(process._words)]
+    return [process for process in snapshot().values() if wanted <= set(process._words)]
 
 
-def topmost_catchers(root: int) -> list[Process]:
-    """Below a process, those that have a handler for SIGTERM and no ancestor there that has one."""
-    table = living()
+def topmost_handlers(root: int) -> list[Process]:
+    """Return the topmost descendants of a process that handle SIGTERM."""
+    table = snapshot()
     found: list[Process] = []
     covered = set()
-    for process in below(root, table):  # parents come first
+    for process in descendants(root, table):  # parents come first
         if process.parent in covered:
             covered.add(process.pid)
-        elif process.catches_sigterm and not process.ends_by_itself:
+        elif process.handles_sigterm and not process.exits_by_itself:
             found.append(process)
             covered.add(process.pid)
     return found
 
 
 def send(process: Process, number: int) -> bool:
-    """Signal this process and no other that has got its pid since; True if it was there."""
+    """Send a signal, unless the pid belongs to another process now. Return True if it was sent."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
         return False
     try:
-        now = look_up(process.pid)
+        now = find(process.pid)
         if now is None or now.start != process.start:
             return False
         signal.pidfd_send_signal(fd, number)
@@ -179,8 +179,8 @@ def send(process: Process, number: int) -> bool:
     return True
 
 
-def wait_gone(processes: Iterable[Process], timeout_s: float) -> bool:
-    """Wait until all of them have ended; False if not within the time.
+def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
+    """Wait until all processes have exited. Return False if the time runs out.
 
     Blocks: at most `timeout_s`.
     """
@@ -208,18 +208,18 @@ def _open(process: Process) -> Iterator[int]:
         fd = os.pidfd_open(process.pid)
     except OSError:
         return
-    now = look_up(process.pid)
+    now = find(process.pid)
     if now is None or now.start != process.start:
         os.close(fd)
         return
     yield fd
 
 
-def end(processes: list[Process]) -> None:
-    """SIGKILL them, and wait until they are gone.
+def kill(processes: list[Process]) -> None:
+    """Kill processes with SIGKILL, and wait until they are gone.
 
-    Blocks: until the kernel has ended them, at most 5 s; one that it cannot end yet is left to the next look.
+    Blocks: until the kernel has ended them, at most 5 s. The next call handles what is left.
     """
     for process in processes:
         send(process, signal.SIGKILL)
-    wait_gone(processes, _ROUND_S)
+    wait_exited(processes, _ROUND_S)

@@ -1,4 +1,4 @@
-"""Clones the git repository that a task has as its workdir, at the branch, tag or commit that it names."""
+"""Clone of a task's git repository at a branch, tag or commit, as its workdir."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import subprocess
 from pathlib import Path
 
 from holdfast.errors import NotFound, RetryLater, Unsupported
-from holdfast.jobs.task.contents import Repository
+from holdfast.jobs.task.model import Repository
 
 _LIMIT_S = 1800.0
 _TAIL = 1000
 
 
 def check_git(where: str) -> None:
-    """Refuse where there is no git.
+    """Check that git is installed.
 
     Raises:
-        Unsupported: there is none.
+        Unsupported: git is missing.
     """
     if shutil.which("git") is None:
         raise Unsupported(
-            f"{where}: the program git is not on this machine (`apt-get install git`). Nothing was started."
+            f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
         )
 
 
 def clone(repository: Repository, to: Path) -> str:
-    """Have a repository's files in a folder, with its history, and return the commit.
+    """Clone a repository with its history into a folder, and return the commit.
 
     Args:
-        repository: what to clone, and what of it.
-        to: a folder that is not there yet.
+        repository: repository, with a ref.
+        to: folder that does not exist yet.
 
     Raises:
-        NotFound: the repository has no such branch, tag or commit.
-        RetryLater: git failed, as when the repository cannot be reached or asks for keys.
+        NotFound: the branch, tag or commit does not exist.
+        RetryLater: git failed, for example because the repository is unreachable or needs credentials.
 
-    Blocks: while it is fetched.
+    Blocks: while git fetches the repository.
     """
     _git("clone", "--no-checkout", "--", repository.url, str(to), about=repository)
     commit = _commit(repository, to)
@@ -47,7 +47,7 @@ def clone(repository: Repository, to: Path) -> str:
 
 
 def _commit(repository: Repository, to: Path) -> str:
-    """The commit that is meant: a branch comes before a tag of the same name, as for `git clone --branch`."""
+    """Return the commit of the ref. A branch takes precedence over a tag, as in `git clone --branch`."""
     ref = repository.ref
     names = ["HEAD"] if ref is None else [f"refs/remotes/origin/{ref}", f"refs/tags/{ref}", ref]
     for name in names:
@@ -57,14 +57,14 @@ def _commit(repository: Repository, to: Path) -> str:
         if found.returncode == 0:
             return found.stdout.strip()
     if ref is not None and _run("-C", str(to), "fetch", "--quiet", "origin", "--", ref).returncode == 0:
-        # A commit that no branch leads to, or a ref of another kind, such as a pull request's.
+        # A commit that is not on any branch, or a ref of another kind, such as a pull request's.
         return _git("-C", str(to), "rev-parse", "FETCH_HEAD^{commit}", about=repository)
     what = "branch, tag or commit " + repr(ref) if ref is not None else "commit"
     raise NotFound(f"{repository.url} has no {what}. Nothing was started.")
 
 
 def _how(repository: Repository, to: Path, commit: str) -> list[str]:
-    """On the branch, if one is named, so that `git status` says so; else just at the commit."""
+    """Return arguments that check out the branch by name if possible, else the commit."""
     ref = repository.ref
     if ref is None:
         return ["HEAD", "--"] if _run("-C", str(to), "symbolic-ref", "-q", "HEAD").returncode else []
@@ -78,14 +78,14 @@ def _git(*words: str, about: Repository) -> str:
     done = _run(*words)
     if done.returncode:
         raise RetryLater(
-            f"{about.url} could not be cloned: git said: {done.stderr.strip()[-_TAIL:]}. Nothing was "
-            "started. Keys come from git's own settings: a credential helper, or ssh's agent."
+            f"Cannot clone {about.url}: git reports: {done.stderr.strip()[-_TAIL:]}. Nothing was "
+            "started. git uses its own credentials: a credential helper, or ssh's agent."
         )
     return done.stdout.strip()
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    # Nobody sits there to be asked for a password.
+    # No user is present to enter a password.
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
     try:
@@ -100,4 +100,4 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
             timeout=_LIMIT_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"git did not end within {_LIMIT_S:.0f} s: git {' '.join(words)}.") from error
+        raise RetryLater(f"git did not finish within {_LIMIT_S:.0f} s: git {' '.join(words)}.") from error

@@ -1,4 +1,4 @@
-"""The workdir of a job: each node's own copy of a folder, or of a repository, or an empty one."""
+"""Workdir of a job: each node's own copy of a folder or repository, or an empty one."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from pathlib import Path
 
 from holdfast.errors import NotFound
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.ignored import ignored
-from holdfast.jobs.node.mounts.placing import no_files
+from holdfast.jobs.node.mounts.mount_plan import no_files
 from holdfast.jobs.node.repository import check_git, clone
-from holdfast.jobs.task.contents import Task
+from holdfast.jobs.node.skyignore import ignored_paths
+from holdfast.jobs.task.model import Task
 
 
 def check_workdir(task: Task) -> None:
-    """Refuse a workdir that cannot be had.
+    """Check that the workdir can be created.
 
     Raises:
-        NotFound: the folder is not there.
-        Unsupported: it is in a repository, and there is no git.
+        NotFound: the folder does not exist.
+        Unsupported: it is a repository, and git is not installed.
     """
     where = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
     if task.repository is not None:
         check_git(where)
     if task.workdir is not None and not Path(task.workdir).is_dir():
-        raise NotFound(f"{where}: there is no folder {task.workdir}. Nothing was started.")
+        raise NotFound(f"{where}: the folder {task.workdir} does not exist. Nothing was started.")
 
 
-def put_workdir(task: Task, folder: JobFolder) -> None:
-    """Give every node its own copy of the workdir; an empty one without.
+def create_workdir(task: Task, folder: JobFolder) -> None:
+    """Create a workdir for every node.
 
     Raises:
         HoldfastError: see `clone`.
-        OSError: it could not be copied.
+        OSError: copying failed.
 
     Blocks: while files are copied.
     """
@@ -52,11 +52,11 @@ def put_workdir(task: Task, folder: JobFolder) -> None:
 
 
 def copy_without_ignored(source: Path, to: Path) -> None:
-    """Copy a folder without what `.skyignore`, or else git, says is to be ignored.
+    """Copy a folder, except for files that `.skyignore` or git ignore.
 
     Blocks: while files are copied.
     """
-    left_out = ignored(source)
+    left_out = ignored_paths(source)
 
     def leave_out(folder: str, names: list[str]) -> list[str]:
         here = Path(folder).relative_to(source)

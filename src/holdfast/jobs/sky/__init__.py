@@ -1,1 +1,1 @@
-"""Jobs on the user's own SkyPilot: it finds machines and comes back to others, we hand it the task."""
+"""Jobs on the user's own SkyPilot, which finds machines and restarts jobs."""

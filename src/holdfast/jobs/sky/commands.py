@@ -1,4 +1,4 @@
-"""The user's own `sky`, in an environment of its own: a program that is called, never a library."""
+"""The user's own `sky` program, which runs in its own environment."""
 
 from __future__ import annotations
 
@@ -10,85 +10,85 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.jobs.sky.states import Managed, read_queue
+from holdfast.jobs.sky.states import ManagedJob, parse_queue
 
 PROGRAM = "HOLDFAST_SKY"
-"""Variable that names the program; else `sky` on the PATH."""
+"""Variable with the path of the program. Default: `sky` on the PATH."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
 _SHORT_S = 300.0
 _LAUNCH_S = 3600.0
-"""Workdir and file mounts are uploaded meanwhile."""
+"""Includes the upload of workdir and file mounts."""
 
 
 def program() -> str:
-    """The path of `sky`.
+    """Return the path of `sky`.
 
     Raises:
-        Unsupported: there is none.
+        Unsupported: it is not installed.
     """
     named = os.environ.get(PROGRAM) or "sky"
     found = shutil.which(str(Path(named).expanduser()))
     if found is None:
         raise Unsupported(
-            f"There is no {named} here. `--on sky` calls your own SkyPilot: install it in an environment of "
-            f"its own, and put `sky` on the PATH or name it with {PROGRAM}. Nothing was started."
+            f"{named} was not found. `--on sky` calls your own SkyPilot: install it in its own "
+            f"environment, and put `sky` on the PATH or set {PROGRAM} to its path. Nothing was started."
         )
     return found
 
 
 def version() -> str:
-    """What `sky --version` says.
+    """Return the output of `sky --version`.
 
     Raises:
-        Unsupported: there is no `sky`.
-        RetryLater: it does not work.
+        Unsupported: `sky` is not installed.
+        RetryLater: `sky` failed.
     """
     return _run(["--version"]).strip()
 
 
 def launch_words(name: str, path: str, secrets: Mapping[str, str]) -> list[str]:
-    """What `sky` is called with to launch a job; values of secrets are in its environment, not here."""
+    """Return the arguments of `sky` for a launch. Values of secrets are in its environment instead."""
     chosen = [word for secret in secrets for word in ("--secret", secret)]
     return ["jobs", "launch", "-y", "-d", "-n", name, *chosen, path]
 
 
 def launch(name: str, path: Path, secrets: Mapping[str, str]) -> str | None:
-    """Launch a job; its number, or None if SkyPilot has not told it.
+    """Launch a job, and return its id, or None if SkyPilot has not printed it.
 
     Raises:
-        RetryLater: it was not taken.
+        RetryLater: the launch failed.
 
-    Blocks: until SkyPilot has uploaded files and started its controller: minutes, the first time.
+    Blocks: until SkyPilot has uploaded files and started its controller, which takes minutes the first time.
     """
     said = _run(launch_words(name, str(path), secrets), secrets, timeout_s=_LAUNCH_S)
     found = _JOB_ID.search(said)
     return None if found is None else found[1]
 
 
-def queue() -> list[Managed]:
-    """All managed jobs of this user.
+def queue() -> list[ManagedJob]:
+    """Return all managed jobs of this user.
 
     Raises:
         RetryLater: SkyPilot did not answer.
     """
-    return read_queue(_run(["jobs", "queue", "--all", "--output", "json"]))
+    return parse_queue(_run(["jobs", "queue", "--all", "--output", "json"]))
 
 
 def cancel(number: str) -> None:
-    """Cancel a job; files in write-back caches are uploaded first, as far as there is time.
+    """Cancel a job. SkyPilot uploads files of write-back caches first, if time permits.
 
     Raises:
-        RetryLater: SkyPilot did not do it.
+        RetryLater: the cancellation failed.
     """
     _run(["jobs", "cancel", "-y", "--graceful", number])
 
 
 def logs(number: str, *, follow: bool) -> Iterator[str]:
-    """The output of a job, in lines.
+    """Yield the output of a job in lines.
 
     Raises:
-        Unsupported: there is no `sky`.
+        Unsupported: `sky` is not installed.
     """
     words = [program(), "jobs", "logs", "--follow" if follow else "--no-follow", number]
     with subprocess.Popen(
@@ -118,14 +118,14 @@ def _run(
             env=_environment(environment),
         )
     except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"`{told}` did not end within {timeout_s:.0f} s.") from error
+        raise RetryLater(f"`{told}` did not finish within {timeout_s:.0f} s.") from error
     if done.returncode:
         said = _COLOURS.sub("", done.stderr.strip() or done.stdout.strip())[-1500:]
-        raise RetryLater(f"`{told}` ended with {done.returncode}:\n{said}")
+        raise RetryLater(f"`{told}` exited with {done.returncode}:\n{said}")
     return _COLOURS.sub("", done.stdout)
 
 
 def _environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours, without what would lead its Python to our packages."""
+    """Return the environment without variables that point Python to other packages."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return {**kept, **(further or {})}

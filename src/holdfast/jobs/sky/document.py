@@ -1,4 +1,4 @@
-"""The task file as it is handed to SkyPilot: the user's, with what makes a preemption cost nothing; pure."""
+"""The task file for SkyPilot: the user's, with additions so that a preemption loses no step; pure."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import PREEMPTED_STATUS
-from holdfast.jobs.task.contents import MountMode, Task
-from holdfast.jobs.task.handover import to_yaml
+from holdfast.jobs.task.model import MountMode, Task
+from holdfast.jobs.task.rendering import to_yaml
 from holdfast.surroundings import NOTICES
 
 TASK_ID = "HOLDFAST_TASK_ID"
-"""Variable with the id that we mint: SkyPilot makes another one whenever its controller is started anew."""
+"""Variable with Holdfast's id of the job. SkyPilot creates a new one whenever its controller restarts."""
 JOB = "HOLDFAST_JOB"
 HOOK_S = 60
-"""How long a hook may keep a machine that goes, so that the training in it can save."""
+"""Time limit of a hook, during which SkyPilot keeps the machine so that training can save."""
 
 _OWN_ID = f'export SKYPILOT_TASK_ID="${TASK_ID}"  # the same after every recovery\n'
 
 
-def handed_task(task: Task, task_id: str, job: str) -> Task:
-    """The task with a document for SkyPilot.
+def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
+    """Return the task with a document for SkyPilot.
 
     Args:
-        task: as the user wrote it.
-        task_id: minted once for the job.
+        task: the user's task.
+        task_id: Holdfast's id of the job.
         job: number of the job.
     """
     document: dict[str, Any] = copy.deepcopy(dict(task.document))
@@ -50,19 +50,19 @@ def handed_task(task: Task, task_id: str, job: str) -> Task:
     return dataclasses.replace(task, document=document)
 
 
-def handed_text(task: Task, task_id: str, job: str) -> str:
-    """The file that `sky jobs launch` is given; without values of secrets."""
-    return to_yaml(handed_task(task, task_id, job))
+def render_document(task: Task, task_id: str, job: str) -> str:
+    """Return the file for `sky jobs launch`, without values of secrets."""
+    return to_yaml(add_holdfast_keys(task, task_id, job))
 
 
-def outer_name(name: str, job: str) -> str:
-    """What SkyPilot is to call the job: a name that it takes, and that no other job of ours has."""
+def managed_name(name: str, job: str) -> str:
+    """Return a name for the job that SkyPilot accepts and that no other job has."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
     return f"{plain if plain[:1].isalpha() else f'job-{plain}'.rstrip('-')}-{job}"
 
 
 def notice_path(task_id: str) -> str:
-    """Where the hook puts a notice, on the job's machines."""
+    """Return the path of notices on the job's machines."""
     return f"/tmp/holdfast-notice-{task_id}"
 
 
@@ -71,7 +71,7 @@ def _with_file(notices: str, path: str) -> str:
 
 
 def _with_free_status(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """With the status of a training that has saved and wants to go on among those that cost nothing."""
+    """Return resources that do not count the exit status of a preemption as an error."""
     asked = resources.get("job_recovery")
     recovery: dict[str, Any] = dict(asked) if isinstance(asked, Mapping) else {}
     if isinstance(asked, str):
@@ -83,14 +83,14 @@ def _with_free_status(resources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_hook(config: Mapping[str, Any], notice: str) -> dict[str, Any]:
-    """With a hook that says to the job what SkyPilot says to hooks only."""
-    run = f"touch {notice}\nsleep {HOOK_S - 5}"  # the machine goes when the hook ends
+    """Return a config with a hook that forwards SkyPilot's preemption event to the job."""
+    run = f"touch {notice}\nsleep {HOOK_S - 5}"  # the machine is released when the hook exits
     hook = {"run": run, "events": ["preemption"], "timeout": HOOK_S}
     return {**config, "hooks": [*(config.get("hooks") or []), hook]}
 
 
 def _in_order(mounts: Mapping[str, Any]) -> dict[str, Any]:
-    """With write-back caches that upload one file after the other, unless the user has chosen."""
+    """Return mounts whose write-back caches upload one file after the other, unless configured otherwise."""
     return {target: _one_after_the_other(spec) for target, spec in mounts.items()}
 
 

@@ -1,4 +1,4 @@
-"""SkyPilot's word about a managed job as ours; pure."""
+"""SkyPilot's managed jobs, and their statuses; pure."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from dataclasses import dataclass
 
 from holdfast.documents import Fields, decode
 from holdfast.errors import Corrupt, RetryLater
-from holdfast.jobs.status import Status
+from holdfast.jobs.status import JobStatus
 
-_OURS: Mapping[str, Status] = {
-    "SUBMITTED": Status.PENDING,
-    "WINDING_DOWN": Status.RUNNING,
-    "FAILED_PRECHECKS": Status.FAILED,
-    "FAILED_NO_RESOURCE": Status.FAILED,
+_OURS: Mapping[str, JobStatus] = {
+    "SUBMITTED": JobStatus.PENDING,
+    "WINDING_DOWN": JobStatus.RUNNING,
+    "FAILED_PRECHECKS": JobStatus.FAILED,
+    "FAILED_NO_RESOURCE": JobStatus.FAILED,
 }
-"""Statuses that SkyPilot has and we have not; all others are called the same."""
+"""Statuses of SkyPilot that Holdfast does not have. All others have the same names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Managed:
-    """A managed job as `sky jobs queue` tells it."""
+class ManagedJob:
+    """Managed job of `sky jobs queue`."""
 
     id: str
     name: str
-    status: Status
+    status: JobStatus
     recoveries: int
     reason: str
     started_unix_s: float | None
     ended_unix_s: float | None
 
 
-def read_queue(text: str) -> list[Managed]:
-    """The jobs in what `sky jobs queue --output json` prints, the newest first.
+def parse_queue(text: str) -> list[ManagedJob]:
+    """Parse the output of `sky jobs queue --output json`, newest job first.
 
     Raises:
-        RetryLater: it is no such text.
+        RetryLater: the text is invalid.
     """
-    start = text.find("[")  # words about the server may come before it
+    start = text.find("[")  # messages about the server may precede it
     try:
         rows = decode(text[start:], "SkyPilot's queue", max_bytes=64 << 20) if start >= 0 else []
         every = [Fields(row, "a job of SkyPilot") for row in rows]
         return [_read(row) for row in every if "job_id" in row]
     except (Corrupt, ValueError, TypeError) as error:
-        raise RetryLater(f"SkyPilot's queue cannot be read: {error} In {text[:200]!r}.") from error
+        raise RetryLater(f"Cannot parse SkyPilot's queue: {error} In {text[:200]!r}.") from error
 
 
-def _read(job: Fields) -> Managed:
+def _read(job: Fields) -> ManagedJob:
     row = job.members
     word = str(row.get("status") or "PENDING").rpartition(".")[2]
-    status = _OURS.get(word) or Status(word)
+    status = _OURS.get(word) or JobStatus(word)
     why = row.get("failure_reason") or row.get("details") or ""
     special = f"{word}: " if word in _OURS and status.is_final else ""
-    return Managed(
+    return ManagedJob(
         str(row["job_id"]),
         str(row.get("job_name") or ""),
         status,

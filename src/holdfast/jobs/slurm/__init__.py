@@ -1,1 +1,1 @@
-"""Jobs on a Slurm cluster: Slurm gives and takes the machines, we run on them and say when to come back."""
+"""Jobs on a Slurm cluster: Slurm allocates the nodes, Holdfast runs and requeues the job."""

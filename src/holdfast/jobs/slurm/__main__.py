@@ -1,4 +1,4 @@
-"""Entry of the processes of Slurm jobs: `python -m holdfast.jobs.slurm ROLE FOLDER`; not for people."""
+"""Internal entry point of Slurm jobs' processes: `python -m holdfast.jobs.slurm ROLE FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from holdfast.jobs.node.folder import JobFolder, NodeFolder
 
 
 def main() -> int:
-    """Be what the first argument says, for the folder that the second names; its exit status."""
+    """Run the process with the role of the first argument, and return its exit status."""
     role, folder = sys.argv[1], Path(sys.argv[2])
-    os.chdir("/")  # hold nobody's directory
-    if role == "warden":
-        from holdfast.jobs.node.warden import serve
+    os.chdir("/")  # do not keep any directory busy
+    if role == "agent":
+        from holdfast.jobs.node.agent import serve
         from holdfast.jobs.slurm.runner import die_with_runner
 
         die_with_runner()
-        serve(NodeFolder(folder), replaces_controller=False)  # Slurm has its own way to a new one
+        serve(NodeFolder(folder), replaces_controller=False)  # Slurm restarts a dead controller
         return 0
     if role == "sweep":
         from holdfast.jobs.slurm.runner import sweep
@@ -30,9 +30,9 @@ def main() -> int:
 
         run_node(JobFolder(folder), int(sys.argv[3]), sys.argv[4].split(","))
         return 0
-    from holdfast.jobs.slurm.controller import look_after
+    from holdfast.jobs.slurm.controller import supervise
 
-    return look_after(JobFolder(folder))
+    return supervise(JobFolder(folder))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Slurm's own commands: asked as a person would ask them, since their options change less than its API."""
+"""Slurm's command-line programs, whose options change less than its API."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A job as Slurm sees it."""
+    """State of a job in Slurm."""
 
-    state: str  # as PENDING
-    reason: str  # why it waits
+    state: str  # such as PENDING
+    reason: str  # why it is pending
 
 
 def require() -> None:
-    """Refuse to go on where there is no Slurm.
+    """Check that Slurm is installed.
 
     Raises:
-        Unsupported: there is no sbatch.
+        Unsupported: sbatch is missing.
     """
     if shutil.which("sbatch") is None:
-        message = "There is no sbatch on the PATH. `--on slurm` is for login nodes of a Slurm cluster."
+        message = "sbatch is not on the PATH. Use `--on slurm` on a login node of a Slurm cluster."
         raise Unsupported(f"{message} Nothing was started.")
 
 
 def submit(script: Path) -> str:
-    """Have a script queued; Slurm's number of the job.
+    """Submit a script, and return the job's id in Slurm.
 
     Raises:
-        RetryLater: Slurm did not take it.
+        RetryLater: Slurm did not accept it.
     """
     environment = dict(os.environ)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if paths:
-        # The job runs in another folder, and relative paths would mean others there.
+        # The job runs in another folder, where relative paths would not work.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
     inherited = [name for name in environment if name.startswith("SLURM_") and name != "SLURM_CONF"]
-    for name in inherited:  # launched from within a job: that one's nodes and limits are not ours
+    for name in inherited:  # launched from within a job, whose nodes and limits do not apply
         del environment[name]
     said = _run(["sbatch", "--parsable", str(script)], environment)
     return said.strip().split(";")[0]
 
 
 def look(ids: Sequence[str]) -> dict[str, Queued]:
-    """What Slurm says of jobs; those that it knows no more are left out.
+    """Return the states of jobs. Jobs that Slurm has forgotten are left out.
 
     Raises:
-        RetryLater: it did not answer.
+        RetryLater: Slurm did not answer.
     """
     if not ids:
         return {}
@@ -74,7 +74,7 @@ def look(ids: Sequence[str]) -> dict[str, Queued]:
 
 
 def look_back(number: str) -> str | None:
-    """The state in which a job ended, from the accounting; None if there is none, or it knows nothing."""
+    """Return a job's final state from the accounting, or None."""
     try:
         said = _run(
             ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}"]
@@ -86,7 +86,7 @@ def look_back(number: str) -> str | None:
 
 
 def cancel_waiting(number: str) -> None:
-    """Cancel a job if it still waits; one that runs is left alone.
+    """Cancel a job if it is pending.
 
     Raises:
         RetryLater: Slurm did not answer.
@@ -95,7 +95,7 @@ def cancel_waiting(number: str) -> None:
 
 
 def kill_steps(number: str) -> None:
-    """SIGKILL all processes of a job but its batch script.
+    """Send SIGKILL to all processes of a job except its batch script.
 
     Raises:
         RetryLater: Slurm did not answer.
@@ -104,29 +104,29 @@ def kill_steps(number: str) -> None:
 
 
 def requeue(number: str) -> None:
-    """Have a job started again from the beginning, on any nodes.
+    """Requeue a job, so that it starts from the beginning on any nodes.
 
     Raises:
-        RetryLater: Slurm did not do it.
+        RetryLater: Slurm did not requeue it.
     """
     _run(["scontrol", "requeue", number])
 
 
 def sweep(num_nodes: int, folder: Path) -> None:
-    """End what a killed runner has left behind, on all nodes of this job that still answer.
+    """Kill what a killed runner has left, on all nodes that still respond.
 
     Blocks: at most a minute.
     """
     words = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    with contextlib.suppress(RetryLater):  # a node that is gone has no processes
+    with contextlib.suppress(RetryLater):  # a lost node has no processes
         _run([*words, *command("holdfast.jobs.slurm", "sweep", str(folder))])
 
 
 def addresses(nodelist: str) -> tuple[str, ...]:
-    """Addresses of nodes, in Slurm's order, which is that of SLURM_NODEID.
+    """Return the addresses of nodes, in Slurm's order, which is that of SLURM_NODEID.
 
     Args:
-        nodelist: as SLURM_JOB_NODELIST has it.
+        nodelist: the value of SLURM_JOB_NODELIST.
 
     Raises:
         RetryLater: Slurm did not answer.
@@ -155,9 +155,9 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None) -> str:
             words, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment
         )
     except FileNotFoundError as error:
-        raise Unsupported(f"There is no {words[0]} on the PATH of this machine.") from error
+        raise Unsupported(f"{words[0]} is not on the PATH of this machine.") from error
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"`{' '.join(words)}` did not answer within {_TIMEOUT_S:.0f} s.") from error
     if done.returncode:
-        raise RetryLater(f"`{' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        raise RetryLater(f"`{' '.join(words)}` exited with {done.returncode}: {done.stderr.strip()[-500:]}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""The controller of a Slurm job, on its first node: tells the machine what happens, does what it answers."""
+"""The controller of a Slurm job, on the job's first node. One srun runs the nodes of an attempt."""
 
 from __future__ import annotations
 
@@ -15,318 +15,270 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from typing_extensions import override
+
 from holdfast.entry import command
 from holdfast.errors import HoldfastError, RetryLater
-from holdfast.jobs.due import Due
-from holdfast.jobs.following import tail
-from holdfast.jobs.machine import (
-    Begin,
-    Broke,
-    Cancel,
-    Ended,
-    Event,
-    Gone,
-    Life,
-    Notice,
-    Ran,
-    Told,
-    Waited,
-    advance,
-)
+from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.records import JobRequest
 from holdfast.jobs.slurm import commands
+from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.messages import (
-    EndedNode,
-    Here,
     Inbox,
-    KillNode,
+    KillProcesses,
     Message,
-    Noticed,
-    Running,
-    TellNode,
-    ToldNode,
+    NodeEnded,
+    NodeNoticed,
+    NodeRunning,
+    NoticeSent,
+    NotifyProcesses,
+    RunnerStarted,
     write,
 )
-from holdfast.jobs.slurm.papers import Asked, Papers
 from holdfast.jobs.slurm.runner import KILL_WAIT_S
-from holdfast.jobs.status import Status
-from holdfast.surroundings import read_progress
+from holdfast.jobs.state_machine import (
+    AttemptExited,
+    BackoffElapsed,
+    ControllerFailed,
+    ControllerStarted,
+    JobEvent,
+    JobState,
+    NodeExited,
+    NodesRunning,
+    NoticeDelivered,
+    NoticeReceived,
+)
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.timers import Timers
 
-_LOOK_S = 1.0
-"""How often the controller looks what is asked of it: a file on a shared file system wakes nobody."""
+_POLL_S = 1.0
+"""Interval for checking requests: a file on a shared file system wakes no process."""
 _STUBBORN_S = 30.0
-"""How long nodes may take to end what they were told to end, before Slurm does it."""
+"""Time limit for nodes to kill their processes, before Slurm does it."""
 _MAX_SILENT = 3
-_LAST_LINES = 10
-_AGAIN_S = 5.0
-_PATIENCE = 60
-"""How often Slurm is asked something that has to be answered."""
+_RETRY_S = 5.0
+_MAX_RETRIES = 60
 FAILED = 1
 _T = TypeVar("_T")
 
 
-def look_after(folder: JobFolder) -> int:
-    """Look after a job while it has this allocation; exit status of its batch script.
+def supervise(folder: JobFolder) -> int:
+    """Run the controller of a job, and return the exit status of its batch script.
 
-    Blocks: until the job has ended, or Slurm was asked to start it again.
+    Blocks: until the job has ended, or Slurm was asked to requeue it.
     """
-    papers = Papers(folder)
-    found = Controller(papers)
+    files = JobFiles(folder)
+    controller = SlurmController(files)
     try:
-        found.serve()
-    except Exception as error:  # noqa: BLE001 - it is told, to the log and as the job's status
+        controller.serve()
+    except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
         traceback.print_exc()
-        why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {papers.output})"
-        found.give_up(why)
-    return 0 if found.life.status is Status.SUCCEEDED else FAILED
+        why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {files.output})"
+        controller.give_up(why)
+    return 0 if controller.state.status is JobStatus.SUCCEEDED else FAILED
 
 
-class Controller:
-    """The one process that writes down where the job stands.
+class SlurmController(Controller):
+    """Controller of a Slurm job, the only process that writes the job's state.
 
     Args:
-        papers: of the job.
+        files: files of the job.
     """
 
-    def __init__(self, papers: Papers) -> None:
-        self._papers = papers
-        self._facts = papers.facts()
-        self._story = papers.story()
+    def __init__(self, files: JobFiles) -> None:
+        self._files = files
+        self._job = files.read_job()
+        self._stored = files.read_state()
+        super().__init__(files.job, self._job.terms, self._stored.life, step_before=self._stored.step_before)
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
         self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self._due = Due()
         self._step: _Step | None = None
-        self._listening: dict[int, int] = {}  # by node: processes that were told
-        self._running: set[int] = set()  # nodes that have come to `run`
-        self._has_heard = False  # any node has said a word in this attempt
+        self._num_listening: dict[int, int] = {}  # by node: processes that handle the notice
+        self._running: set[int] = set()  # nodes that have started `run`
+        self._has_messages = False  # a node has sent a message in this attempt
         self._signals: list[int] = []
-        self._is_leaving = False
+        self._is_requeued = False
+        self._woken, self._waker = socket.socketpair()
 
-    @property
-    def life(self) -> Life:
-        """Where the job stands."""
-        return self._story.life
+    @override
+    def _begin(self) -> None:
+        self._install_signals()
+        assert self._stored.restart <= self._restart, "Slurm has started the job again elsewhere"
+        self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
+        if self.state.is_active:  # the previous controller was lost with its nodes
+            self._apply(AttemptExited(self.state.attempt, self._has_advanced()))
+        for request in self._requests():
+            self._apply(event_of(request), request)
+        if not self.has_ended:
+            self._apply(ControllerStarted() if self.state.status is JobStatus.PENDING else BackoffElapsed())
 
-    def serve(self) -> None:
-        """Until the job has ended, or is to be started again elsewhere.
+    def _install_signals(self) -> None:
+        """Record signals, and wake the loop with each."""
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
-        Blocks: on signals, on what nodes say, and on the next deadline.
-        """
-        woken = self._hear_signals()
-        self._take_over()
-        while not self.life.status.is_final and not self._is_leaving:
-            self._do_what_is_due()
-            self._wait(woken)
-            self._see()
+    @override
+    def _is_leaving(self) -> bool:
+        return self._is_requeued
 
-    def give_up(self, why: str) -> None:
-        """Something here is broken: end the job rather than leave it unwatched."""
+    # -- stored state ----------------------------------------------------------------------------------------
+
+    @override
+    def _save(
+        self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
+    ) -> None:
+        stored = self._stored
+        if answered is not None:
+            stored = dataclasses.replace(stored, num_answered=stored.num_answered + 1)
+        if state != self.state:
+            stored = dataclasses.replace(
+                stored,
+                life=state,
+                step_before=self._step_before,
+                started_unix_s=stored.started_unix_s or (now_unix_s if state.attempt else None),
+                ended_unix_s=now_unix_s if state.status.is_final else None,
+            )
+        if stored != self._stored:
+            self._store(stored)
+
+    def _store(self, stored: SlurmJobState) -> None:
+        """Store the state. Exit if Slurm has started the job elsewhere, where a new controller stores it."""
+        if self._files.read_state().restart > self._restart:
+            raise SystemExit(FAILED)
+        self._stored = stored
+        self._files.write_state(stored)
+
+    @override
+    def _requests(self) -> list[JobRequest]:
+        return self._files.requests()[self._stored.num_answered :]
+
+    # -- actions ---------------------------------------------------------------------------------------------
+
+    @override
+    def _prepare_attempt(self) -> None:
+        self._num_listening, self._running, self._has_messages = {}, set(), False
+
+    @override
+    def _start_nodes(self) -> None:
+        self._step = _Step(self._files.job, self.state.attempt, self._job.num_nodes)
+
+    @override
+    def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
+        if self._step is not None:
+            self._step.send(NotifyProcesses(source, deadline_unix_s))
+        return None  # the nodes reply with messages
+
+    @override
+    def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
+        if self._step is None:
+            return
+        self._step.kill(with_keepers=with_keepers)
+        grace_s = 0.0 if with_keepers else self._job.terms.grace_s  # runners wait for keepers
+        if time.time() >= since_unix_s + grace_s + _STUBBORN_S:
+            commands.kill_steps(self._slurm_id)
+
+    @override
+    def _abandon(self) -> None:
         if self._step is not None:
             with contextlib.suppress(HoldfastError):
                 commands.kill_steps(self._slurm_id)
             self._step.close()
-        self._apply(Broke(why))
 
-    # -- taking over -----------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
-    def _hear_signals(self) -> socket.socket:
-        """A socket that becomes readable with each signal."""
-        woken, wakes = socket.socketpair()
-        woken.setblocking(False)
-        wakes.setblocking(False)
-        self._wakes = wakes
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: self._signals.append(number))
-        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-        return woken
-
-    def _take_over(self) -> None:
-        """Go on from where the controller before this one was, in whichever allocation that was."""
-        assert self._story.restart <= self._restart, "Slurm has started the job again elsewhere"
-        self._story = dataclasses.replace(self._story, restart=self._restart, slurm_id=self._slurm_id)
-        if self.life.is_active:  # its machines went before it could say so
-            self._apply(Gone(self.life.attempt, self._has_advanced()))
-        self._answer()
-        if not self.life.status.is_final:
-            self._apply(Begin() if self.life.status is Status.PENDING else Waited())
-
-    # -- the machine -----------------------------------------------------------------------------------------
-
-    def _apply(self, event: Event) -> None:
-        """Take an event to the machine; what it answers is written down before anything is done about it."""
-        before = self.life
-        life, orders = advance(before, event, self._facts.terms)
-        life = self._with_last_words(life)
-        now_s = time.time()
-        self._due = self._due.plus(orders, now_s)
-        if life.attempt != before.attempt:
-            self._listening, self._running, self._has_heard = {}, set(), False
-            self._story = dataclasses.replace(self._story, step_before=self._newest_step())
-        if life == before:
-            return
-        self._story = dataclasses.replace(
-            self._story,
-            life=life,
-            started_unix_s=self._story.started_unix_s or (now_s if life.attempt else None),
-            ended_unix_s=now_s if life.status.is_final else None,
-        )
-        self._save()
-        if (life.status, life.attempt, life.reason) != (before.status, before.attempt, before.reason):
-            self._tell_followers()
-
-    def _save(self) -> None:
-        """Write down where the job stands, unless Slurm has started it elsewhere: then that one does."""
-        if self._papers.story().restart > self._restart:
-            raise SystemExit(FAILED)
-        self._papers.write_story(self._story)
-
-    def _with_last_words(self, life: Life) -> Life:
-        """With the last lines of the log, if the job has failed just now: why is mostly told there."""
-        if life.status not in (Status.FAILED, Status.FAILED_SETUP) or life.status is self.life.status:
-            return life
-        ranks = [rank for rank, one in sorted(life.outcomes.items()) if not one.is_success] or [0]
-        lines = "\n".join(f"  {line}" for line in tail(self._papers.job.log(ranks[0]), _LAST_LINES))
-        reason = f"{life.reason}\nThe last lines of node {ranks[0]}:\n{lines}" if lines else life.reason
-        return dataclasses.replace(life, reason=reason)
-
-    def _tell_followers(self) -> None:
-        reason = self.life.reason.partition("\n")[0]
-        line = f"attempt {self.life.attempt} {self.life.status.value} {reason}".rstrip()
-        with self._papers.job.changed.open("a") as file:
-            file.write(f"{time.strftime('%F %T')} {line}\n")
-
-    def _newest_step(self) -> int | None:
-        return max(read_progress(self._papers.job.progress).values(), default=None)
-
-    def _has_advanced(self) -> bool | None:
-        """True if a newer checkpoint is known than when the attempt began; None if none ever was."""
-        step, before = self._newest_step(), self._story.step_before
-        return None if step is None else before is None or step > before
-
-    # -- doing -----------------------------------------------------------------------------------------------
-
-    def _do_what_is_due(self) -> None:
-        now_s = time.time()
-        if self._due.start is not None and self._step is None:
-            self._step = _Step(self._papers, self._due.start, self._facts.num_nodes)
-            self._due = dataclasses.replace(self._due, start=None)
-        if self._step is None:
-            if self._due.wake_unix_s is not None and now_s >= self._due.wake_unix_s:
-                self._apply(Waited())
-            return
-        if self._due.tell_until_unix_s is not None:
-            self._step.say(TellNode(self._due.tell_source, self._due.tell_until_unix_s))
-            self._due = dataclasses.replace(self._due, tell_until_unix_s=None)
-        if self._due.kill_unix_s is not None and now_s >= self._due.kill_unix_s:
-            self._step.kill(with_keepers=self._due.kill_keepers)
-            if now_s >= self._due.kill_unix_s + self._grace_s() + _STUBBORN_S:
-                commands.kill_steps(self._slurm_id)
-
-    def _grace_s(self) -> float:
-        """How long runners wait for keepers after all else has ended."""
-        return 0.0 if self._due.kill_keepers else self._facts.terms.grace_s
-
-    # -- seeing ----------------------------------------------------------------------------------------------
-
-    def _wait(self, woken: socket.socket) -> None:
-        poll = select.poll()
-        poll.register(woken.fileno(), select.POLLIN)
-        if self._step is not None:
-            poll.register(self._step.fd, select.POLLIN)
-        poll.poll(_LOOK_S * 1000)
-        with contextlib.suppress(BlockingIOError):
-            woken.recv(4096)
-
-    def _see(self) -> None:
+    @override
+    def _receive_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            lead_s = self._facts.terms.grace_s if number == signal.SIGUSR1 else KILL_WAIT_S
-            self._notice(f"Slurm ({signal.Signals(number).name})", lead_s)
-        self._answer()
+            lead_s = self._job.terms.grace_s if number == signal.SIGUSR1 else KILL_WAIT_S
+            source = f"Slurm ({signal.Signals(number).name})"
+            if not self.state.is_active and not self.has_ended:
+                self._requeue()  # between two attempts: nothing has to be saved
+            elif not self.state.is_noticed:
+                self._apply(NoticeReceived(lead_s, source))
+
+    @override
+    def _node_events(self) -> Iterator[JobEvent]:
         if self._step is None:
             return
-        for message in self._step.hear():
-            self._take(message)
+        for message in self._step.receive():
+            self._has_messages = True
+            if (event := self._event_of_message(message)) is not None:
+                yield event
         if self._step.has_ended:
-            self._end_attempt()
+            yield from self._end_attempt()
 
-    def _notice(self, source: str, lead_s: float) -> None:
-        if not self.life.is_active and not self.life.status.is_final:
-            self._leave()  # between two attempts: nothing has to be saved
-        elif not self.life.is_noticed:
-            self._apply(Notice(lead_s, source))
-
-    def _answer(self) -> None:
-        """Do what was asked of the job since the last look."""
-        asked = self._papers.asked()[self._story.num_answered :]
-        for one in asked:
-            self._story = dataclasses.replace(self._story, num_answered=self._story.num_answered + 1)
-            self._apply(_event(one))
-            self._save()
-
-    def _take(self, message: Message) -> None:
-        attempt = self.life.attempt
-        self._has_heard = True
-        if isinstance(message, Running):
+    def _event_of_message(self, message: Message) -> JobEvent | None:
+        attempt, num_nodes = self.state.attempt, self._job.num_nodes
+        if isinstance(message, NodeRunning):
             self._running.add(message.node)
-            if len(self._running) == self._facts.num_nodes:
-                self._apply(Ran(attempt))
-        elif isinstance(message, Noticed):
-            self._notice(message.source, message.lead_s)
-        elif isinstance(message, ToldNode):
-            self._listening[message.node] = message.num_listening
-            if len(self._listening.keys() | self.life.outcomes.keys()) == self._facts.num_nodes:
-                self._apply(Told(attempt, sum(self._listening.values())))
-        elif isinstance(message, EndedNode):
-            self._apply(Ended(attempt, message.node, message.outcome()))
-        elif not isinstance(message, Here):
-            sys.stderr.write(f"not for the controller: {message}\n")
+            return NodesRunning(attempt) if len(self._running) == num_nodes else None
+        if isinstance(message, NodeNoticed):
+            return None if self.state.is_noticed else NoticeReceived(message.lead_s, message.source)
+        if isinstance(message, NoticeSent):
+            self._num_listening[message.node] = message.num_listening
+            is_complete = len(self._num_listening.keys() | self.state.outcomes.keys()) == num_nodes
+            return NoticeDelivered(attempt, sum(self._num_listening.values())) if is_complete else None
+        if isinstance(message, NodeEnded):
+            return NodeExited(attempt, message.node, message.outcome())
+        if not isinstance(message, RunnerStarted):
+            sys.stderr.write(f"unexpected message: {message}\n")
+        return None
 
-    def _end_attempt(self) -> None:
-        """No process of it is left: srun has ended."""
+    def _end_attempt(self) -> Iterator[JobEvent]:
+        """Yield the events of an attempt's end, after srun has exited."""
         assert self._step is not None
         self._step.close()
         self._step = None
-        before = self.life
-        if not self._has_heard and not before.is_noticed:
-            self._count_silence()
-        else:
-            self._story = dataclasses.replace(self._story, num_silent=0)
-        if self.life.status.is_final:
+        before = self.state
+        num_silent = 0 if self._has_messages or before.is_noticed else self._stored.num_silent + 1
+        self._stored = dataclasses.replace(self._stored, num_silent=num_silent)
+        if num_silent >= _MAX_SILENT:  # nodes that never send a message are not just lost machines
+            yield ControllerFailed(
+                f"srun could not start the nodes, {num_silent} times (see {self._files.output})"
+            )
             return
-        self._apply(Gone(before.attempt, self._has_advanced()))
-        if self.life.status is Status.RECOVERING and _is_for_other_machines(before, self._facts.num_nodes):
-            self._leave()
+        yield AttemptExited(before.attempt, self._has_advanced())
+        if self.state.status is JobStatus.RECOVERING and _needs_other_machines(before, self._job.num_nodes):
+            self._requeue()
 
-    def _count_silence(self) -> None:
-        """An attempt in which no node said a word is no lost machine if it happens again and again."""
-        silent = self._story.num_silent + 1
-        self._story = dataclasses.replace(self._story, num_silent=silent)
-        if silent >= _MAX_SILENT:
-            self._apply(Broke(f"srun could not start the nodes, {silent} times (see {self._papers.output})"))
+    def _requeue(self) -> None:
+        """Let Slurm start the job again, on the machines that it then finds."""
+        self._is_requeued = True
+        self._store(self._stored)
+        if any(one.is_lost for one in _outcomes(self.state, self._job.num_nodes)):
+            commands.sweep(self._job.num_nodes, self._files.job.path)
+        # Cancelling in Slurm has priority, and a requeue would undo a user's scancel. A job that Slurm itself
+        # has requeued is not running any more either.
+        if _with_retries(lambda: _is_running(self._slurm_id)):
+            _with_retries(lambda: commands.requeue(self._slurm_id))
 
-    def _leave(self) -> None:
-        """Have Slurm start the job again, on machines that it finds then."""
-        self._is_leaving = True
-        self._save()
-        if any(one.is_lost for one in _outcomes(self.life, self._facts.num_nodes)):
-            commands.sweep(self._facts.num_nodes, self._papers.job.path)
-        # Whoever has ended the job in Slurm has the last word: a requeue would undo even a person's scancel.
-        # Where Slurm itself has put it back into the queue, it is not running any more either.
-        if _patiently(lambda: _is_running(self._slurm_id)):
-            _patiently(lambda: commands.requeue(self._slurm_id))
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    @override
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._woken.fileno(), select.POLLIN)
+        if self._step is not None:
+            poll.register(self._step.fd, select.POLLIN)
+        poll.poll(_POLL_S * 1000)
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
 
 
 class _Step:
-    """One srun: the nodes of one attempt."""
+    """srun process that runs the nodes of one attempt."""
 
-    def __init__(self, papers: Papers, attempt: int, num_nodes: int) -> None:
-        folder = papers.job
-        # Made here, once, since other nodes may long believe that it is not there.
+    def __init__(self, folder: JobFolder, attempt: int, num_nodes: int) -> None:
+        # Created here, once: other nodes' file systems may cache for long that it does not exist.
         folder.attempt(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
         addresses = commands.addresses(os.environ["SLURM_JOB_NODELIST"])
-        # srun takes what the job has, but for CPUs per task, which it must be told (from 22.05 on).
+        # srun uses the job's options, except for CPUs per task, which it needs again (since 22.05).
         cpus = os.environ.get("SLURM_CPUS_PER_TASK")
         self._srun = subprocess.Popen(
             [
@@ -335,7 +287,7 @@ class _Step:
                 f"--ntasks={num_nodes}",
                 "--ntasks-per-node=1",
                 *([f"--cpus-per-task={cpus}"] if cpus else []),
-                "--kill-on-bad-exit=1",  # a runner never fails: it was killed, and its peers wait in vain
+                "--kill-on-bad-exit=1",  # a runner only fails if it was killed, and its peers wait in vain
                 "--wait=0",
                 "--unbuffered",
                 *command(
@@ -344,23 +296,23 @@ class _Step:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # srun would pass a signal on, or end all
+            start_new_session=True,  # srun would forward a signal, or end everything
         )
         assert self._srun.stdin is not None
         assert self._srun.stdout is not None
         self._in, self._out = self._srun.stdin, self._srun.stdout
         self._inbox = Inbox()
-        self._killed: KillNode | None = None
+        self._killed: KillProcesses | None = None
         self.has_ended = False
-        """No runner is left."""
+        """True once no runner is left."""
 
     @property
     def fd(self) -> int:
-        """Readable when a node has said something."""
+        """Descriptor that is readable when a node has sent a message."""
         return self._out.fileno()
 
-    def hear(self) -> Iterator[Message]:
-        """What nodes have said since the last call."""
+    def receive(self) -> Iterator[Message]:
+        """Yield the nodes' messages since the last call."""
         if not select.select([self._out], [], [], 0)[0]:
             return
         data = os.read(self._out.fileno(), 1 << 16)
@@ -372,20 +324,20 @@ class _Step:
             sys.stderr.write(f"{line}\n")
         self._inbox.others.clear()
 
-    def say(self, message: Message) -> None:
-        """Say something to all nodes."""
+    def send(self, message: Message) -> None:
+        """Send a message to all nodes."""
         with contextlib.suppress(OSError):
             os.write(self._in.fileno(), write(message))
 
     def kill(self, *, with_keepers: bool) -> None:
-        """Have the nodes end all they have; said once."""
-        order = KillNode(with_keepers)
-        if order != self._killed:
-            self._killed = order
-            self.say(order)
+        """Send the nodes a request to kill their processes, once."""
+        request = KillProcesses(with_keepers)
+        if request != self._killed:
+            self._killed = request
+            self.send(request)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the pipes to srun."""
         self._in.close()
         self._out.close()
 
@@ -395,31 +347,27 @@ def _is_running(slurm_id: str) -> bool:
     return found is not None and found.state == "RUNNING"
 
 
-def _patiently(ask: Callable[[], _T]) -> _T:
-    """Ask Slurm something that has to be answered; its own controller may be down for a while.
+def _with_retries(call: Callable[[], _T]) -> _T:
+    """Call Slurm, with retries for some minutes while its own controller is down.
 
     Raises:
-        RetryLater: it did not answer for minutes.
+        RetryLater: Slurm did not answer in time.
     """
-    for _ in range(_PATIENCE - 1):
+    for _ in range(_MAX_RETRIES - 1):
         try:
-            return ask()
+            return call()
         except RetryLater as error:
-            sys.stderr.write(f"{time.strftime('%F %T')} asked again in {_AGAIN_S:.0f} s: {error}\n")
-            time.sleep(_AGAIN_S)
-    return ask()
+            sys.stderr.write(f"{time.strftime('%F %T')} retrying in {_RETRY_S:.0f} s: {error}\n")
+            time.sleep(_RETRY_S)
+    return call()
 
 
-def _event(asked: Asked) -> Event:
-    return Cancel() if asked.kind == "cancel" else Notice(asked.lead_s)
+def _needs_other_machines(state: JobState, num_nodes: int) -> bool:
+    """Return True if the attempt ended because of its machines."""
+    own = [one for one in _outcomes(state, num_nodes) if not one.is_success and not one.is_stopped]
+    return state.is_noticed or any(one.is_lost or one.is_preempted for one in own)
 
 
-def _is_for_other_machines(life: Life, num_nodes: int) -> bool:
-    """True if what ended the attempt is a reason not to go on with these machines."""
-    own = [one for one in _outcomes(life, num_nodes) if not one.is_success and not one.is_stopped]
-    return life.is_noticed or any(one.is_lost or one.is_preempted for one in own)
-
-
-def _outcomes(life: Life, num_nodes: int) -> list[Outcome]:
-    """How each node ended; lost is one that has said nothing."""
-    return [life.outcomes.get(node, Outcome(Phase.RUN)) for node in range(num_nodes)]
+def _outcomes(state: JobState, num_nodes: int) -> list[Outcome]:
+    """Return the outcome of each node. A node without one was lost."""
+    return [state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(num_nodes)]

@@ -1,4 +1,4 @@
-"""What a job's controller and the runners on its nodes tell each other through srun, as lines; pure."""
+"""Messages between a job's controller and its runners, sent through srun as lines; pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from holdfast.jobs.outcome import Outcome, Phase
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """A runner is there."""
+class RunnerStarted:
+    """A runner has started."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """The node has come to `run`."""
+class NodeRunning:
+    """The node has started `run`."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
-    """Slurm has told the node that its machine goes."""
+class NodeNoticed:
+    """The node has received a preemption notice from Slurm."""
 
     node: int
     source: str
@@ -35,16 +35,16 @@ class Noticed:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldNode:
-    """The node's processes were told."""
+class NoticeSent:
+    """The notice was sent to the node's processes."""
 
     node: int
     num_listening: int
 
 
 @dataclass(frozen=True, slots=True)
-class EndedNode:
-    """How the node ended."""
+class NodeEnded:
+    """Outcome of a node."""
 
     node: int
     phase: str
@@ -53,51 +53,60 @@ class EndedNode:
     is_stopped: bool
 
     @classmethod
-    def of(cls, node: int, outcome: Outcome) -> EndedNode:
-        """From an outcome."""
+    def of(cls, node: int, outcome: Outcome) -> NodeEnded:
+        """Return the message for an outcome."""
         return cls(node, outcome.phase.value, outcome.code, outcome.killed_by, outcome.is_stopped)
 
     def outcome(self) -> Outcome:
-        """As the machine takes it."""
+        """Return the outcome in the message."""
         return Outcome(Phase(self.phase), self.code, self.killed_by, self.is_stopped)
 
 
 @dataclass(frozen=True, slots=True)
-class TellNode:
-    """To the nodes: give your processes a notice."""
+class NotifyProcesses:
+    """Request to the nodes: send a notice to your processes."""
 
     source: str
     deadline_unix_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class KillNode:
-    """To the nodes: leave no process."""
+class KillProcesses:
+    """Request to the nodes: kill all processes."""
 
     with_keepers: bool
 
 
-Message = Here | Running | Noticed | ToldNode | EndedNode | TellNode | KillNode
+Message = RunnerStarted | NodeRunning | NodeNoticed | NoticeSent | NodeEnded | NotifyProcesses | KillProcesses
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Here, Running, Noticed, ToldNode, EndedNode, TellNode, KillNode)
+    kind.__name__: kind
+    for kind in (
+        RunnerStarted,
+        NodeRunning,
+        NodeNoticed,
+        NoticeSent,
+        NodeEnded,
+        NotifyProcesses,
+        KillProcesses,
+    )
 }
 
 
 def write(message: Message) -> bytes:
-    """A message as a line."""
+    """Return a message as a line."""
     return json.dumps({"holdfast": type(message).__name__, **asdict(message)}).encode() + b"\n"
 
 
 class Inbox:
-    """Takes bytes as they come, and gives messages; other lines are kept apart."""
+    """Parser of received bytes into messages. Other lines are collected separately."""
 
     def __init__(self) -> None:
         self._rest = b""
         self.others: list[str] = []
-        """Lines that are no messages: what srun or a site's own programs say in between."""
+        """Lines that are not messages: output of srun or a site's own programs."""
 
     def take(self, data: bytes) -> Iterator[Message]:
-        """The messages that are whole with these bytes."""
+        """Yield the messages that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             message = _read(line)
@@ -112,7 +121,7 @@ def _read(line: bytes) -> Message | None:
         members = decode_object(line, "a line", any_text=True).members
         kind = _KINDS.get(str(members.pop("holdfast", "")))
         found = None if kind is None else read_dataclass(kind, members, "a message")
-        if isinstance(found, EndedNode):
+        if isinstance(found, NodeEnded):
             found.outcome()
     except (Corrupt, ValueError):
         return None

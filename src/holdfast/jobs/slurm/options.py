@@ -1,4 +1,4 @@
-"""From what a task asks for to the options of sbatch; pure."""
+"""Options of sbatch for a task; pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.effects import value_at
-from holdfast.jobs.task.contents import Task
+from holdfast.jobs.task.model import Task
+from holdfast.jobs.unsupported_keys import value_at
 
 GRACE_S = 60
-"""How long before the end Slurm is asked to tell us, if the task does not say otherwise."""
+"""Default time before the end at which Slurm sends its notice."""
 FURTHER = "config.slurm.sbatch_options"
-"""Key of a task file under which further options stand; SkyPilot's parser knows it."""
+"""Key of a task file for more options, which SkyPilot's parser accepts."""
 _OURS = frozenset(
     {
         *("job-name", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error", "input", "open-mode"),
@@ -36,14 +36,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?)?\+?", re.I)
 _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 Options = dict[str, str | None]
-"""By name without dashes; None where the name says it all."""
+"""Options by name without dashes. None: the option has no value."""
 
 
 def wanted_options(task: Task) -> Options:
-    """What sbatch is to be asked for, beside what every job of ours needs.
+    """Return the options of sbatch for a task.
 
     Raises:
-        InvalidInput: `config.slurm.sbatch_options` holds what we need ourselves, or no option at all.
+        InvalidInput: `config.slurm.sbatch_options` contains an option that Holdfast sets, or an invalid one.
     """
     found: Options = dict(_from_resources(task))
     found["signal"] = f"USR1@{GRACE_S}"
@@ -58,13 +58,13 @@ def wanted_options(task: Task) -> Options:
         if value is False:
             found.pop(option, None)
         else:
-            says_it_all = value is None or value is True or value == ""  # 1 equals True, and is a value
-            found[option] = None if says_it_all else str(value)
+            has_no_value = value is None or value is True or value == ""  # 1 equals True, and is a value
+            found[option] = None if has_no_value else str(value)
     return found
 
 
 def grace_s(options: Options) -> float:
-    """How long before its end a job is told, in seconds."""
+    """Return how long before its end a job is notified, in seconds."""
     match = _SIGNAL.fullmatch(options.get("signal") or "")
     return float(match[1]) if match else float(GRACE_S)
 
@@ -72,14 +72,14 @@ def grace_s(options: Options) -> float:
 def _check(task: Task, option: str, value: Any) -> None:
     where = _where(task, f"{FURTHER}.{option}", FURTHER)
     if option in _OURS:
-        raise InvalidInput(f"{where}: --{option} is set by Holdfast itself. Nothing was started.")
+        raise InvalidInput(f"{where}: Holdfast sets --{option} itself. Nothing was started.")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
         raise InvalidInput(
             f"{where}: expected an option of sbatch and its value, found {option!r}: {value!r}."
         )
     if option == "signal" and not _SIGNAL.fullmatch(str(value)):
         raise InvalidInput(
-            f"{where}: expected USR1@SECONDS, found {value!r}: SIGUSR1 is what Holdfast takes for a notice."
+            f"{where}: expected USR1@SECONDS, found {value!r}: SIGUSR1 is the preemption notice."
         )
 
 
@@ -105,7 +105,7 @@ def _from_resources(task: Task) -> Iterator[tuple[str, str]]:
 
 
 def _partition(task: Task, resources: Mapping[str, Any]) -> str | None:
-    """SkyPilot writes `infra: slurm/CLUSTER/PARTITION`; a CPU-only job has a partition of its own there."""
+    """Return the partition of `infra: slurm/CLUSTER/PARTITION`, or SkyPilot's one for CPU-only jobs."""
     parts = str(resources.get("infra") or "").split("/")
     if len(parts) == 3 and parts[0].lower() == "slurm" and parts[2] not in ("", "*"):
         return parts[2]
@@ -121,6 +121,6 @@ def _amount(value: Any) -> float | None:
 
 
 def memory_mib(value: Any) -> int | None:
-    """MiB of what stands in `resources.memory`; a plain number is GiB. None if it is no amount."""
+    """Return the MiB of a `resources.memory` value, where a plain number means GiB. None if invalid."""
     found = _SIZE.fullmatch(str(value).strip())
     return None if found is None else int(float(found[1]) * _MIB[(found[2] or "G").upper()])

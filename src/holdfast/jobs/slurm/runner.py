@@ -1,4 +1,4 @@
-"""The runner on each node of a Slurm job: starts a warden, takes Slurm's signals and the orders for it."""
+"""Runner on each node of a Slurm job: starts the agent, and forwards signals and requests to it."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ import time
 from pathlib import Path
 
 from holdfast.entry import command
-from holdfast.jobs.environment import Node, mark, run_environment, setup_environment
+from holdfast.jobs.environment import Node, run_environment, setup_environment, tag
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.bell import Bell
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
-from holdfast.jobs.node.plan import Plan, read_outcome
+from holdfast.jobs.node.spec import NodeSpec, read_outcome
+from holdfast.jobs.node.wakeup_pipe import WakeupPipe
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
 from holdfast.jobs.slurm.messages import (
-    EndedNode,
-    Here,
     Inbox,
-    KillNode,
+    KillProcesses,
     Message,
-    Noticed,
-    Running,
-    TellNode,
-    ToldNode,
+    NodeEnded,
+    NodeNoticed,
+    NodeRunning,
+    NoticeSent,
+    NotifyProcesses,
+    RunnerStarted,
     write,
 )
-from holdfast.jobs.slurm.papers import Facts, Papers
 from holdfast.notice.file import write_notice
 from holdfast.notice.preemption import Notice
 
 KILL_WAIT_S = 30.0
-"""What Slurm leaves between SIGTERM and SIGKILL, unless a site has chosen another KillWait."""
+"""Slurm's default time between SIGTERM and SIGKILL, its option KillWait."""
 _LOOK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
 def run_node(folder: JobFolder, attempt: int, addresses: list[str]) -> None:
-    """Run this node's part of an attempt; called by srun, once per node.
+    """Run this node's part of an attempt. Called by srun, once per node.
 
-    Blocks: as long as the node's commands run, and then as long as keepers finish what is staged.
+    Blocks: as long as the node's commands run and keepers finish staged saves.
     """
     runner = _Runner(folder, attempt, addresses)
     try:
@@ -56,46 +56,46 @@ def run_node(folder: JobFolder, attempt: int, addresses: list[str]) -> None:
 
 
 def sweep(folder: JobFolder, attempt: int | None) -> None:
-    """End what is left on this node of a job's attempts, but for one: there must never be two copies.
+    """Kill what is left on this node of all attempts except one.
 
-    Where Slurm tracks processes by cgroups there is nothing; elsewhere they may outlive a killed runner.
+    Slurm leaves nothing if it tracks processes by cgroups. Otherwise some may outlive a killed runner.
 
     Blocks: until they are gone.
     """
-    task_id = Papers(folder).facts().task_id
-    table = processes.living()
-    kept = () if attempt is None else processes.marked(mark(task_id, attempt), table)
+    task_id = JobFiles(folder).read_job().task_id
+    table = processes.snapshot()
+    kept = () if attempt is None else processes.tagged(tag(task_id, attempt), table)
     own = {process.pid for process in kept}
-    found = processes.marked(mark(task_id), table)
-    left = [one for one in found if one.pid not in own and not one.ends_by_itself]
+    found = processes.tagged(tag(task_id), table)
+    left = [one for one in found if one.pid not in own and not one.exits_by_itself]
     if left:
-        processes.end(left)
+        processes.kill(left)
 
 
 def die_with_runner() -> None:
-    """In the warden: be killed when the runner is; its shell then dies with it.
+    """Make the kernel kill this agent, and so its shell, when the runner dies.
 
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:  # it was gone before we said so
+    if os.getppid() == 1:  # the runner died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Runner:
     def __init__(self, folder: JobFolder, attempt: int, addresses: list[str]) -> None:
         self._folder, self._attempt = folder, attempt
-        self._facts = Papers(folder).facts()
+        self._facts = JobFiles(folder).read_job()
         self._rank = int(os.environ.get("SLURM_NODEID", "0"))
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
-        # Not among the job's files: those may be on a file system that has no pipes.
+        # Not in the job's folder, whose file system may not support pipes.
         self._room = tempfile.TemporaryDirectory(prefix="holdfast-node-")
-        self._bell = Bell(Path(self._room.name) / "bell")
+        self._wakeup = WakeupPipe(Path(self._room.name) / "bell")
         self._plan = _plan(self._facts, folder, attempt, self._rank, addresses, self._bell_path)
         self._inbox = Inbox()
         self._is_told = self._is_killed = self._has_run = False
         self._kills_keepers = False
-        self._warden: int | None = None
+        self._agent: int | None = None
         self._signals: list[int] = []
 
     @property
@@ -103,25 +103,25 @@ class _Runner:
         return str(Path(self._room.name) / "bell")
 
     def close(self) -> None:
-        self._bell.close()
+        self._wakeup.close()
         self._room.cleanup()
 
     def serve(self) -> None:
-        """Until the warden and all keepers are gone."""
+        """Until the agent and all keepers are gone."""
         for number in _HEARD:
-            # A handler and not SIG_IGN: what is ignored stays ignored in the commands that we start.
+            # A handler and not SIG_IGN, which child processes would inherit.
             signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # it wakes us
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         woken, wakes = socket.socketpair()
         woken.setblocking(False)
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-        processes.inherit_orphans()  # keepers come to us when the warden ends
-        self._say(Here(self._rank))
+        processes.inherit_orphans()  # keepers are reparented to the runner when the agent exits
+        self._say(RunnerStarted(self._rank))
         sweep(self._folder, self._attempt)
         self._start()
         poll = select.poll()
-        for fd in (0, woken.fileno(), self._bell.fd):
+        for fd in (0, woken.fileno(), self._wakeup.fd):
             poll.register(fd, select.POLLIN)
         while not self._has_ended():
             for fd, _ in poll.poll(_LOOK_S * 1000):
@@ -129,20 +129,20 @@ class _Runner:
                     poll.unregister(0)
                 elif fd == woken.fileno():
                     woken.recv(4096)
-            self._bell.hush()
+            self._wakeup.clear()
             self._look()
         outcome = self._outcome()
-        self._say(EndedNode.of(self._rank, outcome))
+        self._say(NodeEnded.of(self._rank, outcome))
         self._let_keepers_finish()
 
-    # -- the warden ------------------------------------------------------------------------------------------
+    # -- the agent ------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._plan.write(self._node.plan)
-        self._warden = os.posix_spawn(
+        self._agent = os.posix_spawn(
             sys.executable,
-            command("holdfast.jobs.slurm", "warden", str(self._node.path)),
+            command("holdfast.jobs.slurm", "agent", str(self._node.path)),
             dict(os.environ),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -154,16 +154,16 @@ class _Runner:
         )
 
     def _has_ended(self) -> bool:
-        """True if the warden is gone; others that have come to us are buried on the way."""
-        while self._warden is not None:
+        """Return True once the agent has exited. Reaps adopted children."""
+        while self._agent is not None:
             try:
                 ended, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return True
             if ended == 0:
                 return False
-            if ended == self._warden:
-                self._warden = None
+            if ended == self._agent:
+                self._agent = None
         return True
 
     def _outcome(self) -> Outcome:
@@ -178,9 +178,9 @@ class _Runner:
             self._on_notice(self._signals.pop(0))
         if not self._has_run and self._node.running.exists():
             self._has_run = True
-            self._say(Running(self._rank))
+            self._say(NodeRunning(self._rank))
         if self._is_killed and (left := self._left()):
-            processes.end(left)
+            processes.kill(left)
 
     # -- notices and orders ----------------------------------------------------------------------------------
 
@@ -190,23 +190,23 @@ class _Runner:
     def _on_notice(self, number: int) -> None:
         lead_s = self._facts.terms.grace_s if number == signal.SIGUSR1 else KILL_WAIT_S
         source = f"Slurm ({signal.Signals(number).name})"
-        self._tell(TellNode(source, time.time() + lead_s))
-        self._say(Noticed(self._rank, source, lead_s))
+        self._tell(NotifyProcesses(source, time.time() + lead_s))
+        self._say(NodeNoticed(self._rank, source, lead_s))
 
     def _take_orders(self) -> bool:
-        """What the controller wants done; False if it is gone, and Slurm will see to us."""
+        """Handle the controller's requests. Return False if the controller is gone."""
         data = os.read(0, 1 << 16)
         for message in self._inbox.take(data):
-            if isinstance(message, TellNode):
-                self._say(ToldNode(self._rank, self._tell(message)))
-            elif isinstance(message, KillNode):
+            if isinstance(message, NotifyProcesses):
+                self._say(NoticeSent(self._rank, self._tell(message)))
+            elif isinstance(message, KillProcesses):
                 self._is_killed = True
                 self._kills_keepers = message.with_keepers
         return bool(data)
 
-    def _tell(self, message: TellNode) -> int:
-        """Give the node's processes the notice, once: a second SIGTERM means "now" to many."""
-        listening = processes.topmost_catchers(self._warden) if self._warden is not None else []
+    def _tell(self, message: NotifyProcesses) -> int:
+        """Send the node's processes the notice, once, as many programs abort on a second SIGTERM."""
+        listening = processes.topmost_handlers(self._agent) if self._agent is not None else []
         if self._is_told:
             return len(listening)
         self._is_told = True
@@ -216,26 +216,30 @@ class _Runner:
         return sum(processes.send(one, signal.SIGTERM) for one in listening)
 
     def _left(self) -> list[processes.Process]:
-        """What is there of the node beside the warden; keepers only if they are to go too."""
-        found = processes.below(os.getpid(), processes.living())
+        """Return the node's processes except the agent, and without keepers unless these are killed too."""
+        found = processes.descendants(os.getpid(), processes.snapshot())
         return [
             one
             for one in found
-            if one.pid != self._warden and (self._kills_keepers or not one.ends_by_itself)
+            if one.pid != self._agent and (self._kills_keepers or not one.exits_by_itself)
         ]
 
     def _let_keepers_finish(self) -> None:
-        """Slurm ends what is left when we do, and keepers may hold the last save."""
-        keepers = [one for one in processes.below(os.getpid(), processes.living()) if one.ends_by_itself]
+        """Wait for keepers, which may hold the last save: Slurm kills them when the runner exits."""
+        keepers = [
+            one for one in processes.descendants(os.getpid(), processes.snapshot()) if one.exits_by_itself
+        ]
         if not self._kills_keepers:
-            processes.wait_gone(keepers, self._facts.terms.grace_s)
+            processes.wait_exited(keepers, self._facts.terms.grace_s)
 
     def _say(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # no srun any more: then Slurm ends us
+        with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner
             os.write(1, write(message))
 
 
-def _plan(facts: Facts, folder: JobFolder, attempt: int, rank: int, addresses: list[str], bell: str) -> Plan:
+def _plan(
+    facts: SubmittedJob, folder: JobFolder, attempt: int, rank: int, addresses: list[str], bell: str
+) -> NodeSpec:
     notice = folder.attempt(attempt) / str(rank) / "notice"
     node = Node(
         task_id=facts.task_id,
@@ -251,14 +255,14 @@ def _plan(facts: Facts, folder: JobFolder, attempt: int, rank: int, addresses: l
         grace_s=facts.terms.grace_s,
         cloud="slurm",
     )
-    # A keeper that waits for the next attempt would wait in vain: Slurm ends it with this one.
+    # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
     base = {"HOLDFAST_HOLD": "0", **os.environ}
-    # `setup` is for machines, and another attempt may have others.
+    # `setup` is per machine, and another attempt may use others.
     machine = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     set_up = folder.workdir(rank).parent / f"set-up.{machine}"
     where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
-    begins = f"attempt {attempt} of job {facts.number} begins{where}"
-    return Plan(
+    begins = f"attempt {attempt} of job {facts.number} starts{where}"
+    return NodeSpec(
         headline=f"holdfast: {time.strftime('%F %T')} {begins}",
         setup=str(folder.script("setup")) if facts.has_setup and not set_up.exists() else None,
         run=str(folder.script("run")),

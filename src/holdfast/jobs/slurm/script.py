@@ -1,4 +1,4 @@
-"""The script that sbatch is given, as text; pure."""
+"""The script for sbatch, as text; pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from holdfast.jobs.slurm.options import Options
 
 _BODY = """\
-# What Slurm says may reach this shell alone. A shell runs a trap only while it waits: never while a child
-# has its foreground.
+# Slurm may signal this shell only. A shell runs a trap only while it waits, never while a child
+# runs in its foreground.
 told= controller=
 trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
 trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
@@ -20,7 +20,7 @@ if [ -n "$told" ]; then kill "-$told" "$controller"; fi
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?
-# It was killed, and could not ask for that itself; what was cancelled meanwhile stays cancelled.
+# The controller was killed, and could not requeue the job. A cancelled job stays cancelled.
 if [ "$status" -gt 128 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -30,18 +30,18 @@ exit "$status"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the script says."""
+    """Contents of the script."""
 
     name: str
     task_id: str
     num_nodes: int
     options: Options
-    controller: tuple[str, ...]  # command line of the controller, with paths that every node has
-    folder: str  # of the job, on a file system that all nodes share
-    output: str  # file for what the controller and Slurm itself have to say
+    controller: tuple[str, ...]  # command line of the controller, with paths that exist on every node
+    folder: str  # folder of the job, on a file system that all nodes share
+    output: str  # file for the output of the controller and of Slurm
 
     def text(self) -> str:
-        """The script."""
+        """Return the script."""
         head = "\n".join(["#!/bin/bash", *self._lines()])
         return f"{head}\n\n" + _BODY.format(controller=shlex.join(self.controller))
 
@@ -53,7 +53,7 @@ class Script:
             "ntasks-per-node": "1",
             "chdir": self.folder,
             "output": self.output,
-            "open-mode": "append",  # else each start would empty it
+            "open-mode": "append",  # otherwise each start would truncate it
             "requeue": None,
         }
         for name, value in {**ours, **self.options}.items():
@@ -61,5 +61,5 @@ class Script:
 
 
 def _quoted(value: str) -> str:
-    """As sbatch reads it, which is much like a shell but knows no single quotes within double ones."""
+    """Quote a value for sbatch, which does not support single quotes within double ones."""
     return shlex.quote(value) if any(letter.isspace() or letter in "\"'#" for letter in value) else value

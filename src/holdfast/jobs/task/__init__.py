@@ -1,1 +1,1 @@
-"""Task files: SkyPilot's YAML, read strictly, with the line of everything that is wrong."""
+"""Task files: SkyPilot's YAML, parsed strictly, with line numbers in all errors."""

@@ -1,4 +1,4 @@
-"""The forms in which a task file may ask for accelerators, read as one."""
+"""Accelerators of a task, in any of the forms that task files allow."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _ONE = re.compile(r"[A-Za-z0-9][\w.\-/+]*(?::\d+(?:\.\d+)?)?")
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """What is asked for."""
+    """Requested accelerators."""
 
-    choices: tuple[tuple[str, float], ...]  # name and number per node; more than one: any of them will do
-    is_ordered: bool = False  # the first that can be had
-    is_folded: bool = False  # it stood there as lines that YAML joins into one text
+    choices: tuple[tuple[str, float], ...]  # alternatives, each with name and number per node
+    is_ordered: bool = False  # the first available one is preferred
+    is_folded: bool = False  # the file has lines that YAML joins into one text
 
     @property
     def num_per_node(self) -> int:
-        """The most that any choice has, as a whole number; 0 without any."""
+        """The greatest number of any choice, as a whole number. 0 without choices."""
         return max((int(count) for _, count in self.choices), default=0)
 
     def plain(self) -> Any:
-        """In a form that SkyPilot reads as meant."""
+        """Return the accelerators in a form that SkyPilot parses correctly."""
         if self.is_ordered:
             return [f"{name}:{_number(count)}" for name, count in self.choices]
         if len(self.choices) == 1:
@@ -33,11 +33,11 @@ class Accelerators:
         return {name: _number(count) for name, count in self.choices}
 
 
-def read_accelerators(plain: Any) -> Accelerators | str:
-    """Accelerators in any form; or, as text, what is wrong.
+def parse_accelerators(plain: Any) -> Accelerators | str:
+    """Parse accelerators in any form. Return an error message if they are invalid.
 
     Forms: `A100`, `A100:8`, `{A100: 8}`, `{A100:1, V100:1}` (a set: any of them), `[A100:1, V100:1]` (in
-    order), and lines without a space after the colon, which YAML folds into one text: as that set.
+    order), and lines without a space after the colon, which YAML folds into one text (treated as that set).
     """
     if plain is None:
         return Accelerators(())

@@ -1,4 +1,4 @@
-"""YAML text -> values that know their lines; as SkyPilot reads it, but no key may stand twice."""
+"""Parser of YAML into values with line numbers. Rejects duplicate keys."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from holdfast.errors import InvalidInput, Unsupported
 
 MAX_CHARS = 1 << 17
 MAX_VALUES = 20_000
-"""Values of a task file, each alias counted as what it names."""
+"""Limit for the values of a task file, with aliases expanded."""
 MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value of the file, and where it stands."""
+    """Value in a task file, with its position."""
 
     line: int  # from 1
     plain: Any  # str, int, float, bool, None, a date; for a map or a list its plain form
-    members: dict[str, Value] = field(default_factory=dict)  # of a map, by key
-    key_lines: dict[str, int] = field(default_factory=dict)  # where each key of a map stands
-    items: tuple[Value, ...] = ()  # of a list
+    members: dict[str, Value] = field(default_factory=dict)  # values of a map, by key
+    key_lines: dict[str, int] = field(default_factory=dict)  # line of each key of a map
+    items: tuple[Value, ...] = ()  # values of a list
     kind: str = "scalar"  # or map, list
 
     def get(self, key: str) -> Value | None:
-        """A member of a map; None if it is not there, or this is no map."""
+        """Return a member of a map, or None."""
         return self.members.get(key)
 
 
-def read_documents(text: str, name: str) -> list[Value]:
-    """The documents of a YAML file; empty ones are left out.
+def parse_documents(text: str, name: str) -> list[Value]:
+    """Parse the documents of a YAML file, without empty ones.
 
     Raises:
-        InvalidInput: it is no YAML, or a key stands twice in a map.
-        Unsupported: it holds what no task file needs: anchors that contain themselves, objects.
+        InvalidInput: the YAML is invalid, or a map has a duplicate key.
+        Unsupported: it contains objects, or anchors that contain themselves.
     """
     if len(text) > MAX_CHARS:
         raise InvalidInput(f"{name} has {len(text)} characters; a task file has at most {MAX_CHARS}.")
@@ -48,9 +48,9 @@ def read_documents(text: str, name: str) -> list[Value]:
         return [_value(node, loader, name) for node in nodes if node is not None]
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InvalidInput(f"{name}:{line}: this is no YAML: {error.problem or error}.") from error
+        raise InvalidInput(f"{name}:{line}: invalid YAML: {error.problem or error}.") from error
     except yaml.YAMLError as error:
-        raise InvalidInput(f"{name}: this is no YAML: {error}.") from error
+        raise InvalidInput(f"{name}: invalid YAML: {error}.") from error
     except RecursionError as error:
         raise Unsupported(f"{name}: an anchor contains itself, or values are nested too deeply.") from error
 
@@ -58,10 +58,8 @@ def read_documents(text: str, name: str) -> list[Value]:
 def _value(node: Any, loader: yaml.SafeLoader, name: str) -> Value:
     line = node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode):
-        _refuse_twins(node, name)
-        loader.flatten_mapping(
-            node
-        )  # `<<: *anchor`; what stands in the map itself comes after it, and counts
+        _check_duplicates(node, name)
+        loader.flatten_mapping(node)  # `<<: *anchor`; the map's own keys come later and take precedence
         return _map(node, loader, name, line)
     if isinstance(node, yaml.SequenceNode):
         items = tuple(_value(item, loader, name) for item in node.value)
@@ -77,7 +75,7 @@ def _scalar(node: Any, loader: yaml.SafeLoader, name: str) -> Any:
         raise
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
         line = node.start_mark.line + 1
-        raise InvalidInput(f"{name}:{line}: {node.value[:100]!r} is no value: {error}.") from error
+        raise InvalidInput(f"{name}:{line}: invalid value {node.value[:100]!r}: {error}.") from error
     if isinstance(value, int) and value.bit_length() > 64:
         line = node.start_mark.line + 1
         raise InvalidInput(f"{name}:{line}: an integer of {value.bit_length()} bits is too large.")
@@ -85,10 +83,10 @@ def _scalar(node: Any, loader: yaml.SafeLoader, name: str) -> Any:
 
 
 def _check_expansion(nodes: list[Any], name: str) -> None:
-    """Refuse what would be very large once every alias stands for what it names.
+    """Check that the document is not too large with its aliases expanded.
 
     Raises:
-        InvalidInput: it has too many values, or is nested too deeply.
+        InvalidInput: the document has too many values, or is nested too deeply.
         Unsupported: an anchor contains itself.
     """
     sizes: dict[int, int] = {}
@@ -98,7 +96,7 @@ def _check_expansion(nodes: list[Any], name: str) -> None:
             raise InvalidInput(f"{name}: values are nested more than {MAX_DEPTH} deep.")
         known = sizes.get(id(node))
         if known is None:
-            sizes[id(node)] = 0  # until it is known: met again before that, it contains itself
+            sizes[id(node)] = 0  # until it is computed: a node met again before that contains itself
             inner = () if isinstance(node, yaml.ScalarNode) else node.value
             parts = itertools.chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
             known = sizes[id(node)] = 1 + sum(size_of(part, depth + 1) for part in parts)
@@ -126,7 +124,7 @@ def _map(node: yaml.MappingNode, loader: yaml.SafeLoader, name: str, line: int) 
     return Value(line, plain, members, key_lines, kind="map")
 
 
-def _refuse_twins(node: yaml.MappingNode, name: str) -> None:
+def _check_duplicates(node: yaml.MappingNode, name: str) -> None:
     lines: dict[tuple[str, str], int] = {}
     for key_node, _ in node.value:
         line = key_node.start_mark.line + 1
@@ -135,7 +133,7 @@ def _refuse_twins(node: yaml.MappingNode, name: str) -> None:
         key = (key_node.tag, key_node.value)
         if key in lines:
             raise InvalidInput(
-                f"{name}:{line}: the key {key_node.value!r} stands in line {lines[key]} too, and YAML would "
-                "silently take the last one. Remove one of them."
+                f"{name}:{line}: duplicate key {key_node.value!r}, also in line {lines[key]}. YAML would "
+                "silently use the last one. Remove one of them."
             )
         lines[key] = line

@@ -1,4 +1,4 @@
-"""Every key that a task file may have, and what may stand there.
+"""Schema of task files: all keys, and the shapes of their values.
 
 Source: skypilot 0.14.1, sky/utils/schemas.py (task, resources, storage).
 """
@@ -20,7 +20,7 @@ from holdfast.jobs.task.shape import (
     MapOf,
     Scalar,
     Shape,
-    or_nothing,
+    optional,
 )
 
 MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
@@ -30,9 +30,9 @@ _SIZE = Either((NUMBER, TEXT))  # 32, 32+, 32GB
 _WORD = Either((TEXT, NUMBER))
 
 STORAGE: Mapping[str, Shape] = {
-    "name": or_nothing(TEXT),
-    "source": or_nothing(Either((TEXT, ListOf(TEXT)))),
-    "store": or_nothing(Scalar((str,), "the name of a store", allowed=STORES)),
+    "name": optional(TEXT),
+    "source": optional(Either((TEXT, ListOf(TEXT)))),
+    "store": optional(Scalar((str,), "the name of a store", allowed=STORES)),
     "persistent": FLAG,
     "mode": Scalar((str,), "a mode", allowed=MODES),
     "type": Scalar(
@@ -42,44 +42,44 @@ STORAGE: Mapping[str, Shape] = {
     ),
     "config": Keys({"mount_cached": Anything(), "mount": Anything()}),
     "_is_sky_managed": FLAG,
-    "_bucket_sub_path": or_nothing(TEXT),
+    "_bucket_sub_path": optional(TEXT),
     "_force_delete": FLAG,
 }
 """Keys of a store in `file_mounts`."""
 
 JOB_RECOVERY: Mapping[str, Shape] = {
-    "strategy": or_nothing(TEXT),
+    "strategy": optional(TEXT),
     "max_restarts_on_errors": Scalar((int,), "a whole number", least=0),
     "recover_on_exit_codes": Either((WHOLE, ListOf(WHOLE))),
 }
 """Keys of `resources.job_recovery`."""
 
-_ACCELERATORS = Either((TEXT, MapOf(or_nothing(NUMBER)), ListOf(TEXT)))
+_ACCELERATORS = Either((TEXT, MapOf(optional(NUMBER)), ListOf(TEXT)))
 _SINGLE: dict[str, Shape] = {
-    "cloud": or_nothing(TEXT),
-    "region": or_nothing(TEXT),
-    "zone": or_nothing(TEXT),
-    "infra": or_nothing(TEXT),
-    "cpus": or_nothing(_WORD),
-    "memory": or_nothing(_SIZE),
-    "accelerators": or_nothing(_ACCELERATORS),
-    "instance_type": or_nothing(TEXT),
+    "cloud": optional(TEXT),
+    "region": optional(TEXT),
+    "zone": optional(TEXT),
+    "infra": optional(TEXT),
+    "cpus": optional(_WORD),
+    "memory": optional(_SIZE),
+    "accelerators": optional(_ACCELERATORS),
+    "instance_type": optional(TEXT),
     "use_spot": FLAG,
-    "job_recovery": or_nothing(Either((TEXT, Keys(JOB_RECOVERY)))),
-    "spot_recovery": or_nothing(TEXT),
+    "job_recovery": optional(Either((TEXT, Keys(JOB_RECOVERY)))),
+    "spot_recovery": optional(TEXT),
     "volumes": Anything(),
     "disk_size": _SIZE,
-    "disk_tier": or_nothing(Scalar((str,), "a disk tier", allowed=DISK_TIERS)),
-    "network_tier": or_nothing(Scalar((str,), "a network tier", allowed=("standard", "best"))),
-    "local_disk": or_nothing(TEXT),
-    "max_hourly_cost": or_nothing(NUMBER),
-    "ports": or_nothing(Either((_WORD, ListOf(_WORD)))),
-    "labels": or_nothing(MapOf(or_nothing(_WORD))),
-    "accelerator_args": or_nothing(MapOf(Anything())),
-    "image_id": or_nothing(Either((TEXT, MapOf(or_nothing(TEXT))))),
-    "autostop": or_nothing(Either((FLAG, _WORD, MapOf(Anything())))),
-    "priority": or_nothing(WHOLE),
-    "priority_class": or_nothing(TEXT),
+    "disk_tier": optional(Scalar((str,), "a disk tier", allowed=DISK_TIERS)),
+    "network_tier": optional(Scalar((str,), "a network tier", allowed=("standard", "best"))),
+    "local_disk": optional(TEXT),
+    "max_hourly_cost": optional(NUMBER),
+    "ports": optional(Either((_WORD, ListOf(_WORD)))),
+    "labels": optional(MapOf(optional(_WORD))),
+    "accelerator_args": optional(MapOf(Anything())),
+    "image_id": optional(Either((TEXT, MapOf(optional(TEXT))))),
+    "autostop": optional(Either((FLAG, _WORD, MapOf(Anything())))),
+    "priority": optional(WHOLE),
+    "priority_class": optional(TEXT),
     "_docker_login_config": Anything(),
     "_docker_username_for_runpod": Anything(),
     "_requires_fuse": Anything(),
@@ -93,28 +93,28 @@ RESOURCES: Mapping[str, Shape] = {
 }
 """Keys of `resources`."""
 
-_VARIABLES = MapOf(or_nothing(Either((TEXT, NUMBER, FLAG))))
+_VARIABLES = MapOf(optional(Either((TEXT, NUMBER, FLAG))))
 
 TASK = Keys(
     {
-        "name": or_nothing(_WORD),
-        "workdir": or_nothing(Either((TEXT, Keys({"url": TEXT, "ref": or_nothing(_WORD)})))),
-        "event_callback": or_nothing(TEXT),
+        "name": optional(_WORD),
+        "workdir": optional(Either((TEXT, Keys({"url": TEXT, "ref": optional(_WORD)})))),
+        "event_callback": optional(TEXT),
         "num_nodes": COUNT,
-        "resources": or_nothing(Keys(RESOURCES, "a map of resources")),
-        "file_mounts": or_nothing(MapOf(Either((TEXT, Keys(STORAGE, "a map that describes a store"))))),
+        "resources": optional(Keys(RESOURCES, "a map of resources")),
+        "file_mounts": optional(MapOf(Either((TEXT, Keys(STORAGE, "a map that describes a store"))))),
         "service": Anything(),
         "pool": Anything(),
-        "setup": or_nothing(TEXT),
-        "run": or_nothing(TEXT),
-        "envs": or_nothing(_VARIABLES),
-        "secrets": or_nothing(Either((_VARIABLES, ListOf(TEXT)))),
+        "setup": optional(TEXT),
+        "run": optional(TEXT),
+        "envs": optional(_VARIABLES),
+        "secrets": optional(Either((_VARIABLES, ListOf(TEXT)))),
         "managed_secrets": Anything(),
         "inputs": Anything(),
         "outputs": Anything(),
         "file_mounts_mapping": Anything(),
-        "config": or_nothing(MapOf(Anything())),
-        "volumes": or_nothing(MapOf(Anything())),
+        "config": optional(MapOf(Anything())),
+        "volumes": optional(MapOf(Anything())),
         "volume_mounts": Anything(),
         "api_server_access": Anything(),
         "_metadata": Anything(),

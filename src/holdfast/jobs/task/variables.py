@@ -1,4 +1,4 @@
-"""The variables of a task file: their values, which must still be given, and ${NAME} in paths."""
+"""Variables of a task file: their values, missing values, and ${NAME} in other values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)\b")
 
 
-def read_variables(value: Value | None, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the file, with those that were given over them; those without a value are left out."""
+def parse_variables(value: Value | None, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a file and of the command line that have a value."""
     found: dict[str, str] = {}
     if value is not None:
-        for item in value.items:  # secrets may be a list of names, whose values are to be given
+        for item in value.items:  # secrets may be a list of names, whose values are given separately
             found.pop(str(item.plain), None)
         for name, member in value.members.items():
             if member.plain is not None:
@@ -28,7 +28,7 @@ def read_variables(value: Value | None, given: Mapping[str, str]) -> dict[str, s
 def variable_problems(
     value: Value | None, given: Mapping[str, str], *, where: str, option: str
 ) -> Iterator[Problem]:
-    """Names that no shell takes, and variables that have no value yet."""
+    """Yield problems of names that shells do not accept, and of variables without a value."""
     if value is None:
         return
     named = [(name, member.plain, value.key_lines[name]) for name, member in value.members.items()]
@@ -42,7 +42,7 @@ def variable_problems(
 
 
 def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:
-    """A value with `${NAME}` and `$NAME` replaced in all its texts, where NAME is one of `variables`."""
+    """Return a value with `${NAME}` and `$NAME` replaced by `variables` in all its texts."""
     if isinstance(plain, str):
         return _REFERENCE.sub(lambda found: variables.get(found[1] or found[2], found[0]), plain)
     if isinstance(plain, Mapping):
@@ -53,5 +53,5 @@ def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:
 
 
 def _text(plain: Any) -> str:
-    """As a shell gets it."""
+    """Return the text that a shell receives."""
     return str(plain).lower() if isinstance(plain, bool) else str(plain)

@@ -1,1 +1,1 @@
-"""The `file_mounts` of jobs: links, copies of buckets, mounted buckets, write-back directories."""
+"""The `file_mounts` of jobs: symbolic links, copies of buckets, mounted buckets, write-back directories."""

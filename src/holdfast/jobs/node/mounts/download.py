@@ -1,4 +1,4 @@
-"""Copies what a URL names to this machine, once: each object whole, sizes compared, a kill costs one file."""
+"""Copy of a bucket's prefix or object to this machine. Resumes after a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.jobs.node.plan import write_whole
+from holdfast.jobs.node.spec import write_atomic
 from holdfast.quantity import plural, say_bytes
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.address import parse_address
@@ -21,20 +21,20 @@ from holdfast.writeback.ownership import FOLDER
 
 _AT_ONCE = 8  # files
 _BLOCK_BYTES = 16 << 20
-_TELL_S = 5.0
-_ASK_LIMIT = "10"  # seconds
+_REPORT_S = 5.0
+_TIMEOUT_S = "10"
 
 
-def is_anything(url: str) -> bool:
-    """Whether there is an object at a URL, or below it.
+def exists(url: str) -> bool:
+    """Return True if an object exists at a URL or below it.
 
     Raises:
-        RetryLater: the store does not answer, or not to us.
-        InvalidInput: it is no URL of a store.
+        RetryLater: the store does not answer, or denies access.
+        InvalidInput: the URL is not one of a store.
     """
     address = parse_address(url)
     if address.option("timeout") is None:
-        address = dataclasses.replace(address, options=(*address.options, ("timeout", _ASK_LIMIT)))
+        address = dataclasses.replace(address, options=(*address.options, ("timeout", _TIMEOUT_S)))
     if next(iter(open_store(address.url).list()), None) is not None:
         return True
     parent, name = _split(address.url)
@@ -44,33 +44,33 @@ def is_anything(url: str) -> bool:
 def download(
     url: str, to: Path, *, tell: Callable[[str], None], is_wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Have at a path what a URL names: a folder of all that is below it, or one file.
+    """Download an object, or a folder with all objects below a URL, to a path.
 
-    What is there already, from an attempt that was ended, is not copied again; a copy that was finished is
-    left as it is, so that all attempts of a job see the same.
+    Files of an interrupted download are not copied again. A complete download is left unchanged, so that all
+    attempts of a job see the same files.
 
     Args:
         url: prefix of a bucket, or one object.
-        to: where it is to be.
-        tell: is told how far it is.
-        is_wanted: asked again and again; once it says no, nothing more is begun.
+        to: path of the file or folder.
+        tell: called with progress messages.
+        is_wanted: polled, and stops the download by returning False.
 
     Raises:
-        NotFound: there is nothing.
-        InvalidInput: names of objects that no folder can hold.
-        RetryLater: the store or the disk failed, or it is not wanted any more; call again to go on.
+        NotFound: nothing exists at the URL.
+        InvalidInput: the names of two objects cannot coexist in a folder.
+        RetryLater: the store or the disk failed, or the download was stopped. Call again to continue.
 
-    Blocks: until all of it is there.
+    Blocks: until the download is complete.
     """
     done = to.with_name(f"{to.name}.done")
     if done.exists():
         return
     Download(url, to, tell, is_wanted).run()
-    write_whole(done, json.dumps({"url": url, "unix_s": time.time()}))
+    write_atomic(done, json.dumps({"url": url, "unix_s": time.time()}))
 
 
 class Download:
-    """One copy that is being made; see `download`."""
+    """Download in progress; see `download`."""
 
     def __init__(
         self, url: str, to: Path, tell: Callable[[str], None], is_wanted: Callable[[], bool]
@@ -82,12 +82,12 @@ class Download:
         self._counting = threading.Lock()
 
     def run(self) -> None:
-        """Do it."""
+        """Run the download."""
         began_s = time.monotonic()
         store, entries, is_one = self._listed()
         total = sum(entry.num_bytes for entry in entries)
         targets = {entry.name: self._to if is_one else self._to / entry.name for entry in entries}
-        shutil.rmtree(self._beside, ignore_errors=True)  # what a kill has left half done
+        shutil.rmtree(self._beside, ignore_errors=True)  # left by a kill
         try:
             self._beside.mkdir(parents=True)
             (self._to.parent if is_one else self._to).mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ class Download:
         except OSError as error:
             if isinstance(error, NotFound):
                 raise
-            raise RetryLater(f"{self._url} could not be copied to {self._to}: {error}.") from error
+            raise RetryLater(f"Cannot copy {self._url} to {self._to}: {error}.") from error
         finally:
             shutil.rmtree(self._beside, ignore_errors=True)
         seconds = time.monotonic() - began_s
@@ -108,7 +108,7 @@ class Download:
         )
 
     def _listed(self) -> tuple[Store, list[Entry], bool]:
-        """The store, its objects, and whether the URL means just that one object."""
+        """Return the store, its objects, and whether the URL names exactly one object."""
         store = open_store(self._url)
         entries = [entry for entry in store.list() if not entry.name.startswith(f"{FOLDER}/")]
         if entries:
@@ -117,15 +117,15 @@ class Download:
         parent, name = _split(self._url)
         num_bytes = parent.size(name) if parent is not None else None
         if parent is None or num_bytes is None:
-            raise NotFound(f"There is nothing at {store.url}.")
+            raise NotFound(f"Nothing exists at {store.url}.")
         return parent, [Entry(name, num_bytes)], True
 
     def _check_room(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self._beside).free
         if num_bytes > free:
             raise RetryLater(
-                f"{self._url} holds {say_bytes(num_bytes)} that are not in {self._to} yet, and its disk has "
-                f"{say_bytes(free)} free. Nothing was copied. Make room, or mount instead of copying."
+                f"{self._url} holds {say_bytes(num_bytes)} that are not in {self._to} yet, but only "
+                f"{say_bytes(free)} are free on its disk. Nothing was copied. Free space, or use a mount."
             )
 
     def _bring(self, store: Store, entries: list[Entry], targets: dict[str, Path], total: int) -> None:
@@ -148,10 +148,10 @@ class Download:
 
     def _check_wanted(self) -> None:
         if not self._is_wanted():
-            raise RetryLater(f"The copy of {self._url} was given up: nobody waits for it any more.")
+            raise RetryLater(f"The copy of {self._url} was stopped: no process waits for it any more.")
 
     def _say_how_far(self, num_files: int, num_left: int, total: int) -> None:
-        if time.monotonic() - self._told_s >= _TELL_S:
+        if time.monotonic() - self._told_s >= _REPORT_S:
             self._told_s = time.monotonic()
             self._tell(
                 f"copying {self._url}: {num_files - num_left} of {plural(num_files, 'file')}, "
@@ -169,7 +169,7 @@ class Download:
                 with self._counting:
                     self._num_bytes += len(block)
             file.flush()
-            os.fsync(file.fileno())  # what has its name must be whole, also after a loss of power
+            os.fsync(file.fileno())  # a file with its final name must be complete, even after a power loss
         target.parent.mkdir(parents=True, exist_ok=True)
         beside.replace(target)
 
@@ -178,8 +178,8 @@ class Download:
             found = _size(targets[entry.name])
             if found != entry.num_bytes:
                 raise RetryLater(
-                    f"{targets[entry.name]} has {found} bytes after it was copied, and {entry.name} of "
-                    f"{self._url} has {entry.num_bytes}: one of them was changed meanwhile."
+                    f"{targets[entry.name]} has {found} bytes after the copy, but {entry.name} of "
+                    f"{self._url} has {entry.num_bytes}: one of them changed in the meantime."
                 )
 
 
@@ -188,7 +188,7 @@ def _failed(jobs: list) -> bool:
 
 
 def _check_names(names: list[str], url: str) -> None:
-    """Refuse an object that has the name of a folder on the way to another one."""
+    """Check that no object has the name of another one's folder."""
     files = set(names)
     for name in names:
         for parent in Path(name).parents:
@@ -200,7 +200,7 @@ def _check_names(names: list[str], url: str) -> None:
 
 
 def _split(url: str) -> tuple[Store | None, str]:
-    """The store around an object and the object's name in it; no store for a whole bucket."""
+    """Return an object's parent store and its name there, or None for a whole bucket."""
     address = parse_address(url)
     parent, _, name = address.prefix.rpartition("/")
     if not name:

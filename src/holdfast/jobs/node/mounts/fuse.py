@@ -1,4 +1,4 @@
-"""File systems mounted below a folder: found in the kernel's own list, and taken away, stale ones too."""
+"""FUSE file systems below a folder: found in the kernel's list, and unmounted even if stale."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LIMIT_S = 30.0
 
 
 def mounted_below(folder: Path) -> list[Path]:
-    """Where something is mounted at a folder or below it, the deepest first.
+    """Return the mount points at or below a folder, deepest first.
 
-    The kernel is asked, not the file system: a mount whose server is dead answers nothing.
+    Reads the kernel's list, as a file system whose server is dead does not respond.
     """
     root = os.fsencode(folder)
     found = []
@@ -30,17 +30,17 @@ def mounted_below(folder: Path) -> list[Path]:
 
 
 def is_mounted(path: Path) -> bool:
-    """Whether something is mounted just there."""
+    """Return True if a file system is mounted at a path."""
     return path in mounted_below(path)
 
 
 def unmount_below(folder: Path) -> None:
-    """Take away all that is mounted at a folder or below it.
+    """Unmount all file systems at or below a folder.
 
-    Files that somebody still has open keep working for them until they are closed.
+    Open files keep working until they are closed.
 
     Raises:
-        Conflict: something could not be taken away.
+        Conflict: a file system cannot be unmounted.
     """
     for path in mounted_below(folder):
         _unmount(path)
@@ -57,4 +57,4 @@ def _unmount(path: Path) -> None:
         if path not in mounted_below(path):
             return
         said.append(done.stderr.strip())
-    raise Conflict(f"{path} is mounted, and could not be unmounted: {'; '.join(said)}.")
+    raise Conflict(f"Cannot unmount {path}: {'; '.join(said)}.")

@@ -1,4 +1,4 @@
-"""Mounts a prefix of a bucket as a file system by rclone; keys are in its environment, never in arguments."""
+"""Mount of a bucket's prefix by rclone, with credentials in its environment only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.supply import Supply
+from holdfast.jobs.node.mounts.mount_spec import MountSpec
 from holdfast.store.address import AZURE, GCS, S3, Address, parse_address
 
 _REMOTE = "HOLDFAST"
@@ -27,7 +27,7 @@ _ENDPOINTS = {
     GCS: ("GOOGLE_BASE_URL",),
     AZURE: ("AZURE_STORAGE_ENDPOINT",),
 }
-# The kernel ends rclone, which then unmounts, with the process that started it, also after SIGKILL.
+# The kernel ends rclone, which then unmounts, when the process that started it dies, even by SIGKILL.
 _END_WITH_PARENT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -35,40 +35,40 @@ _END_WITH_PARENT = (
 
 
 class BucketMount:
-    """A bucket that is mounted as long as this process lives, or until it is closed.
+    """Mounted bucket. The mount lasts until it is closed or this process dies.
 
-    Nothing is kept on this machine: a file goes to the bucket while it is written, and closing it waits
-    until it is there. So files must be written from their beginning to their end.
+    Nothing is cached on this machine: a file is uploaded while it is written, and closing it waits for the
+    upload. So files must be written sequentially.
 
     Args:
-        supply: what is mounted where.
-        log: file for rclone's own words.
+        spec: specification of the mount.
+        log: file for rclone's output.
     """
 
-    def __init__(self, supply: Supply, log: Path) -> None:
-        self._supply, self._log = supply, log
-        self._path = Path(supply.path)
+    def __init__(self, spec: MountSpec, log: Path) -> None:
+        self._spec, self._log = spec, log
+        self._path = Path(spec.path)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def lives(self) -> bool:
-        """Whether it is there, and rclone serves it."""
+        """True if the bucket is mounted and rclone is running."""
         return self._process is not None and self._process.poll() is None and fuse.is_mounted(self._path)
 
     def open(self, is_wanted: Callable[[], bool]) -> None:
-        """Mount; what a dead rclone has left there is taken away first.
+        """Mount the bucket, after unmounting what a dead rclone has left.
 
         Raises:
-            RetryLater: it did not come in time, or rclone ended; with its last words.
-            Unsupported: there is no rclone.
+            RetryLater: the mount was not ready in time, or rclone failed. Includes rclone's output.
+            Unsupported: rclone is not installed.
 
-        Blocks: until the kernel has it in its list.
+        Blocks: until the kernel lists the mount.
         """
         self.close()
         fuse.unmount_below(self._path)
         self._path.mkdir(parents=True, exist_ok=True)
-        self._path.chmod(0o500)  # what is written while nothing is mounted would be lost in the folder below
-        address = parse_address(self._supply.place)
+        self._path.chmod(0o500)  # files written here without a mount would be hidden by it
+        address = parse_address(self._spec.place)
         with self._log.open("wb") as log:
             try:
                 self._process = subprocess.Popen(
@@ -80,14 +80,14 @@ class BucketMount:
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
-                raise Unsupported("The program rclone is not there any more; install it again.") from error
+                raise Unsupported("rclone is no longer installed. Install it again.") from error
         self._wait(is_wanted)
         self._look(is_wanted)
 
     def close(self) -> None:
-        """Unmount, and see rclone gone.
+        """Unmount, and end rclone.
 
-        Blocks: until it has sent what is still being written, at most 10 s.
+        Blocks: until rclone has sent what is being written, at most 10 s.
         """
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
@@ -102,12 +102,12 @@ class BucketMount:
     def _words(self, address: Address) -> list[str]:
         words = ["rclone", "mount", f"{_REMOTE}:{address.bucket}/{address.prefix}", str(self._path)]
         options = ["--config", os.devnull, "--vfs-cache-mode", "off", "--dir-cache-time", "10s"]
-        read_only = ["--read-only"] if self._supply.is_read_only else []
+        read_only = ["--read-only"] if self._spec.is_read_only else []
         ends = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid())]
         return [*ends, *words, *options, *read_only]
 
     def _look(self, is_wanted: Callable[[], bool]) -> None:
-        """See that what is mounted can be read: rclone asks the bucket only when it is asked itself."""
+        """Check that the mount can be read. rclone contacts the bucket only then."""
         found: list[str] = []
 
         def read() -> None:
@@ -117,7 +117,7 @@ class BucketMount:
             except OSError as error:
                 found.append(error.strerror or str(error))
 
-        # In a thread: while rclone tries again and again, whoever reads cannot be interrupted.
+        # In a thread: a read cannot be interrupted while rclone retries.
         reading = threading.Thread(target=read, daemon=True)
         reading.start()
         give_up_s = time.monotonic() + _START_LIMIT_S
@@ -127,7 +127,7 @@ class BucketMount:
         if why:
             self.close()
             raise RetryLater(
-                f"{self._supply.place} was mounted at {self._path} and cannot be read: {why}. rclone said: "
+                f"{self._spec.place} was mounted at {self._path} but cannot be read: {why}. rclone's output: "
                 f"{self._said()}"
             )
 
@@ -143,28 +143,28 @@ class BucketMount:
                 self.close()
                 how = "is not ready" if status is None else f"ended with status {status}"
                 raise RetryLater(
-                    f"{self._supply.place} could not be mounted at {self._path}: rclone {how}. It said: "
+                    f"Cannot mount {self._spec.place} at {self._path}: rclone {how}. Its output: "
                     f"{self._said()}"
                 )
             time.sleep(_POLL_S)
 
 
 def rclone_environment(address: Address, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an rclone that is to reach a store.
+    """Return the environment of an rclone for a store.
 
     Args:
-        address: of what is mounted.
-        environment: where the keys are, as for `open_store`.
+        address: address to mount.
+        environment: variables with credentials, as for `open_store`.
     """
     found = {**environment, **settings(address, environment)}
     if bundle := found.pop("AWS_CA_BUNDLE", None):
-        # rclone fails of this variable, and has another one for the same.
+        # rclone fails with this variable, and has another one for the same purpose.
         found.setdefault("RCLONE_CA_CERT", bundle)
     return found
 
 
 def settings(address: Address, environment: Mapping[str, str]) -> dict[str, str]:
-    """What rclone has to know of a store, as variables; see `rclone_environment`."""
+    """Return rclone's settings for a store, as variables; see `rclone_environment`."""
     endpoint = address.option("endpoint_url")
     endpoint = endpoint or next(
         (environment[name] for name in _ENDPOINTS[address.protocol] if environment.get(name)), None
@@ -186,7 +186,7 @@ def _s3(address: Address, environment: Mapping[str, str], endpoint: str | None) 
         "SERVER_SIDE_ENCRYPTION": address.option("sse") or "",
         "SSE_KMS_KEY_ID": address.option("sse_kms_key_id") or "",
         "REQUESTER_PAYS": "true" if address.is_on("requester_pays") else "",
-        "NO_CHECK_BUCKET": "true",  # it is there, and whoever may write to it may not always make it
+        "NO_CHECK_BUCKET": "true",  # it exists, and write access need not include creating buckets
     }
 
 

@@ -1,0 +1,225 @@
+"""The controller of a job: applies events to its state, records the result, and takes the actions due."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.records import JobRequest
+from holdfast.jobs.state_machine import (
+    BackoffElapsed,
+    CancelRequested,
+    ControllerFailed,
+    JobEvent,
+    JobState,
+    NoticeReceived,
+    RestartPolicy,
+    advance,
+)
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.tail import last_lines
+from holdfast.jobs.timers import Timers
+from holdfast.surroundings import read_progress
+
+LEAD_S = 30.0
+"""Lead of a notice whose request has none."""
+_NUM_LAST_LINES = 10
+
+
+class Controller(ABC):
+    """Controller of one job, whichever engine runs its nodes.
+
+    A subclass is the port to an engine's nodes: it starts, notifies and kills them, reports their events, and
+    stores the state. Another controller can take over at any moment from what is stored.
+
+    Args:
+        folder: folder of the job.
+        policy: rules for restarts.
+        state: stored state.
+        timers: stored timers.
+        step_before: newest checkpoint before the current attempt.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        policy: RestartPolicy,
+        state: JobState,
+        *,
+        timers: Timers | None = None,
+        step_before: int | None = None,
+    ) -> None:
+        self._folder, self._policy = folder, policy
+        self._timers = timers or Timers()
+        self._step_before = step_before
+        self._is_started = False  # True once this process has started the attempt's nodes
+        self._is_notified = self._timers.tell_until_unix_s is None
+        self.state = state
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the job has ended."""
+        return self.state.status.is_final
+
+    def serve(self) -> None:
+        """Run the job until it ends, or another controller must continue.
+
+        Blocks: until then.
+        """
+        self._begin()
+        while not (self.has_ended or self._is_leaving()):
+            self._act()
+            if not self._check():  # after a change, another action may be due
+                self._wait()
+
+    def give_up(self, why: str) -> None:
+        """End the job, because the controller cannot continue."""
+        self._abandon()
+        self._apply(ControllerFailed(why))
+
+    # -- port to the engine ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Take over the job from its stored state."""
+
+    @abstractmethod
+    def _is_leaving(self) -> bool:
+        """Return True if another controller will continue."""
+
+    @abstractmethod
+    def _save(
+        self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
+    ) -> None:
+        """Store the state and timers, and mark a request as answered, in one write."""
+
+    @abstractmethod
+    def _requests(self) -> Iterable[JobRequest]:
+        """Return the open requests of commands."""
+
+    @abstractmethod
+    def _prepare_attempt(self) -> None:
+        """Forget the nodes of the previous attempt."""
+
+    @abstractmethod
+    def _start_nodes(self) -> None:
+        """Start the nodes of the attempt that are not running yet."""
+
+    @abstractmethod
+    def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
+        """Send all nodes a notice. Return its result, if available at once."""
+
+    @abstractmethod
+    def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
+        """Kill all processes of the attempt, which was due at `since_unix_s`."""
+
+    @abstractmethod
+    def _receive_signals(self) -> None:
+        """Apply the notices that this machine has received."""
+
+    @abstractmethod
+    def _node_events(self) -> Iterable[JobEvent]:
+        """Return the events of the attempt's nodes. Each is applied before the next is requested."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Wait until something happens or is due."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Kill what is running, without waiting for anything."""
+
+    def _missing_uploads(self) -> str:
+        """Return which files of a job that has just ended are not uploaded."""
+        return ""
+
+    # -- shared frame ----------------------------------------------------------------------------------------
+
+    def _apply(self, event: JobEvent, answered: JobRequest | None = None) -> None:
+        """Apply an event. The new state is stored before any action is taken."""
+        before = self.state
+        state, actions = advance(before, event, self._policy)
+        state = self._with_details(state)
+        now_s = time.time()
+        timers = self._timers.schedule(actions, now_s)
+        if state.attempt != before.attempt:
+            self._step_before = self._newest_step()
+        if (state, timers) != (before, self._timers) or answered is not None:
+            self._save(state, timers, now_unix_s=now_s, answered=answered)
+        if timers.tell_until_unix_s != self._timers.tell_until_unix_s:
+            self._is_notified = timers.tell_until_unix_s is None
+        self.state, self._timers = state, timers
+        if state.attempt != before.attempt:
+            self._is_started = False
+            self._prepare_attempt()
+        if (state.status, state.attempt, state.reason) != (before.status, before.attempt, before.reason):
+            self._log_change()
+
+    def _with_details(self, state: JobState) -> JobState:
+        """Return the state with details of the job's end, if it has just ended."""
+        status, is_new = state.status, state.status is not self.state.status
+        reason = state.reason
+        if is_new and status in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
+            ranks = [rank for rank, one in sorted(state.outcomes.items()) if not one.is_success] or [0]
+            lines = "\n".join(f"  {line}" for line in last_lines(self._folder.log(ranks[0]), _NUM_LAST_LINES))
+            reason = f"{reason}\nThe last lines of node {ranks[0]}:\n{lines}" if lines else reason
+        if status.is_final and not self.has_ended and state.attempt:
+            reason = "; ".join(filter(None, (reason, self._missing_uploads())))
+        return state if reason == state.reason else dataclasses.replace(state, reason=reason)
+
+    def _log_change(self) -> None:
+        state = self.state
+        reason = state.reason.partition("\n")[0]
+        line = f"attempt {state.attempt} {state.status.value} {reason}".rstrip()
+        with self._folder.changed.open("a") as file:
+            file.write(f"{time.strftime('%F %T')} {line}\n")
+
+    def _act(self) -> None:
+        """Take the actions that are due. A killed controller may have taken some of them already."""
+        if not self.state.is_active:
+            return
+        if not self._is_started:
+            self._start_nodes()
+            self._is_started = True
+        timers = self._timers
+        if not self._is_notified and timers.tell_until_unix_s is not None:
+            self._is_notified = True
+            if (event := self._notify_nodes(timers.tell_source, timers.tell_until_unix_s)) is not None:
+                self._apply(event)
+        timers = self._timers
+        if timers.kill_unix_s is not None and time.time() >= timers.kill_unix_s:
+            self._kill_nodes(timers.kill_unix_s, with_keepers=timers.kill_keepers)
+
+    def _check(self) -> bool:
+        """Apply all that has happened. Return True if that changed the state or timers."""
+        before = (self.state, self._timers)
+        self._receive_signals()
+        for request in self._requests():
+            self._apply(event_of(request), request)
+        if self.state.is_active:
+            for event in self._node_events():
+                self._apply(event)
+        wake_unix_s = self._timers.wake_unix_s
+        if wake_unix_s is not None and time.time() >= wake_unix_s and not self._is_leaving():
+            self._apply(BackoffElapsed())
+        return (self.state, self._timers) != before
+
+    def _newest_step(self) -> int | None:
+        return max(read_progress(self._folder.progress).values(), default=None)
+
+    def _has_advanced(self) -> bool | None:
+        """Return True if the attempt has made a newer checkpoint. None without any reports."""
+        step = self._newest_step()
+        if step is None:
+            return None
+        return self._step_before is None or step > self._step_before
+
+
+def event_of(request: JobRequest) -> JobEvent:
+    """Return the event of a request."""
+    if request.kind == "cancel":
+        return CancelRequested()
+    return NoticeReceived(LEAD_S if request.lead_s is None else request.lead_s)

@@ -1,0 +1,80 @@
+"""Node specifications of an attempt, from the record of a job."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from holdfast.jobs.environment import Node, run_environment, setup_environment
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment, write_atomic
+from holdfast.jobs.records import JobRecord
+from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.task.model import Task
+
+
+def addresses(num_nodes: int) -> tuple[str, ...]:
+    """Return loopback addresses of the nodes, by rank. All of 127.0.0.0/8 is this machine."""
+    return tuple(f"127.0.{rank // 254}.{1 + rank % 254}" for rank in range(num_nodes))
+
+
+def write_scripts(task: Task, folder: JobFolder, base: dict[str, str]) -> None:
+    """Write the scripts of a job, and its user's environment."""
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.logs.mkdir(exist_ok=True)
+    for name, text in (("setup", task.setup), ("run", task.run)):
+        if text:
+            write_atomic(folder.script(name), text if text.endswith("\n") else text + "\n")
+    told = {"base": base, "task": {**task.envs, **task.secrets}}
+    write_atomic(folder.environment, json.dumps(told))
+
+
+def make_specs(record: JobRecord, life: JobState, folder: JobFolder) -> list[NodeSpec]:
+    """Return the specifications of an attempt's nodes, by rank.
+
+    Args:
+        record: record of the job.
+        life: current state, with the attempt and its reason.
+        folder: folder of the job.
+    """
+    told = read_environment(folder)
+    return [_plan(record, life, folder, rank, told) for rank in range(record.spec.num_nodes)]
+
+
+def _plan(record: JobRecord, life: JobState, folder: JobFolder, rank: int, told: Environment) -> NodeSpec:
+    spec = record.spec
+    notice = folder.node(life.attempt, rank).notice
+    node = Node(
+        task_id=record.task_id,
+        job=record.id,
+        name=record.name,
+        attempt=life.attempt,
+        rank=rank,
+        addresses=addresses(spec.num_nodes),
+        num_gpus=spec.num_gpus,
+        user=spec.user,
+        notice=str(notice),
+        progress=str(folder.progress),
+        grace_s=record.terms.grace_s,
+    )
+    gpus = spec.gpus[rank]
+    needs_setup = spec.has_setup and not folder.set_up(rank).exists()
+    return NodeSpec(
+        headline=_headline(record, life, rank),
+        setup=str(folder.script("setup")) if needs_setup else None,
+        run=str(folder.script("run")),
+        set_up=str(folder.set_up(rank)),
+        workdir=str(folder.workdir(rank)),
+        log=str(folder.log(rank)),
+        bell=str(folder.bell),
+        notice=str(notice),
+        environment=run_environment(node, told.base, told.task, gpus=gpus),
+        setup_environment=setup_environment(node, told.base, told.task, gpus=gpus),
+        grace_s=record.terms.grace_s,
+    )
+
+
+def _headline(record: JobRecord, life: JobState, rank: int) -> str:
+    where = f" on node {rank}" if record.spec.num_nodes > 1 else ""
+    why = f", after: {life.reason}" if life.reason else ""
+    return f"holdfast: {time.strftime('%F %T')} attempt {life.attempt} of job {record.id} starts{where}{why}"

@@ -1,0 +1,63 @@
+"""Task-file keys that a single machine ignores or interprets differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from holdfast.jobs.engine import UnsupportedKey
+from holdfast.jobs.task.model import Task
+from holdfast.jobs.unsupported_keys import find_unsupported_keys
+
+_CHOICE = "ignored: there is no choice of machines; kept for other engines"
+_UNSUPPORTED_KEYS: Mapping[str, str] = {
+    "event_callback": "not called",
+    "managed_secrets": "not fetched",
+    "inputs": "not used",
+    "outputs": "not used",
+    "volumes": "no volumes are created; kept for other engines",
+    "volume_mounts": "no volumes are created; kept for other engines",
+    "api_server_access": "there is no API server",
+    "config": "settings of clouds and clusters; kept for other engines",
+    "resources.cloud": _CHOICE,
+    "resources.region": _CHOICE,
+    "resources.zone": _CHOICE,
+    "resources.infra": _CHOICE,
+    "resources.cpus": "neither checked nor limited",
+    "resources.memory": "neither checked nor limited",
+    "resources.accelerators": "not checked; SKYPILOT_NUM_GPUS_PER_NODE has the number per node",
+    "resources.instance_type": _CHOICE,
+    "resources.use_spot": "nothing is bought; `holdfast preempt` simulates a preemption",
+    "resources.job_recovery.strategy": "ignored: there is only one machine",
+    "resources.disk_size": "no disk is created; kept for other engines",
+    "resources.disk_tier": "no disk is created; kept for other engines",
+    "resources.network_tier": "nodes communicate over the loopback interface",
+    "resources.local_disk": _CHOICE,
+    "resources.max_hourly_cost": "nothing is bought",
+    "resources.ports": "ports are neither opened nor closed",
+    "resources.labels": "no machine is labelled",
+    "resources.accelerator_args": _CHOICE,
+    "resources.image_id": "commands run on this machine as it is",
+    "resources.autostop": "this machine is not stopped",
+    "resources.priority": "jobs do not wait for each other",
+    "resources.priority_class": "jobs do not wait for each other",
+    "resources.any_of": _CHOICE,
+    "resources.ordered": _CHOICE,
+    "resources.volumes": "no volumes are created; kept for other engines",
+}
+
+
+def unsupported_keys(task: Task) -> list[UnsupportedKey]:
+    """Return the keys of a task that this engine ignores or changes, in file order."""
+    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task)]
+    return sorted(found, key=lambda found_key: found_key.line)
+
+
+def _buckets(task: Task) -> Iterator[UnsupportedKey]:
+    for mount in task.file_mounts:
+        if (mount.spec.get("config") or {}).get("mount_cached"):
+            key = f"file_mounts.{mount.target}.config.mount_cached"
+            what = "settings of rclone; files are uploaded through a write-back directory instead"
+            yield UnsupportedKey(key, task.lines.get(key, mount.line), what)
+        if mount.source is None and mount.bucket:
+            what = f"a folder of this machine replaces the bucket {mount.bucket!r}"
+            yield UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)

@@ -1,0 +1,177 @@
+"""Agent of a node: runs `setup` and `run` under bash, records the outcome, kills what is left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from holdfast.errors import PREEMPTED_STATUS
+from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.mounts.lease import MountLease
+from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
+from holdfast.jobs.node.processes import Process
+from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.spec import NodeSpec, write_atomic, write_outcome
+from holdfast.jobs.node.wakeup_pipe import wake
+from holdfast.jobs.outcome import Outcome, Phase
+
+_PR_SET_PDEATHSIG = 1
+_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a trainer may have received with its shell, and may handle."""
+_CANNOT_START = 126
+_NO_MOUNTS = 1
+_LOOK_S = 1.0
+"""Interval for checking the processes that the node needs."""
+
+
+def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
+    """Run the node's commands. The caller holds the node's lock.
+
+    Args:
+        folder: folder of the node.
+        replaces_controller: start a new controller on this machine when the job's has died.
+
+    Blocks: as long as the node's commands run.
+    """
+    for number in _DEAF_TO:
+        # A handler and not SIG_IGN, which child processes would inherit.
+        signal.signal(number, lambda *_: None)
+    processes.inherit_orphans()
+    plan = NodeSpec.read(folder.plan)
+    me = processes.find(os.getpid())
+    assert me is not None
+    write_atomic(folder.pid, f"{me.pid} {me.start}")
+    wake(Path(plan.bell))
+    job = JobFolder(folder.path.parents[2])
+    watch = PeerWatch(job, replaces_controller=replaces_controller)
+    with Path(plan.log).open("ab", buffering=0) as log:
+        if read_mount_specs(job):
+            watch.hold = MountLease(folder.path.parent, Path(plan.log))
+        outcome = _work(plan, folder, log.fileno(), watch)
+    write_outcome(folder.ended, outcome)
+    wake(Path(plan.bell))
+
+
+class PeerWatch:
+    """Watch of the processes that a node needs: controller and mounter.
+
+    Args:
+        job: folder of the job.
+        replaces_controller: see `serve`.
+    """
+
+    def __init__(self, job: JobFolder, *, replaces_controller: bool) -> None:
+        self._job = job
+        self._replaces_controller = replaces_controller
+        self.hold: MountLease | None = None
+
+    def look(self) -> None:
+        """Replace a dead controller or mounter."""
+        if self._replaces_controller and not locks.is_held(self._job.lock):
+            start_controller(self._job)
+        if self.hold is not None:
+            self.hold.look()
+
+
+def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:
+    os.write(log, f"{plan.headline}\n".encode())
+    if watch.hold is not None and (why := watch.hold.wait_until_there(watch.look)):
+        os.write(log, f"holdfast: the job cannot start: {why}\n".encode())
+        return Outcome(Phase.SETUP, code=_NO_MOUNTS)
+    if plan.setup is not None:
+        outcome = _shell(plan, Phase.SETUP, log, watch)
+        if not outcome.is_success:
+            return outcome
+        Path(plan.set_up).touch()
+    folder.running.touch()
+    wake(Path(plan.bell))
+    return _shell(plan, Phase.RUN, log, watch)
+
+
+def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
+    """Run a script, and kill what it has left behind."""
+    pid = os.fork()
+    if pid == 0:
+        _become_shell(plan, phase, log)
+    outcome = _outcome(phase, _wait_for(pid, watch))
+    if _may_still_save(outcome, Path(plan.notice)):
+        _wait_for_rest(plan.grace_s)
+    _sweep()
+    return outcome
+
+
+def _become_shell(plan: NodeSpec, phase: Phase, log: int) -> None:
+    """Replace this new process with bash. Never returns."""
+    try:
+        # Without the agent, the outcome would be lost.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(plan.workdir)
+        script = plan.setup if phase is Phase.SETUP else plan.run
+        environment = plan.setup_environment if phase is Phase.SETUP else plan.environment
+        os.execvpe("bash", ["bash", str(script)], dict(environment))
+    except OSError as error:
+        os.write(2, f"holdfast: cannot start bash in {plan.workdir}: {error}\n".encode())
+    finally:
+        os._exit(_CANNOT_START)
+
+
+def _wait_for(pid: int, watch: PeerWatch) -> int:
+    """Return the wait status of the shell. Reaps adopted children."""
+    fd = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    try:
+        while not poll.poll(_LOOK_S * 1000):
+            _reap_others(pid)
+            watch.look()
+    finally:
+        os.close(fd)
+    return os.waitpid(pid, 0)[1]
+
+
+def _reap_others(pid: int) -> None:
+    """Reap all children that have exited, except the shell."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != pid:
+        os.waitpid(ended.si_pid, 0)
+
+
+def _outcome(phase: Phase, status: int) -> Outcome:
+    if os.WIFSIGNALED(status):
+        return Outcome(phase, killed_by=os.WTERMSIG(status))
+    return Outcome(phase, code=os.WEXITSTATUS(status))
+
+
+def _may_still_save(outcome: Outcome, notice: Path) -> bool:
+    """Return True if the shell exited before its children, which may be saving."""
+    if outcome.is_success:
+        return False
+    return outcome.killed_by in _TOLD_BY or outcome.code == PREEMPTED_STATUS or notice.exists()
+
+
+def _wait_for_rest(timeout_s: float) -> None:
+    processes.wait_exited(_rest(), timeout_s)
+
+
+def _rest() -> list[Process]:
+    """Return what is left of the node, except keepers and uploaders, which exit by themselves."""
+    return [
+        one for one in processes.descendants(os.getpid(), processes.snapshot()) if not one.exits_by_itself
+    ]
+
+
+def _sweep() -> None:
+    """Kill what is left of the node, repeatedly, as a process may have started others."""
+    deadline = time.monotonic() + 60
+    while (rest := _rest()) and time.monotonic() < deadline:
+        processes.kill(rest)
+        processes.reap()

@@ -1,0 +1,102 @@
+"""Lease of a node on its attempt's mounts: starts the mounter, waits for it, replaces a dead one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.documents import decode_object
+from holdfast.jobs.environment import TAG
+from holdfast.jobs.node import locks
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.mounter import HOLDERS, LOCK, READY
+from holdfast.jobs.node.spawn import spawn
+from holdfast.jobs.node.spec import read_environment
+
+STOPPED = "stopped"
+"""File in the folder of an attempt that is being killed."""
+_POLL_S = 0.05
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MAX_STARTS = 3
+"""Limit of starts of a mounter that dies before the mounts are ready."""
+
+
+class MountLease:
+    """Lease that keeps an attempt's mounts in place as long as this process lives.
+
+    Args:
+        attempt: folder of the attempt.
+        log: log of the mounter, if this node starts it.
+    """
+
+    def __init__(self, attempt: Path, log: Path) -> None:
+        self._job = JobFolder(attempt.parents[1])
+        self._attempt = attempt
+        self._folder = attempt / "mounter"
+        self._again_s, self._pause_s = 0.0, _PAUSE_S
+        self._log = log
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkfifo(self._folder / HOLDERS, 0o600)
+        self._fd = os.open(self._folder / HOLDERS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def wait_until_there(self, meanwhile: Callable[[], None]) -> str | None:
+        """Wait until all mounts are ready.
+
+        Args:
+            meanwhile: called repeatedly.
+
+        Returns:
+            Why a mount failed, or None.
+
+        Blocks: as long as that takes, while a mounter is running.
+        """
+        num_starts = 0
+        while (result := self._result()) is None:
+            if (self._attempt / STOPPED).exists():
+                return "the attempt was ended before its mounts were ready"
+            if self._start():
+                num_starts += 1
+            if num_starts > _MAX_STARTS:
+                return f"the mounter died {_MAX_STARTS} times"
+            meanwhile()
+            time.sleep(_POLL_S)
+        return result.get("error")
+
+    def look(self) -> None:
+        """Replace a mounter that was killed."""
+        if time.monotonic() >= self._again_s and self._start():
+            self._again_s = time.monotonic() + self._pause_s
+            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+
+    def close(self) -> None:
+        """Release the mounts."""
+        os.close(self._fd)
+
+    def _result(self) -> dict[str, str] | None:
+        try:
+            told = decode_object((self._folder / READY).read_bytes(), READY, any_text=True)
+        except FileNotFoundError:
+            return None
+        return {name: told.text(name) for name in told.members}
+
+    def _start(self) -> bool:
+        """Start a mounter, unless one is running. Return True if it was started."""
+        lock = locks.take(self._folder / LOCK)
+        if lock is None:
+            return False
+        try:
+            environment = job_environment(self._job)
+            spawn("mounter", self._folder, log=self._log, lock=lock, environment=environment)
+        finally:
+            os.close(lock)
+        return True
+
+
+def job_environment(job: JobFolder) -> dict[str, str]:
+    """Return the environment for a job's mounts, which contains the job's credentials."""
+    told = read_environment(job)
+    return {name: value for name, value in {**told.base, **told.task}.items() if name != TAG}

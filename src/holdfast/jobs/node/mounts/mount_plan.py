@@ -1,0 +1,97 @@
+"""Mount plan of a task: copies local files at submission, and records links and remote mounts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
+from holdfast.jobs.node.mounts.symlinks import Link, write_links
+from holdfast.jobs.node.mounts.validation import local_place
+from holdfast.jobs.task.model import FileMount, MountMode, Task
+
+_REMOTE = {
+    MountMode.COPY: MountKind.COPY,
+    MountMode.MOUNT: MountKind.BUCKET,
+    MountMode.MOUNT_CACHED: MountKind.CACHE,
+}
+
+
+def place(task: Task, folder: JobFolder, state: Path) -> None:
+    """Copy local files, and record the links and mounts of a job.
+
+    Blocks: while files are copied.
+    """
+    links, specs = [], []
+    for number, mount in enumerate(task.file_mounts):
+        source = local_place(mount, state) if not mount.is_remote else Path()
+        if mount.is_remote or mount.mode is MountMode.MOUNT_CACHED:
+            spec = _spec(mount, number, folder, state)
+            specs.append(spec)
+            source = Path(spec.path)
+        elif mount.source is None:
+            source.mkdir(parents=True, exist_ok=True)
+        if not mount.is_remote and mount.mode is MountMode.COPY:
+            source = _copied(source, _own_path(folder, number))
+        links += [
+            Link(target, str(source), mount.target) for target in _targets(mount, task.num_nodes, folder)
+        ]
+    write_links(folder, links)
+    write_mount_specs(folder, specs)
+
+
+def copy(source: Path, to: Path) -> None:
+    """Copy a file or a folder. Keeps symbolic links, and leaves out special files."""
+    if source.is_dir():
+        shutil.copytree(source, to, symlinks=True, ignore=no_files)
+    else:
+        shutil.copy2(source, to)
+
+
+def no_files(folder: str, names: list[str]) -> list[str]:
+    """Return the names of sockets, pipes and devices, which cannot be copied."""
+    paths = {name: Path(folder, name) for name in names}
+    return [
+        name for name, path in paths.items() if not (path.is_symlink() or path.is_dir() or path.is_file())
+    ]
+
+
+def _spec(mount: FileMount, number: int, folder: JobFolder, state: Path) -> MountSpec:
+    place = mount.source if mount.is_remote else str(local_place(mount, state))
+    assert place is not None
+    return MountSpec(
+        _REMOTE[mount.mode],
+        place,
+        str(_own_path(folder, number)),
+        mount.target,
+        is_read_only=_is_read_only(mount.spec),
+    )
+
+
+def _is_read_only(spec: Any) -> bool:
+    config = spec.get("config") or {}
+    mount = config.get("mount") or {}
+    return bool(mount.get("read_only")) or str(spec.get("type", "")).upper() == "DATASET_RO"
+
+
+def _own_path(folder: JobFolder, number: int) -> Path:
+    return folder.copies / str(number)
+
+
+def _copied(source: Path, to: Path) -> Path:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    copy(source, to)
+    return to
+
+
+def _targets(mount: FileMount, num_nodes: int, folder: JobFolder) -> Iterator[str]:
+    target = Path(mount.target).expanduser()
+    if target.is_absolute():
+        yield os.path.normpath(target)
+        return
+    for rank in range(num_nodes):
+        yield os.path.normpath(folder.workdir(rank) / target)

@@ -1,0 +1,198 @@
+"""Mounter of an attempt: mounts what the job needs, keeps it mounted, and unmounts it at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import HoldfastError, RetryLater
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.download import download
+from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, read_mount_specs
+from holdfast.jobs.node.mounts.rclone import BucketMount
+from holdfast.jobs.node.spec import write_atomic
+from holdfast.jobs.node.wakeup_pipe import wake
+from holdfast.jobs.records import Records
+from holdfast.jobs.state_folder import database
+from holdfast.quantity import say_seconds
+from holdfast.writeback import Mount, mount
+from holdfast.writeback.status import has_uploader
+
+HOLDERS, LOCK, READY = "holders", "lock", "there"
+"""Files in its folder: a FIFO whose writers keep it alive, its lock, and its result for waiting nodes."""
+_CHECK_S = 1.0  # between two checks of the mounts
+_SLICE_S = 0.2  # interval for checking whether a mount in progress is still wanted
+_PATIENCE_S = 300.0  # time limit for retrying a failing store, in addition to the store's own retries
+_PAUSE_S = 2.0
+
+
+def serve(folder: Path) -> None:
+    """Run the mounter. The caller holds its lock.
+
+    Args:
+        folder: folder of the mounter, in that of the attempt.
+
+    Blocks: as long as a node holds its mounts.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    job = JobFolder(folder.parents[2])
+    with Records(database(job.path.parents[1])) as records:
+        owner = records.get(int(job.path.name)).task_id
+    mounter = Mounter(folder, read_mount_specs(job), int(folder.parent.name), owner)
+    try:
+        mounter.bring()
+        mounter.keep()
+    except HoldfastError as error:
+        say(str(error))
+        write_atomic(folder / READY, json.dumps({"error": str(error)}))
+    finally:
+        mounter.close()
+        wake(job.bell)
+
+
+def say(text: str) -> None:
+    """Write a line to the log of the node that started this process."""
+    sys.stdout.write(f"holdfast: {time.strftime('%F %T')} {text}\n")
+    sys.stdout.flush()
+
+
+class Mounter:
+    """Mounter, which holds the mounter's lock.
+
+    Args:
+        folder: folder of the mounter.
+        specs: specifications of the mounts.
+        attempt: number of the attempt.
+        owner: task id of the job, which owns the write-back directories.
+    """
+
+    def __init__(self, folder: Path, specs: list[MountSpec], attempt: int, owner: str) -> None:
+        self._folder = folder
+        self._specs = specs
+        self._attempt, self._owner = attempt, owner
+        self._caches: dict[MountSpec, Mount] = {}
+        self._buckets: dict[MountSpec, BucketMount] = {}
+        self._holders_fd = os.open(folder / HOLDERS, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # A FIFO that never had a writer does not report that it has none.
+        os.close(os.open(folder / HOLDERS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def bring(self) -> None:
+        """Mount everything, and record that it is ready.
+
+        Raises:
+            HoldfastError: a mount failed.
+        """
+        for spec in self._specs:
+            began_s = time.monotonic()
+            if spec.kind is not MountKind.COPY:  # a copy reports its own progress
+                say(f"mounting {spec.place} at {spec.key}")
+            self._patiently(lambda spec=spec: self._bring_one(spec))
+            if spec.kind is not MountKind.COPY:
+                say(f"mounted {spec.place} at {spec.key} in {say_seconds(time.monotonic() - began_s)}")
+        write_atomic(self._folder / READY, "{}")
+
+    def keep(self) -> None:
+        """Replace mounts that disappear until the last node has released them.
+
+        Blocks: until then.
+        """
+        troubles: dict[MountSpec, str] = {}
+        while self.is_wanted(_CHECK_S):
+            for spec in self._specs:
+                if self._is_there(spec):
+                    troubles.pop(spec, None)
+                    continue
+                try:
+                    say(f"{spec.place} is no longer mounted at {spec.key}, mounting it again")
+                    self._bring_one(spec)
+                except HoldfastError as error:
+                    if troubles.get(spec) != str(error):
+                        say(str(error))
+                    troubles[spec] = str(error)
+
+    def close(self) -> None:
+        """Unmount everything. Uploaders continue until all files are uploaded."""
+        for bucket in self._buckets.values():
+            bucket.close()
+        for held in self._caches.values():
+            held.close()
+        os.close(self._holders_fd)
+
+    def is_wanted(self, timeout_s: float = 0.0) -> bool:
+        """Return True if a node still holds the mounts after `timeout_s`."""
+        poll = select.poll()
+        poll.register(self._holders_fd, 0)  # reports only the end of the last holder
+        return not poll.poll(timeout_s * 1000)
+
+    def _patiently(self, bring: Callable[[], None]) -> None:
+        give_up_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return bring()
+            except RetryLater as error:
+                if not self.is_wanted() or time.monotonic() > give_up_s:
+                    raise
+                say(f"{error} Trying again.")
+                self.is_wanted(_PAUSE_S)
+
+    def _bring_one(self, spec: MountSpec) -> None:
+        if spec.kind is MountKind.COPY:
+            download(spec.place, Path(spec.path), tell=say, is_wanted=self.is_wanted)
+        elif spec.kind is MountKind.CACHE:
+            self._mount_cache(spec)
+        else:
+            bucket = self._buckets.setdefault(
+                spec, BucketMount(spec, self._folder / f"rclone-{Path(spec.path).name}.log")
+            )
+            bucket.open(self.is_wanted)
+
+    def _mount_cache(self, spec: MountSpec) -> None:
+        held = mount_write_back(spec, self._owner, self._attempt, self.is_wanted)
+        if (before := self._caches.pop(spec, None)) is not None:
+            before.close()
+        self._caches[spec] = held
+
+    def _is_there(self, spec: MountSpec) -> bool:
+        if spec.kind is MountKind.CACHE:
+            return spec in self._caches and has_uploader(Path(spec.path))
+        return spec.kind is MountKind.COPY or (spec in self._buckets and self._buckets[spec].lives)
+
+
+def mount_write_back(
+    spec: MountSpec, owner: str, attempt: int, is_wanted: Callable[[], bool], *, fetch: bool = True
+) -> Mount:
+    """Mount a write-back directory, or join its uploader.
+
+    Raises:
+        HoldfastError: see `holdfast.writeback.mount`.
+
+    Blocks: until it is mounted or no longer wanted.
+    """
+    held: list[Mount | HoldfastError] = []
+
+    def make() -> None:
+        try:
+            held.append(
+                mount(spec.path, spec.place, fetch=fetch, owner=owner, attempt=attempt, timeout_s=None)
+            )
+        except HoldfastError as error:
+            held.append(error)
+
+    # In a thread, as it may take as long as the bucket's retries, while this process may have to exit.
+    making = threading.Thread(target=make, daemon=True)
+    making.start()
+    while making.is_alive():
+        making.join(_SLICE_S)
+        if making.is_alive() and not is_wanted():
+            raise RetryLater(f"Mounting {spec.place} was stopped: no process waits for it any more.")
+    if isinstance(held[0], HoldfastError):
+        raise held[0]
+    return held[0]

@@ -1,0 +1,92 @@
+"""Symbolic links from a job's mount points to their files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.documents import decode, read_as
+from holdfast.errors import Conflict, InvalidInput
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.spec import write_atomic
+from holdfast.jobs.records import Records
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Symbolic link at a path of the job."""
+
+    target: str  # absolute
+    source: str  # absolute
+    key: str  # key in the task file, for messages
+
+
+def write_links(folder: JobFolder, links: list[Link]) -> None:
+    """Write the links of a job."""
+    write_atomic(_document(folder), json.dumps([asdict(link) for link in links]))
+
+
+def read_links(folder: JobFolder) -> list[Link]:
+    """Return the links of a job."""
+    try:
+        told = decode(_document(folder).read_bytes(), "the links of a job", any_text=True)
+    except FileNotFoundError:
+        return []
+    return list(read_as(tuple[Link, ...], told, "the links of a job"))
+
+
+def create_links(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: Path) -> None:
+    """Create all links of a job that do not exist yet.
+
+    Args:
+        folder: folder of the job.
+        is_in_use: returns True if another running job needs the link at a path.
+        state: folder of all jobs. Unused links into it may be replaced.
+
+    Raises:
+        Conflict: another file is at a mount point.
+        InvalidInput: a link cannot be created.
+    """
+    for link in read_links(folder):
+        target = Path(link.target)
+        if target.is_symlink() and str(target.readlink()) == link.source:
+            continue
+        if target.is_symlink() and target.readlink().is_relative_to(state) and not is_in_use(link.target):
+            target.unlink()
+        if target.exists() or target.is_symlink():
+            raise Conflict(
+                f"file_mounts.{link.key}: {target} already exists and does not belong to this job, so it "
+                "was not changed. Choose another path for the mount, or move the existing file away."
+            )
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(link.source)
+        except OSError as error:
+            raise InvalidInput(
+                f"file_mounts.{link.key}: cannot create {target} on this machine: {error}. Choose a path "
+                "that you can write to: below ~, or relative to the workdir."
+            ) from error
+
+
+def remove_links(folder: JobFolder) -> None:
+    """Remove links to files in the job's own folder. Other links stay."""
+    for link in read_links(folder):
+        target = Path(link.target)
+        if Path(link.source).is_relative_to(folder.path) and target.is_symlink():
+            with contextlib.suppress(OSError):
+                if str(target.readlink()) == link.source:
+                    target.unlink()
+
+
+def is_link_used(records: Records, folder: JobFolder, target: str) -> bool:
+    """Return True if another job that has not ended needs its link at a path."""
+    state = folder.path.parents[1]
+    others = [job_folder(state, one.id) for one in records.all() if not one.life.status.is_final]
+    return any(link.target == target for one in others if one != folder for link in read_links(one))
+
+
+def _document(folder: JobFolder) -> Path:
+    return folder.path / "mounts.json"

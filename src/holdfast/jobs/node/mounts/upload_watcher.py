@@ -1,0 +1,250 @@
+"""Upload watcher: keeps uploading write-back directories after an attempt, and records what is missing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
+from holdfast.jobs.node import locks
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
+from holdfast.jobs.node.mounts.mounter import mount_write_back, say
+from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.spec import write_atomic
+from holdfast.jobs.node.wakeup_pipe import wake
+from holdfast.jobs.records import Records
+from holdfast.jobs.state_folder import database
+from holdfast.writeback import DirectoryStatus, Mount, status_of
+from holdfast.writeback.status import STARTING
+
+UNSENT = "unsent.json"
+"""File in the folder of the attempt, with the newest status."""
+_CHECK_S, _LONGEST_CHECK_S = 0.1, 2.0
+_TALK_S = 5.0
+_ALONE_LIMIT_S = 3600.0
+"""Time limit for a job that has ended. After it, a person must act."""
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Files of a job's write-back directories that are not uploaded.
+
+    `is_settled` is True if nothing more can be uploaded. `is_hopeless` is True if no uploader will continue.
+    `told` has a sentence for each directory with missing files.
+    """
+
+    is_settled: bool
+    is_hopeless: bool
+    told: str
+
+
+def serve(path: Path) -> None:
+    """Upload what a job has written until an attempt's end. The caller holds the watcher's lock.
+
+    Runs beside the controller, and restarts it if it dies. For a job that has ended, continues for an hour.
+
+    Args:
+        path: folder of the attempt.
+
+    Blocks: until everything is uploaded, or nothing more can be.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    folder = JobFolder(path.parents[1])
+    with Records(database(folder.path.parents[1])) as records:
+        owner = records.get(int(folder.path.name)).task_id
+
+    talk = _Talk()
+
+    def tell(unsent: Unsent) -> None:
+        talk.tell(unsent)
+        write_unsent(path / UNSENT, unsent)
+        wake(folder.bell)
+
+    upload_watcher = UploadWatcher(folder, owner, int(path.name), tell)
+    try:
+        upload_watcher.run(_Wish(folder, int(path.name)).is_there)
+    finally:
+        upload_watcher.close()
+
+
+class _Talk:
+    """Reporter in the job's log: every few seconds while files are missing, and when all are uploaded."""
+
+    def __init__(self) -> None:
+        self._again_s = 0.0
+        self._was_missing = False
+
+    def tell(self, unsent: Unsent) -> None:
+        if unsent.is_settled and self._was_missing:
+            say(unsent.told or "all files of the job are in its bucket")
+        elif not unsent.is_settled and time.monotonic() >= self._again_s:
+            self._was_missing, self._again_s = True, time.monotonic() + _TALK_S
+            say(unsent.told)
+
+
+class _Wish:
+    """Check whether an attempt's uploads are still needed."""
+
+    def __init__(self, folder: JobFolder, attempt: int) -> None:
+        self._folder, self._attempt = folder, attempt
+        self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
+
+    def is_there(self, after_s: float) -> bool:
+        time.sleep(after_s)
+        if self._folder.attempt(self._attempt + 1).exists():
+            return False  # the next attempt's mounter takes over
+        if locks.is_held(self._folder.lock):
+            self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
+            return True
+        with Records(database(self._folder.path.parents[1])) as records:
+            if records.get(int(self._folder.path.name)).life.status.is_final:
+                return time.monotonic() < self._give_up_s
+        start_controller(self._folder)
+        return True
+
+
+def write_unsent(path: Path, unsent: Unsent) -> None:
+    """Write the status of uploads."""
+    write_atomic(path, json.dumps(asdict(unsent)))
+
+
+def read_unsent(path: Path) -> Unsent | None:
+    """Return the newest status of uploads, or None.
+
+    Raises:
+        Corrupt: the document is damaged.
+    """
+    try:
+        return decode_dataclass(Unsent, path.read_bytes(), str(path), any_text=True)
+    except FileNotFoundError:
+        return None
+
+
+def upload_status(folder: JobFolder) -> Unsent:
+    """Return the status of a job's write-back directories, from a scan.
+
+    Blocks: for a scan of all files.
+    """
+    return _sum([_Cache(spec, "", 0) for spec in caches(folder)])
+
+
+class UploadWatcher:
+    """Upload of all write-back directories of a job.
+
+    Args:
+        folder: folder of the job.
+        owner: owner id of the mounts.
+        attempt: attempt for which a directory is mounted if its uploader is dead.
+        tell: called with each new status.
+    """
+
+    def __init__(self, folder: JobFolder, owner: str, attempt: int, tell: Callable[[Unsent], None]) -> None:
+        self._caches = [_Cache(spec, owner, attempt) for spec in caches(folder)]
+        self._tell = tell
+
+    def run(self, is_wanted: Callable[[float], bool]) -> Unsent:
+        """Upload until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
+
+        Args:
+            is_wanted: waits for at most the given seconds, and returns False to stop.
+
+        Blocks: until then.
+        """
+        look_s = _CHECK_S
+        unsent = Unsent(is_settled=False, is_hopeless=False, told="")
+        while is_wanted(look_s if unsent.told else 0.0):
+            began_s = time.monotonic()
+            for cache in self._caches:
+                cache.see_to(lambda: is_wanted(0.0))
+            now = _sum(self._caches)
+            if now != unsent:
+                self._tell(now)
+            unsent = now
+            if unsent.is_settled or unsent.is_hopeless:
+                break
+            # A scan of very many files takes long, and must not use a whole core.
+            look_s = min(_LONGEST_CHECK_S, max(_CHECK_S, 5 * (time.monotonic() - began_s)))
+        return unsent
+
+    def close(self) -> None:
+        """Release the directories. Their uploaders exit when everything is uploaded."""
+        for cache in self._caches:
+            cache.close()
+
+
+class _Cache:
+    """Write-back directory of a job."""
+
+    def __init__(self, spec: MountSpec, owner: str, attempt: int) -> None:
+        self._spec, self._owner, self._attempt = spec, owner, attempt
+        self._held: Mount | None = None
+        self._trouble = ""
+        self._again_s, self._pause_s = 0.0, _PAUSE_S
+        self._is_hopeless = False
+
+    def see_to(self, is_wanted: Callable[[], bool]) -> None:
+        """Start an uploader if files are missing and none is running."""
+        try:
+            status = self._status()
+            if status is None or _is_settled(status):
+                return
+            if (status.is_running and self._held is not None) or time.monotonic() < self._again_s:
+                return
+            self.close()
+            self._held = mount_write_back(self._spec, self._owner, self._attempt, is_wanted, fetch=False)
+            self._trouble, self._pause_s = "", _PAUSE_S
+        except (Denied, RetryLater) as error:
+            self._trouble = str(error)
+            self._again_s = time.monotonic() + self._pause_s
+            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+        except HoldfastError as error:
+            self._trouble, self._is_hopeless = str(error), True
+
+    def look(self) -> Unsent:
+        """Return the status of the directory's uploads."""
+        try:
+            status = self._status()
+        except (Denied, RetryLater) as error:
+            return Unsent(is_settled=False, is_hopeless=False, told=str(error))
+        except HoldfastError as error:
+            return Unsent(is_settled=False, is_hopeless=True, told=str(error))
+        if status is None or status.is_drained:
+            return Unsent(is_settled=True, is_hopeless=False, told="")
+        trouble = self._trouble or status.trouble
+        told = f"{status.summary()}{f': {trouble}' if trouble else ''}"
+        is_settled = _is_settled(status)
+        return Unsent(is_settled, self._is_hopeless and not is_settled, told)
+
+    def close(self) -> None:
+        """Release the directory."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _status(self) -> DirectoryStatus | None:
+        """Return the status of the directory, or None if it was never mounted."""
+        with suppress(NotFound):
+            return status_of(self._spec.path)
+        return None
+
+
+def _is_settled(status: DirectoryStatus) -> bool:
+    return status.is_settled and status.uploader != STARTING
+
+
+def _sum(found: list[_Cache]) -> Unsent:
+    seen = [cache.look() for cache in found]
+    return Unsent(
+        is_settled=all(one.is_settled for one in seen),
+        is_hopeless=any(one.is_hopeless for one in seen),
+        told="; ".join(one.told for one in seen if one.told),
+    )

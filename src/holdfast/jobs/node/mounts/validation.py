@@ -1,0 +1,130 @@
+"""Validation of mounts at submission, before anything is copied or started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.jobs.node.folder import bucket_folder
+from holdfast.jobs.node.mounts.download import exists
+from holdfast.jobs.task.model import FileMount, MountMode, Task
+from holdfast.store import open_store
+from holdfast.store.address import hide_secrets
+from holdfast.store.endpoints import check_endpoint
+
+_FUSE = Path("/dev/fuse")
+
+
+def validate(task: Task, state: Path) -> None:
+    """Check that all mounts of a task can be created.
+
+    Args:
+        task: task with mounts.
+        state: folder of all jobs.
+
+    Raises:
+        Unsupported: this machine lacks a required program or feature.
+        NotFound: a source does not exist.
+        Conflict: another file is at a mount point.
+        InvalidInput: a source is missing or invalid, or credentials would go to a server that only the task
+            file names.
+
+    Blocks: never on a network, so that a dry run of an untrusted file sends nothing.
+    """
+    for mount in task.file_mounts:
+        where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
+        if mount.source is None and not mount.bucket:
+            raise InvalidInput(f"{where}: expected a source or the name of a bucket, found neither.")
+        if mount.source is None and "/" in (mount.bucket or ""):
+            raise InvalidInput(f"{where}: expected the name of a bucket, found {mount.bucket!r}.")
+        if mount.is_remote:
+            _check_remote(mount, where)
+        elif mount.source is not None and mount.mode is not MountMode.MOUNT_CACHED:
+            _check_there(local_path(mount.source), where)
+        if mount.mode is MountMode.MOUNT_CACHED and not mount.is_remote:
+            _check_folder(local_place(mount, state), where)
+        target = Path(mount.target).expanduser()
+        if target.is_absolute() and target.exists() and not target.is_symlink():
+            raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
+
+
+def validate_sources(task: Task) -> None:
+    """Check that the sources of copies exist in their stores.
+
+    Raises:
+        NotFound: nothing exists at a URL.
+
+    Blocks: while stores respond, or for some seconds if they do not.
+    """
+    for mount in task.file_mounts:
+        if mount.is_remote and mount.source is not None and mount.mode is MountMode.COPY:
+            where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
+            with _located(where):
+                if not _may_be_there(mount.source):
+                    raise NotFound(f"nothing exists at {hide_secrets(mount.source)}. Nothing was started.")
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except HoldfastError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def local_path(source: str) -> Path:
+    """Return the path on this machine that a source names."""
+    return Path(source.removeprefix("file://")).expanduser().absolute()
+
+
+def local_place(mount: FileMount, state: Path) -> Path:
+    """Return the folder on this machine that is mounted, or replaces a bucket."""
+    return bucket_folder(state, mount.bucket or "") if mount.source is None else local_path(mount.source)
+
+
+def _check_there(path: Path, where: str) -> None:
+    if not path.exists():
+        raise NotFound(f"{where}: {path} does not exist. Nothing was started.")
+
+
+def _check_folder(path: Path, where: str) -> None:
+    """Check that the place of a write-back directory is not a file."""
+    if path.exists() and not path.is_dir():
+        raise InvalidInput(f"{where}: {path} is a file; mode MOUNT_CACHED is for folders and buckets.")
+
+
+def _check_remote(mount: FileMount, where: str) -> None:
+    assert mount.source is not None
+    with _located(where):
+        check_endpoint(mount.source, "The task file")
+        open_store(mount.source)
+    if mount.mode is MountMode.MOUNT:
+        _check_rclone(where, mount.source)
+
+
+def _may_be_there(url: str) -> bool:
+    """Return False if nothing exists at a URL. Only the job's credentials may have access to it."""
+    try:
+        return exists(url)
+    except RetryLater:
+        return True
+
+
+def _check_rclone(where: str, source: str) -> None:
+    lacking = []
+    if shutil.which("rclone") is None:
+        lacking.append("the program rclone (`apt-get install rclone`, or from rclone.org)")
+    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
+        lacking.append("the program fusermount3 (`apt-get install fuse3`)")
+    if not os.access(_FUSE, os.R_OK | os.W_OK):
+        lacking.append(f"{_FUSE} (in a container: `--device /dev/fuse --cap-add SYS_ADMIN`)")
+    if lacking:
+        raise Unsupported(
+            f"{where}: mounting {source} as a file system requires {' and '.join(lacking)}. "
+            "Nothing was started. Alternatively, `mode: MOUNT_CACHED` writes to the bucket through a local "
+            "directory, and `mode: COPY` copies it to this machine."
+        )

@@ -1,0 +1,106 @@
+"""Removal of jobs that have ended: their folders and records, but no contents of buckets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from holdfast.errors import Conflict, RetryLater
+from holdfast.jobs.environment import tag
+from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.symlinks import remove_links
+from holdfast.jobs.node.mounts.upload_watcher import upload_status
+from holdfast.jobs.records import JobRecord, Records
+
+_LOCK_LIMIT_S = 10.0
+_POLL_S = 0.02
+
+
+def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
+    """Remove a job. First completes removals that were interrupted.
+
+    Args:
+        records: records of all jobs.
+        state: folder of all jobs.
+        number: id of the job.
+        force: remove the job even if it has files that are not in their bucket.
+
+    Raises:
+        NotFound: the job does not exist.
+        Conflict: the job has not ended, some of its processes are running, or files would be lost.
+        RetryLater: the folder cannot be removed. The job is no longer listed, and the next call continues.
+    """
+    for left in records.hidden():
+        _remove(records, job_folder(state, left), left)
+    record = records.get(number)
+    folder = job_folder(state, number)
+    lock = _lock(folder, record) if folder.path.exists() else None
+    try:
+        if folder.path.exists():
+            _check_ended(record, has_lock=lock is not None)
+            _check_quiet(record)
+            if not force:
+                _check_sent(folder, number)
+            # Before anything is removed: below a mount are the bucket's files.
+            fuse.unmount_below(folder.path)
+            remove_links(folder)
+        else:
+            _check_ended(record, has_lock=True)
+        records.hide(number)
+        _remove(records, folder, number)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: JobFolder, record: JobRecord) -> int | None:
+    """Acquire the controller's lock. Waits if the job has only just ended."""
+    give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.life.status.is_final else 0.0)
+    while (lock := locks.take(folder.lock)) is None and time.monotonic() < give_up_s:
+        time.sleep(_POLL_S)
+    return lock
+
+
+def _check_ended(record: JobRecord, *, has_lock: bool) -> None:
+    if not record.life.status.is_final or not has_lock:
+        raise Conflict(
+            f"Job {record.id} is {record.life.status.value}, so it was not removed. Use `holdfast cancel "
+            f"{record.id}` to end it."
+        )
+
+
+def _check_quiet(record: JobRecord) -> None:
+    if left := processes.tagged(tag(record.task_id), processes.snapshot()):
+        pids = ", ".join(str(one.pid) for one in left[:5])
+        raise Conflict(
+            f"Job {record.id} has ended, but some of its processes are still finishing (pid {pids}). "
+            "It was not removed. Try again when they are gone."
+        )
+
+
+def _check_sent(folder: JobFolder, number: int) -> None:
+    unsent = upload_status(folder)
+    if unsent.told:
+        raise Conflict(
+            f"Job {number} was not removed: {unsent.told}. `holdfast drain` waits for uploads. "
+            "With --force these files are lost."
+        )
+
+
+def _remove(records: Records, folder: JobFolder, number: int) -> None:
+    if mounted := fuse.mounted_below(folder.path):
+        raise Conflict(f"{mounted[0]} is mounted, so {folder.path} was not removed.")
+    try:
+        shutil.rmtree(folder.path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RetryLater(
+            f"Cannot remove {folder.path}: {error}. The job is no longer listed. The next `holdfast "
+            "forget` tries again, or remove the folder yourself."
+        ) from error
+    records.forget(number)

@@ -1,0 +1,89 @@
+"""Start of Holdfast's own processes, with a role, a folder, and an inherited lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.entry import command
+from holdfast.jobs.environment import TAG
+from holdfast.jobs.node import locks
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.state_folder import STATE
+
+_PATH = "PYTHONPATH"
+
+
+def spawn(
+    role: str,
+    folder: Path,
+    *,
+    log: Path,
+    entry: str = "holdfast.jobs.node",
+    lock: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Start a process, and return its pid. It has no terminal.
+
+    Args:
+        role: role, as the entry module expects.
+        folder: folder that it works on.
+        log: file for its output.
+        entry: module to run.
+        lock: descriptor of a lock that it holds from the start.
+        environment: all its variables. Default: those of this process.
+    """
+    handed = [(os.POSIX_SPAWN_DUP2, lock, locks.INHERITED_FD)] if lock is not None else []
+    return os.posix_spawn(
+        sys.executable,
+        command(entry, role, str(folder)),
+        own_environment(environment),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+            *handed,
+        ],
+        setsid=True,  # a closed terminal or Ctrl-C does not reach it
+        setsigmask=[],
+        setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
+    )
+
+
+def start_controller(folder: JobFolder) -> bool:
+    """Start a controller, unless one is running. It holds its lock from the start.
+
+    Returns:
+        True if it was started.
+    """
+    lock = locks.take(folder.lock)
+    if lock is None:
+        return False
+    state = folder.path.parents[1]
+    try:
+        spawn(
+            "controller",
+            folder.path,
+            log=folder.controller_log,
+            entry="holdfast.jobs.local",
+            lock=lock,
+            environment={**os.environ, STATE: str(state)},
+        )
+    finally:
+        os.close(lock)
+    return True
+
+
+def own_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of Holdfast's own processes, which do not belong to a node.
+
+    Args:
+        environment: environment to start from. Default: that of this process.
+    """
+    given = os.environ if environment is None else environment
+    kept = {name: value for name, value in given.items() if name not in (TAG, _PATH)}
+    # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.
+    return {**kept, _PATH: os.environ[_PATH]} if _PATH in os.environ else kept

@@ -1,0 +1,102 @@
+"""Specification and outcome of a node: two documents in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Corrupt, Internal
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.outcome import Outcome
+
+MAX_OWN_BYTES = 64 << 20
+"""Limit for a document that contains an environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """Specification of a node's work in one attempt."""
+
+    headline: str  # first line of the attempt in the log
+    setup: str | None  # path of a script, or None if there is nothing to set up
+    run: str  # path of a script
+    set_up: str  # path of a file that marks a successful `setup`
+    workdir: str
+    log: str
+    bell: str
+    notice: str
+    environment: Mapping[str, str]  # of `run`
+    setup_environment: Mapping[str, str]
+    grace_s: float
+
+    def write(self, path: Path) -> None:
+        """Write the specification, readable only by its owner, as it contains secrets."""
+        write_atomic(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> NodeSpec:
+        """Read a specification.
+
+        Raises:
+            Corrupt: the document is damaged.
+        """
+        return decode_dataclass(cls, path.read_bytes(), str(path), max_bytes=MAX_OWN_BYTES, any_text=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Environment of a job: that of its user, and the variables of its task."""
+
+    base: Mapping[str, str]
+    task: Mapping[str, str]
+
+
+def read_environment(job: JobFolder) -> Environment:
+    """Read the environment of a job.
+
+    Raises:
+        Corrupt: the document is damaged.
+    """
+    text, what = job.environment.read_bytes(), str(job.environment)
+    return decode_dataclass(Environment, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
+
+
+def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write the outcome of a node."""
+    told = {"phase": outcome.phase.value, "code": outcome.code, "killed_by": outcome.killed_by}
+    write_atomic(path, json.dumps(told))
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """Return the outcome of a node, or None if it does not exist.
+
+    Raises:
+        Internal: the document is invalid.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        return decode_dataclass(Outcome, text, str(path))
+    except Corrupt as error:
+        raise Internal(f"{path} is not a valid outcome of a node: {error}") from error
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file atomically and durably."""
+    fd, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(beside).replace(path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise

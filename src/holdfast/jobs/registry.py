@@ -1,0 +1,47 @@
+"""Registry of engines: lookup by name or job id. All engines share one id sequence."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from holdfast.errors import InvalidInput
+from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.records import Records
+from holdfast.jobs.state_folder import database, state_dir
+
+ENGINES = {
+    "local": "holdfast.jobs.local.engine:LocalEngine",
+    "slurm": "holdfast.jobs.slurm.engine:SlurmEngine",
+    "sky": "holdfast.jobs.sky.engine:SkyEngine",
+}
+"""Names of engines, as in `--on`, with their classes, which are imported when they are used."""
+
+
+def get_engine(name: str = "local") -> Engine:
+    """Return the engine with a name.
+
+    Raises:
+        InvalidInput: the name is unknown.
+    """
+    if name not in ENGINES:
+        raise InvalidInput(f"Unknown engine {name!r}. Expected one of: {', '.join(ENGINES)}.")
+    module, _, kind = ENGINES[name].partition(":")
+    return getattr(import_module(module), kind)()
+
+
+def find_engine(number: int) -> Engine:
+    """Return the engine of a job.
+
+    Raises:
+        NotFound: the job does not exist.
+    """
+    with Records(database(state_dir())) as records:
+        return get_engine(records.get(number).engine)
+
+
+def all_jobs() -> list[Job]:
+    """Return the jobs of all engines, newest last. Only engines that have jobs are queried."""
+    with Records(database(state_dir())) as records:
+        engines = sorted({record.engine for record in records.all()})
+    found = [job for name in engines for job in get_engine(name).jobs()]
+    return sorted(found, key=lambda job: job.id)

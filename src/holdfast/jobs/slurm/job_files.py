@@ -1,0 +1,116 @@
+"""Files of a Slurm job, shared by login node, controller and runners."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from holdfast.documents import decode_object, read_dataclass
+from holdfast.errors import Corrupt, Internal
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.spec import MAX_OWN_BYTES, write_atomic
+from holdfast.jobs.records import JobRequest, format_policy, format_state, parse_policy, parse_state
+from holdfast.jobs.state_machine import JobState, RestartPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedJob:
+    """Submitted job. Never changes."""
+
+    number: int
+    name: str
+    task_id: str
+    num_nodes: int
+    num_gpus: int  # per node, from the task
+    has_setup: bool
+    user: str
+    terms: RestartPolicy
+    task_environment: Mapping[str, str]  # `envs` and `secrets`
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJobState:
+    """State of the job, as recorded by its controller."""
+
+    life: JobState = field(default_factory=JobState)
+    restart: int = -1  # Slurm's restart count when this was written
+    slurm_id: str = ""
+    step_before: int | None = None  # newest checkpoint when the attempt began
+    num_answered: int = 0  # requests
+    num_silent: int = 0  # attempts in a row without any message from a node
+    started_unix_s: float | None = None
+    ended_unix_s: float | None = None
+
+
+class JobFiles:
+    """Files of one job, on a file system that all nodes share."""
+
+    def __init__(self, job: JobFolder) -> None:
+        self.job = job
+        self.script = job.path / "sbatch.sh"
+        self.output = job.path / "slurm.log"
+        self._facts = job.path / "facts.json"
+        self._story = job.path / "story.json"
+        self._asked = job.path / "asked"
+
+    def write_job(self, job: SubmittedJob) -> None:
+        """Write the submitted job, readable only by its owner, as it contains secrets."""
+        document = {**asdict(job), "terms": format_policy(job.terms)}
+        write_atomic(self._facts, json.dumps(document))
+        # Created early: another node's file system may cache for long that a file does not exist.
+        self._asked.touch(mode=0o600)
+        self.job.changed.touch()
+        self.write_state(SlurmJobState())
+
+    def read_job(self) -> SubmittedJob:
+        """Return the submitted job."""
+        document = decode_object(
+            self._facts.read_bytes(), str(self._facts), max_bytes=MAX_OWN_BYTES, any_text=True
+        )
+        terms = asdict(parse_policy(document.text("terms")))
+        body = {**document.members, "terms": {**terms, "free_codes": sorted(terms["free_codes"])}}
+        return read_dataclass(SubmittedJob, body, str(self._facts))
+
+    def write_state(self, state: SlurmJobState) -> None:
+        """Write the state of the job."""
+        members = {name: getattr(state, name) for name in SlurmJobState.__dataclass_fields__}
+        write_atomic(self._story, json.dumps({**members, "life": format_state(state.life)}))
+
+    def read_state(self) -> SlurmJobState:
+        """Return the state of the job.
+
+        Raises:
+            Internal: the document is invalid.
+        """
+        try:
+            document = decode_object(self._story.read_bytes(), str(self._story), any_text=True)
+            life = parse_state(document.text("life"))
+            others = {name: value for name, value in document.members.items() if name != "life"}
+            return replace(read_dataclass(SlurmJobState, others, str(self._story)), life=life)
+        except (OSError, Corrupt) as error:
+            raise Internal(f"{self._story} is not a valid state of a job: {error}") from error
+
+    def request(self, kind: str, lead_s: float) -> None:
+        """Send a request to the controller, which checks once a second."""
+        fd = os.open(self._asked, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, json.dumps({"kind": kind, "lead_s": lead_s}).encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def requests(self) -> list[JobRequest]:
+        """Return all requests so far, oldest first.
+
+        Raises:
+            Corrupt: a request is damaged.
+        """
+        lines = self._asked.read_bytes().split(b"\n")[:-1]
+        return [_parse_request(number, line) for number, line in enumerate(lines)]
+
+
+def _parse_request(number: int, line: bytes) -> JobRequest:
+    document = decode_object(line, "a request to a job")
+    return JobRequest(number, document.text("kind"), document.number("lead_s"))

@@ -1,0 +1,370 @@
+"""The state machine of a job: (state, event) -> (state, actions). Pure: no clock, process or disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.status import JobStatus
+
+MAX_BARREN = 5
+"""Attempts in a row that may exit by themselves without a newer checkpoint before the job fails."""
+MAX_WAIT_S = 60.0
+"""Longest backoff between two attempts."""
+PEERS_S = 5.0
+"""Time that other nodes have to exit after one has failed, so that they can log the error too."""
+GRACE_S = 30.0
+"""Default time limit for a job's last save."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Rules for restarting a job."""
+
+    num_nodes: int = 1
+    max_restarts: int = 0  # after the job's own errors
+    free_codes: frozenset[int] = frozenset()  # exit codes after which restarts are not counted
+    max_barren: int = MAX_BARREN
+    grace_s: float = GRACE_S
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """State of a job, which determines all further actions."""
+
+    status: JobStatus = JobStatus.PENDING
+    attempt: int = 0  # number of the newest attempt
+    is_active: bool = False  # processes of that attempt may exist
+    recoveries: int = 0  # attempts started because the previous one ended early
+    num_errors: int = 0  # of these, after the job's own errors
+    num_barren: int = 0  # attempts in a row that exited by themselves without a newer checkpoint
+    num_hurried: int = 0  # attempts in a row without a newer checkpoint, for any reason
+    is_noticed: bool = False  # the attempt has received a preemption notice
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict)  # outcomes of the attempt, by node
+    reason: str = ""  # why the job has its status, for people
+
+
+# -- events ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerStarted:
+    """A controller has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodesRunning:
+    """Every node has started `run`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeExited:
+    """The commands of a node have exited, or the node was lost."""
+
+    attempt: int
+    node: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Uploading:
+    """All nodes have exited, but some of their files are not uploaded yet."""
+
+    attempt: int
+    what: str  # missing files, for people
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptExited:
+    """No process of the attempt is left."""
+
+    attempt: int
+    has_advanced: bool | None  # True if there is a newer checkpoint; None if steps were never reported
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeReceived:
+    """The machine will be reclaimed."""
+
+    lead_s: float
+    source: str = "holdfast preempt"
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeDelivered:
+    """The notice was sent to all nodes."""
+
+    attempt: int
+    num_listening: int  # processes with a handler for it
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """A user has cancelled the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackoffElapsed:
+    """The backoff before the next attempt is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerFailed:
+    """The controller cannot continue."""
+
+    why: str
+
+
+JobEvent = (
+    ControllerStarted
+    | NodesRunning
+    | NodeExited
+    | Uploading
+    | AttemptExited
+    | NoticeReceived
+    | NoticeDelivered
+    | CancelRequested
+    | BackoffElapsed
+    | ControllerFailed
+)
+
+
+# -- orders ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartAttempt:
+    """Start an attempt on all nodes."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendNotice:
+    """Send all nodes of the attempt a preemption notice."""
+
+    lead_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillAttempt:
+    """Kill all processes of the attempt after a delay. The earliest deadline counts."""
+
+    after_s: float
+    with_keepers: bool = False  # including keepers with staged saves, as the machine is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Wait before the next attempt."""
+
+    seconds: float
+
+
+Action = StartAttempt | SendNotice | KillAttempt | Backoff
+Transition = tuple[JobState, tuple[Action, ...]]
+
+
+# -- the machine -----------------------------------------------------------------------------------------
+
+
+def advance(life: JobState, event: JobEvent, terms: RestartPolicy) -> Transition:
+    """Return the state after an event, and the actions to take.
+
+    Events of earlier attempts, and any event of a job that has ended, change nothing.
+    """
+    if life.status.is_final or _is_stale(life, event):
+        return life, ()
+    if isinstance(event, ControllerStarted):
+        return _begin(life)
+    if isinstance(event, BackoffElapsed):
+        return _start(life) if life.status is JobStatus.RECOVERING and not life.is_active else (life, ())
+    if isinstance(event, NodesRunning):
+        return _ran(life)
+    if isinstance(event, (NodeExited, Uploading, AttemptExited)):
+        return _end(life, event, terms)
+    if isinstance(event, NoticeReceived):
+        return _notice(life, event)
+    if isinstance(event, NoticeDelivered):
+        return _told(life, event)
+    if isinstance(event, CancelRequested):
+        return _cancel(life, terms)
+    return _broke(life, event)
+
+
+def _is_stale(life: JobState, event: JobEvent) -> bool:
+    """Return True for an event of an earlier attempt."""
+    return isinstance(event, (NodesRunning, NodeExited, Uploading, AttemptExited, NoticeDelivered)) and (
+        event.attempt != life.attempt or not life.is_active
+    )
+
+
+def _begin(life: JobState) -> Transition:
+    return _start(life) if life.status is JobStatus.PENDING else (life, ())
+
+
+def _start(life: JobState) -> Transition:
+    number = life.attempt + 1
+    status = JobStatus.STARTING if number == 1 else JobStatus.RECOVERING
+    life = dataclasses.replace(
+        life,
+        status=status,
+        attempt=number,
+        is_active=True,
+        is_noticed=False,
+        outcomes={},
+        recoveries=life.recoveries + (number > 1),
+    )
+    return life, (StartAttempt(number),)
+
+
+def _ran(life: JobState) -> Transition:
+    if life.status in (JobStatus.STARTING, JobStatus.RECOVERING):
+        return dataclasses.replace(life, status=JobStatus.RUNNING, reason=""), ()
+    return life, ()
+
+
+def _end(life: JobState, event: NodeExited | Uploading | AttemptExited, terms: RestartPolicy) -> Transition:
+    if isinstance(event, NodeExited):
+        return _ended(life, event, terms)
+    if isinstance(event, Uploading):
+        return _drains(life, event, terms)
+    return _gone(life, has_advanced=event.has_advanced, terms=terms)
+
+
+def _ended(life: JobState, event: NodeExited, terms: RestartPolicy) -> Transition:
+    if event.node in life.outcomes:
+        return life, ()
+    outcome = event.outcome
+    life = dataclasses.replace(life, outcomes={**life.outcomes, event.node: outcome})
+    if len(life.outcomes) == terms.num_nodes:
+        return life, (KillAttempt(0.0),)
+    if outcome.is_success or outcome.is_stopped:
+        return life, ()
+    return life, (KillAttempt(_peers_s(life, outcome, terms)),)
+
+
+def _peers_s(life: JobState, outcome: Outcome, terms: RestartPolicy) -> float:
+    """Return how long the other nodes may continue after one has exited."""
+    if outcome.is_lost or outcome.killed_by is not None:
+        return 0.0  # the others wait for a node that never responds
+    if outcome.is_preempted or life.is_noticed or life.status is JobStatus.CANCELLING:
+        return terms.grace_s  # the others may be saving
+    return PEERS_S
+
+
+def _drains(life: JobState, event: Uploading, terms: RestartPolicy) -> Transition:
+    if life.status is JobStatus.CANCELLING or not _is_done(life, terms):
+        return life, ()
+    return dataclasses.replace(life, status=JobStatus.WINDING_DOWN, reason=event.what), ()
+
+
+def _is_done(life: JobState, terms: RestartPolicy) -> bool:
+    """Return True if every node has succeeded."""
+    return len(life.outcomes) == terms.num_nodes and all(one.is_success for one in life.outcomes.values())
+
+
+def _notice(life: JobState, event: NoticeReceived) -> Transition:
+    if not life.is_active or life.status in (JobStatus.CANCELLING, JobStatus.WINDING_DOWN):
+        return life, ()
+    reason = f"preemption notice ({event.source})"
+    life = dataclasses.replace(life, is_noticed=True, reason=reason)
+    return life, (SendNotice(event.lead_s, event.source), KillAttempt(event.lead_s, with_keepers=True))
+
+
+def _cancel(life: JobState, terms: RestartPolicy) -> Transition:
+    if life.status is JobStatus.CANCELLING:
+        return life, ()
+    if not life.is_active:
+        return dataclasses.replace(life, status=JobStatus.CANCELLED, reason="cancelled"), ()
+    life = dataclasses.replace(life, status=JobStatus.CANCELLING, reason="cancelled")
+    return life, (SendNotice(terms.grace_s, "holdfast cancel"), KillAttempt(terms.grace_s))
+
+
+def _told(life: JobState, event: NoticeDelivered) -> Transition:
+    """Kill a cancelled job at once if none of its processes handles the notice."""
+    in_vain = life.status is JobStatus.CANCELLING and not event.num_listening
+    return life, (KillAttempt(0.0),) if in_vain else ()
+
+
+def _broke(life: JobState, event: ControllerFailed) -> Transition:
+    orders = (KillAttempt(0.0),) if life.is_active else ()
+    return dataclasses.replace(life, status=JobStatus.FAILED_CONTROLLER, reason=event.why), orders
+
+
+# -- what comes after an attempt -------------------------------------------------------------------------
+
+
+def _gone(life: JobState, *, has_advanced: bool | None, terms: RestartPolicy) -> Transition:
+    life = dataclasses.replace(life, is_active=False)
+    if life.status is JobStatus.CANCELLING:
+        return dataclasses.replace(life, status=JobStatus.CANCELLED), ()
+    outcomes = {node: life.outcomes.get(node, Outcome(Phase.RUN)) for node in range(terms.num_nodes)}
+    if all(one.is_success for one in outcomes.values()):
+        return dataclasses.replace(life, status=JobStatus.SUCCEEDED, reason=""), ()
+    own = [one for one in outcomes.values() if not one.is_success and not one.is_stopped]
+    told = describe_outcomes(outcomes)
+    if life.is_noticed or any(one.is_lost for one in own):
+        why = life.reason if life.is_noticed else told
+        return _recover(life, why, has_advanced=has_advanced, is_barren=False, is_external=True, terms=terms)
+    if any(one.is_preempted or one.code in terms.free_codes for one in own):
+        # Nothing else limits these: a job that never reports its steps must not restart forever either.
+        return _recover(life, told, has_advanced=has_advanced, is_barren=True, is_external=False, terms=terms)
+    if life.num_errors >= terms.max_restarts:
+        in_setup = any(one.phase is Phase.SETUP for one in own)
+        status = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
+        return dataclasses.replace(life, status=status, reason=told + _spent(terms)), ()
+    life = dataclasses.replace(life, num_errors=life.num_errors + 1)
+    is_known = has_advanced is not None
+    return _recover(life, told, has_advanced=has_advanced, is_barren=is_known, is_external=False, terms=terms)
+
+
+def _recover(
+    life: JobState,
+    why: str,
+    *,
+    has_advanced: bool | None,
+    is_barren: bool,
+    is_external: bool,
+    terms: RestartPolicy,
+) -> Transition:
+    num_barren = 0 if has_advanced else life.num_barren + is_barren
+    num_hurried = 0 if has_advanced else life.num_hurried + 1
+    life = dataclasses.replace(life, num_barren=num_barren, num_hurried=num_hurried, reason=why)
+    if is_barren and num_barren >= terms.max_barren:
+        reason = (
+            f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
+            "the job is not restarted"
+        )
+        return dataclasses.replace(life, status=JobStatus.FAILED, reason=reason), ()
+    return dataclasses.replace(life, status=JobStatus.RECOVERING), (
+        Backoff(pause_s(num_hurried, is_external)),
+    )
+
+
+def pause_s(num_hurried: int, is_external: bool) -> float:
+    """Return the backoff before the next attempt, in seconds.
+
+    Args:
+        num_hurried: attempts in a row without a newer checkpoint.
+        is_external: the last attempt was preempted, so the first retry does not wait.
+    """
+    exponent = num_hurried - 1 - is_external
+    return 0.0 if exponent < 0 else min(MAX_WAIT_S, 2.0 ** min(exponent, 10))
+
+
+def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
+    """Return why the attempt ended, for people."""
+    own = {node: one for node, one in outcomes.items() if not one.is_success and not one.is_stopped}
+    return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own.items()))
+
+
+def _spent(terms: RestartPolicy) -> str:
+    if not terms.max_restarts:
+        return ""
+    return f"; all {terms.max_restarts} restarts after errors are used up"

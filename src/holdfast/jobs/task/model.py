@@ -1,0 +1,72 @@
+"""Contents of a task file, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from holdfast.jobs.task.accelerators import Accelerators
+
+
+class MountMode(str, Enum):
+    """Mode of a mount."""
+
+    COPY = "COPY"
+    MOUNT = "MOUNT"
+    MOUNT_CACHED = "MOUNT_CACHED"
+
+
+@dataclass(frozen=True, slots=True)
+class FileMount:
+    """Entry of `file_mounts`."""
+
+    target: str  # path in the job: absolute, below ~, or below the workdir
+    source: str | None  # path or URL. None: the bucket named `bucket`
+    mode: MountMode
+    bucket: str | None = None  # name of a bucket
+    line: int = 0
+    spec: Mapping[str, Any] = field(default_factory=dict)  # the whole entry, for engines that need more
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the source is a URL."""
+        return self.source is not None and "://" in self.source and not self.source.startswith("file://")
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """Git repository used as the workdir."""
+
+    url: str
+    ref: str | None = None  # branch, tag or commit. None: the repository's default branch
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """`resources.job_recovery` of a task file."""
+
+    max_restarts: int = 0
+    free_codes: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Contents of a task file."""
+
+    name: str
+    run: str
+    setup: str = ""
+    workdir: str | None = None  # folder on this machine, absolute
+    repository: Repository | None = None  # instead of a folder
+    num_nodes: int = 1
+    accelerators: Accelerators = field(default_factory=lambda: Accelerators(()))
+    recovery: Recovery = field(default_factory=Recovery)
+    file_mounts: tuple[FileMount, ...] = ()
+    envs: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    document: Mapping[str, Any] = field(default_factory=dict)  # normalized, without values of secrets
+    lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the file, by path
+    notes: tuple[str, ...] = ()  # interpretations that may surprise
+    path: str = ""  # path of the file

@@ -1,0 +1,158 @@
+"""Local jobs under test: submit them, wait for them, kill their processes, check what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.jobs.engine import Job
+from holdfast.jobs.environment import tag
+from holdfast.jobs.local.engine import LocalEngine
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.processes import Process
+from holdfast.jobs.records import JobRecord, Records
+from holdfast.jobs.state_folder import database, state_dir
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.tail import FolderWatch
+from holdfast.jobs.task.parser import Overrides, parse_task
+
+LIMIT_S = 120.0
+
+
+class JobHarness:
+    """Engine under test, with the jobs submitted to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = state_dir()
+        self.engine = LocalEngine()
+
+    def submit(self, run: str, *, head: str = "", setup: str = "", **envs: str) -> Job:
+        """Submit a job that runs a script. `head` has further keys of its task file."""
+        text = f"{textwrap.dedent(head)}\nrun: |\n{textwrap.indent(textwrap.dedent(run), '  ')}\n"
+        if setup:
+            text += f"setup: |\n{textwrap.indent(textwrap.dedent(setup), '  ')}\n"
+        return self.engine.submit(parse_task(text, str(self.folder / "task.yaml"), Overrides(envs=envs)))
+
+    def files(self, job: Job) -> JobFolder:
+        """Return the folder of a job."""
+        return job_folder(self.state, job.id)
+
+    def log(self, job: Job, node: int = 0) -> str:
+        """Return the output of a node so far."""
+        path = self.files(job).log(node)
+        return path.read_text() if path.exists() else ""
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def wait_for(self, job: Job, what: Callable[[], object], name: str) -> None:
+        """Wait until `what()` returns something true. Woken by changes in the jobs' folders."""
+        files = self.files(job)
+        watch = FolderWatch(self.folder, files.path, files.logs)
+        deadline = time.monotonic() + LIMIT_S
+        try:
+            while not what():
+                assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.tell(job)}"
+                watch.wait(0.2)
+        finally:
+            watch.close()
+
+    def wait(self, job: Job, *statuses: JobStatus) -> Job:
+        """Wait until the job has one of these statuses. Default: until it has ended."""
+        found = [job]
+
+        def stands() -> bool:
+            found[0] = self.engine.job(job.id)
+            status = found[0].status
+            assert status in statuses or not statuses or not status.is_final, self.tell(job)
+            return status in statuses if statuses else status.is_final
+
+        self.wait_for(job, stands, f"{[status.value for status in statuses] or 'the end'}")
+        return found[0]
+
+    def wait_until_said(self, job: Job, words: str, times: int = 1, node: int = 0) -> None:
+        """Wait until a node's log has some text a number of times."""
+        self.wait_for(job, lambda: self.log(job, node).count(words) >= times, repr(words))
+
+    def tell(self, job: Job) -> str:
+        """Return all details of a job, for a failure's message."""
+        files = self.files(job)
+        logs = [*files.logs.glob("*"), files.controller_log, files.changed]
+        told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
+        return f"{self.engine.job(job.id)}\n{told}"
+
+    # -- processes -------------------------------------------------------------------------------------------
+
+    def of_job(self, job: Job) -> list[Process]:
+        """Return the processes of the job's nodes, without agents."""
+        return processes.tagged(tag(job.task_id), processes.snapshot())
+
+    def roles(self, job: Job, role: str) -> list[Process]:
+        """Return the controllers or agents of the job."""
+        path = str(self.files(job).path).encode()
+        found = []
+        for process in processes.snapshot().values():
+            try:
+                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            own = [word for word in words if word == path or word.startswith(path + b"/")]
+            if own and role.encode() in words:
+                found.append(process)
+        return found
+
+    def named(self, job: Job, word: str) -> list[Process]:
+        """Return the processes of the job's nodes with a text in their command line."""
+        found = []
+        for process in self.of_job(job):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    found.append(process)
+        return found
+
+    def record(self, job: Job) -> JobRecord:
+        """Return the record of the job."""
+        with Records(database(self.state)) as records:
+            return records.get(job.id)
+
+    def kill_controller(self, job: Job) -> None:
+        """Kill the job's controller, and wait until it is gone."""
+        found = self.roles(job, "controller")
+        assert found, "nobody looks after the job"
+        processes.kill(found)
+
+    def kill_node(self, job: Job, rank: int) -> None:
+        """Kill the agent of a node and its process tree, as the loss of a machine does."""
+        attempt = self.engine.job(job.id).attempt
+        pid = int(self.files(job).node(attempt, rank).pid.read_text().split()[0])
+        table = processes.snapshot()
+        processes.kill(
+            [process for process in [table.get(pid), *processes.descendants(pid, table)] if process]
+        )
+
+    def leave(self) -> None:
+        """Kill what is left, and check that ended jobs left nothing."""
+        left = []
+        for job in self.engine.jobs():
+            orphans = [one for one in self.of_job(job) if not one.exits_by_itself]
+            if job.status.is_final:
+                left += [(job.id, job.status, one) for one in orphans]
+            processes.kill(self.roles(job, "controller"))
+            processes.kill(self.roles(job, "agent"))
+            processes.kill(self.of_job(job))
+        _bury()
+        assert not left, f"processes of jobs that have ended: {left}"
+
+
+def _bury() -> None:
+    """Controllers that this process started are its children."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass

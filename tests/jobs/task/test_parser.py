@@ -1,0 +1,219 @@
+"""Task files: what SkyPilot accepts is accepted, and what it would reject is rejected with its line."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
+from holdfast.jobs.task.model import MountMode, Task
+from holdfast.jobs.task.parser import Overrides, load_task, parse_task
+from holdfast.jobs.task.rendering import to_yaml
+from holdfast.jobs.task.schema import RESOURCES, STORAGE, TASK
+from jobs.task.guide import SNIPPETS
+
+
+def task_of(text: str, **envs: str) -> Task:
+    return parse_task(text, "task.yaml", Overrides(envs=envs))
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(InvalidInput) as refused:
+        task_of(text)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_every_snippet_of_the_guide_is_parsed(name: str) -> None:
+    task = task_of(SNIPPETS[name], WANDB_API_KEY="key")
+    assert task.run
+
+
+def test_the_guide_s_folded_accelerators_are_the_intended_set() -> None:
+    task = task_of(SNIPPETS["accelerators"])
+    assert task.accelerators.choices == (("A100", 1.0), ("A100-80GB", 1.0), ("H100", 1.0))
+    assert "without a space" in task.notes[0]
+    assert yaml.safe_load(to_yaml(task))["resources"]["accelerators"] == {
+        "A100": 1,
+        "A100-80GB": 1,
+        "H100": 1,
+    }
+
+
+def test_the_guide_s_bert_task_is_parsed() -> None:
+    task = task_of(SNIPPETS["bert"], WANDB_API_KEY="key")
+    assert task.name == "bert-qa"
+    assert task.accelerators.choices == (("V100", 1.0),)
+    assert [(one.target, one.mode, one.bucket) for one in task.file_mounts] == [
+        ("/checkpoint", MountMode.MOUNT_CACHED, None)
+    ]
+    assert task.envs == {"WANDB_API_KEY": "key"}
+    assert "--run_name $SKYPILOT_TASK_ID" in task.run
+
+
+def test_keys_for_other_engines_are_kept_unchanged() -> None:
+    for name in ("efa", "gpudirect"):
+        task = task_of(SNIPPETS[name])
+        assert yaml.safe_load(to_yaml(task))["config"] == yaml.safe_load(SNIPPETS[name])["config"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "choices", "is_ordered"),
+    [
+        ("A100", [("A100", 1)], False),
+        ("A100:8", [("A100", 8)], False),
+        ("T4:0.5", [("T4", 0.5)], False),
+        ("tpu-v3-8", [("tpu-v3-8", 1)], False),
+        ({"A100": 8}, [("A100", 8)], False),
+        ({"A100": None}, [("A100", 1)], False),
+        ({"A100:1": None, "V100:2": None}, [("A100", 1), ("V100", 2)], False),
+        (["A100:1", "V100"], [("A100", 1), ("V100", 1)], True),
+        ("A100:1 V100:2", [("A100", 1), ("V100", 2)], False),
+        (None, [], False),
+    ],
+)
+def test_accelerators_in_all_forms(asked: object, choices: list[object], is_ordered: bool) -> None:
+    read = parse_accelerators(asked)
+    assert isinstance(read, Accelerators)
+    assert list(read.choices) == choices
+    assert read.is_ordered == is_ordered
+    again = parse_accelerators(read.plain() if choices else None)
+    assert isinstance(again, Accelerators)
+    assert (again.choices, again.is_ordered) == (read.choices, read.is_ordered)
+
+
+@pytest.mark.parametrize("asked", ["A100:x", ":8", ["A100", "B:"], {"A:b": 1}, "  "])
+def test_an_invalid_accelerator_is_rejected(asked: object) -> None:
+    assert isinstance(parse_accelerators(asked), str)
+
+
+def test_problems_have_a_line_an_expectation_and_the_nearest_word() -> None:
+    said = refusal("name: x\nresorces:\n  cpus: 2\nnum_nodes: two\nrun: true-command\n")
+    assert (
+        "task.yaml:2: resorces: unknown key 'resorces' at the top of a task. Did you mean 'resources'?"
+        in said
+    )
+    assert "task.yaml:4: num_nodes: expected a whole number, found 'two'" in said
+
+
+def test_nested_problems_have_their_path() -> None:
+    said = refusal(
+        "run: x\n"
+        "resources:\n"
+        "  disk_tier: bset\n"
+        "  job_recovery:\n"
+        "    max_restart_on_errors: 3\n"
+        "  any_of:\n"
+        "    - use_spot: maybe\n"
+        "file_mounts:\n"
+        "  /c:\n"
+        "    mode: MOUNT_CACHE\n"
+    )
+    for line in (
+        "task.yaml:3: resources.disk_tier: expected one of low, medium, high, ultra, best, none, found "
+        "'bset' Did you mean 'best'?",
+        "task.yaml:5: resources.job_recovery.max_restart_on_errors: unknown key",
+        "task.yaml:7: resources.any_of[0].use_spot: expected true or false, found 'maybe'",
+        "task.yaml:10: file_mounts./c.mode: expected one of MOUNT, COPY, MOUNT_CACHED, found "
+        "'MOUNT_CACHE' Did you mean 'MOUNT_CACHED'?",
+    ):
+        assert line in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", ":1: the file is empty"),
+        ("- a\n- b\n", "expected a map of keys, found a list"),
+        ("name: x\n", "run: expected the commands of the job, found nothing"),
+        ("run: a\nrun: b\n", ":2: duplicate key 'run', also in line 1"),
+        ("run: [a\n", "invalid YAML"),
+        ("run: x\nenvs:\n  A:\n", ":3: envs.A: A has no value: give it here, or with --env A=VALUE"),
+        ("run: x\nsecrets: [TOKEN]\n", ":2: secrets.TOKEN: TOKEN has no value"),
+        ("run: x\nenvs:\n  a-b: 1\n", "expected the name of a variable"),
+        ("run: x\nresources:\n  accelerators: A100:x\n", ":3: resources.accelerators: expected NAME"),
+        ("service: {}\n", "services and pools are not jobs"),
+        ("run: x\nnum_nodes: 0\n", "at least 1"),
+    ],
+)
+def test_an_invalid_file_is_rejected_with_an_explanation(text: str, said: str) -> None:
+    assert said in refusal(text)
+
+
+def test_pipelines_are_unsupported() -> None:
+    with pytest.raises(Unsupported, match="2 documents"):
+        task_of("name: p\n---\nrun: x\n")
+
+
+def test_a_missing_file_is_not_found(tmp_path) -> None:
+    with pytest.raises(NotFound, match=r"The task file .* does not exist"):
+        load_task(tmp_path / "none.yaml")
+
+
+def test_variables_are_filled_in_in_paths() -> None:
+    task = task_of(
+        "envs: {BUCKET: b, N: 3}\n"
+        "file_mounts:\n  /c:\n    name: ${BUCKET}-$N\n  /d: /data/${OTHER}\n"
+        "run: echo $N\n",
+        N="4",
+    )
+    assert [one.bucket or one.source for one in task.file_mounts] == ["b-4", "/data/${OTHER}"]
+    assert task.envs == {"BUCKET": "b", "N": "4"}
+    assert task.run == "echo $N"
+
+
+def test_secrets_are_never_written_out() -> None:
+    task = parse_task("secrets: {TOKEN: abc}\nrun: x\n", "t.yaml", Overrides())
+    assert task.secrets == {"TOKEN": "abc"}
+    assert "abc" not in to_yaml(task)
+
+
+def test_recovery_is_parsed() -> None:
+    text = (
+        "run: x\nresources:\n  job_recovery: {max_restarts_on_errors: 3, recover_on_exit_codes: [33, 34]}\n"
+    )
+    assert task_of(text).recovery.max_restarts == 3
+    assert task_of(text).recovery.free_codes == {33, 34}
+    assert task_of(
+        "run: x\nresources: {job_recovery: {recover_on_exit_codes: 33}}\n"
+    ).recovery.free_codes == {33}
+    assert "137" in task_of("run: x\nresources: {job_recovery: {recover_on_exit_codes: 137}}\n").notes[0]
+
+
+def test_merged_maps_may_be_overridden() -> None:
+    task = task_of("envs: &a {X: 1}\nresources:\n  labels:\n    <<: *a\n    X: 2\nrun: x\n")
+    assert yaml.safe_load(to_yaml(task))["resources"]["labels"] == {"X": 2}
+
+
+def test_the_schema_has_all_keys() -> None:
+    assert {"run", "setup", "workdir", "file_mounts", "secrets", "config"} <= set(TASK.shapes)
+    assert {"accelerators", "use_spot", "any_of", "job_recovery", "network_tier"} <= set(RESOURCES)
+    assert {"name", "source", "mode", "type"} <= set(STORAGE)
+
+
+trees = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*TASK.shapes, *RESOURCES, "x"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*TASK.shapes, "x"]), trees, max_size=5))
+def test_any_file_is_parsed_or_rejected_with_an_explanation(tree: dict[str, object]) -> None:
+    """No file makes the parser fail in any other way, and a parsed file can be parsed again."""
+    task = None
+    with contextlib.suppress(InvalidInput, Unsupported):
+        task = task_of(yaml.safe_dump(tree))
+    if task is None:
+        return
+    again = task_of(to_yaml(task), **task.secrets)
+    assert again.run == task.run
+    assert again.accelerators.choices == task.accelerators.choices

@@ -1,0 +1,361 @@
+"""The state machine of a job, in scenarios and in every sequence of events."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import PREEMPTED_STATUS
+from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.state_machine import (
+    MAX_BARREN,
+    MAX_WAIT_S,
+    Action,
+    AttemptExited,
+    Backoff,
+    BackoffElapsed,
+    CancelRequested,
+    ControllerFailed,
+    ControllerStarted,
+    JobEvent,
+    JobState,
+    KillAttempt,
+    NodeExited,
+    NodesRunning,
+    NoticeDelivered,
+    NoticeReceived,
+    RestartPolicy,
+    SendNotice,
+    StartAttempt,
+    Uploading,
+    advance,
+    pause_s,
+)
+from holdfast.jobs.status import JobStatus
+
+DONE = Outcome(Phase.RUN, code=0)
+FAILED = Outcome(Phase.RUN, code=1)
+PREEMPTED = Outcome(Phase.RUN, code=PREEMPTED_STATUS)
+LOST = Outcome(Phase.RUN)
+KILLED = Outcome(Phase.RUN, killed_by=9)
+STOPPED = Outcome(Phase.RUN, killed_by=9, is_stopped=True)
+BAD_SETUP = Outcome(Phase.SETUP, code=2)
+
+
+class Scenario:
+    """State of a job, changed event by event."""
+
+    def __init__(self, terms: RestartPolicy | None = None) -> None:
+        self.terms = terms or RestartPolicy()
+        self.life = JobState()
+        self.actions: list[Action] = []
+
+    def apply(self, *events: JobEvent) -> JobStatus:
+        """Apply events in order. `actions` has the actions of the last."""
+        for event in events:
+            self.life, actions = advance(self.life, event, self.terms)
+            self.actions = list(actions)
+        return self.life.status
+
+    def run(self, *outcomes: Outcome, has_advanced: bool | None = None) -> JobStatus:
+        """Run an attempt from its start, or from the backoff before it, to its end."""
+        self.apply(ControllerStarted(), BackoffElapsed())
+        number = self.life.attempt
+        self.apply(
+            NodesRunning(number), *(NodeExited(number, node, one) for node, one in enumerate(outcomes))
+        )
+        return self.apply(AttemptExited(number, has_advanced))
+
+
+def test_a_job_that_finishes_goes_through_its_statuses() -> None:
+    scenario = Scenario()
+    assert scenario.life.status is JobStatus.PENDING
+    assert scenario.apply(ControllerStarted()) is JobStatus.STARTING
+    assert scenario.actions == [StartAttempt(1)]
+    assert scenario.apply(NodesRunning(1)) is JobStatus.RUNNING
+    assert scenario.apply(NodeExited(1, 0, DONE)) is JobStatus.RUNNING
+    assert scenario.actions == [KillAttempt(0.0)], "what it left behind is ended"
+    assert scenario.apply(AttemptExited(1, None)) is JobStatus.SUCCEEDED
+    assert scenario.life.recoveries == 0
+
+
+def test_a_completed_job_winds_down_until_its_files_are_uploaded() -> None:
+    scenario = Scenario()
+    assert (
+        scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DONE), Uploading(1, "3 files"))
+        is JobStatus.WINDING_DOWN
+    )
+    assert scenario.life.reason == "3 files"
+    assert (
+        scenario.apply(NoticeReceived(30.0), NodesRunning(1), Uploading(1, "2 files"))
+        is JobStatus.WINDING_DOWN
+    ), "no node is left"
+    assert scenario.life.reason == "2 files"
+    assert scenario.apply(AttemptExited(1, None)) is JobStatus.SUCCEEDED
+    assert scenario.life.reason == ""
+
+
+def test_only_a_completed_job_winds_down() -> None:
+    scenario = Scenario()
+    assert (
+        scenario.apply(
+            ControllerStarted(), NodesRunning(1), NodeExited(1, 0, PREEMPTED), Uploading(1, "3 files")
+        )
+        is JobStatus.RUNNING
+    )
+    cancelled = Scenario()
+    assert (
+        cancelled.apply(
+            ControllerStarted(), NodesRunning(1), CancelRequested(), NodeExited(1, 0, DONE), Uploading(1, "x")
+        )
+        is JobStatus.CANCELLING
+    )
+    assert cancelled.apply(AttemptExited(1, None)) is JobStatus.CANCELLED
+    late = Scenario()
+    late.apply(
+        ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DONE), Uploading(1, "x"), CancelRequested()
+    )
+    assert late.apply(AttemptExited(1, None)) is JobStatus.CANCELLED
+
+
+@pytest.mark.parametrize("outcome", [LOST, KILLED, PREEMPTED])
+def test_a_preemption_never_counts_as_an_error(outcome: Outcome) -> None:
+    scenario = Scenario()
+    for _ in range(50):
+        assert scenario.run(outcome, has_advanced=True) is JobStatus.RECOVERING
+    assert scenario.life.num_errors == 0
+    assert scenario.run(DONE) is JobStatus.SUCCEEDED
+    assert scenario.life.recoveries == 50
+
+
+def test_a_lost_node_counts_even_if_the_others_failed_because_of_it_first() -> None:
+    scenario = Scenario(RestartPolicy(num_nodes=2))
+    assert scenario.run(FAILED, LOST) is JobStatus.RECOVERING
+    assert scenario.life.num_errors == 0
+
+
+def test_a_notice_makes_any_end_a_preemption() -> None:
+    """As with torchrun, which exits with 1 when it is stopped, however its workers exited."""
+    scenario = Scenario()
+    scenario.apply(ControllerStarted(), NodesRunning(1), NoticeReceived(30.0))
+    assert scenario.actions == [SendNotice(30.0, "holdfast preempt"), KillAttempt(30.0, with_keepers=True)]
+    assert scenario.apply(NodeExited(1, 0, FAILED), AttemptExited(1, True)) is JobStatus.RECOVERING
+    assert scenario.actions == [Backoff(0.0)]
+    assert "notice" in scenario.life.reason
+
+
+def test_a_completed_job_succeeds_even_after_a_notice() -> None:
+    scenario = Scenario()
+    assert (
+        scenario.apply(
+            ControllerStarted(),
+            NodesRunning(1),
+            NoticeReceived(30.0),
+            NodeExited(1, 0, DONE),
+            AttemptExited(1, True),
+        )
+        is JobStatus.SUCCEEDED
+    )
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1, 3])
+def test_errors_restart_as_often_as_allowed(max_restarts: int) -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=max_restarts))
+    for _ in range(max_restarts):
+        assert scenario.run(FAILED) is JobStatus.RECOVERING
+    assert scenario.run(FAILED) is JobStatus.FAILED
+    assert "node 0 failed in run with status 1" in scenario.life.reason
+
+
+def test_a_trainer_killed_alone_counts_as_an_error_with_its_likely_cause() -> None:
+    """The out-of-memory killer leaves the shell alive, which exits with 137. A lost machine does not."""
+    scenario = Scenario(RestartPolicy(max_restarts=1))
+    killed = Outcome(Phase.RUN, code=137)
+    assert scenario.run(killed, has_advanced=True) is JobStatus.RECOVERING
+    assert scenario.life.num_errors == 1
+    assert "killed by SIGKILL: usually out of memory" in scenario.life.reason
+    assert scenario.run(killed, has_advanced=True) is JobStatus.FAILED
+
+
+def test_a_failed_setup_has_its_own_status() -> None:
+    assert Scenario().run(BAD_SETUP) is JobStatus.FAILED_SETUP
+    scenario = Scenario(RestartPolicy(max_restarts=1))
+    assert scenario.run(BAD_SETUP) is JobStatus.RECOVERING
+    assert scenario.run(DONE) is JobStatus.SUCCEEDED
+
+
+def test_chosen_exit_codes_restart_without_being_counted() -> None:
+    scenario = Scenario(RestartPolicy(free_codes=frozenset({33})))
+    for _ in range(20):
+        assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=True) is JobStatus.RECOVERING
+    assert scenario.life.num_errors == 0
+    assert scenario.run(Outcome(Phase.RUN, code=34), has_advanced=True) is JobStatus.FAILED
+
+
+@pytest.mark.parametrize("has_advanced", [False, None])
+def test_a_job_without_progress_is_stopped(has_advanced: bool | None) -> None:
+    scenario = Scenario(RestartPolicy(free_codes=frozenset({33})))
+    for _ in range(MAX_BARREN - 1):
+        assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=has_advanced) is JobStatus.RECOVERING
+    assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=has_advanced) is JobStatus.FAILED
+    assert "without a newer checkpoint" in scenario.life.reason
+
+
+def test_restarts_after_errors_are_stopped_too_if_checkpoints_do_not_advance() -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=100))
+    statuses = [scenario.run(FAILED, has_advanced=False) for _ in range(MAX_BARREN)]
+    assert statuses[-1] is JobStatus.FAILED
+    unknown = Scenario(RestartPolicy(max_restarts=100))
+    assert {unknown.run(FAILED, has_advanced=None) for _ in range(100)} == {JobStatus.RECOVERING}
+
+
+def test_preemptions_without_progress_are_not_a_crash_loop() -> None:
+    scenario = Scenario()
+    for _ in range(10 * MAX_BARREN):
+        assert scenario.run(LOST, has_advanced=False) is JobStatus.RECOVERING
+
+
+def test_backoff_doubles_up_to_a_minute_and_is_zero_after_the_first_loss() -> None:
+    assert [pause_s(n, is_external=True) for n in range(4)] == [0.0, 0.0, 1.0, 2.0]
+    assert [pause_s(n, is_external=False) for n in range(4)] == [0.0, 1.0, 2.0, 4.0]
+    assert pause_s(10_000, is_external=False) == MAX_WAIT_S
+
+
+def test_one_failed_node_stops_the_others_after_a_moment() -> None:
+    scenario = Scenario(RestartPolicy(num_nodes=3))
+    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 1, FAILED))
+    (kill,) = scenario.actions
+    assert isinstance(kill, KillAttempt)
+    assert 0 < kill.after_s < 30
+    scenario.apply(NodeExited(1, 0, STOPPED), NodeExited(1, 2, STOPPED))
+    assert scenario.apply(AttemptExited(1, None)) is JobStatus.FAILED
+    assert scenario.life.reason == "node 1 failed in run with status 1"
+
+
+def test_a_lost_node_stops_the_others_at_once() -> None:
+    scenario = Scenario(RestartPolicy(num_nodes=2))
+    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 1, LOST))
+    assert scenario.actions == [KillAttempt(0.0)]
+
+
+def test_cancelling_leaves_time_to_save() -> None:
+    scenario = Scenario()
+    assert scenario.apply(ControllerStarted(), NodesRunning(1), CancelRequested()) is JobStatus.CANCELLING
+    assert [type(order) for order in scenario.actions] == [SendNotice, KillAttempt]
+    assert scenario.apply(NoticeReceived(1.0), CancelRequested()) is JobStatus.CANCELLING
+    assert scenario.actions == []
+    assert scenario.apply(NodeExited(1, 0, PREEMPTED), AttemptExited(1, True)) is JobStatus.CANCELLED
+
+
+def test_cancelling_does_not_wait_for_a_job_without_handlers() -> None:
+    scenario = Scenario()
+    scenario.apply(ControllerStarted(), NodesRunning(1), CancelRequested(), NoticeDelivered(1, 1))
+    assert scenario.actions == []
+    scenario.apply(NoticeDelivered(1, 0))
+    assert scenario.actions == [KillAttempt(0.0)]
+    preempted = Scenario()
+    preempted.apply(ControllerStarted(), NodesRunning(1), NoticeReceived(30.0), NoticeDelivered(1, 0))
+    assert preempted.actions == [], "a cloud gives the whole lead, whoever listens"
+
+
+def test_cancelling_between_attempts_ends_the_job_at_once() -> None:
+    scenario = Scenario()
+    scenario.run(LOST)
+    assert scenario.apply(CancelRequested()) is JobStatus.CANCELLED
+    assert scenario.apply(BackoffElapsed()) is JobStatus.CANCELLED
+
+
+def test_a_failed_controller_kills_what_is_running() -> None:
+    scenario = Scenario()
+    assert (
+        scenario.apply(ControllerStarted(), ControllerFailed("disk on fire")) is JobStatus.FAILED_CONTROLLER
+    )
+    assert scenario.actions == [KillAttempt(0.0)]
+    assert scenario.life.reason == "disk on fire"
+
+
+# -- every sequence --------------------------------------------------------------------------------------
+
+outcomes = st.sampled_from([DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP])
+events = st.one_of(
+    st.just(ControllerStarted()),
+    st.builds(NodesRunning, st.integers(1, 4)),
+    st.builds(NodeExited, st.integers(1, 4), st.integers(0, 1), outcomes),
+    st.builds(Uploading, st.integers(1, 4), st.just("x")),
+    st.builds(AttemptExited, st.integers(1, 4), st.sampled_from([True, False, None])),
+    st.builds(NoticeReceived, st.floats(0, 100)),
+    st.builds(NoticeDelivered, st.integers(1, 4), st.integers(0, 1)),
+    st.just(CancelRequested()),
+    st.just(BackoffElapsed()),
+    st.just(ControllerFailed("x")),
+)
+terms = st.builds(
+    RestartPolicy,
+    num_nodes=st.integers(1, 2),
+    max_restarts=st.integers(0, 3),
+    free_codes=st.sampled_from([frozenset(), frozenset({1})]),
+)
+
+
+@given(terms, st.lists(events, max_size=40))
+def test_the_invariants_hold_in_every_sequence_of_events(
+    allowed: RestartPolicy, happened: list[JobEvent]
+) -> None:
+    life = JobState()
+    for event in happened:
+        before = life
+        life, actions = advance(before, event, allowed)
+        starts = [order for order in actions if isinstance(order, StartAttempt)]
+        if before.status.is_final:
+            assert (life, actions) == (before, ()), "the end is the end"
+        assert life.attempt == before.attempt + len(starts), "an attempt for each start"
+        if starts:
+            assert not before.is_active, "never two attempts at once"
+            assert starts[0].attempt == life.attempt
+        assert life.num_errors <= allowed.max_restarts
+        assert life.recoveries == max(0, life.attempt - 1)
+        if life.status is JobStatus.RUNNING:
+            assert life.is_active
+        if life.status.is_final and life.status is not JobStatus.FAILED_CONTROLLER:
+            assert not life.is_active, "nothing of a job that has ended is left"
+        if (
+            isinstance(event, (NodesRunning, NodeExited, Uploading, AttemptExited))
+            and event.attempt != before.attempt
+        ):
+            assert life == before, "word of another attempt changes nothing"
+
+
+@given(terms, st.lists(st.tuples(outcomes, outcomes), min_size=1, max_size=60))
+def test_every_job_whose_attempts_end_is_recovering_or_ended(
+    allowed: RestartPolicy, ends: list[tuple[Outcome, Outcome]]
+) -> None:
+    scenario = Scenario(allowed)
+    for pair in ends:
+        status = scenario.run(*pair[: allowed.num_nodes])
+        assert status.is_final or status is JobStatus.RECOVERING
+        if status.is_final:
+            break
+        assert [type(order) for order in scenario.actions] == [Backoff]
+    else:
+        return
+    attempt = scenario.life.attempt
+    scenario.apply(ControllerStarted(), BackoffElapsed())
+    assert scenario.life.attempt == attempt
+
+
+@given(st.integers(1, 3))
+def test_applying_events_twice_changes_nothing(num_nodes: int) -> None:
+    """A new controller sees again what the previous one has seen."""
+    once, twice = (
+        Scenario(RestartPolicy(num_nodes=num_nodes)),
+        Scenario(RestartPolicy(num_nodes=num_nodes)),
+    )
+    ends = [NodeExited(1, node, DONE) for node in range(num_nodes)]
+    for event in (ControllerStarted(), NodesRunning(1), *ends, AttemptExited(1, None)):
+        once.apply(event)
+        twice.apply(event, event)
+    assert once.life == twice.life
+    assert once.life == dataclasses.replace(once.life, status=JobStatus.SUCCEEDED)

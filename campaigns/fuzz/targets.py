@@ -664,7 +664,7 @@ def _run_committed(data: bytes) -> None:
 
 
 def _run_unsent(data: bytes) -> None:
-    from holdfast.jobs.node.mounts.drainer import read_unsent
+    from holdfast.jobs.node.mounts.upload_watcher import read_unsent
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)

@@ -30,7 +30,6 @@ NOT_YET = {
     "privacy",
     "ranks",
     "rawbytes",
-    "report",
     "restore",
     "stage",
     "state",

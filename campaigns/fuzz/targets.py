@@ -218,7 +218,7 @@ def _run_history(data: bytes) -> None:
     store = MemoryStore("fuzz")
     store.put("history/a0001-rank-00000.jsonl", data)
     lines, _ = events.read_lines(store)
-    events.events_of(lines)
+    events.parse_events(lines)
 
 
 def _history() -> list[bytes]:

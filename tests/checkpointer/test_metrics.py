@@ -16,7 +16,7 @@ import torch
 import holdfast
 from holdfast import metrics
 from holdfast.checkpointer.metrics import Metrics, Number
-from holdfast.report import read_story
+from holdfast.report import read_summary
 from holdfast.report.curves import Point
 from holdfast.store import open_store
 from stage.training import make_checkpointer
@@ -42,7 +42,7 @@ def read_metrics(home: Path) -> list[dict[str, Any]]:
 
 def losses(home: Path) -> tuple[Point, ...]:
     """The curve of the loss."""
-    curves = read_story(open_store(str(home))).curves
+    curves = read_summary(open_store(str(home))).curves
     return next(curve.counted for curve in curves if curve.name == "loss")
 
 
@@ -182,7 +182,7 @@ def test_going_back_is_told(tmp_path: Path) -> None:
         ckpt.restore(step=2)
         ckpt.record(loss=30)
         ckpt.save(3)
-    (curve,) = read_story(open_store(str(tmp_path / "home"))).curves
+    (curve,) = read_summary(open_store(str(tmp_path / "home"))).curves
     assert [(point.step, point.value) for point in curve.counted] == [(1, 1), (2, 2), (3, 30)]
     assert [[point.step for point in stretch] for stretch in curve.lost] == [[3, 4]]
 

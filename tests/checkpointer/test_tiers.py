@@ -13,8 +13,8 @@ import holdfast
 from holdfast.checkpointer.tiers import Base, Tiers
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import names
-from holdfast.report.events import events_of, read_lines
-from holdfast.report.saves import saves_of
+from holdfast.report.events import parse_events, read_lines
+from holdfast.report.saves import collect_saves
 from holdfast.store import open_store
 from making import make_checkpoint, make_home
 
@@ -164,7 +164,7 @@ def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tm
         assert told["committed", tier] == "attempt 1, which fell before it could write the manifest"
     assert told["restored", "local"] == "attempt 1"
     assert told["drained", "home"] == "attempt 1"
-    first, second = saves_of(events_of(lines))
+    first, second = collect_saves(parse_events(lines))
     assert (first.attempt, first.outcome) == (1, "durable")
     assert (second.attempt, second.outcome) == (2, "durable")
 

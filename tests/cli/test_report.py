@@ -1,4 +1,4 @@
-"""`holdfast report` tells the story of a run: in a few lines, as JSON, as a page."""
+"""`holdfast report` prints the summary of a run: as a few lines, JSON, or a page."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def interrupted(home: Path) -> Path:
 
 def test_a_few_lines_for_a_terminal(holdfast: Command, interrupted: Path) -> None:
     lines = holdfast("report", interrupted).out.splitlines()
-    assert lines[0] == "Not marked as finished. Last sign of life: 2023-11-14 22:13:22 UTC, attempt 2."
-    told = {line.partition(":")[0]: line.partition(":")[2].strip() for line in lines[1:-1]}
-    assert told["Lost to interruptions"] == "1.3 s (1 interruption; 100 steps known to be done again)"
-    assert told["Saves"].startswith("4 (3 durable, 1 not")
+    assert lines[0] == "Not marked as finished. Last event: 2023-11-14 22:13:22 UTC, attempt 2."
+    printed = {line.partition(":")[0]: line.partition(":")[2].strip() for line in lines[1:-1]}
+    assert printed["Lost to interruptions"] == "1.3 s (1 interruption; 100 steps known to be repeated)"
+    assert printed["Saves"].startswith("4 (3 durable, 1 not")
 
 
-def test_json_is_the_whole_story(holdfast: Command, interrupted: Path) -> None:
-    story = holdfast("report", interrupted, "--json").json
-    (one,) = story["interruptions"]
+def test_json_is_the_whole_summary(holdfast: Command, interrupted: Path) -> None:
+    summary = holdfast("report", interrupted, "--json").json
+    (one,) = summary["interruptions"]
     assert (one["before"], one["after"], one["restored_step"], one["steps_lost"]) == (1, 2, 200, 100)
     assert one["redo_s"] == pytest.approx(0.1, abs=1e-5)
     assert one["down_s"] == pytest.approx(0.698, abs=1e-5)
     assert one["restore_s"] == pytest.approx(0.5, abs=1e-5)
-    assert story["times"]["lost_s"] == pytest.approx(1.298, abs=1e-5)
-    assert story["advice"]["num_failures"] == 1
-    assert story["holding"]["num_checkpoints"] == 5
+    assert summary["times"]["lost_s"] == pytest.approx(1.298, abs=1e-5)
+    assert summary["advice"]["num_failures"] == 1
+    assert summary["home_contents"]["num_checkpoints"] == 5
 
 
 def test_the_page_is_one_file_that_holds_everything(

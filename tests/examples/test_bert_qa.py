@@ -14,7 +14,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node.folder import bucket_folder
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
-from holdfast.report import read_story
+from holdfast.report import read_summary
 from holdfast.report.curves import Curve
 from holdfast.store import open_store
 from jobs.harness import JobHarness
@@ -48,7 +48,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def curves(home: Path) -> dict[str, Curve]:
     """What a run has told of itself, by name."""
-    return {one.name: one for one in read_story(open_store(str(home))).curves}
+    return {one.name: one for one in read_summary(open_store(str(home))).curves}
 
 
 def train(home: Path, *options: str) -> dict[str, float]:

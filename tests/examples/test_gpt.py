@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.report import read_story
+from holdfast.report import read_summary
 from holdfast.store import open_store
 from holdfast.train.lengths import PackedBatches
 
@@ -129,7 +129,7 @@ def start(home: Path, ranks: int, *options: object, **env: str) -> subprocess.Co
 
 def losses(home: Path) -> dict[int, float]:
     """The loss of each step, of the attempts that count."""
-    (curve,) = [one for one in read_story(open_store(str(home))).curves if one.name == "loss"]
+    (curve,) = [one for one in read_summary(open_store(str(home))).curves if one.name == "loss"]
     return {point.step: point.value for point in curve.counted}
 
 

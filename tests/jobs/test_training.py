@@ -14,7 +14,7 @@ import pytest
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
-from holdfast.report import read_story
+from holdfast.report import read_summary
 from holdfast.store import open_store
 from jobs.harness import JobHarness
 
@@ -162,7 +162,7 @@ def test_chaos(
     assert ended.status is JobStatus.SUCCEEDED, harness.tell(job)
     assert set(killed) == {"trainer", "keeper", "controller", "node"}, killed
     assert (harness.folder / "final.txt").read_text() == uninterrupted(total)
-    (curve,) = read_story(open_store(str(harness.folder / "home"))).curves
+    (curve,) = read_summary(open_store(str(harness.folder / "home"))).curves
     assert [point.step for point in curve.counted] == list(range(1, total + 1)), "one value for each step"
 
 

@@ -1,4 +1,4 @@
-"""A headless browser, if this machine has one: loads a page and says what became of it."""
+"""A headless browser, if this machine has one, for tests of the page."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Loaded:
     text: str  # its elements as HTML
     console: str  # what the page's scripts have said, warnings and errors among it
 
-    def told(self, name: str) -> str | None:
-        """A data attribute of the page's body."""
+    def data(self, name: str) -> str | None:
+        """Return a data attribute of the page's body."""
         found = re.search(rf'<body[^>]* data-{name}="([^"]*)"', self.text)
         return found[1] if found else None
 
 
 def find_browser() -> str | None:
-    """Path of a Chromium."""
+    """Return the path of a Chromium, if any."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def load(browser: str, page: Path, profile: Path) -> Loaded:
-    """Load a file and wait until its scripts have nothing left to do."""
+    """Load a file and wait for its scripts."""
     command = [
         browser,
         "--headless=new",

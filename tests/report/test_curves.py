@@ -1,4 +1,4 @@
-"""Curves from metrics: exactly one value for each step that counts, whatever interrupted the training."""
+"""Curves from metrics have exactly one value per step that counts, despite interruptions."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.report.curves import Curve, Point, curves_of
-from holdfast.report.events import Event, events_of
+from holdfast.report.curves import Curve, Point, collect_curves
+from holdfast.report.events import HistoryEvent, parse_events
 
 
-def told(attempt: int, at_s: float, steps: list[int], values: list[object], name: str = "loss") -> Event:
-    """Numbers of one name."""
+def metrics_event(
+    attempt: int, at_s: float, steps: list[int], values: list[object], name: str = "loss"
+) -> HistoryEvent:
+    """Return an event with values of one metric."""
     line = {"t": at_s, "event": "metrics", "attempt": attempt, "steps": steps, "values": {name: values}}
-    (event,) = events_of([line])
+    (event,) = parse_events([line])
     return event
 
 
-def restored(attempt: int, at_s: float, step: int, source: int | None) -> Event:
-    """A restore by rank 0."""
+def restored(attempt: int, at_s: float, step: int, source: int | None) -> HistoryEvent:
+    """Return the event of a restore by rank 0."""
     detail = "" if source is None else f"attempt {source}"
-    return Event(at_s, "restored", step, attempt, detail=detail)
+    return HistoryEvent(at_s, "restored", step, attempt, detail=detail)
 
 
 def value_of(attempt: int, step: int) -> float:
-    """What an attempt tells of a step: all differ."""
+    """Return the value of an attempt and step: all differ."""
     return attempt * 1000.0 + step
 
 
@@ -46,8 +48,8 @@ attempts = st.lists(
 def test_each_step_that_counts_has_exactly_one_value(
     fates: list[tuple[int, int, bool, int, bool]], every: int
 ) -> None:
-    """Against a training that keeps account of who made each step, along its checkpoints."""
-    events: list[Event] = []
+    """Compare with a simulation that records the attempt of each step."""
+    events: list[HistoryEvent] = []
     saved: dict[tuple[int, int], list[int]] = {}  # by attempt and step: who made each step up to it
     line: list[int] = []
     at_s = 0.0
@@ -59,8 +61,8 @@ def test_each_step_that_counts_has_exactly_one_value(
             line = list(saved[order[0]])
             at_s += 1
             newest = max(one for one, of in saved if of == step)
-            is_told = says_whose or source != newest
-            events.append(restored(attempt, at_s, step, source if is_told else None))
+            has_source = says_whose or source != newest
+            events.append(restored(attempt, at_s, step, source if has_source else None))
         waiting: list[int] = []
         for i in range(num_steps):
             line.append(attempt)
@@ -68,16 +70,18 @@ def test_each_step_that_counts_has_exactly_one_value(
             is_due = len(line) % every == 0
             if is_due or len(waiting) >= batch or (i == num_steps - 1 and not loses):
                 at_s += 1
-                events.append(told(attempt, at_s, waiting, [value_of(attempt, step) for step in waiting]))
+                events.append(
+                    metrics_event(attempt, at_s, waiting, [value_of(attempt, step) for step in waiting])
+                )
                 waiting = []
             if is_due:
                 saved[attempt, len(line)] = list(line)
         line = line[: len(line) - len(waiting)]
-    found = curves_of(events, saved)
+    found = collect_curves(events, saved)
     made = dict(enumerate(line, start=1))
     counted = found[0].counted if found else ()
-    newest_told = max((event.attempt for event in events), default=0)
-    if newest_told == len(fates):  # else the last attempt has left no trace, and nobody knows that it was
+    newest_recorded = max((event.attempt for event in events), default=0)
+    if newest_recorded == len(fates):  # otherwise the last attempt has left no events
         assert [point.step for point in counted] == sorted(made)
         assert [point.attempt for point in counted] == [made[step] for step in sorted(made)]
     assert all(point.value == value_of(point.attempt, point.step) for point in counted)
@@ -86,32 +90,36 @@ def test_each_step_that_counts_has_exactly_one_value(
         assert not set(beside) & set(curve.counted)
 
 
-def test_numbers_told_again_are_one_number() -> None:
-    """A keeper's successor is told again what the dead one may not have written."""
-    events = [told(1, 1.0, [1, 2], [0.5, 0.4]), told(1, 2.0, [1, 2], [0.5, 0.4]), told(1, 3.0, [2], [0.3])]
-    assert curves_of(events) == [Curve("loss", (Point(1, 1, 0.5), Point(2, 1, 0.3)), ())]
+def test_values_that_are_recorded_twice_count_once() -> None:
+    """A keeper's successor receives values again that the dead one may have written."""
+    events = [
+        metrics_event(1, 1.0, [1, 2], [0.5, 0.4]),
+        metrics_event(1, 2.0, [1, 2], [0.5, 0.4]),
+        metrics_event(1, 3.0, [2], [0.3]),
+    ]
+    assert collect_curves(events) == [Curve("loss", (Point(1, 1, 0.5), Point(2, 1, 0.3)), ())]
 
 
-def test_going_back_within_an_attempt_throws_away() -> None:
+def test_going_back_within_an_attempt_discards_values() -> None:
     events = [
         restored(2, 1.0, 10, 1),
-        told(2, 2.0, [11, 12], [1.0, 2.0]),
+        metrics_event(2, 2.0, [11, 12], [1.0, 2.0]),
         restored(2, 3.0, 5, 1),
-        told(2, 4.0, [6], [3.0]),
+        metrics_event(2, 4.0, [6], [3.0]),
     ]
-    (curve,) = curves_of(events)
+    (curve,) = collect_curves(events)
     assert curve.counted == (Point(6, 2, 3.0),)
     assert curve.lost == ((Point(11, 2, 1.0), Point(12, 2, 2.0)),)
 
 
-def test_what_is_not_as_the_format_says_is_left_out() -> None:
+def test_values_of_a_wrong_type_are_skipped() -> None:
     events = [
-        told(1, 1.0, [1, 2, 3, 4, 5, 6], [1.0, None, "nan", "many", True, 10**400]),
-        told(1, 2.0, [-1, 7], [1.0, "inf"]),
-        *events_of([{"t": 3.0, "event": "metrics", "attempt": 1, "steps": 5, "values": []}]),
-        *events_of([{"t": 3.0, "event": "metrics", "attempt": 1, "steps": [8], "values": {"loss": 3}}]),
+        metrics_event(1, 1.0, [1, 2, 3, 4, 5, 6], [1.0, None, "nan", "many", True, 10**400]),
+        metrics_event(1, 2.0, [-1, 7], [1.0, "inf"]),
+        *parse_events([{"t": 3.0, "event": "metrics", "attempt": 1, "steps": 5, "values": []}]),
+        *parse_events([{"t": 3.0, "event": "metrics", "attempt": 1, "steps": [8], "values": {"loss": 3}}]),
     ]
-    (curve,) = curves_of(events)
+    (curve,) = collect_curves(events)
     assert [point.step for point in curve.counted] == [1, 3, 7]
     assert math.isnan(curve.counted[1].value)
     assert curve.counted[2].value == math.inf
@@ -119,35 +127,35 @@ def test_what_is_not_as_the_format_says_is_left_out() -> None:
 
 def test_restores_of_other_ranks_change_nothing() -> None:
     events = [
-        told(1, 0.0, [1, 2], [1.0, 2.0]),
+        metrics_event(1, 0.0, [1, 2], [1.0, 2.0]),
         restored(2, 1.0, 2, 1),
-        told(2, 2.0, [3], [3.0]),
-        Event(3.0, "restored", 2, 2, rank=1, detail="attempt 1"),
+        metrics_event(2, 2.0, [3], [3.0]),
+        HistoryEvent(3.0, "restored", 2, 2, rank=1, detail="attempt 1"),
     ]
-    (curve,) = curves_of(events)
+    (curve,) = collect_curves(events)
     assert [point.value for point in curve.counted] == [1.0, 2.0, 3.0]
     assert curve.lost == ()
 
 
-def test_what_is_told_of_steps_before_the_restored_one_does_not_count() -> None:
+def test_values_of_steps_before_the_restored_one_do_not_count() -> None:
     events = [
-        told(1, 0.0, [1, 2], [1.0, 2.0]),
+        metrics_event(1, 0.0, [1, 2], [1.0, 2.0]),
         restored(2, 1.0, 2, 1),
-        told(2, 2.0, [1, 2, 3], [10.0, 20.0, 30.0]),
+        metrics_event(2, 2.0, [1, 2, 3], [10.0, 20.0, 30.0]),
     ]
-    (curve,) = curves_of(events)
+    (curve,) = collect_curves(events)
     assert [(point.step, point.attempt) for point in curve.counted] == [(1, 1), (2, 1), (3, 2)]
 
 
-def test_of_an_attempt_that_went_back_itself_the_last_stretch_is_the_one_that_saved() -> None:
+def test_of_an_attempt_that_went_back_the_last_stretch_is_the_source() -> None:
     events = [
-        told(1, 0.0, [1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]),
+        metrics_event(1, 0.0, [1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]),
         restored(2, 1.0, 3, 1),
-        told(2, 2.0, [4, 5], [40.0, 50.0]),
+        metrics_event(2, 2.0, [4, 5], [40.0, 50.0]),
         restored(2, 3.0, 4, 1),
-        told(2, 4.0, [5, 6], [5.0, 6.0]),
+        metrics_event(2, 4.0, [5, 6], [5.0, 6.0]),
         restored(3, 5.0, 6, 2),
     ]
-    (curve,) = curves_of(events)
+    (curve,) = collect_curves(events)
     assert [point.value for point in curve.counted] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert [[point.value for point in stretch] for stretch in curve.lost] == [[40.0, 50.0]]

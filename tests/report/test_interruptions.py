@@ -1,4 +1,4 @@
-"""What interruptions cost: by hand, and against runs whose truth is known."""
+"""Costs of interruptions: by hand, and against simulated runs."""
 
 from __future__ import annotations
 
@@ -7,65 +7,65 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.format.run import Done
-from holdfast.report import Story, tell
-from report.telling import START, Fate, Telling, simulate
+from holdfast.report import RunSummary, summarize
+from report.made_up_run import START, Fate, MadeUpRun, simulate
 
 
-def story_of(told: Telling, *, finished: Done | None = None) -> Story:
-    """The story of what was told."""
-    return tell(told.by_time(), told.claims, finished=finished)
+def summary_of(made_up: MadeUpRun, *, finished: Done | None = None) -> RunSummary:
+    """Return the summary of a made-up run."""
+    return summarize(made_up.by_time(), made_up.claims, finished=finished)
 
 
 @pytest.fixture
-def killed() -> Telling:
-    """Saves at 10 s, 20 s and 30 s; killed at about 36 s; another attempt at 100 s goes on at 104 s."""
-    told = Telling()
-    told.claim(1, 0.0)
+def killed() -> MadeUpRun:
+    """Saves at 10 s, 20 s and 30 s; killed at about 36 s; another attempt at 100 s resumes at 104 s."""
+    made_up = MadeUpRun()
+    made_up.claim(1, 0.0)
     for step in (10, 20, 30):
-        told.save(1, step, float(step), blocked_s=0.5)
-    told.claim(2, 100.0)
-    told.tell(2, 104.0, "restored", 30, seconds=4.0)
-    told.save(2, 40, 114.0, blocked_s=0.5)
-    return told
+        made_up.save(1, step, float(step), blocked_s=0.5)
+    made_up.claim(2, 100.0)
+    made_up.add(2, 104.0, "restored", 30, seconds=4.0)
+    made_up.save(2, 40, 114.0, blocked_s=0.5)
+    return made_up
 
 
-def test_a_kill_by_hand(killed: Telling) -> None:
-    (one,) = story_of(killed).interruptions
+def test_the_cost_of_a_kill(killed: MadeUpRun) -> None:
+    (one,) = summary_of(killed).interruptions
     assert (one.kind, one.before, one.after, one.is_failure) == ("stopped", 1, 2, True)
     assert (one.last_step, one.restored_step, one.steps_lost) == (30, 30, 0)
     assert (one.redo_s, one.down_s, one.restore_s) == pytest.approx((0.0, 69.5, 4.0))
-    assert one.steps_lost_most == 9  # it would have saved after 10 more
+    assert one.max_steps_lost == 9  # it would have saved after 10 more
 
 
-def test_a_first_save_that_makes_the_claim_lies_within_its_attempt() -> None:
-    told = Telling()
-    told.save(1, 1, 10.0, blocked_s=0.3)
-    told.claim(1, 10.2)
-    told.save(1, 2, 12.0, blocked_s=0.1)
-    story = story_of(told)
-    assert story.times.total_s == pytest.approx(2.1)
-    assert story.times.blocked_s == pytest.approx(0.4)
-    assert story.overhead_share == pytest.approx(0.4 / 2.1)
+def test_a_first_save_that_makes_the_claim_is_within_its_attempt() -> None:
+    made_up = MadeUpRun()
+    made_up.save(1, 1, 10.0, blocked_s=0.3)
+    made_up.claim(1, 10.2)
+    made_up.save(1, 2, 12.0, blocked_s=0.1)
+    summary = summary_of(made_up)
+    assert summary.times.total_s == pytest.approx(2.1)
+    assert summary.times.blocked_s == pytest.approx(0.4)
+    assert summary.overhead_share == pytest.approx(0.4 / 2.1)
 
 
-def test_training_goes_again_when_the_last_rank_has_restored(killed: Telling) -> None:
-    killed.tell(2, 106.0, "restored", 30, seconds=6.0, rank=1)
-    (one,) = story_of(killed).interruptions
+def test_training_resumes_once_the_last_rank_has_restored(killed: MadeUpRun) -> None:
+    killed.add(2, 106.0, "restored", 30, seconds=6.0, rank=1)
+    (one,) = summary_of(killed).interruptions
     assert one.restore_s == pytest.approx(6.0)
 
 
-def test_times_by_hand(killed: Telling) -> None:
-    story = story_of(killed)
-    times = story.times
+def test_the_time_breakdown_of_a_kill(killed: MadeUpRun) -> None:
+    summary = summary_of(killed)
+    times = summary.times
     assert times.total_s == pytest.approx(114.5)
     assert times.lost_s == pytest.approx(73.5)
     assert times.blocked_s == pytest.approx(2.0)
     assert times.kept_s == pytest.approx(114.5 - 73.5 - 2.0)
-    assert story.overhead_share == pytest.approx(2.0 / (30.5 + 10.5))
+    assert summary.overhead_share == pytest.approx(2.0 / (30.5 + 10.5))
 
 
-def test_advice_by_hand(killed: Telling) -> None:
-    advice = story_of(killed).advice
+def test_the_advice_after_a_kill(killed: MadeUpRun) -> None:
+    advice = summary_of(killed).advice
     assert (advice.num_failures, advice.mtbf_s) == (1, pytest.approx(41.0))
     assert (advice.cost_s, advice.interval_s, advice.step_s) == pytest.approx((0.5, 10.0, 0.95))
     assert advice.own is not None
@@ -74,65 +74,65 @@ def test_advice_by_hand(killed: Telling) -> None:
     assert advice.useful_s == pytest.approx(advice.own.daly_s)
 
 
-def test_going_back_to_an_older_step_is_work_to_be_done_again(killed: Telling) -> None:
+def test_training_beyond_an_older_restored_step_is_repeated(killed: MadeUpRun) -> None:
     killed.events = [event for event in killed.events if event.attempt == 1]
-    killed.tell(2, 104.0, "restored", 10, detail="passed over step 30 of attempt 1: rotten")
-    (one,) = story_of(killed).interruptions
+    killed.add(2, 104.0, "restored", 10, detail="passed over step 30 of attempt 1: rotten")
+    (one,) = summary_of(killed).interruptions
     assert (one.steps_lost, one.kind) == (20, "stopped")
     assert (one.redo_s, one.down_s, one.restore_s) == pytest.approx((20.0, 69.5, 4.0))
 
 
-def test_the_copy_that_was_restored_counts_not_a_newer_one_of_the_same_step(killed: Telling) -> None:
+def test_the_restored_copy_counts_even_if_a_newer_one_of_the_step_exists(killed: MadeUpRun) -> None:
     """Attempt 2 saved step 30 again; that copy is damaged, so attempt 3 falls back on attempt 1's."""
     killed.events = [event for event in killed.events if event.attempt == 1]
-    killed.tell(2, 104.0, "restored", 10)
+    killed.add(2, 104.0, "restored", 10)
     killed.save(2, 30, 130.0)
     killed.claim(3, 140.0)
-    killed.tell(3, 142.0, "restored", 30, detail="passed over step 30 of attempt 2: rotten")
-    _, second = story_of(killed).interruptions
+    killed.add(3, 142.0, "restored", 30, detail="passed over step 30 of attempt 2: rotten")
+    _, second = summary_of(killed).interruptions
     assert second.cost_s == pytest.approx(142.0 - 104.0)
 
 
-def test_the_second_failure_on_the_same_checkpoint_costs_only_what_is_new(killed: Telling) -> None:
+def test_a_second_failure_on_the_same_checkpoint_costs_only_new_losses(killed: MadeUpRun) -> None:
     killed.events = [event for event in killed.events if event.step != 40]
     killed.claim(3, 200.0)
-    killed.tell(3, 205.0, "restored", 30)
-    first, second = story_of(killed).interruptions
+    killed.add(3, 205.0, "restored", 30)
+    first, second = summary_of(killed).interruptions
     assert first.cost_s == pytest.approx(73.5)
     assert second.cost_s == pytest.approx(205.0 - 104.0)
-    assert story_of(killed).times.lost_s == pytest.approx(205.0 - 30.5)
+    assert summary_of(killed).times.lost_s == pytest.approx(205.0 - 30.5)
 
 
-def test_starts_that_came_to_nothing_are_counted_as_failures_and_as_time_down(killed: Telling) -> None:
+def test_starts_without_training_count_as_failures_and_as_time_down(killed: MadeUpRun) -> None:
     del killed.claims[2]
     killed.events = [event for event in killed.events if event.attempt == 1]
     for number, at_s in ((2, 50.0), (3, 60.0), (4, 100.0)):
         killed.claim(number, at_s)
-    killed.tell(4, 104.0, "restored", 30)
-    story = story_of(killed)
-    (one,) = story.interruptions
-    assert (one.num_dead_starts, one.down_s) == (2, pytest.approx(69.5))
-    assert story.advice.num_failures == 3
+    killed.add(4, 104.0, "restored", 30)
+    summary = summary_of(killed)
+    (one,) = summary.interruptions
+    assert (one.num_failed_starts, one.down_s) == (2, pytest.approx(69.5))
+    assert summary.advice.num_failures == 3
 
 
-def test_without_a_failure_the_best_interval_is_not_known() -> None:
-    told = Telling()
-    told.claim(1, 0.0)
+def test_without_a_failure_the_best_interval_is_unknown() -> None:
+    made_up = MadeUpRun()
+    made_up.claim(1, 0.0)
     for step in (10, 20, 30):
-        told.save(1, step, float(step), blocked_s=0.5)
-    advice = story_of(told).advice
+        made_up.save(1, step, float(step), blocked_s=0.5)
+    advice = summary_of(made_up).advice
     assert (advice.own, advice.mtbf_s, advice.useful_s, advice.lost_share) == (None, None, None, None)
     assert advice.mtbf_bounds_s == (pytest.approx(30.5 / 2.9957, rel=1e-3), None)
     assert [one.mtbf_s for one in advice.assumed] == [3600, 4 * 3600, 86400, 7 * 86400]
 
 
-def test_a_finished_run_that_is_made_longer_was_not_interrupted(killed: Telling) -> None:
-    story = story_of(killed, finished=Done("run", 1, 30, START + 31))
-    (one,) = story.interruptions
+def test_the_extension_of_a_finished_run_is_not_a_failure(killed: MadeUpRun) -> None:
+    summary = summary_of(killed, finished=Done("run", 1, 30, START + 31))
+    (one,) = summary.interruptions
     assert (one.kind, one.is_failure) == ("finished", False)
-    assert story.times.idle_s == pytest.approx(69.5)
-    assert story.times.lost_s == pytest.approx(4.0)
-    assert story.advice.mtbf_s is None
+    assert summary.times.idle_s == pytest.approx(69.5)
+    assert summary.times.lost_s == pytest.approx(4.0)
+    assert summary.advice.mtbf_s is None
 
 
 @pytest.mark.parametrize(
@@ -145,48 +145,48 @@ def test_a_finished_run_that_is_made_longer_was_not_interrupted(killed: Telling)
         ("RuntimeError: NaN", "stopped", True),
     ],
 )
-def test_an_attempt_that_told_how_it_ended_is_believed(
-    killed: Telling, end: str, kind: str, is_failure: bool
+def test_the_recorded_end_of_an_attempt_determines_its_kind(
+    killed: MadeUpRun, end: str, kind: str, is_failure: bool
 ) -> None:
-    killed.tell(1, 40.0, "ended", 38, detail=end)
-    (one,) = story_of(killed).interruptions
+    killed.add(1, 40.0, "ended", 38, detail=end)
+    (one,) = summary_of(killed).interruptions
     assert (one.kind, one.is_failure, one.end) == (kind, is_failure, end)
-    assert (one.last_step, one.steps_lost, one.steps_lost_most) == (38, 8, 8)
+    assert (one.last_step, one.steps_lost, one.max_steps_lost) == (38, 8, 8)
     assert one.redo_s == pytest.approx(9.5)
 
 
-def test_the_same_process_that_restored_an_older_step_went_back(killed: Telling) -> None:
+def test_the_same_process_that_restored_an_older_step_went_back(killed: MadeUpRun) -> None:
     killed.events = [event for event in killed.events if event.attempt == 1]
     killed.claim(2, 100.0, pid=101)
-    killed.tell(2, 104.0, "restored", 10)
-    (one,) = story_of(killed).interruptions
+    killed.add(2, 104.0, "restored", 10)
+    (one,) = summary_of(killed).interruptions
     assert (one.kind, one.is_failure) == ("went back", False)
 
 
-def test_a_container_s_restart_is_no_going_back(killed: Telling) -> None:
+def test_a_restarted_container_did_not_go_back(killed: MadeUpRun) -> None:
     """Every process in a container may have the id 1, and the host's name stays."""
     for number, at_s in ((1, 0.0), (2, 100.0)):
         killed.claim(number, at_s, pid=1)
-    (one,) = story_of(killed).interruptions
+    (one,) = summary_of(killed).interruptions
     assert one.kind == "stopped"
 
 
-def test_an_import_is_no_attempt_at_training() -> None:
-    told = Telling()
-    told.claim(1, 0.0)
-    told.tell(1, 1.0, "committed", 7, num_bytes=10, detail="imported from model.pt")
-    told.claim(2, 500.0)
-    told.tell(2, 501.0, "restored", 7)
-    told.save(2, 8, 510.0)
-    story = story_of(told)
-    assert story.interruptions == ()
-    assert story.times.total_s == pytest.approx(10.0)
+def test_an_import_is_not_an_attempt() -> None:
+    made_up = MadeUpRun()
+    made_up.claim(1, 0.0)
+    made_up.add(1, 1.0, "committed", 7, num_bytes=10, detail="imported from model.pt")
+    made_up.claim(2, 500.0)
+    made_up.add(2, 501.0, "restored", 7)
+    made_up.save(2, 8, 510.0)
+    summary = summary_of(made_up)
+    assert summary.interruptions == ()
+    assert summary.times.total_s == pytest.approx(10.0)
 
 
-def test_a_home_without_history_has_an_empty_story() -> None:
-    story = tell([], {})
-    assert (story.times.total_s, story.interruptions, story.overhead_share) == (0.0, (), None)
-    assert story.as_json()["began_unix_s"] is None
+def test_a_home_without_history_has_an_empty_summary() -> None:
+    summary = summarize([], {})
+    assert (summary.times.total_s, summary.interruptions, summary.overhead_share) == (0.0, (), None)
+    assert summary.as_json()["started_unix_s"] is None
 
 
 fates = st.builds(
@@ -200,34 +200,34 @@ fates = st.builds(
 
 
 @given(st.lists(fates, min_size=1, max_size=8), st.integers(1, 6), st.floats(0.1, 10), st.floats(0, 0.5))
-def test_time_lost_is_what_did_not_lead_to_the_end(
+def test_lost_time_is_all_time_that_did_not_lead_to_the_final_state(
     drawn: list[Fate], every: int, step_s: float, blocked_s: float
 ) -> None:
-    """The story, told from traces alone, against an account kept along the checkpoints."""
+    """Compare the summary, from events alone, with the simulation's own record."""
     run = simulate(drawn, every=every, step_s=step_s, blocked_s=blocked_s)
-    story = story_of(run.telling)
-    times = story.times
+    summary = summary_of(run.made_up)
+    times = summary.times
     parts = times.kept_s + times.blocked_s + times.redo_s + times.down_s + times.restore_s + times.idle_s
     assert parts == pytest.approx(times.total_s, abs=1e-3)
-    trained = [life for life in story.lives if life.has_trained]
+    trained = [attempt for attempt in summary.attempts if attempt.has_trained]
     if not trained or trained[-1].number != len(drawn):
         return  # the last attempt left no trace of training, so the end that it led to is not seen
     assert times.total_s == pytest.approx(run.total_s, abs=1e-3)
     assert times.kept_s + times.blocked_s == pytest.approx(run.useful_s, abs=1e-3)
     assert times.lost_s == pytest.approx(run.total_s - run.useful_s, abs=1e-3)
-    assert sum(one.cost_s for one in story.interruptions) == pytest.approx(times.lost_s, abs=1e-3)
+    assert sum(one.cost_s for one in summary.interruptions) == pytest.approx(times.lost_s, abs=1e-3)
 
 
 @given(st.lists(fates, min_size=2, max_size=8), st.integers(1, 6))
 def test_steps_lost_are_between_the_bounds(drawn: list[Fate], every: int) -> None:
     run = simulate(drawn, every=every, step_s=1.0, blocked_s=0.1)
-    story = story_of(run.telling)
-    for one in story.interruptions:
+    summary = summary_of(run.made_up)
+    for one in summary.interruptions:
         if one.after - one.before > 1:
             continue  # what attempts in between have done is not known
         truth = run.steps_lost[one.before - 1]
         assert one.steps_lost <= truth
-        assert one.steps_lost_most is None or truth <= one.steps_lost_most
+        assert one.max_steps_lost is None or truth <= one.max_steps_lost
 
 
 events = st.lists(
@@ -245,17 +245,17 @@ events = st.lists(
 
 
 @given(events, st.dictionaries(st.integers(1, 4), st.floats(0, 1000)))
-def test_no_history_however_strange_is_too_much(
-    told_events: list[tuple[str, int, float, int, float]], claimed: dict[int, float]
+def test_any_history_has_a_summary(
+    recorded: list[tuple[str, int, float, int, float]], claimed: dict[int, float]
 ) -> None:
-    """Clocks that disagree, lost lines, attempts out of order: nothing fails, nothing is negative."""
-    told = Telling()
+    """With differing clocks, lost lines and unordered attempts, no value is negative."""
+    made_up = MadeUpRun()
     for number, at_s in claimed.items():
-        told.claim(number, at_s)
-    for kind, attempt, at_s, step, seconds in told_events:
-        told.tell(attempt, at_s, kind, step, seconds=seconds, num_bytes=10)
-    story = story_of(told)
-    times = story.times
+        made_up.claim(number, at_s)
+    for kind, attempt, at_s, step, seconds in recorded:
+        made_up.add(attempt, at_s, kind, step, seconds=seconds, num_bytes=10)
+    summary = summary_of(made_up)
+    times = summary.times
     assert min(times.total_s, times.kept_s, times.blocked_s, times.lost_s, times.idle_s) >= 0
-    assert all(one.cost_s >= 0 and one.steps_lost >= 0 for one in story.interruptions)
-    assert story.as_json()["times"]["lost_s"] == times.lost_s
+    assert all(one.cost_s >= 0 and one.steps_lost >= 0 for one in summary.interruptions)
+    assert summary.as_json()["times"]["lost_s"] == times.lost_s

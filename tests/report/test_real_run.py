@@ -1,4 +1,4 @@
-"""The story of a run that was really trained, killed and resumed, against what the test saw itself."""
+"""The summary of a real run with kills and resumes, compared with the test's own observations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from faults.playground import Playground
-from holdfast.report import read_story
+from holdfast.report import read_summary
 from holdfast.store import open_store
 from nursery import Child, shared
 
@@ -19,7 +19,7 @@ def playground(tmp_path: Path) -> Playground:
     return Playground(tmp_path, shared())
 
 
-def test_the_story_of_a_killed_run_is_what_was_seen(playground: Playground) -> None:
+def test_the_summary_of_a_killed_run_matches_the_observations(playground: Playground) -> None:
     child = playground.start("--every", "4", "--step-s", "0.02")
     playground.wait_for_steps(14, child)
     child.kill()
@@ -32,38 +32,38 @@ def test_the_story_of_a_killed_run_is_what_was_seen(playground: Playground) -> N
     finished_at = time.time()
     playground.wait_for_keepers()
 
-    story = read_story(open_store(str(playground.home)))
-    (one,) = story.interruptions
+    summary = read_summary(open_store(str(playground.home)))
+    (one,) = summary.interruptions
     truly_lost = done_then - one.restored_step
     assert (one.kind, one.before, one.after) == ("stopped", 1, 2)
     assert one.restored_step % 4 == 0
     assert one.steps_lost <= truly_lost
-    assert one.steps_lost_most is not None
-    assert truly_lost <= one.steps_lost_most
+    assert one.max_steps_lost is not None
+    assert truly_lost <= one.max_steps_lost
     assert one.last_seen_unix_s <= killed_at
-    assert restarted_at <= one.back_unix_s <= finished_at
+    assert restarted_at <= one.resumed_unix_s <= finished_at
     assert one.cost_s >= restarted_at - killed_at
-    assert story.finished is not None
-    assert story.finished.step == 24
-    assert [save.step for save in story.saves if save.attempt == 2 and save.durable][-1] == 24
-    times = story.times
+    assert summary.finished is not None
+    assert summary.finished.step == 24
+    assert [save.step for save in summary.saves if save.attempt == 2 and save.durable][-1] == 24
+    times = summary.times
     assert times.kept_s + times.blocked_s + times.lost_s == pytest.approx(times.total_s)
-    assert times.total_s <= finished_at - story.lives[0].began_unix_s
-    assert story.overhead_share is not None
-    assert story.overhead_share > 0
-    assert story.advice.num_failures == 1
-    assert story.holding is not None
-    assert story.holding.num_checkpoints == 3
+    assert times.total_s <= finished_at - summary.attempts[0].started_unix_s
+    assert summary.overhead_share is not None
+    assert summary.overhead_share > 0
+    assert summary.advice.num_failures == 1
+    assert summary.home_contents is not None
+    assert summary.home_contents.num_checkpoints == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_local", [False, True])
-def test_the_curve_of_a_run_that_was_killed_in_all_ways_is_that_of_one_that_was_not(
+def test_the_curve_of_a_killed_run_equals_that_of_an_uninterrupted_one(
     tmp_path: Path, playground: Playground, has_local: bool
 ) -> None:
     """Trainer, keeper and both are killed, and a notice comes; each step has one value, the true one.
 
-    With a local folder most checkpoints never come home, and what is told of their steps must.
+    With a local folder most checkpoints never come home, and what is made_up of their steps must.
     """
     quiet = Playground(tmp_path / "quiet", playground.nursery)
     quiet.folder.mkdir()
@@ -92,9 +92,9 @@ def test_the_curve_of_a_run_that_was_killed_in_all_ways_is_that_of_one_that_was_
     playground.kill_keepers()
     assert last.wait() == 0, last.said()
     playground.wait_for_keepers()
-    story, truth = (read_story(open_store(str(one.home))) for one in (playground, quiet))
-    assert len(story.lives) == len(ways) + 1
-    for curve, true in zip(story.curves, truth.curves, strict=True):
+    summary, truth = (read_summary(open_store(str(one.home))) for one in (playground, quiet))
+    assert len(summary.attempts) == len(ways) + 1
+    for curve, true in zip(summary.curves, truth.curves, strict=True):
         assert [point.step for point in curve.counted] == list(range(1, 25))
         assert [point.value for point in curve.counted] == [point.value for point in true.counted]
         assert not true.lost

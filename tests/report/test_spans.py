@@ -1,4 +1,4 @@
-"""Overlapping stretches of time are counted once."""
+"""Overlapping time spans are counted once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ whole_spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_si
 
 
 @given(whole_spans)
-def test_what_is_new_and_what_is_held_is_as_if_each_second_were_ticked_off(
+def test_spans_match_a_set_of_seconds(
     spans: list[tuple[int, int]],
 ) -> None:
     ticked: set[int] = set()
@@ -24,7 +24,7 @@ def test_what_is_new_and_what_is_held_is_as_if_each_second_were_ticked_off(
         ticked |= seconds
         assert held.seconds == len(ticked)
         assert seconds_of(spans) == sum(any(b <= s < e for b, e in spans) for s in range(31))
-    assert all(held.holds(second + 0.5) == (second in ticked) for second in range(31))
+    assert all(held.contains(second + 0.5) == (second in ticked) for second in range(31))
 
 
 @given(whole_spans)

@@ -15,9 +15,9 @@ from holdfast.cli.tables import print_csv, print_json, print_table, say_moment
 from holdfast.errors import InvalidInput
 from holdfast.keeper.history import EVENTS
 from holdfast.quantity import plural, say_bytes, say_seconds
-from holdfast.report.curves import Point, curves_of
-from holdfast.report.events import METRICS, TIERS, events_of, read_lines, tier_of
-from holdfast.report.saves import Copy, Save, saves_of
+from holdfast.report.curves import Point, collect_curves
+from holdfast.report.events import METRICS, TIERS, parse_events, read_lines, tier_of
+from holdfast.report.saves import Copy, SaveRecord, collect_saves
 
 COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier", "bytes_per_s")
 """Members of an event, in the order of the CSV; new ones come last."""
@@ -192,14 +192,14 @@ def _say_speed(bytes_per_s: float | None) -> str:
 
 
 def _checkpoints(lines: list[Event]) -> list[Event]:
-    return [row for save in saves_of(events_of(lines)) for row in _rows_of(save)]
+    return [row for save in collect_saves(parse_events(lines)) for row in _rows_of(save)]
 
 
-def _rows_of(save: Save) -> list[Event]:
+def _rows_of(save: SaveRecord) -> list[Event]:
     return [_row(save, copy) for copy in save.copies] or [_row(save, None)]
 
 
-def _row(save: Save, copy: Copy | None) -> Event:
+def _row(save: SaveRecord, copy: Copy | None) -> Event:
     is_durable = copy is not None and copy.durable_unix_s is not None
     return {
         "step": save.step,
@@ -262,9 +262,9 @@ def _print_checkpoints(rows: Iterable[Event]) -> None:
 
 
 def _metrics(lines: list[Event], *, with_lost: bool) -> list[Event]:
-    events = events_of(lines)
+    events = parse_events(lines)
     rows: list[Event] = []
-    for curve in curves_of(events, [(save.attempt, save.step) for save in saves_of(events)]):
+    for curve in collect_curves(events, [(save.attempt, save.step) for save in collect_saves(events)]):
         rows += [_number_row(curve.name, point, counts=True) for point in curve.counted]
         lost = (point for stretch in curve.lost for point in stretch)
         rows += [_number_row(curve.name, point, counts=False) for point in lost if with_lost]

@@ -1,4 +1,4 @@
-"""`holdfast report`: one page that shows how a run went, and what its interruptions cost."""
+"""`holdfast report`: a page about a run, with the cost of its interruptions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.quantity import say_bytes
-from holdfast.report.headline import numbers, sentence
-from holdfast.report.story import Story, read_story
+from holdfast.report.headline import headline, headline_numbers
+from holdfast.report.summary import RunSummary, read_summary
 from holdfast.restore.placing import placed_file
 
 _EXAMPLES = """
@@ -25,7 +25,7 @@ holdfast report runs/gpt --json | jq .advice.own.daly_s
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Show how a run went: saves, failures and what each cost, overhead, and how often to save."
+    job = "Report on a run: saves, failures and their costs, overhead, and the best save interval."
     parser = command(commands, "report", run, job=job, examples=_EXAMPLES)
     add_home(parser)
     parser.add_argument(
@@ -39,19 +39,19 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tell the story of a run as a page, as JSON, or as a few lines."""
+    """Print the summary of a run as a page, JSON, or a few lines."""
     store, _ = open_home(args.home)
-    story = read_story(store)
+    summary = read_summary(store)
     if args.json:
-        print_json({"home": store.url, **story.as_json()})
+        print_json({"home": store.url, **summary.as_json()})
         return 0
     if args.output is None:
-        _print_short(story)
+        _print_short(summary)
         return 0
-    from holdfast.report.page import page  # not above: other commands do without it
+    from holdfast.report.page import make_page  # slow import, needed for the page only
 
     title = args.title or Path(args.home.rstrip("/")).name or args.home
-    text = page(story, name=title, made_unix_s=time.time())
+    text = make_page(summary, name=title, made_unix_s=time.time())
     if args.output == "-":
         sys.stdout.write(text)
     else:
@@ -60,22 +60,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_short(story: Story) -> None:
-    print_text(sentence(story))
+def _print_short(summary: RunSummary) -> None:
+    print_text(headline(summary))
     print_fields(
-        (f"{one.name}:", f"{one.value} ({one.remark})" if one.remark else one.value) for one in numbers(story)
+        (f"{one.name}:", f"{one.value} ({one.remark})" if one.remark else one.value)
+        for one in headline_numbers(summary)
     )
-    print("-o FILE writes a page with charts; --json tells everything.")
+    print("Use -o FILE for a page with charts, or --json for all data.")
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the page beside its place first, so that a reader never finds half of it.
+    """Write the page atomically.
 
     Raises:
-        InvalidInput: it cannot be written there.
+        InvalidInput: the file cannot be written.
     """
     try:
         with placed_file(path, overwrite=True) as partial:
             partial.write_text(text, encoding="utf-8")
     except (InvalidInput, RetryLater) as error:
-        raise InvalidInput(f"The report cannot be written to {path}: {error}") from error
+        raise InvalidInput(f"Cannot write the report to {path}: {error}") from error

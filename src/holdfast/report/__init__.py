@@ -1,6 +1,6 @@
-"""The story of a run, computed from its history, and a page that shows it."""
+"""Report of a run: a summary computed from its history, and a page that shows it."""
 
-from holdfast.report.events import Event, read_lines
-from holdfast.report.story import Story, read_story, tell
+from holdfast.report.events import HistoryEvent, read_lines
+from holdfast.report.summary import RunSummary, read_summary, summarize
 
-__all__ = ["Event", "Story", "read_lines", "read_story", "tell"]
+__all__ = ["HistoryEvent", "RunSummary", "read_lines", "read_summary", "summarize"]

@@ -1,4 +1,4 @@
-"""The life of each attempt, as far as it has left traces: from its claim to its trainer's last sign; pure."""
+"""Attempts of a run: the time from the claim of each to its trainer's last event; pure."""
 
 from __future__ import annotations
 
@@ -7,86 +7,84 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.format import run
-from holdfast.report.events import METRICS, Event
+from holdfast.report.events import METRICS, HistoryEvent
 
 _TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", METRICS)
-"""Events of which the trainer's own process tells; the keeper's go on after its death."""
+"""Events from the trainer's own process. The keeper's continue after its death."""
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """One attempt. Its trainer's end is not told when it is killed: `last_seen` is the last it said."""
+class AttemptSpan:
+    """One attempt. A killed trainer records no end: `last_seen_unix_s` is its last event."""
 
     number: int
-    began_unix_s: float  # its claim, or the save() that made it
-    going_unix_s: float  # it had restored, or began from nothing: training goes from here
+    started_unix_s: float  # its claim, or the save() that made it
+    training_unix_s: float  # start of training, after the restore
     last_seen_unix_s: float
-    restored_step: int | None  # None: it began from nothing
-    restore_s: float  # to find, read, verify and fill, in the slowest rank
-    restored_bytes: int  # that all ranks read
-    last_step: int  # the last step that it told of
-    has_trained: bool  # False: it claimed its number, and told of nothing more
+    restored_step: int | None  # None: started from scratch
+    restore_s: float  # duration of the restore on the slowest rank
+    last_step: int  # last recorded step
+    has_trained: bool  # False: no event besides its claim
     host: str | None
     pid: int | None
     num_ranks: int | None
-    end: str | None = None  # how it ended, if it could tell
-    tear_check: str = ""  # by which means torn copies were found; where ranks differ, of the lowest
-    remark: str = ""  # what its restore had to say: what it passed over, and why
+    end: str | None = None  # reason of its end, if recorded
+    tear_check: str = ""  # method of finding torn copies, from the lowest rank
+    remark: str = ""  # of its restore: skipped checkpoints and reasons
 
 
-def lives_of(events: Iterable[Event], claims: Mapping[int, run.Attempt]) -> list[Life]:
-    """The life of every attempt that was claimed or told of, by number; an import is none.
+def attempt_spans(events: Iterable[HistoryEvent], claims: Mapping[int, run.Attempt]) -> list[AttemptSpan]:
+    """Return every attempt with a claim or an event, by number, except imports.
 
     Args:
-        events: of the whole run.
-        claims: by attempt number; those that could be read.
+        events: events of the whole run.
+        claims: readable claims by attempt number.
     """
-    told: dict[int, list[Event]] = {number: [] for number in claims}
+    by_attempt: dict[int, list[HistoryEvent]] = {number: [] for number in claims}
     for event in events:
         if event.attempt > 0:
-            told.setdefault(event.attempt, []).append(event)
+            by_attempt.setdefault(event.attempt, []).append(event)
     return [
-        _life(number, told[number], claims.get(number))
-        for number in sorted(told)
+        _attempt_span(number, by_attempt[number], claims.get(number))
+        for number in sorted(by_attempt)
         if not any(
-            event.kind == "committed" and event.detail.startswith("imported") for event in told[number]
+            event.kind == "committed" and event.detail.startswith("imported") for event in by_attempt[number]
         )
     ]
 
 
-def _without_source(event: Event) -> Event:
-    """The event of a restore, without the attempt that it was from, which its detail names first."""
+def _without_source(event: HistoryEvent) -> HistoryEvent:
+    """Return a restore's event without the source attempt at the start of its detail."""
     return replace(event, detail=re.sub(r"^attempt \d+(; )?", "", event.detail))
 
 
-def _life(number: int, told: list[Event], claim: run.Attempt | None) -> Life:
-    # Savers without a keeper tell no more than that they wrote; an import tells only of a commit.
-    trainers = [event for event in told if event.kind in _TRAINERS] or [
-        event for event in told if event.kind == "persisted"
+def _attempt_span(number: int, events: list[HistoryEvent], claim: run.Attempt | None) -> AttemptSpan:
+    # Without a keeper, a save has only the event "persisted"; an import has only a commit.
+    trainers = [event for event in events if event.kind in _TRAINERS] or [
+        event for event in events if event.kind == "persisted"
     ]
     restored = [event for event in trainers if event.kind == "restored"]
     ended = [event for event in trainers if event.kind == "ended"]
-    # A first save() that no restore came before makes the claim itself.
-    starts = [event.unix_s - event.seconds for event in trainers or ([] if claim else told)]
+    # Without a restore, the first save() makes the claim.
+    starts = [event.unix_s - event.seconds for event in trainers or ([] if claim else events)]
     if claim:
         starts.append(claim.started_unix_s)
     began = min(starts)
     going = max((event.unix_s for event in restored), default=began)
     last_seen = max((event.unix_s for event in trainers), default=going)
-    return Life(
+    return AttemptSpan(
         number,
         began,
-        going_unix_s=max(began, going),
+        training_unix_s=max(began, going),
         last_seen_unix_s=max(began, going, last_seen),
         restored_step=restored[0].step if restored else None,
         restore_s=max((event.seconds for event in restored), default=0.0),
-        restored_bytes=sum(event.num_bytes for event in restored),
         last_step=max((event.step or 0 for event in trainers), default=0),
         has_trained=bool(trainers),
         host=claim.host if claim else None,
         pid=claim.pid if claim else None,
         num_ranks=claim.world_size if claim else len({event.rank for event in trainers}) or None,
         end=(ended[0].detail or "ended") if ended else None,
-        tear_check=next((event.detail for event in told if event.kind == "tear-check"), ""),
+        tear_check=next((event.detail for event in events if event.kind == "tear-check"), ""),
         remark=next((event.detail for event in map(_without_source, restored) if event.detail), ""),
     )

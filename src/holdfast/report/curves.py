@@ -1,4 +1,4 @@
-"""What training told of itself, step by step: the line that counts, and what was trained beside it; pure."""
+"""Training metrics by step: the values that count, and those that were discarded; pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.report.events import METRICS, Event
-from holdfast.report.saves import owner_of
+from holdfast.report.events import METRICS, HistoryEvent
+from holdfast.report.saves import checkpoint_of
 
 _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One number of one step."""
+    """One value of one step."""
 
     step: int
     attempt: int
@@ -24,33 +24,33 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """All that was told under one name."""
+    """All values of one metric."""
 
     name: str
-    counted: tuple[Point, ...]  # by step, each at most once: what led to where training stands
-    lost: tuple[tuple[Point, ...], ...]  # stretches that an interruption threw away, each of one attempt
+    counted: tuple[Point, ...]  # by step, each at most once: the history of the current state
+    lost: tuple[tuple[Point, ...], ...]  # discarded by interruptions, each of one attempt
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """What one attempt trained from where it was restored."""
+    """Training of one attempt since a restore."""
 
     attempt: int
-    base: int = -1  # the step it was restored from; -1: it began from nothing
-    source: int | None = None  # index of the stretch that the restored step came from
+    base: int = -1  # restored step; -1: started from scratch
+    source: int | None = None  # index of the stretch that trained the restored step
     numbers: dict[str, dict[int, float]] = field(default_factory=dict)
     counts_upto: float = -math.inf
 
 
-def curves_of(events: Iterable[Event], saves: Iterable[tuple[int, int]] = ()) -> list[Curve]:
-    """The curves that events tell, in the order in which their names were first told.
+def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[tuple[int, int]] = ()) -> list[Curve]:
+    """Return the curves of all metrics, in the order of their first values.
 
-    A step counts as told by the attempt that led to where training stands now: from the newest attempt back
-    to what it was restored from, and from there on in the same way.
+    A value counts if it is part of the history of the current state: from the newest attempt back to its
+    restored step, from there back to the source of that checkpoint, and so on.
 
     Args:
-        events: of the whole run, by time.
-        saves: attempt and step of all saves, for restores that do not say whose checkpoint they took.
+        events: events of the whole run, by time.
+        saves: attempt and step of all saves, for restores without a recorded source.
     """
     stretches = _stretches(events, sorted(saves))
     _count(stretches)
@@ -58,10 +58,10 @@ def curves_of(events: Iterable[Event], saves: Iterable[tuple[int, int]] = ()) ->
     return [_curve(name, stretches) for name in names]
 
 
-def _stretches(events: Iterable[Event], saves: Sequence[tuple[int, int]]) -> list[_Stretch]:
-    """In the order in which they were trained, those of an attempt beside each other."""
+def _stretches(events: Iterable[HistoryEvent], saves: Sequence[tuple[int, int]]) -> list[_Stretch]:
+    """Return the stretches in training order, grouped by attempt."""
     found: dict[int, list[_Stretch]] = {}
-    restores: list[tuple[_Stretch, Event]] = []
+    restores: list[tuple[_Stretch, HistoryEvent]] = []
     for event in events:
         own = found.setdefault(event.attempt, []) if event.kind in (METRICS, "restored") else []
         if event.kind == METRICS:
@@ -79,32 +79,32 @@ def _stretches(events: Iterable[Event], saves: Sequence[tuple[int, int]]) -> lis
 
 
 def _source(
-    stretch: _Stretch, event: Event, ordered: Sequence[_Stretch], saves: Sequence[tuple[int, int]]
+    stretch: _Stretch, event: HistoryEvent, ordered: Sequence[_Stretch], saves: Sequence[tuple[int, int]]
 ) -> int | None:
-    """Which stretch trained the step that one was restored from."""
+    """Return the index of the stretch that trained the restored step."""
     owner = _owner(event, saves)
     before = ordered[: next(i for i, one in enumerate(ordered) if one is stretch)]
     fits = [i for i, one in enumerate(before) if one.base <= stretch.base and owner in (None, one.attempt)]
     return fits[-1] if fits else None
 
 
-def _owner(event: Event, saves: Sequence[tuple[int, int]]) -> int | None:
-    """The attempt whose checkpoint was restored, if it was told or can be told from the saves."""
+def _owner(event: HistoryEvent, saves: Sequence[tuple[int, int]]) -> int | None:
+    """Return the attempt of the restored checkpoint, or None."""
     first = event.detail.partition(";")[0].split()
     if len(first) == 2 and first[0] == "attempt" and _NUMBER.fullmatch(first[1]):
         return int(first[1])
-    known = owner_of(event, saves)
+    known = checkpoint_of(event, saves)
     return known[0] if known else None
 
 
 def _count(stretches: Sequence[_Stretch]) -> None:
-    """Tell each stretch up to which step it counts."""
+    """Set the last step that counts in each stretch."""
     upto: float = math.inf
     at = len(stretches) - 1 if stretches else None
     while at is not None:
         one = stretches[at]
         one.counts_upto = upto
-        upto, at = min(upto, one.base), one.source  # a source always lies before
+        upto, at = min(upto, one.base), one.source  # a source is always earlier
 
 
 def _curve(name: str, stretches: Sequence[_Stretch]) -> Curve:

@@ -1,4 +1,4 @@
-"""Reads a run's history: every line of every attempt and rank, by time."""
+"""Events of a run's history, of all attempts and ranks, by time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from holdfast.format.limits import MAX_LINE_BYTES
 from holdfast.store import Store
 
 Line = dict[str, Any]
-"""One line of a history log, as it was written."""
+"""One line of a history log."""
 
 MEMORY, LOCAL, HOME = "memory", "local", "home"
 TIERS = (MEMORY, LOCAL, HOME)
-"""Where a checkpoint can be, nearest first."""
+"""Tiers of a checkpoint, nearest first."""
 
 
 METRICS = "metrics"
-"""The kind of event in which training tells of itself."""
-Number = tuple[str, int, float]
-"""A number that training told of itself: its name, the step, the value."""
+"""Kind of events with training metrics."""
+Metric = tuple[str, int, float]
+"""Value of a training metric: its name, the step, the value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened. What a line lacks has the value of nothing."""
+class HistoryEvent:
+    """One event. Missing members of its line have default values."""
 
     unix_s: float
     kind: str
@@ -39,11 +39,11 @@ class Event:
     num_bytes: int = 0
     seconds: float = 0.0
     detail: str = ""
-    numbers: tuple[Number, ...] = ()  # of metrics
+    numbers: tuple[Metric, ...] = ()  # of metrics
 
     @classmethod
-    def of(cls, line: Line) -> Event:
-        """The event that a line tells; members of a wrong type count as missing."""
+    def from_line(cls, line: Line) -> HistoryEvent:
+        """Return the event of a line. Members of a wrong type count as missing."""
         step = line.get("step")
         return cls(
             float(line["t"]),
@@ -60,18 +60,18 @@ class Event:
 
 
 def tier_of(line: Line) -> str:
-    """The tier that a line is about; lines from before there were tiers are about home."""
+    """Return the tier of a line. Lines from before tiers existed are about home."""
     tier = line.get("tier")
     return tier if isinstance(tier, str) and tier else HOME
 
 
-def events_of(lines: Iterable[Line]) -> list[Event]:
-    """The events that lines tell, by time."""
-    return sorted((Event.of(line) for line in lines), key=lambda event: event.unix_s)
+def parse_events(lines: Iterable[Line]) -> list[HistoryEvent]:
+    """Parse lines into events, sorted by time."""
+    return sorted((HistoryEvent.from_line(line) for line in lines), key=lambda event: event.unix_s)
 
 
 def read_lines(store: Store) -> tuple[list[Line], int]:
-    """All lines of a home by time, and how many were left out because they are not whole.
+    """Read all lines of a home by time, and count those that are incomplete.
 
     Raises:
         RetryLater: the store failed.
@@ -84,8 +84,8 @@ def read_lines(store: Store) -> tuple[list[Line], int]:
         try:
             text = store.get(entry.name)
         except NotFound:
-            continue  # removed since it was listed
-        for one in dict.fromkeys(text.splitlines()):  # a keeper's successor may tell again what it had
+            continue  # deleted since it was listed
+        for one in dict.fromkeys(text.splitlines()):  # a keeper's successor may write its lines again
             line = _parse(one)
             if line is None:
                 num_torn += 1
@@ -106,11 +106,11 @@ def _parse(text: bytes) -> Line | None:
 
 
 def _printable(value: object) -> Any:
-    r"""Return a value in whose texts the bytes of names that are not UTF-8 are escaped, as `\xff`."""
+    r"""Return a value with escaped bytes, such as `\xff`, in texts that are not UTF-8."""
     if isinstance(value, str):
         try:
             return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-        except UnicodeEncodeError:  # half a pair of surrogates, which no file name gives
+        except UnicodeEncodeError:  # half a surrogate pair, which cannot come from a file name
             return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
         return {_printable(key): _printable(one) for key, one in value.items()}
@@ -118,7 +118,7 @@ def _printable(value: object) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    # Python's JSON reads NaN and Infinity, which have no place in an order.
+    # Python's JSON accepts NaN and Infinity, which cannot be sorted.
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -136,8 +136,8 @@ def _amount(line: Line, name: str) -> float:
     return max(0, value) if isinstance(value, (int, float)) and _is_number(value) else 0
 
 
-def _numbers(line: Line) -> tuple[Number, ...]:
-    """The numbers in a line of metrics; what is not as the format says is left out."""
+def _numbers(line: Line) -> tuple[Metric, ...]:
+    """Return the valid metric values of a line."""
     steps, values = line.get("steps"), line.get("values")
     if not isinstance(steps, list) or not isinstance(values, dict):
         return ()

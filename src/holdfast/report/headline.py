@@ -1,101 +1,98 @@
-"""What a report says first: how the run stands, in a sentence and in a few numbers."""
+"""Headline of a report: the state of the run in one sentence and a few numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.report.look import moment, seconds, share, size
-from holdfast.report.story import Story
+from holdfast.quantity import plural
+from holdfast.report.style import format_seconds, format_share, format_size, format_time
+from holdfast.report.summary import RunSummary
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
-    """One number with what it is, and what else should be known about it."""
+class HeadlineNumber:
+    """A number with its name and a remark."""
 
     name: str
     value: str
     remark: str = ""
 
 
-def sentence(story: Story) -> str:
-    """How the run stands."""
-    if story.last_unix_s is None:
-        return "Nothing has happened in this run yet."
-    last = moment(story.last_unix_s)
-    if story.finished is not None:
-        done = moment(story.finished.finished_unix_s)
-        return f"Finished: step {story.finished.step}, by attempt {story.finished.attempt}, {done} UTC."
-    newest = max(story.lives, key=lambda life: (life.last_seen_unix_s, life.number))
-    told = f"Not marked as finished. Last sign of life: {last} UTC"
-    if newest.last_seen_unix_s > story.last_unix_s:
-        return f"{told}. Attempt {newest.number}, begun later, has told of nothing yet."
-    return f"{told}, attempt {newest.number}."
+def headline(summary: RunSummary) -> str:
+    """Return the state of the run as a sentence."""
+    if summary.last_unix_s is None:
+        return "This run has no events yet."
+    last = format_time(summary.last_unix_s)
+    if summary.finished is not None:
+        done = format_time(summary.finished.finished_unix_s)
+        return f"Finished: step {summary.finished.step}, by attempt {summary.finished.attempt}, {done} UTC."
+    newest = max(summary.attempts, key=lambda attempt: (attempt.last_seen_unix_s, attempt.number))
+    text = f"Not marked as finished. Last event: {last} UTC"
+    if newest.last_seen_unix_s > summary.last_unix_s:
+        return f"{text}. Attempt {newest.number} started later and has no events yet."
+    return f"{text}, attempt {newest.number}."
 
 
-def numbers(story: Story) -> list[Number]:
-    """The few numbers that matter most, in the order of reading."""
-    times, advice = story.times, story.advice
-    durable = [save for save in story.saves if save.durable]
+def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
+    """Return the most important numbers, in reading order."""
+    times, advice = summary.times, summary.advice
+    durable = [save for save in summary.saves if save.durable]
     whole_s = times.total_s - times.idle_s
-    lost_steps = sum(one.steps_lost for one in story.interruptions)
-    num_failed = len(story.saves) - len(durable)
+    lost_steps = sum(one.steps_lost for one in summary.interruptions)
+    num_failed = len(summary.saves) - len(durable)
     newest = max(durable, key=lambda save: (save.attempt, save.step), default=None)
-    step = story.holding.newest_step if story.holding else newest.step if newest else None
+    step = summary.home_contents.newest_step if summary.home_contents else newest.step if newest else None
     return [
-        Number("Newest checkpoint", "none" if step is None else f"step {step}", _held(story)),
-        Number(
+        HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", _held(summary)),
+        HeadlineNumber(
             "Training that counts",
-            share(times.kept_s / whole_s) if whole_s > 0 else "-",
-            f"of {seconds(whole_s)} since the first start",
+            format_share(times.kept_s / whole_s) if whole_s > 0 else "-",
+            f"of {format_seconds(whole_s)} since the first start",
         ),
-        Number(
+        HeadlineNumber(
             "Saving overhead",
-            share(story.overhead_share),
-            f"of training time spent in save(); {seconds(advice.cost_s)} a save",
+            format_share(summary.overhead_share),
+            f"of training time spent in save(); {format_seconds(advice.cost_s)} per save",
         ),
-        Number(
+        HeadlineNumber(
             "Lost to interruptions",
-            seconds(times.lost_s) if story.interruptions else "nothing",
-            f"{_count(len(story.interruptions), 'interruption')}; {lost_steps} steps known to be done again",
+            format_seconds(times.lost_s) if summary.interruptions else "nothing",
+            f"{plural(len(summary.interruptions), 'interruption')}; {lost_steps} steps known to be repeated",
         ),
-        Number(
+        HeadlineNumber(
             "Saves",
-            str(len(story.saves)),
+            str(len(summary.saves)),
             f"{len(durable)} durable"
             + (f", {num_failed} not" if num_failed else "")
-            + (f"; {size(newest.num_bytes)} each" if newest else "")
-            + (f", {seconds(advice.durable_s)} until durable" if advice.durable_s is not None else ""),
+            + (f"; {format_size(newest.num_bytes)} each" if newest else "")
+            + (f", {format_seconds(advice.durable_s)} until durable" if advice.durable_s is not None else ""),
         ),
-        Number("Best interval", *_best(story)),
-        *_tear_check(story),
+        HeadlineNumber("Best interval", *_best(summary)),
+        *_tear_check(summary),
     ]
 
 
-def _tear_check(story: Story) -> list[Number]:
-    """Return by which means the newest attempt that recorded it found torn copies."""
-    told = [life.tear_check for life in story.lives if life.tear_check]
-    return [Number("Torn copies", "are found by " + told[-1])] if told else []
+def _tear_check(summary: RunSummary) -> list[HeadlineNumber]:
+    """Return the method of finding torn copies, from the newest attempt that recorded it."""
+    methods = [attempt.tear_check for attempt in summary.attempts if attempt.tear_check]
+    return [HeadlineNumber("Torn copies", "are found by " + methods[-1])] if methods else []
 
 
-def _held(story: Story) -> str:
-    if story.holding is None:
+def _held(summary: RunSummary) -> str:
+    if summary.home_contents is None:
         return ""
-    if not story.holding.num_checkpoints:
+    if not summary.home_contents.num_checkpoints:
         return "home holds no checkpoint"
-    many = _count(story.holding.num_checkpoints, "checkpoint")
-    return f"home holds {many}, {size(story.holding.num_bytes)}"
+    many = plural(summary.home_contents.num_checkpoints, "checkpoint")
+    return f"home holds {many}, {format_size(summary.home_contents.num_bytes)}"
 
 
-def _best(story: Story) -> tuple[str, str]:
-    advice = story.advice
-    was = f"it saved every {seconds(advice.interval_s)}" if advice.interval_s else "it saved once at most"
+def _best(summary: RunSummary) -> tuple[str, str]:
+    advice = summary.advice
+    was = f"actual: {format_seconds(advice.interval_s)}" if advice.interval_s else "at most one save"
     if advice.own is None or advice.useful_s is None:
-        return "not known", f"no failure yet; {was}"
-    in_steps = f"{_count(max(1, round(advice.useful_s / advice.step_s)), 'step')}; " if advice.step_s else ""
-    how = "by Daly" if advice.useful_s == advice.own.daly_s else "the time until a save is durable"
-    failures = _count(advice.num_failures, "failure")
-    return seconds(advice.useful_s), f"{in_steps}{how}, from {failures}; {was}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+        return "unknown", f"no failure yet; {was}"
+    in_steps = f"{plural(max(1, round(advice.useful_s / advice.step_s)), 'step')}; " if advice.step_s else ""
+    how = "by Daly's formula" if advice.useful_s == advice.own.daly_s else "the time until a save is durable"
+    failures = plural(advice.num_failures, "failure")
+    return format_seconds(advice.useful_s), f"{in_steps}{how}, from {failures}; {was}"

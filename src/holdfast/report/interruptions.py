@@ -1,4 +1,4 @@
-"""What lay between the attempts of a run, and what each interruption cost; pure."""
+"""Interruptions between the attempts of a run, and their costs; pure."""
 
 from __future__ import annotations
 
@@ -9,49 +9,46 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from holdfast.report.attempts import Life
-from holdfast.report.saves import Save
+from holdfast.report.attempts import AttemptSpan
+from holdfast.report.saves import SaveRecord
 from holdfast.report.spans import Span, Spans, seconds_of
 
 STOPPED, PREEMPTED, WENT_BACK = "stopped", "preempted", "went back"
 FINISHED, CLOSED = "finished", "closed"
-"""How an attempt came to be followed by another one.
+"""Kinds of interruptions.
 
-Stopped: killed, crashed or ended by hand, which the history does not tell apart. Preempted: after a notice.
-Went back: the same process restored an older checkpoint. Finished: the run was done, and was then made
-longer. Closed: a person ended it. An attempt that could tell how it ended says one of these words first.
+Stopped: killed, crashed or ended by hand, which the history does not distinguish. Preempted: after a notice.
+Went back: the same process restored an older checkpoint. Finished: the run was complete, and was extended
+later. Closed: the program closed it. If an attempt recorded its end, the detail starts with one of these.
 """
-_IDLE = (FINISHED, CLOSED)  # nobody wanted it to train
-_PASSED_OVER = re.compile(
-    r"passed over step ([0-9]{1,19}) of attempt ([0-9]{1,19})(?![0-9])"
-)  # in what a restore tells
+_IDLE = (FINISHED, CLOSED)  # not meant to train
+# In the detail of a restore.
+_PASSED_OVER = re.compile(r"passed over step ([0-9]{1,19}) of attempt ([0-9]{1,19})(?![0-9])")
 
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """From the last sign of one attempt until the next one trained.
+    """Time between the last event of one attempt and the training of the next one.
 
-    The three times are what this interruption adds to the time lost: what an earlier one has cost already
-    is not counted again.
+    The three times are what this interruption adds to the time lost. Time that an earlier one lost does not
+    count again.
     """
 
     kind: str
     before: int  # attempt
     after: int  # attempt
-    num_dead_starts: int  # attempts in between that never came to train
+    num_failed_starts: int  # attempts in between that never trained
     last_seen_unix_s: float
-    back_unix_s: float
-    last_step: int  # the last step known of the attempt before
-    restored_step: int  # 0: from nothing
-    steps_lost: int  # known: `last_step` - `restored_step`
-    steps_lost_most: int | None  # with those that may have followed unseen; None if the pace is not known
-    redo_s: float  # training known to be done again
-    down_s: (
-        float  # from the last sign to the next claim: unseen steps, the outage, the start of the processes
-    )
-    restore_s: float  # from the claim until training went again
-    end: str | None  # what the attempt before said of its end
-    remark: str  # of the restore: what it passed over, and why
+    resumed_unix_s: float
+    last_step: int  # last recorded step of the attempt before
+    restored_step: int  # 0: from scratch
+    steps_lost: int  # recorded: `last_step` - `restored_step`
+    max_steps_lost: int | None  # including steps without record; None if the speed is unknown
+    redo_s: float  # recorded training that was repeated
+    down_s: float  # from the last event to the next claim: unrecorded steps, the outage, process start
+    restore_s: float  # from the claim to the start of training
+    end: str | None  # recorded end of the attempt before
+    remark: str  # of the restore: skipped checkpoints and reasons
 
     @property
     def cost_s(self) -> float:
@@ -60,36 +57,38 @@ class Interruption:
 
     @property
     def is_failure(self) -> bool:
-        """True if training was thrown back by it, or may have been: what the best interval depends on."""
+        """True for a failure, which the best save interval depends on."""
         return self.kind == STOPPED
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """All interruptions, with the stretches of time that they cost."""
+    """All interruptions, and the time spans that they cost."""
 
     interruptions: tuple[Interruption, ...]
     redone: tuple[Span, ...]
     down: tuple[Span, ...]
     restoring: tuple[Span, ...]
-    idle: tuple[Span, ...]  # between the end of a finished run and its being made longer
+    idle: tuple[Span, ...]  # between the end of a finished run and its extension
 
     @property
     def lost(self) -> Spans:
-        """All of it but idle time."""
+        """All lost time, without idle time."""
         lost = Spans()
         for span in (*self.redone, *self.down, *self.restoring):
             lost.add(*span)
         return lost
 
 
-def find_losses(lives: Sequence[Life], saves: Sequence[Save], *, finished: int | None) -> Losses:
-    """What was lost between the attempts.
+def find_losses(
+    attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord], *, finished: int | None
+) -> Losses:
+    """Return the losses between the attempts.
 
     Args:
-        lives: by number.
-        saves: of the whole run.
-        finished: the attempt that finished the run, if one did.
+        attempts: attempts by number.
+        saves: saves of the whole run.
+        finished: the attempt that finished the run, if any.
     """
     seen = Spans()  # lost or idle already
     found: list[Interruption] = []
@@ -97,14 +96,14 @@ def find_losses(lives: Sequence[Life], saves: Sequence[Save], *, finished: int |
     down: list[Span] = []
     restoring: list[Span] = []
     idle: list[Span] = []
-    trained = [life for life in lives if life.has_trained or life is lives[0]]
-    step_s = seconds_per_step(lives, saves)
+    trained = [attempt for attempt in attempts if attempt.has_trained or attempt is attempts[0]]
+    step_s = seconds_per_step(attempts, saves)
     for before, after in pairwise(trained):
         kind = _kind(before, after, saves, finished)
-        last_seen = min(before.last_seen_unix_s, after.began_unix_s)
-        outage = seen.add(last_seen, after.began_unix_s)
-        start = seen.add(after.began_unix_s, after.going_unix_s)
-        again = seen.add(_passed_at(before, after, trained, saves), last_seen)
+        last_seen = min(before.last_seen_unix_s, after.started_unix_s)
+        outage = seen.add(last_seen, after.started_unix_s)
+        start = seen.add(after.started_unix_s, after.training_unix_s)
+        again = seen.add(_reached_at(before, after, trained, saves), last_seen)
         if kind in _IDLE:
             idle += outage
             outage = []
@@ -113,7 +112,7 @@ def find_losses(lives: Sequence[Life], saves: Sequence[Save], *, finished: int |
         restoring += start
         found.append(
             _interruption(
-                kind, before, after, lives, (again, outage, start), _unseen(before, after, saves, step_s)
+                kind, before, after, attempts, (again, outage, start), _unseen(before, after, saves, step_s)
             )
         )
     return Losses(tuple(found), tuple(redone), tuple(down), tuple(restoring), tuple(idle))
@@ -121,9 +120,9 @@ def find_losses(lives: Sequence[Life], saves: Sequence[Save], *, finished: int |
 
 def _interruption(
     kind: str,
-    before: Life,
-    after: Life,
-    lives: Sequence[Life],
+    before: AttemptSpan,
+    after: AttemptSpan,
+    attempts: Sequence[AttemptSpan],
     spans: tuple[list[Span], list[Span], list[Span]],
     unseen: int | None,
 ) -> Interruption:
@@ -133,13 +132,13 @@ def _interruption(
         kind=kind,
         before=before.number,
         after=after.number,
-        num_dead_starts=sum(before.number < life.number < after.number for life in lives),
+        num_failed_starts=sum(before.number < attempt.number < after.number for attempt in attempts),
         last_seen_unix_s=before.last_seen_unix_s,
-        back_unix_s=after.going_unix_s,
+        resumed_unix_s=after.training_unix_s,
         last_step=before.last_step,
         restored_step=restored,
         steps_lost=steps_lost,
-        steps_lost_most=None if unseen is None else steps_lost + unseen,
+        max_steps_lost=None if unseen is None else steps_lost + unseen,
         redo_s=seconds_of(spans[0]),
         down_s=seconds_of(spans[1]),
         restore_s=seconds_of(spans[2]),
@@ -148,13 +147,13 @@ def _interruption(
     )
 
 
-def _kind(before: Life, after: Life, saves: Sequence[Save], finished: int | None) -> str:
+def _kind(before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], finished: int | None) -> str:
     if before.end is not None:
-        told = (kind for kind in (PREEMPTED, WENT_BACK, *_IDLE) if before.end.startswith(kind))
-        return next(told, STOPPED)
+        kinds = (kind for kind in (PREEMPTED, WENT_BACK, *_IDLE) if before.end.startswith(kind))
+        return next(kinds, STOPPED)
     if before.number == finished:
         return FINISHED
-    # In a container every process has the same id: only what was restored tells a restart from going back.
+    # In a container every process has the same id. Only the restored step distinguishes a restart.
     same_process = before.pid is not None and (before.host, before.pid) == (after.host, after.pid)
     newest = max((one.step for one in saves if one.attempt == before.number and one.durable), default=None)
     chose_older = (
@@ -163,9 +162,11 @@ def _kind(before: Life, after: Life, saves: Sequence[Save], finished: int | None
     return WENT_BACK if same_process and chose_older else STOPPED
 
 
-def _passed_at(before: Life, after: Life, trained: Sequence[Life], saves: Sequence[Save]) -> float:
-    """When training first stood where `after` goes on from: all since is lost, now or already."""
-    earlier = [life for life in trained if life.number < after.number]
+def _reached_at(
+    before: AttemptSpan, after: AttemptSpan, trained: Sequence[AttemptSpan], saves: Sequence[SaveRecord]
+) -> float:
+    """Return the time when training first reached the step that `after` resumed from."""
+    earlier = [attempt for attempt in trained if attempt.number < after.number]
     damaged = {(int(attempt), int(step)) for step, attempt in _PASSED_OVER.findall(after.remark)}
     at_step = [
         save
@@ -177,41 +178,47 @@ def _passed_at(before: Life, after: Life, trained: Sequence[Life], saves: Sequen
     whole = [save for save in at_step if save.durable] or at_step
     if whole:
         origin = max(whole, key=lambda save: save.attempt)
-        return origin.back_unix_s or origin.began_unix_s
-    # It went on from nothing, or its checkpoint was saved before the history began.
-    stood = [life.going_unix_s for life in earlier if life.restored_step == after.restored_step]
+        return origin.returned_unix_s or origin.started_unix_s
+    # It started from scratch, or from a checkpoint older than the history.
+    stood = [attempt.training_unix_s for attempt in earlier if attempt.restored_step == after.restored_step]
     return min(stood, default=before.last_seen_unix_s)
 
 
-def _unseen(before: Life, after: Life, saves: Sequence[Save], step_s: float | None) -> int | None:
-    """How many steps `before` may have done after its last sign: fewer than until its next save."""
+def _unseen(
+    before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], step_s: float | None
+) -> int | None:
+    """Return the most steps that `before` may have made after its last event, or None."""
     if before.end is not None:
         return 0
     if step_s is None or step_s <= 0:
         return None
-    in_time = (after.began_unix_s - before.last_seen_unix_s) / step_s
+    in_time = (after.started_unix_s - before.last_seen_unix_s) / step_s
     own = sorted(save.step for save in saves if save.attempt == before.number)
     gaps = [right - left for left, right in pairwise(own)]
     most = min(in_time, max(gaps) - 1) if gaps else in_time
     return max(0, math.ceil(most))
 
 
-def seconds_per_step(lives: Sequence[Life], saves: Sequence[Save]) -> float | None:
-    """The median time of a step between two saves of one attempt, without save(); None without such."""
+def seconds_per_step(attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]) -> float | None:
+    """Return the median time of a step between saves, without save(), or None."""
     paces = [
-        (right.began_unix_s - (left.back_unix_s or left.began_unix_s)) / (right.step - left.step)
-        for left, right in _neighbours(lives, saves)
-        if right.began_unix_s > (left.back_unix_s or left.began_unix_s)
+        (right.started_unix_s - (left.returned_unix_s or left.started_unix_s)) / (right.step - left.step)
+        for left, right in _neighbours(attempts, saves)
+        if right.started_unix_s > (left.returned_unix_s or left.started_unix_s)
     ]
     return statistics.median(paces) if paces else None
 
 
-def _neighbours(lives: Sequence[Life], saves: Sequence[Save]) -> Iterator[tuple[Save, Save]]:
-    for life in lives:
-        own = sorted((save for save in saves if save.attempt == life.number), key=lambda save: save.step)
+def _neighbours(
+    attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]
+) -> Iterator[tuple[SaveRecord, SaveRecord]]:
+    for attempt in attempts:
+        own = sorted((save for save in saves if save.attempt == attempt.number), key=lambda save: save.step)
         yield from pairwise(own)
 
 
-def intervals_s(lives: Sequence[Life], saves: Sequence[Save]) -> list[float]:
-    """Times from each save to the next one of the same attempt, in seconds."""
-    return [max(0.0, right.began_unix_s - left.began_unix_s) for left, right in _neighbours(lives, saves)]
+def save_intervals_s(attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]) -> list[float]:
+    """Return the seconds from each save to the next one of the same attempt."""
+    return [
+        max(0.0, right.started_unix_s - left.started_unix_s) for left, right in _neighbours(attempts, saves)
+    ]

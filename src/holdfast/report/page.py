@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: text, charts and what draws them, tables."""
+"""Report as a self-contained HTML page: text, charts with their library, and tables."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from importlib import resources
 
 from holdfast.errors import Unsupported
 from holdfast.quantity import plural
-from holdfast.report.figures import figures_of
-from holdfast.report.headline import Number, numbers, sentence
-from holdfast.report.look import Figure, moment
-from holdfast.report.story import Story
+from holdfast.report.figures import make_figures
+from holdfast.report.headline import HeadlineNumber, headline, headline_numbers
+from holdfast.report.style import Figure, format_time
+from holdfast.report.summary import RunSummary
 
 _LONG = 60  # characters; more are broken into lines
 _NOT_THERE = (
-    "The report page needs a library that draws charts: pip install 'torch-holdfast[report]'. "
-    "`holdfast report HOME --json` does without."
+    "The report page needs a chart library: pip install 'torch-holdfast[report]'. "
+    "`holdfast report HOME --json` does not need it."
 )
 
 
-def page(story: Story, *, name: str, made_unix_s: float) -> str:
-    """The page, as HTML.
+def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
+    """Return the page as HTML.
 
     Args:
-        story: what it tells.
-        name: of the run, for its title.
-        made_unix_s: when it is made.
+        summary: the run's summary.
+        name: name of the run, for the title.
+        made_unix_s: time of creation.
 
     Raises:
-        Unsupported: the library that draws charts is not installed.
+        Unsupported: the chart library is not installed.
     """
-    figures = figures_of(story)
+    figures = make_figures(summary)
     specs = {one.id: one.spec for one in figures if one.spec is not None}
     parts = {
         "title": html.escape(f"{name}: report"),
         "name": html.escape(name),
-        "sentence": html.escape(sentence(story)),
-        "made": html.escape(f"Made {moment(made_unix_s)} UTC from the run's history."),
-        "torn": _torn(story),
-        "numbers": "\n".join(map(_number, numbers(story))),
+        "sentence": html.escape(headline(summary)),
+        "made": html.escape(f"Made {format_time(made_unix_s)} UTC from the run's history."),
+        "torn": _torn(summary),
+        "numbers": "\n".join(map(_number, headline_numbers(summary))),
         "figures": "\n".join(map(_section, figures)),
         "style": _asset("page.css"),
         "library": _script(_library()),
         "draw": _asset("page.js"),
-        # A script element ends at the first "</script", whatever stands around it.
+        # A script element ends at the first "</script", even inside a string.
         "specs": json.dumps(specs, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
     }
     text = _asset("page.html")
     for part in parts:
         assert text.count(f"<!--{part}-->") == 1, part
-    # One pass, so that what is put in is never searched.
+    # One pass, so that inserted text is never searched.
     pieces = text.split("<!--")
     return pieces[0] + "".join(
         parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
@@ -63,13 +63,13 @@ def _asset(name: str) -> str:
 
 
 def _library() -> str:
-    """Vega, Vega-Lite and vega-embed as one script.
+    """Return Vega, Vega-Lite and vega-embed as one script.
 
     Raises:
         Unsupported: they are not installed.
     """
     try:
-        import vl_convert  # noqa: F401 - not above: only the page needs it
+        import vl_convert  # noqa: F401 - needed for the page only
     except ImportError as error:
         raise Unsupported(_NOT_THERE) from error
     return _bundled()
@@ -86,13 +86,13 @@ def _script(text: str) -> str:
     return text.replace("</script", "<\\/script").replace("<!--", "\\x3c!--")
 
 
-def _torn(story: Story) -> str:
-    if not story.num_torn:
+def _torn(summary: RunSummary) -> str:
+    if not summary.num_torn:
         return ""
-    return f"<p>Left out: {plural(story.num_torn, 'line')} of the history that a crash has torn.</p>"
+    return f"<p>Skipped {plural(summary.num_torn, 'incomplete line')} of the history, torn by a crash.</p>"
 
 
-def _number(one: Number) -> str:
+def _number(one: HeadlineNumber) -> str:
     remark = f'<dd class="remark">{html.escape(one.remark)}</dd>' if one.remark else ""
     return f"<div><dt>{html.escape(one.name)}</dt><dd>{html.escape(one.value)}</dd>{remark}</div>"
 

@@ -1,4 +1,4 @@
-"""Stretches of time that may overlap, counted once; pure."""
+"""Time spans that may overlap, counted once; pure."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Span = tuple[float, float]
-"""Beginning and end, in seconds of one clock."""
+"""Start and end, in seconds of one clock."""
 
 
 @dataclass(slots=True)
 class Spans:
-    """A set of moments, kept as stretches that do not touch, in order."""
+    """A union of time spans, kept as disjoint stretches in order."""
 
     stretches: list[Span] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """How long it is in all."""
+        """Total length."""
         return sum(end - begin for begin, end in self.stretches)
 
     def add(self, begin: float, end: float) -> list[Span]:
-        """Add a stretch; returns what of it was not there before."""
+        """Add a stretch, and return the parts of it that are new."""
         if end <= begin:
             return []
         new: list[Span] = []
@@ -41,13 +41,13 @@ class Spans:
         self.stretches = sorted([*others, merged])
         return new
 
-    def holds(self, moment: float) -> bool:
-        """True if a moment lies in it; ends belong to it."""
+    def contains(self, moment: float) -> bool:
+        """Return True if a moment is inside, including the ends."""
         return any(begin <= moment <= end for begin, end in self.stretches)
 
 
 def seconds_of(spans: Iterable[Span]) -> float:
-    """How long stretches are together, where they overlap counted once."""
+    """Return the length of the union of stretches."""
     found, reached = 0.0, -math.inf
     for begin, end in sorted(spans):
         found += max(0.0, end - max(begin, reached))

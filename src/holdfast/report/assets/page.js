@@ -1,5 +1,5 @@
 "use strict";
-// Draws every chart into its place. The page's state is told on <body>, for whoever waits for it.
+// Draws every chart. The state of the page is in data attributes of <body>, for tests.
 (async () => {
   const specs = JSON.parse(document.getElementById("specs").textContent);
   let failed = 0;

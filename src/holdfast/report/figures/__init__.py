@@ -1,4 +1,4 @@
-"""The figures of the page, in their order: each a chart, what it shows in words, and its numbers."""
+"""Figures of the page, in their order: each has a chart, an explanation and its numbers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from holdfast.report.figures.levels import levels
 from holdfast.report.figures.progress import progress
 from holdfast.report.figures.shares import shares
 from holdfast.report.figures.timeline import timeline
-from holdfast.report.look import Figure
-from holdfast.report.story import Story
+from holdfast.report.style import Figure
+from holdfast.report.summary import RunSummary
 
 
-def figures_of(story: Story) -> list[Figure]:
-    """All figures that a story has something to tell in."""
+def make_figures(summary: RunSummary) -> list[Figure]:
+    """Return all figures with content."""
     first, *others = (
-        make(story) for make in (timeline, progress, shares, costs, durations, levels, intervals)
+        make(summary) for make in (timeline, progress, shares, costs, durations, levels, intervals)
     )
-    return [one for one in (first, *curves(story), *others) if one is not None]
+    return [one for one in (first, *curves(summary), *others) if one is not None]

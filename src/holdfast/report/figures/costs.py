@@ -1,9 +1,10 @@
-"""What each interruption cost: training to be done again, time down, time restoring."""
+"""Costs of each interruption: repeated training, time down, time restoring."""
 
 from __future__ import annotations
 
+from holdfast.quantity import plural
 from holdfast.report.interruptions import Interruption
-from holdfast.report.look import (
+from holdfast.report.style import (
     DOWN,
     INK,
     REDO,
@@ -11,66 +12,74 @@ from holdfast.report.look import (
     SPAN_AXIS,
     Figure,
     Spec,
-    chart,
-    figure,
-    moment,
-    seconds,
+    color_by,
+    format_seconds,
+    format_time,
+    make_chart,
+    make_figure,
     span_ticks,
-    told_apart,
 )
-from holdfast.report.story import Story
+from holdfast.report.summary import RunSummary
 
 _MAX_BARS = 40
-_PARTS = {"done again": REDO, "down": DOWN, "restoring": RESTORE}
+_PARTS = {"repeated": REDO, "down": DOWN, "restoring": RESTORE}
 _TEXT = (
-    "From the moment when training stood where it later went on from, until it went again. Done again: from "
-    "that moment to the last sign of the attempt. Down: from there to the claim of the next attempt; it "
-    "holds the steps that were done after the last sign, so a killed trainer's loss is exact in time and "
-    "only bounded in steps. Restoring: from the claim until training went again."
+    "The cost lasts from the moment when training first reached the step that it later resumed from, until "
+    "it trained again. Repeated: from that moment to the last event of the attempt. Down: from there to the "
+    "claim of the next attempt, including steps after the last event. So a killed trainer's loss is exact in "
+    "time, and bounded in steps. Restoring: from the claim until training resumed."
 )
 
 
-def costs(story: Story) -> Figure | None:
-    """The figure; None if nothing was interrupted."""
-    if not story.interruptions:
+def costs(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None without interruptions."""
+    if not summary.interruptions:
         return None
-    drawn = sorted(story.interruptions, key=lambda one: one.cost_s)[-_MAX_BARS:]
+    drawn = sorted(summary.interruptions, key=lambda one: one.cost_s)[-_MAX_BARS:]
     drawn.sort(key=lambda one: one.after)
     text = _TEXT
-    if len(drawn) < len(story.interruptions):
-        text += f" Of {len(story.interruptions)} interruptions, the {_MAX_BARS} costliest are drawn."
-    return figure(
+    if len(drawn) < len(summary.interruptions):
+        text += f" Of {len(summary.interruptions)} interruptions, the {_MAX_BARS} most expensive are drawn."
+    return make_figure(
         "costs",
         "What each interruption cost",
         text,
-        chart(_layers(drawn), height=28 * len(drawn) + 4, legend_columns=3),
+        make_chart(_layers(drawn), height=28 * len(drawn) + 4, legend_columns=3),
         (
-            "last sign (UTC)",
+            "last event (UTC)",
             "attempt",
             "kind",
-            "last step told",
-            "went on from",
+            "last step recorded",
+            "resumed from",
             "steps lost",
-            "done again",
+            "repeated",
             "down",
             "restoring",
-            "in all",
+            "total",
             "remark",
         ),
-        [_row(one) for one in story.interruptions],
+        [_row(one) for one in summary.interruptions],
     )
 
 
 def _layers(drawn: list[Interruption]) -> list[Spec]:
     labels = {one.after: f"{one.before} to {one.after}" for one in drawn}
     values = [
-        {"which": labels[one.after], "part": part, "order": order, "s": took_s, "took": seconds(took_s)}
+        {
+            "which": labels[one.after],
+            "part": part,
+            "order": order,
+            "s": took_s,
+            "took": format_seconds(took_s),
+        }
         for one in drawn
         for order, (part, took_s) in enumerate(
-            (("done again", one.redo_s), ("down", one.down_s), ("restoring", one.restore_s))
+            (("repeated", one.redo_s), ("down", one.down_s), ("restoring", one.restore_s))
         )
     ]
-    sums = [{"which": labels[one.after], "s": one.cost_s, "took": seconds(one.cost_s)} for one in drawn]
+    sums = [
+        {"which": labels[one.after], "s": one.cost_s, "took": format_seconds(one.cost_s)} for one in drawn
+    ]
     longest = max(one.cost_s for one in drawn)
     row = {
         "field": "which",
@@ -80,7 +89,7 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
     }
     scale = {"domain": [0, longest or 1], "range": [0, {"expr": "max(40, width - 90)"}]}
     axis = {"title": None, "labelExpr": SPAN_AXIS, "values": span_ticks(longest)}
-    lines = {"done again": "var(--redo)", "down": "var(--down)", "restoring": RESTORE}
+    lines = {"repeated": "var(--redo)", "down": "var(--down)", "restoring": RESTORE}
     return [
         {
             "data": {"values": values},
@@ -88,8 +97,8 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
             "encoding": {
                 "x": {"field": "s", "type": "quantitative", "stack": "zero", "scale": scale, "axis": axis},
                 "y": row,
-                "fill": told_apart("part", _PARTS),
-                "stroke": told_apart("part", lines),
+                "fill": color_by("part", _PARTS),
+                "stroke": color_by("part", lines),
                 "order": {"field": "order"},
                 "tooltip": [{"field": "part"}, {"field": "took"}],
             },
@@ -103,7 +112,7 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
 
 
 def _row(one: Interruption) -> tuple[str | int | None, ...]:
-    most = one.steps_lost_most
+    most = one.max_steps_lost
     lost = (
         str(one.steps_lost)
         if most == one.steps_lost
@@ -112,18 +121,18 @@ def _row(one: Interruption) -> tuple[str | int | None, ...]:
         else f"{one.steps_lost} or more"
     )
     remarks = [one.end or "", one.remark]
-    if one.num_dead_starts:
-        remarks.append(f"{one.num_dead_starts} starts in between left no other trace")
+    if one.num_failed_starts:
+        remarks.append(f"{plural(one.num_failed_starts, 'start')} in between without further events")
     return (
-        moment(one.last_seen_unix_s),
+        format_time(one.last_seen_unix_s),
         f"{one.before} to {one.after}",
         one.kind,
         one.last_step,
         one.restored_step,
         lost,
-        seconds(one.redo_s),
-        seconds(one.down_s),
-        seconds(one.restore_s),
-        seconds(one.cost_s),
+        format_seconds(one.redo_s),
+        format_seconds(one.down_s),
+        format_seconds(one.restore_s),
+        format_seconds(one.cost_s),
         "; ".join(filter(None, remarks)) or None,
     )

@@ -1,4 +1,4 @@
-"""What training told of itself, such as its loss: one line over the steps that count, lost ones light."""
+"""Training metrics, such as the loss: one line over the steps that count, discarded ones lighter."""
 
 from __future__ import annotations
 
@@ -6,25 +6,36 @@ import math
 from collections.abc import Sequence
 
 from holdfast.report.curves import Curve, Point
-from holdfast.report.look import INK, KEPT, Figure, Spec, chart, figure, log_ticks, thinned, told_apart
-from holdfast.report.story import Story
+from holdfast.report.style import (
+    INK,
+    KEPT,
+    Figure,
+    Spec,
+    color_by,
+    log_ticks,
+    make_chart,
+    make_figure,
+    thin_out,
+)
+from holdfast.report.summary import RunSummary
 
 MAX_CURVES = 8
-"""Names that are drawn; `holdfast history --metrics` has all."""
-_MAX_LABELS = 12  # of attempts; more would lie over each other
-_MAX_DOTS = 50  # values that are drawn as dots too
-_LOG_FROM = 1000.0  # how often the least value the greatest must be for a logarithmic axis
-_COUNTS, _LOST = "counts", "thrown away"
+"""Metrics that are drawn. `holdfast history --metrics` prints all."""
+_MAX_LABELS = 12  # of attempts; more would overlap
+_MAX_DOTS = 50  # values that are also drawn as dots
+_LOG_FROM = 1000.0  # smallest ratio of values for a logarithmic axis
+_COUNTS, _LOST = "counts", "discarded"
 _TEXT = (
-    "As training told it, by step. The line is what led to where training stands now: each step has one "
-    "value, whichever attempt made it. What an attempt had trained beyond the step that the next one went on "
-    "from is drawn lightly, as far as it was told. Dashed lines are attempts, where they went on."
+    "Recorded values by step. The line is the history of the current state: each step has one value, from "
+    "the attempt that led to this state. Steps that an attempt trained beyond the checkpoint that the next "
+    "one resumed from are drawn lightly, as far as they were recorded. Dashed lines mark where attempts "
+    "resumed."
 )
 
 
-def curves(story: Story) -> list[Figure]:
-    """A figure for each name, at most `MAX_CURVES`."""
-    drawn = [one for one in story.curves if one.counted or one.lost]
+def curves(summary: RunSummary) -> list[Figure]:
+    """Return a figure for each metric, at most `MAX_CURVES`."""
+    drawn = [one for one in summary.curves if one.counted or one.lost]
     left_out = ", ".join(one.name for one in drawn[MAX_CURVES:])
     return [
         _figure(one, number, left_out if number == MAX_CURVES else "")
@@ -33,39 +44,39 @@ def curves(story: Story) -> list[Figure]:
 
 
 def _figure(curve: Curve, number: int, left_out: str) -> Figure:
-    counted, every = thinned(curve.counted)
+    counted, every = thin_out(curve.counted)
     if every > 1 and counted[-1] != curve.counted[-1]:
         counted.append(curve.counted[-1])
     text = _TEXT if every == 1 else f"{_TEXT} Of the steps, one of every {every} is drawn."
     num_lost = sum(map(len, curve.lost))
     if num_lost:
-        text += f" Values thrown away: {num_lost}."
+        text += f" Discarded values: {num_lost}."
     if left_out:
         text += f" Not drawn: {left_out}; `holdfast history --metrics` has them."
-    return figure(
+    return make_figure(
         f"curve-{number}",
         f"{curve.name}, step by step",
         text,
-        chart(_layers(curve, counted), height=260),
+        make_chart(_layers(curve, counted), height=260),
         ("step", "attempt", curve.name),
         [(one.step, one.attempt, f"{one.value:.6g}") for one in curve.counted],
     )
 
 
 def _layers(curve: Curve, counted: Sequence[Point]) -> list[Spec]:
-    lost = [_mark(one, _LOST) for stretch in curve.lost for one in thinned(stretch)[0]]
+    lost = [_mark(one, _LOST) for stretch in curve.lost for one in thin_out(stretch)[0]]
     starts = _starts(curve.counted)
     x = {"field": "step", "type": "quantitative", "axis": {"title": "step"}, "scale": {"zero": False}}
     y = {"field": "value", "type": "quantitative", **_axis(curve)}
     looks = {_COUNTS: KEPT, _LOST: "var(--redo)"} if lost else {_COUNTS: KEPT}
-    stroke = told_apart("what", looks, legend=bool(lost))
+    stroke = color_by("what", looks, legend=bool(lost))
     tooltip = [{"field": name} for name in ("step", "value", "attempt", "what")]
     layers: list[Spec] = []
     if len(starts) > 1:
         rule = {"type": "rule", "strokeDash": [3, 3], "stroke": INK, "opacity": 0.4}
         layers.append({"data": {"values": starts}, "mark": rule, "encoding": {"x": x}})
     if lost:
-        # An attempt may be thrown away in several stretches, and none of them goes on in another.
+        # An attempt may be discarded in several stretches, which are separate lines.
         mark = {"type": "line", "strokeWidth": 1.2, "opacity": 0.55, "point": {"size": 10, "opacity": 0.5}}
         encoding = {"x": x, "y": y, "stroke": stroke, "detail": {"field": "attempt"}}
         layers.append({"data": {"values": lost}, "mark": mark, "encoding": encoding})
@@ -74,7 +85,7 @@ def _layers(curve: Curve, counted: Sequence[Point]) -> list[Spec]:
     if len(values) <= _MAX_DOTS:  # a single value has no line
         line["point"] = {"size": 20, "filled": True, "fill": KEPT}
     layers.append({"data": {"values": values}, "mark": line, "encoding": {"x": x, "y": y, "stroke": stroke}})
-    # Something to point at: a line tells of its first step only.
+    # Targets for tooltips: a line has a tooltip for its first step only.
     spots = {"type": "point", "filled": True, "fill": INK, "size": 50, "opacity": 0}
     encoding = {"x": x, "y": y, "tooltip": tooltip}
     layers.append({"data": {"values": [*lost, *values]}, "mark": spots, "encoding": encoding})
@@ -92,7 +103,7 @@ def _mark(point: Point, what: str) -> Spec:
 
 
 def _starts(counted: Sequence[Point]) -> list[Spec]:
-    """The first step of each attempt that counts."""
+    """Return the first step that counts of each attempt."""
     firsts: dict[int, int] = {}
     for point in counted:
         firsts.setdefault(point.attempt, point.step)
@@ -100,7 +111,7 @@ def _starts(counted: Sequence[Point]) -> list[Spec]:
 
 
 def _axis(curve: Curve) -> Spec:
-    """Logarithmic where the values reach over many powers of ten."""
+    """Return a logarithmic axis if the values span many powers of ten."""
     points = [*curve.counted, *(one for stretch in curve.lost for one in stretch)]
     values = [one.value for one in points if math.isfinite(one.value)]
     if values and min(values) > 0 and max(values) / min(values) >= _LOG_FROM:

@@ -1,10 +1,11 @@
-"""How long each save took: from the training loop, until staged, and until durable in each tier."""
+"""Durations of each save: blocking the training loop, until staged, and until durable in each tier."""
 
 from __future__ import annotations
 
 import math
 
-from holdfast.report.look import (
+from holdfast.report.saves import SaveRecord
+from holdfast.report.style import (
     BLOCKED,
     KEPT,
     ON_THE_WAY,
@@ -12,19 +13,18 @@ from holdfast.report.look import (
     Cell,
     Figure,
     Spec,
-    chart,
-    figure,
-    moment,
-    ms,
-    seconds,
-    size,
+    color_by,
+    format_seconds,
+    format_size,
+    format_time,
+    make_chart,
+    make_figure,
     span_log_ticks,
-    thinned,
+    thin_out,
     time_axis,
-    told_apart,
+    to_ms,
 )
-from holdfast.report.saves import Save
-from holdfast.report.story import Story
+from holdfast.report.summary import RunSummary
 
 _LOOKS = {
     "save() blocked the loop": (BLOCKED, "square"),
@@ -34,19 +34,24 @@ _LOOKS = {
     "durable in home after": (KEPT, "circle"),
 }
 _TEXT = (
-    "Each save by itself, on a scale where equal steps are equal factors. Staged: from then on "
-    "nothing that training does, and no death of it, can change or lose the save. Durable: committed in "
-    "that tier, counted from the call of save()."
+    "Each save, on a logarithmic scale. Staged: from then on, neither further training nor a crash of the "
+    "trainer can change or lose the save. Durable: committed in that tier, measured from the call of save()."
 )
 
 
-def durations(story: Story) -> Figure | None:
-    """The figure; None if nothing was saved."""
-    if not story.saves:
+def durations(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None without saves."""
+    if not summary.saves:
         return None
-    saves, every = thinned(story.saves)
+    saves, every = thin_out(summary.saves)
     values = [
-        {"t": ms(save.began_unix_s), "s": took_s, "what": what, "step": save.step, "took": seconds(took_s)}
+        {
+            "t": to_ms(save.started_unix_s),
+            "s": took_s,
+            "what": what,
+            "step": save.step,
+            "took": format_seconds(took_s),
+        }
         for save in saves
         for what, took_s in _measures(save).items()
         if took_s > 0
@@ -54,11 +59,11 @@ def durations(story: Story) -> Figure | None:
     used = {one["what"] for one in values}
     looks = {what: look for what, look in _LOOKS.items() if what in used}
     text = _TEXT if every == 1 else f"{_TEXT} One of every {every} saves is drawn."
-    return figure(
+    return make_figure(
         "durations",
         "How long saves took",
         text,
-        chart([_layer(story, values, looks)], height=260, legend_columns=1) if values else None,
+        make_chart([_layer(summary, values, looks)], height=260, legend_columns=1) if values else None,
         (
             "time (UTC)",
             "attempt",
@@ -72,17 +77,17 @@ def durations(story: Story) -> Figure | None:
             "durable",
             "outcome",
         ),
-        [row for save in story.saves for row in _rows(save)],
+        [row for save in summary.saves for row in _rows(save)],
     )
 
 
-def _measures(save: Save) -> dict[str, float]:
+def _measures(save: SaveRecord) -> dict[str, float]:
     found = {"save() blocked the loop": save.blocked_s, "staged after": save.staged_s}
     found.update({f"durable in {copy.tier} after": copy.durable_s for copy in save.copies})
     return {what: took_s for what, took_s in found.items() if took_s is not None and what in _LOOKS}
 
 
-def _layer(story: Story, values: list[Spec], looks: dict[str, tuple[str, str]]) -> Spec:
+def _layer(summary: RunSummary, values: list[Spec], looks: dict[str, tuple[str, str]]) -> Spec:
     shortest, longest = min(one["s"] for one in values), max(one["s"] for one in values)
     low, high = 10.0 ** math.floor(math.log10(shortest)), 10.0 ** math.ceil(math.log10(longest))
     scale = {"type": "log", "domain": [low, high if high > low else low * 10]}
@@ -91,23 +96,23 @@ def _layer(story: Story, values: list[Spec], looks: dict[str, tuple[str, str]]) 
         "data": {"values": values},
         "mark": {"type": "point", "filled": True, "size": 55, "opacity": 0.9},
         "encoding": {
-            "x": time_axis("t", story),
+            "x": time_axis("t", summary),
             "y": {"field": "s", "type": "quantitative", "scale": scale, "axis": axis},
-            "fill": told_apart("what", {what: look[0] for what, look in looks.items()}),
-            "shape": told_apart("what", {what: look[1] for what, look in looks.items()}),
+            "fill": color_by("what", {what: look[0] for what, look in looks.items()}),
+            "shape": color_by("what", {what: look[1] for what, look in looks.items()}),
             "tooltip": [{"field": "step"}, {"field": "what"}, {"field": "took"}],
         },
     }
 
 
-def _rows(save: Save) -> list[tuple[Cell, ...]]:
+def _rows(save: SaveRecord) -> list[tuple[Cell, ...]]:
     start = (
-        moment(save.began_unix_s),
+        format_time(save.started_unix_s),
         save.attempt,
         save.step,
-        size(save.num_bytes),
-        seconds(save.blocked_s),
-        seconds(save.staged_s),
+        format_size(save.num_bytes),
+        format_seconds(save.blocked_s),
+        format_seconds(save.staged_s),
     )
     if not save.copies:
         return [(*start, None, None, None, None, save.outcome)]
@@ -115,9 +120,9 @@ def _rows(save: Save) -> list[tuple[Cell, ...]]:
         (
             *start,
             copy.tier,
-            seconds(copy.write_s),
-            f"{size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None,
-            seconds(copy.durable_s),
+            format_seconds(copy.write_s),
+            f"{format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None,
+            format_seconds(copy.durable_s),
             save.outcome if copy.durable_unix_s is None else "durable",
         )
         for copy in save.copies

@@ -1,88 +1,92 @@
-"""How often the run should have saved: what saving and failing cost at every interval."""
+"""Best interval between saves: the cost of saving and failing at every interval."""
 
 from __future__ import annotations
 
 import math
 
-from holdfast.report.interval import Best, lost_share
-from holdfast.report.look import (
+from holdfast.quantity import plural
+from holdfast.report.save_interval import BestInterval, lost_share
+from holdfast.report.style import (
     INK,
     SPAN_AXIS,
     Cell,
     Figure,
     Spec,
-    chart,
-    figure,
+    format_seconds,
+    format_share,
     log_ticks,
-    seconds,
-    share,
+    make_chart,
+    make_figure,
     span_log_ticks,
 )
-from holdfast.report.story import Advice, Story
+from holdfast.report.summary import IntervalAdvice, RunSummary
 
 _POINTS = 80
 _DASHES = ([1, 0], [8, 4], [2, 3], [8, 3, 2, 3], [14, 5])
 _COLOURS = ("var(--kept)", "var(--way)", "var(--restore)", "var(--blocked)", "var(--ink)")
 _HOW = (
-    "A save costs what save() took from the loop; what the optimizer waited and what steps were slowed "
-    "beside it is not in the history. Failures are taken to come at random, independent of each other."
+    "The cost of a save is the duration of save(). The history does not contain the optimizer's waiting time "
+    "and slower steps meanwhile. Failures are assumed to be random and independent."
 )
 
 
-def intervals(story: Story) -> Figure | None:
-    """The figure; None if nothing is known of what a save costs."""
-    advice = story.advice
+def intervals(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None if the cost of a save is unknown."""
+    advice = summary.advice
     if advice.cost_s is None:
         return None
     bests = [advice.own] if advice.own else list(advice.assumed)
     layers = _layers(advice, bests) if bests else []
-    return figure(
+    return make_figure(
         "intervals",
         "How often it should have saved",
         f"{_verdict(advice)}\n\n{_HOW}",
-        chart(layers, height=260, legend_columns=1) if layers else None,
+        make_chart(layers, height=260, legend_columns=1) if layers else None,
         (
             "mean time between failures",
             "best interval (Young)",
             "best interval (Daly)",
             "in steps",
-            "lost at that",
+            "lost share",
         ),
         _rows(advice),
     )
 
 
-def _verdict(advice: Advice) -> str:
-    least, most = advice.mtbf_bounds_s
-    was = f"It saved every {seconds(advice.interval_s)} on average. " if advice.interval_s else ""
+def _verdict(advice: IntervalAdvice) -> str:
+    lower_s, upper_s = advice.mtbf_bounds_s
+    own_s = f"It saved every {format_seconds(advice.interval_s)} on average. " if advice.interval_s else ""
     if advice.own is None:
-        up = f" in {seconds(advice.up_s)} of training"
-        known = f" With 95 % certainty it is more than {seconds(least)}." if advice.up_s > 0 else ""
+        up = f" in {format_seconds(advice.up_s)} of training"
+        bound = f" With 95 % confidence it is more than {format_seconds(lower_s)}." if advice.up_s > 0 else ""
         return (
-            f"{was}There was no failure{up}, so the mean time between failures, and with it the best "
-            f"interval, cannot be known.{known} Shown is what would be best if failures came that often."
+            f"{own_s}There was no failure{up}, so the mean time between failures is unknown, and with it the "
+            f"best interval.{bound} The chart shows the best interval for several assumed values."
         )
-    best = f"Daly's best interval is {seconds(advice.own.daly_s)}, Young's {seconds(advice.own.young_s)}"
-    upper = "" if most is None else f" (with 90 % certainty between {seconds(least)} and {seconds(most)})"
+    own, mtbf = advice.own, format_seconds(advice.mtbf_s)
+    bounds = ""
+    if upper_s is not None:
+        bounds = f" (90 % confidence: {format_seconds(lower_s)} to {format_seconds(upper_s)})"
     verdict = (
-        f"{was}{best}, for a mean time between failures of {seconds(advice.mtbf_s)}{upper}, from "
-        f"{advice.num_failures} of them in {seconds(advice.up_s)} of training."
+        f"{own_s}Daly's best interval is {format_seconds(own.daly_s)}, Young's "
+        f"{format_seconds(own.young_s)}, for a mean time between failures of {mtbf}{bounds}, from "
+        f"{plural(advice.num_failures, 'failure')} in {format_seconds(advice.up_s)} of training."
     )
     if advice.lost_share is not None and math.isfinite(advice.lost_share):
         verdict += (
-            f" Expected to be lost to saving and failing: {share(advice.lost_share)} of the training at the "
-            f"interval it had, {share(advice.own.lost_share)} at the best one; restarts come on top."
+            f" Expected loss to saving and failing: {format_share(advice.lost_share)} of training at the "
+            f"run's interval, {format_share(own.lost_share)} at the best one. Restarts come on top."
         )
-    if advice.durable_s is not None and advice.own.daly_s < advice.durable_s:
+    if advice.durable_s is not None and own.daly_s < advice.durable_s:
         verdict += (
-            f" A save takes {seconds(advice.durable_s)} to be durable in the nearest tier, so less than that "
-            "is no use: save as soon as the last one is durable."
+            f" A save takes {format_seconds(advice.durable_s)} to be durable in the nearest tier, so shorter "
+            "intervals are useless: save as soon as the last save is durable."
         )
     return verdict
 
 
-def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
-    names = [f"failures every {seconds(best.mtbf_s)}" for best in bests]
+def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
+    names = [f"failures every {format_seconds(best.mtbf_s)}" for best in bests]
     middle = [best.daly_s for best in bests] + ([advice.interval_s] if advice.interval_s else [])
     low, high = max(1e-4, min(middle) / 12), max(middle) * 12
     values: list[Spec] = []
@@ -90,7 +94,7 @@ def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
         for i in range(_POINTS):
             at = low * (high / low) ** (i / (_POINTS - 1))
             lost = lost_share(at, advice.cost_s or 0.0, best.mtbf_s)
-            if 0 < lost < 100:  # beyond that it hardly comes forward
+            if 0 < lost < 100:  # beyond that, training hardly progresses
                 values.append({"at": at, "lost": lost, "which": name})
     if not values:
         return []
@@ -110,7 +114,7 @@ def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
         "type": "quantitative",
         "scale": {"type": "log", "domain": [least, most], "nice": False},
         "axis": {
-            "title": "lost, of the training",
+            "title": "lost share of training",
             "labelExpr": "format(datum.value * 100, '.2~r') + ' %'",
             "values": log_ticks(least, most),
         },
@@ -131,10 +135,10 @@ def _layers(advice: Advice, bests: list[Best]) -> list[Spec]:
     return [curve, *_marks(advice, bests, x, y)]
 
 
-def _marks(advice: Advice, bests: list[Best], x: Spec, y: Spec) -> list[Spec]:
-    """Where the run was, and where each curve is lowest."""
+def _marks(advice: IntervalAdvice, bests: list[BestInterval], x: Spec, y: Spec) -> list[Spec]:
+    """Return marks at the run's own interval and at the minimum of each curve."""
     points = [
-        {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {seconds(best.daly_s)}"}
+        {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {format_seconds(best.daly_s)}"}
         for best in bests
     ]
     place = {"x": x, "y": y}
@@ -144,22 +148,22 @@ def _marks(advice: Advice, bests: list[Best], x: Spec, y: Spec) -> list[Spec]:
         (
             {"type": "text", "dy": 16, "stroke": "var(--card)", "strokeWidth": 4},
             words,
-        ),  # no curve crosses a word
+        ),  # keeps the label readable
         ({"type": "text", "dy": 16, "fill": INK}, words),
     ]
-    was = _it_was(advice.interval_s, x) if advice.interval_s else []
+    was = _actual(advice.interval_s, x) if advice.interval_s else []
     return [
         *was,
         *({"data": {"values": points}, "mark": mark, "encoding": encoding} for mark, encoding in marks),
     ]
 
 
-def _it_was(interval_s: float, x: Spec) -> list[Spec]:
-    """A line at the interval that the run had, and its name on the side where there is room."""
+def _actual(interval_s: float, x: Spec) -> list[Spec]:
+    """Return a line at the run's own interval, labelled on the side with room."""
     low, high = x["scale"]["domain"]
     is_right = interval_s > math.sqrt(low * high)
     side = {"align": "right", "dx": -4} if is_right else {"align": "left", "dx": 4}
-    data = {"values": [{"at": interval_s, "name": f"it was {seconds(interval_s)}"}]}
+    data = {"values": [{"at": interval_s, "name": f"actual: {format_seconds(interval_s)}"}]}
     rule = {"type": "rule", "stroke": INK, "strokeDash": [3, 3]}
     label = {"type": "text", **side, "dy": 6, "y": 0, "fill": INK}
     return [
@@ -168,16 +172,16 @@ def _it_was(interval_s: float, x: Spec) -> list[Spec]:
     ]
 
 
-def _rows(advice: Advice) -> list[tuple[Cell, ...]]:
+def _rows(advice: IntervalAdvice) -> list[tuple[Cell, ...]]:
     bests = [("this run's", advice.own)] if advice.own else []
-    bests += [("if it were", one) for one in advice.assumed]
+    bests += [("assumed", one) for one in advice.assumed]
     return [
         (
-            f"{whose}: {seconds(one.mtbf_s)}",
-            seconds(one.young_s),
-            seconds(one.daly_s),
+            f"{whose}: {format_seconds(one.mtbf_s)}",
+            format_seconds(one.young_s),
+            format_seconds(one.daly_s),
             f"{max(1, round(one.daly_s / advice.step_s))}" if advice.step_s else None,
-            share(one.lost_share),
+            format_share(one.lost_share),
         )
         for whose, one in bests
     ]

@@ -1,85 +1,90 @@
-"""How far training was at each moment: every restore to an older step is a fall."""
+"""Progress over time: completed steps. A restore of an older step is a drop."""
 
 from __future__ import annotations
 
-from holdfast.report.look import (
+from holdfast.report.style import (
     BAD,
     INK,
     KEPT,
     Figure,
     Spec,
-    chart,
-    figure,
-    moment,
-    ms,
-    seconds,
-    thinned,
+    color_by,
+    format_seconds,
+    format_time,
+    make_chart,
+    make_figure,
+    thin_out,
     time_axis,
-    told_apart,
+    to_ms,
 )
-from holdfast.report.story import Story
+from holdfast.report.summary import RunSummary
 
-_DURABLE, _LOST = "save that became durable", "save that did not"
+_DURABLE, _LOST = "durable save", "failed save"
 _TEXT = (
-    "Steps completed, as far as saves and restores tell. A line is an attempt; where the next line begins "
-    "lower than the last one ended, the steps between were done again. A line ends at the last sign, not at "
-    "the last step: what a killed trainer did after its last save left no trace."
+    "Completed steps, from saves and restores. Each line is an attempt. Where a line starts lower than the "
+    "previous one ended, the steps between were repeated. A line ends at the last event, not at the last "
+    "step: steps of a killed trainer after its last save are not recorded."
 )
 
 
-def progress(story: Story) -> Figure | None:
-    """The figure; None if nothing was trained."""
-    lives = [life for life in story.lives if life.has_trained]
-    if not lives:
+def progress(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None without training."""
+    attempts = [attempt for attempt in summary.attempts if attempt.has_trained]
+    if not attempts:
         return None
-    saves, _ = thinned(story.saves)
+    saves, _ = thin_out(summary.saves)
     line: list[Spec] = []
-    for life in lives:
-        own = [(save.began_unix_s, save.step) for save in saves if save.attempt == life.number]
-        ends = [(life.going_unix_s, life.restored_step or 0), (life.last_seen_unix_s, life.last_step)]
-        line += [{"t": ms(t), "step": step, "attempt": life.number} for t, step in sorted([*own, *ends])]
+    for attempt in attempts:
+        own = [(save.started_unix_s, save.step) for save in saves if save.attempt == attempt.number]
+        ends = [
+            (attempt.training_unix_s, attempt.restored_step or 0),
+            (attempt.last_seen_unix_s, attempt.last_step),
+        ]
+        line += [
+            {"t": to_ms(t), "step": step, "attempt": attempt.number} for t, step in sorted([*own, *ends])
+        ]
     points = [
         {
-            "t": ms(save.began_unix_s),
+            "t": to_ms(save.started_unix_s),
             "step": save.step,
             "what": _DURABLE if save.durable else _LOST,
             "detail": f"step {save.step}, attempt {save.attempt}: {save.outcome}",
         }
         for save in saves
     ]
-    return figure(
+    return make_figure(
         "progress",
         "How far training was",
         _TEXT,
-        chart(_layers(story, line, points), height=240, legend_columns=1),
+        make_chart(_layers(summary, line, points), height=240, legend_columns=1),
         (
             "attempt",
             "started (UTC)",
             "ranks",
             "from step",
             "restoring took",
-            "last sign (UTC)",
-            "last step told",
+            "last event (UTC)",
+            "last step recorded",
         ),
         [
             (
-                life.number,
-                moment(life.began_unix_s),
-                life.num_ranks,
-                life.restored_step,
-                seconds(life.restore_s) if life.restored_step is not None else None,
-                moment(life.last_seen_unix_s),
-                life.last_step,
+                attempt.number,
+                format_time(attempt.started_unix_s),
+                attempt.num_ranks,
+                attempt.restored_step,
+                format_seconds(attempt.restore_s) if attempt.restored_step is not None else None,
+                format_time(attempt.last_seen_unix_s),
+                attempt.last_step,
             )
-            for life in story.lives
+            for attempt in summary.attempts
         ],
     )
 
 
-def _layers(story: Story, line: list[Spec], points: list[Spec]) -> list[Spec]:
+def _layers(summary: RunSummary, line: list[Spec], points: list[Spec]) -> list[Spec]:
     known = {_DURABLE: (KEPT, "circle"), _LOST: (BAD, "cross")}
     looks = {what: look for what, look in known.items() if any(one["what"] == what for one in points)}
-    x, y = time_axis("t", story), {"field": "step", "type": "quantitative", "axis": {"title": "step"}}
+    x, y = time_axis("t", summary), {"field": "step", "type": "quantitative", "axis": {"title": "step"}}
     return [
         {
             "data": {"values": line},
@@ -92,8 +97,8 @@ def _layers(story: Story, line: list[Spec], points: list[Spec]) -> list[Spec]:
             "encoding": {
                 "x": x,
                 "y": y,
-                "fill": told_apart("what", {what: look[0] for what, look in looks.items()}),
-                "shape": told_apart("what", {what: look[1] for what, look in looks.items()}),
+                "fill": color_by("what", {what: look[0] for what, look in looks.items()}),
+                "shape": color_by("what", {what: look[1] for what, look in looks.items()}),
                 "tooltip": [{"field": "detail", "title": "save"}],
             },
         },

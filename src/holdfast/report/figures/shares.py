@@ -1,8 +1,8 @@
-"""Where the time went: one bar for each kind of time, with its share of all of it."""
+"""Shares of time: one bar for each kind of time."""
 
 from __future__ import annotations
 
-from holdfast.report.look import (
+from holdfast.report.style import (
     BLOCKED,
     DOWN,
     KEPT,
@@ -10,46 +10,46 @@ from holdfast.report.look import (
     RESTORE,
     SPAN_AXIS,
     Figure,
-    chart,
-    figure,
-    seconds,
-    share,
+    color_by,
+    format_seconds,
+    format_share,
+    make_chart,
+    make_figure,
     span_ticks,
-    told_apart,
 )
-from holdfast.report.story import Story
+from holdfast.report.summary import RunSummary
 
 _TEXT = (
-    "All time from the first start to the last sign of life, each moment counted once: kept is training "
-    "whose result stands, and save() is what saving took in that. Time between a run's end and its being "
-    "made longer is left out."
+    "All time from the first start to the last event, each moment counted once. Kept is training that "
+    "counts, and save() the time that saving took from it. Time between the end of a run and its extension "
+    "is left out."
 )
 
 
-def shares(story: Story) -> Figure | None:
-    """The figure; None if no time has passed."""
-    times = story.times
+def shares(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None if no time has passed."""
+    times = summary.times
     whole_s = times.total_s - times.idle_s
     if whole_s <= 0:
         return None
     kinds = {
         "kept": (times.kept_s, KEPT),
         "save()": (times.blocked_s, BLOCKED),
-        "done again": (times.redo_s, REDO),
+        "repeated": (times.redo_s, REDO),
         "down": (times.down_s, DOWN),
         "restoring": (times.restore_s, RESTORE),
     }
     values = [
-        {"kind": kind, "s": took_s, "label": f"{seconds(took_s)}, {share(took_s / whole_s)}"}
+        {"kind": kind, "s": took_s, "label": f"{format_seconds(took_s)}, {format_share(took_s / whole_s)}"}
         for kind, (took_s, _) in kinds.items()
     ]
     bars = {
         "mark": {"type": "bar", "height": {"band": 0.62}},
         "encoding": {
-            "fill": told_apart("kind", {kind: look for kind, (_, look) in kinds.items()}, legend=False)
+            "fill": color_by("kind", {kind: look for kind, (_, look) in kinds.items()}, legend=False)
         },
     }
-    # Beside the bar where there is room, else on it, on a ground of its own that keeps it readable.
+    # Next to the bar if there is room, otherwise on it with its own background.
     labels = {
         "mark": {"type": "text", "align": "left", "dx": 5},
         "encoding": {"text": {"field": "label"}},
@@ -75,6 +75,10 @@ def shares(story: Story) -> Figure | None:
             "axis": {"title": None, "labelExpr": SPAN_AXIS, "values": span_ticks(longest)},
         },
     }
-    spec = {**chart([bars, labels], height=30 * len(values)), "data": {"values": values}, "encoding": shared}
-    rows = [(one["kind"], seconds(one["s"]), share(one["s"] / whole_s)) for one in values]
-    return figure("shares", "Where the time went", _TEXT, spec, ("what", "took", "share"), rows)
+    spec = {
+        **make_chart([bars, labels], height=30 * len(values)),
+        "data": {"values": values},
+        "encoding": shared,
+    }
+    rows = [(one["kind"], format_seconds(one["s"]), format_share(one["s"] / whole_s)) for one in values]
+    return make_figure("shares", "Where the time went", _TEXT, spec, ("what", "took", "share"), rows)

@@ -1,9 +1,11 @@
-"""The timeline: when training counted, was done again, was down or restoring; what saves did meanwhile."""
+"""Timeline: training that counts, repeated training, time down or restoring, and saves."""
 
 from __future__ import annotations
 
 from holdfast.report.events import HOME
-from holdfast.report.look import (
+from holdfast.report.saves import SaveRecord
+from holdfast.report.spans import Span
+from holdfast.report.style import (
     BAD,
     BLOCKED,
     DOWN,
@@ -14,24 +16,22 @@ from holdfast.report.look import (
     RESTORE,
     Figure,
     Spec,
-    chart,
-    figure,
-    moment,
-    ms,
-    seconds,
-    size,
-    thinned,
+    color_by,
+    format_seconds,
+    format_size,
+    format_time,
+    make_chart,
+    make_figure,
+    thin_out,
     time_axis,
-    told_apart,
+    to_ms,
 )
-from holdfast.report.saves import Save
-from holdfast.report.spans import Span
-from holdfast.report.story import Story, kept_spans
+from holdfast.report.summary import RunSummary, kept_spans
 
-_MAX_LABELS = 12  # of attempts; more would lie over each other
+_MAX_LABELS = 12  # of attempts; more would overlap
 _LANES = {
     "kept": KEPT,
-    "done again": REDO,
+    "repeated": REDO,
     "down": DOWN,
     "restoring": RESTORE,
     "save()": BLOCKED,
@@ -39,42 +39,42 @@ _LANES = {
     "to local": ON_THE_WAY,
     "to home": ON_THE_WAY,
     "draining": ON_THE_WAY,
-    "trouble": BAD,
+    "problems": BAD,
 }
 _TEXT = (
-    "Each row is one kind of time. Kept: training whose result stands. Done again: training that an "
-    "interruption threw away. Down: from the last sign of an attempt to the claim of the next one, which "
-    "holds steps that nobody saw, the outage, and the start of the processes. Restoring: until training "
-    "went again. save(): what saving took from the training loop. To home: a save on its way until it was "
-    "durable. Trouble: saves that failed or were skipped or dropped, and deletions that failed. Dashed "
-    "lines are starts of attempts."
+    "Each row is one kind of time. Kept: training that counts. Repeated: training discarded by an "
+    "interruption. Down: from the last event of an attempt to the claim of the next one, including "
+    "unrecorded steps, the outage, and the start of the processes. Restoring: until training resumed. "
+    "save(): time that saving took from the training loop. To home: a save on its way until it is durable. "
+    "Problems: saves that failed or were skipped or dropped, and failed deletions. Dashed lines are starts "
+    "of attempts."
 )
 
 
-def timeline(story: Story) -> Figure | None:
-    """The figure; None if nothing has happened."""
-    if story.began_unix_s is None:
+def timeline(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None without events."""
+    if summary.started_unix_s is None:
         return None
-    saves, every = thinned(story.saves)
-    bars = _training(story) + _saving(saves) + _drains(story)
-    trouble = [
-        {"lane": "trouble", "from": ms(event.unix_s), "what": f"{event.kind}: {event.detail[:200]}"}
-        for event in story.trouble[-1000:]
+    saves, every = thin_out(summary.saves)
+    bars = _training(summary) + _saving(saves) + _drains(summary)
+    problems = [
+        {"lane": "problems", "from": to_ms(event.unix_s), "what": f"{event.kind}: {event.detail[:200]}"}
+        for event in summary.problems[-1000:]
     ]
-    used = {bar["lane"] for bar in bars} | {one["lane"] for one in trouble}
+    used = {bar["lane"] for bar in bars} | {one["lane"] for one in problems}
     lanes = {lane: look for lane, look in _LANES.items() if lane in used}
     text = _TEXT if every == 1 else f"{_TEXT} Of the saves, one of every {every} is drawn."
-    return figure(
+    return make_figure(
         "timeline",
         "What happened when",
         text,
-        chart(_layers(story, lanes, bars, trouble), height=26 * len(lanes)),
+        make_chart(_layers(summary, lanes, bars, problems), height=26 * len(lanes)),
         ("time (UTC)", "attempt", "what", "step", "took", "detail"),
-        _rows(story),
+        _rows(summary),
     )
 
 
-def _layers(story: Story, lanes: dict[str, str], bars: list[Spec], trouble: list[Spec]) -> list[Spec]:
+def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], problems: list[Spec]) -> list[Spec]:
     row = {
         "field": "lane",
         "type": "nominal",
@@ -84,10 +84,14 @@ def _layers(story: Story, lanes: dict[str, str], bars: list[Spec], trouble: list
     }
     tooltip = [{"field": "what", "title": "what"}, {"field": "took", "title": "took"}]
     starts = [
-        {"from": ms(life.began_unix_s), "what": f"attempt {life.number}", "label": str(life.number)}
-        for life in story.lives
+        {
+            "from": to_ms(attempt.started_unix_s),
+            "what": f"attempt {attempt.number}",
+            "label": str(attempt.number),
+        }
+        for attempt in summary.attempts
     ]
-    x = time_axis("from", story, grid=False)
+    x = time_axis("from", summary, grid=False)
     layers: list[Spec] = [
         {
             "data": {"values": starts},
@@ -98,22 +102,22 @@ def _layers(story: Story, lanes: dict[str, str], bars: list[Spec], trouble: list
             "data": {"values": bars},
             "mark": {"type": "bar", "height": {"band": 0.62}, "strokeWidth": 1},
             "encoding": {
-                # Given again beside an x2, the same domain is taken for another one.
+                # With an x2, Vega-Lite would treat the same domain as a different one.
                 "x": {**x, "scale": {"type": "utc", "nice": False}},
                 "x2": {"field": "to"},
                 "y": row,
-                "fill": told_apart("lane", lanes, legend=False),
-                "stroke": told_apart(
+                "fill": color_by("lane", lanes, legend=False),
+                "stroke": color_by(
                     "lane", {lane: _line_of(look) for lane, look in lanes.items()}, legend=False
                 ),
                 "tooltip": tooltip,
             },
         },
     ]
-    if trouble:
+    if problems:
         mark = {"type": "point", "shape": "cross", "size": 90, "angle": 45, "filled": True, "fill": BAD}
         encoding = {"x": x, "y": row, "tooltip": tooltip[:1]}
-        layers.append({"data": {"values": trouble}, "mark": mark, "encoding": encoding})
+        layers.append({"data": {"values": problems}, "mark": mark, "encoding": encoding})
     if len(starts) <= _MAX_LABELS:
         mark = {"type": "text", "align": "left", "dx": 3, "dy": -6, "y": 0}
         encoding = {"x": x, "text": {"field": "label"}}
@@ -122,39 +126,45 @@ def _layers(story: Story, lanes: dict[str, str], bars: list[Spec], trouble: list
 
 
 def _line_of(fill: str) -> str:
-    """The plain colour around a fill."""
+    """Return the plain colour around a fill."""
     return {REDO: "var(--redo)", DOWN: "var(--down)"}.get(fill, fill)
 
 
-def _training(story: Story) -> list[Spec]:
-    losses = story.losses
+def _training(summary: RunSummary) -> list[Spec]:
+    losses = summary.losses
     lanes = {
-        "kept": kept_spans(story),
-        "done again": losses.redone,
+        "kept": kept_spans(summary),
+        "repeated": losses.redone,
         "down": losses.down,
         "restoring": losses.restoring,
     }
     return [_bar(lane, span, lane) for lane, spans in lanes.items() for span in spans]
 
 
-def _saving(saves: list[Save]) -> list[Spec]:
+def _saving(saves: list[SaveRecord]) -> list[Spec]:
     bars: list[Spec] = []
     for save in saves:
-        what = f"step {save.step}, attempt {save.attempt}, {size(save.num_bytes)}"
-        if save.back_unix_s is not None:
-            bars.append(_bar("save()", (save.back_unix_s - (save.blocked_s or 0.0), save.back_unix_s), what))
+        what = f"step {save.step}, attempt {save.attempt}, {format_size(save.num_bytes)}"
+        if save.returned_unix_s is not None:
+            bars.append(
+                _bar("save()", (save.returned_unix_s - (save.blocked_s or 0.0), save.returned_unix_s), what)
+            )
         bars += [
-            _bar(f"to {copy.tier}", (save.began_unix_s, copy.durable_unix_s), what)
+            _bar(f"to {copy.tier}", (save.started_unix_s, copy.durable_unix_s), what)
             for copy in save.copies
             if copy.durable_unix_s is not None and not copy.was_drained and f"to {copy.tier}" in _LANES
         ]
     return bars
 
 
-def _drains(story: Story) -> list[Spec]:
-    drains, _ = thinned(story.drains)
+def _drains(summary: RunSummary) -> list[Spec]:
+    drains, _ = thin_out(summary.drains)
     return [
-        _bar("draining", (one.unix_s - one.seconds, one.unix_s), f"step {one.step}, {size(one.num_bytes)}")
+        _bar(
+            "draining",
+            (one.unix_s - one.seconds, one.unix_s),
+            f"step {one.step}, {format_size(one.num_bytes)}",
+        )
         for one in drains
     ]
 
@@ -162,42 +172,52 @@ def _drains(story: Story) -> list[Spec]:
 def _bar(lane: str, span: Span, what: str) -> Spec:
     return {
         "lane": lane,
-        "from": ms(span[0]),
-        "to": ms(span[1]),
+        "from": to_ms(span[0]),
+        "to": to_ms(span[1]),
         "what": what,
-        "took": seconds(span[1] - span[0]),
+        "took": format_seconds(span[1] - span[0]),
     }
 
 
-def _rows(story: Story) -> list[tuple[str | int | None, ...]]:
+def _rows(summary: RunSummary) -> list[tuple[str | int | None, ...]]:
     rows: list[tuple[float, tuple[str | int | None, ...]]] = []
-    for life in story.lives:
-        where = "from nothing" if life.restored_step is None else f"from step {life.restored_step}"
-        what = f"started {where}" if life.has_trained else "started, and left no other trace"
-        took = seconds(life.restore_s) if life.restore_s else None
-        detail = life.remark or (f"on {life.host}" if life.host else None)
-        row = (moment(life.began_unix_s), life.number, what, life.restored_step, took, detail)
-        rows.append((life.began_unix_s, row))
-    for one in story.interruptions:
-        detail = one.end or f"{seconds(one.cost_s)} lost"
+    for attempt in summary.attempts:
+        where = "from scratch" if attempt.restored_step is None else f"from step {attempt.restored_step}"
+        what = f"started {where}" if attempt.has_trained else "started, without further events"
+        took = format_seconds(attempt.restore_s) if attempt.restore_s else None
+        detail = attempt.remark or (f"on {attempt.host}" if attempt.host else None)
         row = (
-            moment(one.last_seen_unix_s),
+            format_time(attempt.started_unix_s),
+            attempt.number,
+            what,
+            attempt.restored_step,
+            took,
+            detail,
+        )
+        rows.append((attempt.started_unix_s, row))
+    for one in summary.interruptions:
+        detail = one.end or f"{format_seconds(one.cost_s)} lost"
+        row = (
+            format_time(one.last_seen_unix_s),
             one.before,
-            f"last sign ({one.kind})",
+            f"last event ({one.kind})",
             one.last_step,
             None,
             detail,
         )
         rows.append((one.last_seen_unix_s, row))
-    for event in (*story.trouble, *story.drains):
-        took = seconds(event.seconds) if event.seconds else None
-        row = (moment(event.unix_s), event.attempt, event.kind, event.step, took, event.detail)
+    for event in (*summary.problems, *summary.drains):
+        took = format_seconds(event.seconds) if event.seconds else None
+        row = (format_time(event.unix_s), event.attempt, event.kind, event.step, took, event.detail)
         rows.append((event.unix_s, row))
-    for save in story.saves:
+    for save in summary.saves:
         copy = next((copy for copy in save.copies if copy.tier == HOME), None)
-        took = seconds(copy.durable_s) if copy and copy.durable_s is not None else None
+        took = format_seconds(copy.durable_s) if copy and copy.durable_s is not None else None
         what = "saved" if save.durable else f"save {save.outcome}"
         rows.append(
-            (save.began_unix_s, (moment(save.began_unix_s), save.attempt, what, save.step, took, save.detail))
+            (
+                save.started_unix_s,
+                (format_time(save.started_unix_s), save.attempt, what, save.step, took, save.detail),
+            )
         )
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]

@@ -1,4 +1,4 @@
-"""What a figure of the page is, and how all charts look."""
+"""Figures of the page, and the common style of all charts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.quantity import say_bytes, say_seconds
-from holdfast.report.story import Story
+from holdfast.report.summary import RunSummary
 
 Spec = dict[str, Any]
-"""A chart in Vega-Lite's own language, or a part of one."""
+"""A Vega-Lite specification, or a part of one."""
 Cell = str | int | None
 _T = TypeVar("_T")
 
 MAX_ROWS = 500
-"""Rows of a table on the page; `holdfast history` shows all."""
+"""Rows of a table on the page. `holdfast history` prints all."""
 MAX_MARKS = 1500
-"""Saves that a chart draws; of more, every second, third, ... is drawn."""
+"""Saves in a chart. With more, every second, third, ... is drawn."""
 
-# Charts are given names of colours, not colours: the page's style sheet knows them for light and for dark,
-# so that a chart changes with the reader's setting and needs no second drawing.
+# Charts use names of colours. The page's style sheet defines them for light and dark mode, so a chart
+# follows the reader's setting without a second drawing.
 KEPT, REDO, DOWN, RESTORE = "var(--kept)", "url(#redo)", "url(#down)", "var(--restore)"
 BLOCKED, ON_THE_WAY, BAD, INK = "var(--blocked)", "var(--way)", "var(--bad)", "var(--ink)"
 _MUTED, _LINE = "var(--muted)", "var(--line)"
@@ -38,32 +38,32 @@ BYTES_AXIS = "format(datum.value, '.3~s') + 'B'"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One section of the page: a chart, what it shows in words, and its numbers as a table."""
+    """One section of the page: a chart, its explanation, and its numbers as a table."""
 
     id: str
     title: str
-    text: str  # plain text; a blank line begins a new paragraph
-    spec: Spec | None  # None: there is nothing to draw
+    text: str  # plain text; a blank line separates paragraphs
+    spec: Spec | None  # None: nothing to draw
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     num_rows_left_out: int = 0
 
 
-def figure(
+def make_figure(
     id: str, title: str, text: str, spec: Spec | None, columns: Sequence[str], rows: Sequence[Sequence[Cell]]
 ) -> Figure:
-    """A figure whose table holds the last `MAX_ROWS` rows."""
+    """Return a figure with the last `MAX_ROWS` rows in its table."""
     shown = tuple(tuple(row) for row in rows[-MAX_ROWS:])
     return Figure(id, title, text, spec, tuple(columns), shown, len(rows) - len(shown))
 
 
-def chart(layers: Sequence[Spec], *, height: int, legend_columns: int = 2) -> Spec:
-    """A chart of layers, as wide as its place on the page.
+def make_chart(layers: Sequence[Spec], *, height: int, legend_columns: int = 2) -> Spec:
+    """Return a chart of layers, as wide as its container on the page.
 
     Args:
-        layers: drawn one over the other.
-        height: in pixels.
-        legend_columns: that fit beside each other on a telephone.
+        layers: layers from bottom to top.
+        height: height in pixels.
+        legend_columns: columns of the legend that fit on a phone.
     """
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -73,7 +73,7 @@ def chart(layers: Sequence[Spec], *, height: int, legend_columns: int = 2) -> Sp
         "background": "transparent",
         "layer": list(layers),
         "config": {
-            # The page tells screen readers what a chart shows, and gives its numbers as a table.
+            # The page describes charts to screen readers, and has their numbers as tables.
             "aria": False,
             "font": "system-ui, sans-serif",
             "view": {"stroke": None},
@@ -105,14 +105,14 @@ def chart(layers: Sequence[Spec], *, height: int, legend_columns: int = 2) -> Sp
     }
 
 
-def time_axis(field: str, story: Story, *, grid: bool = True) -> Spec:
-    """An axis of moments, in UTC as the tables have them, the same for all charts of a story."""
-    began, end = story.began_unix_s or 0.0, story.end_unix_s or 0.0
+def time_axis(field: str, summary: RunSummary, *, grid: bool = True) -> Spec:
+    """Return a time axis in UTC, the same for all charts of a summary."""
+    began, end = summary.started_unix_s or 0.0, summary.end_unix_s or 0.0
     formats = ((600, "%H:%M:%S"), (36 * 3600, "%H:%M"), (5 * 86400, "%-d %b %H:%M"), (math.inf, "%-d %b"))
     return {
         "field": field,
         "type": "temporal",
-        "scale": {"type": "utc", "nice": False, "domain": [ms(began), ms(max(end, began + 1))]},
+        "scale": {"type": "utc", "nice": False, "domain": [to_ms(began), to_ms(max(end, began + 1))]},
         "axis": {
             "title": "time (UTC)",
             "grid": grid,
@@ -123,7 +123,7 @@ def time_axis(field: str, story: Story, *, grid: bool = True) -> Spec:
 
 
 def span_ticks(longest_s: float) -> list[float]:
-    """Round durations from 0 to `longest_s` for an axis, in five steps or fewer; nobody counts 100 s."""
+    """Return round durations from 0 to `longest_s` for an axis, in five steps or fewer."""
     if longest_s <= 0:
         return [0.0]
     round_s = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -135,7 +135,7 @@ def span_ticks(longest_s: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two positive ones for a logarithmic axis: 1, 2, 5, 10, or only powers of ten."""
+    """Return round numbers for a logarithmic axis: 1, 2, 5, 10, or only powers of ten."""
     exponents = math.floor(math.log10(low)), math.ceil(math.log10(high))
     fine = [one for one in _decimals(*exponents) if low <= one <= high]
     coarse = [one for one in fine if math.isclose(math.log10(one), round(math.log10(one)))]
@@ -143,19 +143,19 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def span_log_ticks(low_s: float, high_s: float) -> list[float]:
-    """Round durations between two for a logarithmic axis."""
+    """Return round durations between two for a logarithmic axis."""
     known = (*_decimals(-6, -1)[::3], 1, 10, 60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 70 * 86400)
     found = [one for one in known if low_s <= one <= high_s]
     return found if len(found) > 1 else log_ticks(low_s, high_s)
 
 
 def _decimals(first: int, last: int) -> list[float]:
-    """1, 2 and 5 times each power of ten from `first` up to `last`."""
+    """Return 1, 2 and 5 times each power of ten from `first` up to `last`."""
     return [float(f"{digit}e{exponent}") for exponent in range(first, last + 1) for digit in (1, 2, 5)]
 
 
-def told_apart(field: str, looks: dict[str, str], *, legend: bool = True) -> Spec:
-    """A fill, colour, shape or dash for each value of a field, in this order."""
+def color_by(field: str, looks: dict[str, str], *, legend: bool = True) -> Spec:
+    """Return an encoding with a distinct style for each value of a field."""
     encoded: Spec = {
         "field": field,
         "type": "nominal",
@@ -165,33 +165,33 @@ def told_apart(field: str, looks: dict[str, str], *, legend: bool = True) -> Spe
     return encoded if legend else {**encoded, "legend": None}
 
 
-def ms(unix_s: float) -> float:
-    """Milliseconds since 1970, as charts count."""
+def to_ms(unix_s: float) -> float:
+    """Return milliseconds since 1970, the unit of charts."""
     return round(unix_s * 1000, 3)
 
 
-def moment(unix_s: float | None) -> str:
-    """Date and time in UTC, to the second."""
+def format_time(unix_s: float | None) -> str:
+    """Format date and time in UTC, to the second."""
     if unix_s is None:
         return "-"
     return datetime.datetime.fromtimestamp(unix_s, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def seconds(value: float | None) -> str:
-    """A duration for people; `-` if it is not known."""
+def format_seconds(value: float | None) -> str:
+    """Format a duration for display, or `-` if it is unknown."""
     if value is None:
         return "-"
-    said = say_seconds(value) if value else "0 s"
-    return said if " 0 " not in said else said[: said.index(" 0 ")]  # `1 h`, not `1 h 0 min`
+    text = say_seconds(value) if value else "0 s"
+    return text if " 0 " not in text else text[: text.index(" 0 ")]  # `1 h`, not `1 h 0 min`
 
 
-def size(value: float | None) -> str:
-    """A size for people; `-` if there is none."""
+def format_size(value: float | None) -> str:
+    """Format a size for display, or `-` if it is 0 or unknown."""
     return say_bytes(value) if value else "-"
 
 
-def share(value: float | None) -> str:
-    """A share as percent, with two digits that count."""
+def format_share(value: float | None) -> str:
+    """Format a share as a percentage with two significant digits."""
     if value is None:
         return "-"
     percent = value * 100
@@ -202,7 +202,7 @@ def share(value: float | None) -> str:
     )
 
 
-def thinned(items: Sequence[_T]) -> tuple[list[_T], int]:
-    """Items that can be drawn, and of how many each is one: 1 if all of them are drawn."""
+def thin_out(items: Sequence[_T]) -> tuple[list[_T], int]:
+    """Return the items to draw, and the number of items that each stands for."""
     every = -(-len(items) // MAX_MARKS) or 1
     return list(items[::every]), every

@@ -1,4 +1,4 @@
-"""A run that is made up, with what it should be told to have been: for tests of the story."""
+"""Made-up runs with their true costs, for tests of the summary."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.format import run
-from holdfast.report.events import Event
+from holdfast.report.events import HistoryEvent
 
 START = 1_700_000_000.0
 
 
 @dataclass
-class Telling:
+class MadeUpRun:
     """Events and claims of a run, in seconds since its start."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[HistoryEvent] = field(default_factory=list)
     claims: dict[int, run.Attempt] = field(default_factory=dict)
 
     def claim(self, number: int, at_s: float, *, pid: int | None = None, host: str = "kelp") -> None:
-        """An attempt's claim."""
+        """Add an attempt's claim."""
         pid = 100 + number if pid is None else pid
         self.claims[number] = run.Attempt(number, "run", 1, host, pid, START + at_s)
 
-    def tell(
+    def summarize(
         self,
         attempt: int,
         at_s: float,
@@ -36,13 +36,15 @@ class Telling:
         tier: str = "home",
         detail: str = "",
     ) -> None:
-        """One event."""
-        self.events.append(Event(START + at_s, kind, step, attempt, rank, tier, num_bytes, seconds, detail))
+        """Add an event."""
+        self.events.append(
+            HistoryEvent(START + at_s, kind, step, attempt, rank, tier, num_bytes, seconds, detail)
+        )
 
-    def told(self, attempt: int, at_s: float, name: str, values: Mapping[int, float]) -> None:
-        """Numbers of one name by step."""
+    def add_metrics(self, attempt: int, at_s: float, name: str, values: Mapping[int, float]) -> None:
+        """Add values of a metric by step."""
         numbers = tuple((name, step, value) for step, value in values.items())
-        self.events.append(Event(START + at_s, "metrics", max(values), attempt, numbers=numbers))
+        self.events.append(HistoryEvent(START + at_s, "metrics", max(values), attempt, numbers=numbers))
 
     def save(
         self,
@@ -55,27 +57,27 @@ class Telling:
         num_bytes: int = 1000,
         tier: str = "home",
     ) -> None:
-        """A save by one rank: `save()` called at `at_s`; not durable if `durable_after_s` is None."""
+        """Add a save by one rank: `save()` called at `at_s`; not durable if `durable_after_s` is None."""
         back = at_s + blocked_s
-        self.tell(attempt, back, "saved", step, seconds=blocked_s, num_bytes=num_bytes)
-        self.tell(attempt, back, "staged", step, seconds=blocked_s, num_bytes=num_bytes)
+        self.add(attempt, back, "saved", step, seconds=blocked_s, num_bytes=num_bytes)
+        self.add(attempt, back, "staged", step, seconds=blocked_s, num_bytes=num_bytes)
         if durable_after_s is not None:
             done = at_s + durable_after_s
-            self.tell(
+            self.add(
                 attempt, done, "persisted", step, seconds=durable_after_s, num_bytes=num_bytes, tier=tier
             )
-            self.tell(
+            self.add(
                 attempt, done, "committed", step, seconds=durable_after_s, num_bytes=num_bytes, tier=tier
             )
 
-    def by_time(self) -> list[Event]:
-        """All events by time."""
+    def by_time(self) -> list[HistoryEvent]:
+        """Return all events by time."""
         return sorted(self.events, key=lambda event: event.unix_s)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to one attempt of a simulated run."""
+    """Fate of one attempt of a simulated run."""
 
     num_steps: int  # it makes before it is killed
     into_step_s: float  # how far into the next step it is then
@@ -86,26 +88,26 @@ class Fate:
 
 @dataclass
 class Simulated:
-    """A run with its truth."""
+    """A run with its true costs."""
 
-    telling: Telling
+    made_up: MadeUpRun
     total_s: float
     useful_s: float  # training whose result stands, with the save() calls in it
     steps_lost: list[int]  # true, by interruption
 
 
 def simulate(fates: Sequence[Fate], *, every: int, step_s: float, blocked_s: float) -> Simulated:
-    """Train, be killed and go on, keeping account of what stands by itself.
+    """Simulate training with kills and resumes, and record the true costs.
 
     The account goes along the checkpoints: each knows how much useful time led to it.
     """
-    telling = Telling()
+    made_up = MadeUpRun()
     useful_at: dict[tuple[int, int], float] = {}  # by attempt and step
     at = total = useful = seen_useful = 0.0
     step, reached, damaged = 0, 0, 0
     lost: list[int] = []
     for number, fate in enumerate(fates, start=1):
-        telling.claim(number, at)
+        made_up.claim(number, at)
         order = sorted(useful_at, reverse=True)
         passed, left = order[:damaged], order[damaged:]
         if number > 1:
@@ -118,17 +120,17 @@ def simulate(fates: Sequence[Fate], *, every: int, step_s: float, blocked_s: flo
         at += fate.restore_s if left else 0.0
         if left:
             detail = "; ".join(f"passed over step {old} of attempt {of}: rotten" for of, old in passed)
-            telling.tell(number, at, "restored", step, seconds=fate.restore_s, detail=detail)
-        # The last sign counts, not the end: nobody sees a kill.
+            made_up.add(number, at, "restored", step, seconds=fate.restore_s, detail=detail)
+        # The last event counts, not the end: a kill leaves no event.
         total, seen_useful = at, useful
         for _ in range(fate.num_steps):
             at, useful, step = at + step_s, useful + step_s, step + 1
             if step % every == 0:
-                telling.save(number, step, at, blocked_s=blocked_s)
+                made_up.save(number, step, at, blocked_s=blocked_s)
                 at, useful = at + blocked_s, useful + blocked_s
                 useful_at[number, step] = useful
                 total, seen_useful = at, useful
         reached = step
         damaged = fate.num_damaged
         at += fate.into_step_s * step_s + fate.outage_s
-    return Simulated(telling, total, seen_useful, lost)
+    return Simulated(made_up, total, seen_useful, lost)

@@ -1,4 +1,4 @@
-"""How often a run should have saved: Young's and Daly's best interval, and how sure its figures are; pure."""
+"""Best interval between saves by Young and Daly, and confidence bounds of its inputs; pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _MAX_EXPONENT = 700.0  # of a double's exp()
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The interval that loses least, for one mean time between failures."""
+class BestInterval:
+    """Interval with the least loss, for one mean time between failures."""
 
     mtbf_s: float
     young_s: float
@@ -19,10 +19,10 @@ class Best:
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
-    """Young's first-order best time of training between two saves, in seconds.
+    """Return Young's first-order best time of training between two saves, in seconds.
 
     Args:
-        cost_s: what one save takes from training.
+        cost_s: training time lost per save.
         mtbf_s: mean time between failures.
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
@@ -31,10 +31,10 @@ def young_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly_s(cost_s: float, mtbf_s: float) -> float:
-    """Daly's higher-order best time of training between two saves, in seconds.
+    """Return Daly's higher-order best time of training between two saves, in seconds.
 
     Args:
-        cost_s: what one save takes from training.
+        cost_s: training time lost per save.
         mtbf_s: mean time between failures.
 
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
@@ -47,36 +47,38 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def lost_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
-    """Time that saves and work done again cost, as a share of the training; inf if it never gets done.
+    """Return the share of training lost to saves and repeated work, or inf.
 
-    Restarts come on top; they cost the same at every interval.
+    Restarts come on top. They cost the same at every interval.
 
     Args:
-        interval_s: time of training between two saves.
-        cost_s: what one save takes from training.
-        mtbf_s: mean time between failures, which come at random.
+        interval_s: training time between two saves.
+        cost_s: training time lost per save.
+        mtbf_s: mean time between failures, which occur at random.
 
-    Source: Daly 2006, the exact expectation for failures that do not depend on each other.
+    Source: Daly 2006, the exact expectation for independent failures.
     """
     ratio = (interval_s + cost_s) / mtbf_s
     return math.inf if ratio > _MAX_EXPONENT else max(0.0, mtbf_s * math.expm1(ratio) / interval_s - 1)
 
 
-def best(cost_s: float, mtbf_s: float) -> Best | None:
-    """The best interval; None if saves cost nothing or nothing is known, and then there is none."""
+def best_interval(cost_s: float, mtbf_s: float) -> BestInterval | None:
+    """Return the best interval, or None if the inputs are not positive."""
     if cost_s <= 0 or mtbf_s <= 0:
         return None
     daly = daly_s(cost_s, mtbf_s)
-    return Best(mtbf_s, young_s(cost_s, mtbf_s), daly, lost_share(daly, cost_s, mtbf_s))
+    return BestInterval(mtbf_s, young_s(cost_s, mtbf_s), daly, lost_share(daly, cost_s, mtbf_s))
 
 
 def mtbf_bounds_s(up_s: float, num_failures: int, *, confidence: float = 0.9) -> tuple[float, float]:
-    """Between which bounds the mean time between failures lies, in seconds; the upper one is inf without any.
+    """Return the confidence bounds of the mean time between failures, in seconds.
+
+    The upper bound is inf without failures.
 
     Args:
         up_s: time in which failures could happen.
-        num_failures: that did.
-        confidence: how sure the bounds are; half of the rest lies on each side.
+        num_failures: number of failures.
+        confidence: confidence of both bounds together.
 
     Source: exact bounds for the rate of a Poisson process (Garwood 1936).
     """
@@ -87,7 +89,7 @@ def mtbf_bounds_s(up_s: float, num_failures: int, *, confidence: float = 0.9) ->
 
 
 def _poisson_mean(count: int, chance: float) -> float:
-    """The mean with which `count` or fewer have this chance."""
+    """Return the mean that gives `count` or fewer events this probability."""
     low, high = 0.0, count + 10 * math.sqrt(count + 1) + 10
     for _ in range(100):
         middle = (low + high) / 2
@@ -96,7 +98,7 @@ def _poisson_mean(count: int, chance: float) -> float:
 
 
 def _at_most(count: int, mean: float) -> float:
-    """The chance of `count` or fewer, in logarithms so that many failures do not overflow."""
+    """Return the probability of `count` or fewer events, in logarithms to avoid overflow."""
     if mean <= 0:
         return 1.0
     return sum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count + 1))

@@ -20,7 +20,6 @@ NOT_YET = {
     "checkpointer",
     "claim",
     "cli",
-    "compiled",
     "documents",
     "exchange",
     "format",

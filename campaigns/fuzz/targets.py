@@ -343,10 +343,10 @@ _COMMANDS: dict[str, Callable[[Path, Any], None]] = {
 
 
 def _index_seeds() -> list[bytes]:
-    from holdfast.compiled.index import Index, Packed, document
+    from holdfast.compiled.index import CacheIndex, PackedFile, document
 
-    files = tuple(Packed(f"ab/kernel{i}.so", 4, "0" * 32, "1" * 32, 12 * i, 12) for i in range(3))
-    return [document(Index(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, files))]
+    files = tuple(PackedFile(f"ab/kernel{i}.so", 4, "0" * 32, "1" * 32, 12 * i, 12) for i in range(3))
+    return [document(CacheIndex(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, files))]
 
 
 def _run_index(data: bytes) -> None:
@@ -363,12 +363,12 @@ def _pack_seeds() -> list[bytes]:
 
 
 def _run_pack(data: bytes) -> None:
-    from holdfast.compiled.index import Packed
+    from holdfast.compiled.index import PackedFile
     from holdfast.compiled.packs import unpack
 
     for offset in (0, 30):
         with contextlib.suppress(Corrupt):
-            unpack(data, Packed("a", 400, "0" * 32, "1" * 32, offset, len(data)))
+            unpack(data, PackedFile("a", 400, "0" * 32, "1" * 32, offset, len(data)))
 
 
 @cache

@@ -20,7 +20,7 @@ def fill(folder: Path, **files: bytes) -> None:
         path.write_bytes(data)
 
 
-def test_what_is_in_work_or_no_result_is_left_out(tmp_path: Path):
+def test_files_in_progress_and_other_files_are_left_out(tmp_path: Path):
     fill(
         tmp_path,
         ab__kernel_dot_so=b"1",
@@ -42,7 +42,7 @@ def test_what_is_in_work_or_no_result_is_left_out(tmp_path: Path):
     assert found == {"ab/other.so": 2, "fxgraph/ab/key/value": 3}
 
 
-def test_of_a_shared_directory_only_what_came_since_counts(tmp_path: Path):
+def test_of_a_shared_directory_only_new_files_count(tmp_path: Path):
     fill(tmp_path, old=b"1", new=b"1")
     os.utime(tmp_path / "old", (1000, 1000))
     os.utime(tmp_path / "new", (3000, 3000))
@@ -70,13 +70,13 @@ def elf(*, at: int, entries: int, size: int) -> bytes:
         (b"", True),
     ],
 )
-def test_a_binary_that_a_killed_linker_left_is_not_taken(tmp_path: Path, data: bytes, is_whole: bool):
+def test_a_binary_of_a_killed_linker_is_skipped(tmp_path: Path, data: bytes, is_whole: bool):
     (tmp_path / "file.so").write_bytes(data)
     found = directories.read_whole(Directory(tmp_path), "file.so")
     assert found == (data if is_whole else None)
 
 
-def test_a_real_binary_is_whole_and_any_part_of_it_is_not(tmp_path: Path):
+def test_a_real_binary_is_complete_and_any_part_of_it_is_not(tmp_path: Path):
     import _ctypes
 
     whole = Path(_ctypes.__file__).read_bytes()
@@ -86,14 +86,14 @@ def test_a_real_binary_is_whole_and_any_part_of_it_is_not(tmp_path: Path):
     assert directories.read_whole(Directory(tmp_path), "file.so") is None
 
 
-def test_what_is_gone_or_a_link_is_not_read(tmp_path: Path):
+def test_missing_files_and_links_are_not_read(tmp_path: Path):
     (tmp_path / "there").write_bytes(b"1")
     (tmp_path / "link").symlink_to("there")
     assert directories.read_whole(Directory(tmp_path), "gone") is None
     assert directories.read_whole(Directory(tmp_path), "link") is None
 
 
-def test_files_are_placed_whole_and_only_below(tmp_path: Path):
+def test_files_are_written_atomically_and_only_inside(tmp_path: Path):
     directory, outside = tmp_path / "cache", tmp_path / "outside"
     outside.mkdir()
     there = Directory(directory)
@@ -135,7 +135,7 @@ def test_own_directories_are_private_and_one_for_each_home_and_machine(
     assert other.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_directory_is_chosen_if_the_user_has_named_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_directory_is_chosen_if_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert directories.current() is None
     assert not directories.is_chosen()
@@ -148,7 +148,7 @@ def test_a_directory_is_chosen_if_the_user_has_named_it(monkeypatch: pytest.Monk
     assert directories.is_chosen()
 
 
-def test_what_torch_has_chosen_itself_is_shared_with_other_programs(monkeypatch: pytest.MonkeyPatch):
+def test_the_directory_that_torch_chooses_is_shared_with_other_programs(monkeypatch: pytest.MonkeyPatch):
     import time
 
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -161,7 +161,7 @@ def test_what_torch_has_chosen_itself_is_shared_with_other_programs(monkeypatch:
     assert time.time() - 86400 < found.since_unix_s <= time.time()
 
 
-def test_compiled_headers_travel_though_they_lie_elsewhere(tmp_path: Path):
+def test_precompiled_headers_are_included_from_their_own_folder(tmp_path: Path):
     here = Directory(tmp_path / "cache", headers=tmp_path / "usual" / "precompiled_headers")
     fill(
         tmp_path / "usual", precompiled_headers__one_dot_h=b"1", precompiled_headers__one_dot_h_dot_gch=b"22"

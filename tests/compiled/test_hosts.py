@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.compiled.index import FOLDER, Index, IndexName, parse, parse_name
+from holdfast.compiled.index import FOLDER, CacheIndex, IndexName, parse, parse_name
 from holdfast.store import open_store
 
 HERE = Path(__file__).parent
@@ -24,7 +24,7 @@ def start(home: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def indices_of(home: Path) -> list[Index]:
+def indices_of(home: Path) -> list[CacheIndex]:
     store = open_store(home)
     names = [entry.name for entry in store.list(FOLDER)]
     return [parse(store.get(name), name) for name in names if isinstance(parse_name(name), IndexName)]
@@ -32,7 +32,7 @@ def indices_of(home: Path) -> list[Index]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_each_host_gets_what_any_has_compiled(tmp_path: Path):
+def test_each_host_receives_the_code_that_any_host_compiled(tmp_path: Path):
     home = tmp_path / "home"
     start(home, tmp_path / "first")
     assert {index.rank for index in indices_of(home)} == {0, 1}

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.compiled import index as indices
-from holdfast.compiled.facts import key_of
-from holdfast.compiled.index import Index, IndexName, Packed, PackName
+from holdfast.compiled.build_environment import environment_key
+from holdfast.compiled.index import CacheIndex, IndexName, PackedFile, PackName
 from holdfast.compiled.packs import divide, pack, unpack
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
 from holdfast.format.sealed import dumps, seal, unseal
@@ -20,16 +20,16 @@ GOOD_PATHS = PATHS.filter(lambda path: not {".", ".."} & set(path.split("/")))
 
 
 @given(st.dictionaries(GOOD_PATHS, st.binary(max_size=200), max_size=6))
-def test_files_come_out_of_a_pack_as_they_went_in(files: dict[str, bytes]):
+def test_files_survive_packing(files: dict[str, bytes]):
     whole, places = pack(files)
     assert {file.path: unpack(whole, file) for file in places} == files
     assert pack(dict(reversed(files.items()))) == (whole, places)
-    index = Index(3, 1, 2, FACTS, places)
+    index = CacheIndex(3, 1, 2, FACTS, places)
     assert indices.parse(indices.document(index), indices.index_name(KEY, 3, 1, 2)) == index
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers(min_value=0), st.integers(0, 7))
-def test_a_flipped_bit_is_found_wherever_it_is(data: bytes, where: int, bit: int):
+def test_any_flipped_bit_is_found(data: bytes, where: int, bit: int):
     whole, (file,) = pack({"file": data})
     damaged = bytearray(whole)
     damaged[where % len(whole)] ^= 1 << bit
@@ -40,9 +40,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(data: bytes, where: int, bit: int
     assert found == data  # a bit that means nothing to zlib
 
 
-def test_a_file_that_would_unfold_to_more_than_it_says_is_refused():
+def test_a_file_that_decompresses_to_more_than_its_size_is_rejected():
     whole, (file,) = pack({"file": bytes(1 << 20)})
-    small = Packed("file", 10, file.hash, file.pack, file.offset, file.packed_bytes)
+    small = PackedFile("file", 10, file.hash, file.pack, file.offset, file.packed_bytes)
     with pytest.raises(Corrupt, match="expected 10 bytes"):
         unpack(whole, small)
 
@@ -63,10 +63,10 @@ def test_a_file_that_would_unfold_to_more_than_it_says_is_refused():
         "\udc80",
     ],
 )
-def test_a_path_that_leads_elsewhere_is_refused_though_its_index_is_sealed(path: str):
+def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     with pytest.raises(InvalidInput):
         indices.check_path(path)
-    index = Index(1, 0, 1, FACTS, (Packed("good", 1, "0" * 32, "1" * 32, 0, 1),))
+    index = CacheIndex(1, 0, 1, FACTS, (PackedFile("good", 1, "0" * 32, "1" * 32, 0, 1),))
     body = unseal(indices.document(index), "index").members
     body["files"][0][0] = path
     try:
@@ -81,14 +81,14 @@ def test_a_path_that_leads_elsewhere_is_refused_though_its_index_is_sealed(path:
     ("member", "value"),
     [("files", [["a", -1, "", 0, 0, 1]]), ("files", [["a", 1, "", 9, 0, 1]]), ("files", [1]), ("facts", 1)],
 )
-def test_a_sealed_index_of_nonsense_is_damage(member: str, value: object):
-    body = unseal(indices.document(Index(1, 0, 1, FACTS, ())), "index").members | {member: value}
-    with pytest.raises(Corrupt, match="no index of compiled files"):
+def test_a_sealed_index_with_invalid_members_is_corrupt(member: str, value: object):
+    body = unseal(indices.document(CacheIndex(1, 0, 1, FACTS, ())), "index").members | {member: value}
+    with pytest.raises(Corrupt, match="not a valid index of compiled files"):
         indices.parse(seal(dumps(body)), indices.index_name(KEY, 1, 0, 1))
 
 
-def test_an_index_under_a_wrong_name_or_of_the_future_is_refused():
-    text = indices.document(Index(1, 0, 1, FACTS, ()))
+def test_an_index_with_a_wrong_name_or_a_newer_version_is_rejected():
+    text = indices.document(CacheIndex(1, 0, 1, FACTS, ()))
     with pytest.raises(Corrupt, match="wrong name"):
         indices.parse(text, indices.index_name(KEY, 2, 0, 1))
     newer = seal(dumps(unseal(text, "index").members | {"version": 2}))
@@ -99,7 +99,7 @@ def test_an_index_under_a_wrong_name_or_of_the_future_is_refused():
 
 
 @given(st.integers(0, 10**9 - 1), st.integers(0, 10**6), st.integers(1, 10**6))
-def test_names_say_what_they_were_made_of(attempt: int, rank: int, number: int):
+def test_names_are_parsed_into_their_parts(attempt: int, rank: int, number: int):
     assert indices.parse_name(indices.index_name(KEY, attempt, rank, number)) == IndexName(
         attempt, rank, number, KEY
     )
@@ -109,7 +109,7 @@ def test_names_say_what_they_were_made_of(attempt: int, rank: int, number: int):
 @pytest.mark.parametrize(
     "name", ["compiled/x/a0001.json", "step-00000001/rank-00000-a0001.json", "compiled/"]
 )
-def test_other_names_are_none_of_ours(name: str):
+def test_other_names_are_ignored(name: str):
     assert indices.parse_name(name) is None
 
 
@@ -133,7 +133,7 @@ def test_groups_have_every_file_once_and_are_not_too_large(sizes: list[int], lim
         assert len(group) == 1 or sum(sizes[int(path)] for path in group) <= limit
 
 
-def test_what_this_version_has_written_stays_readable():
+def test_a_golden_index_stays_readable():
     whole = bytes.fromhex("789cab77f571030003ad0157789c4b2f4a2cc80000063b0213")
     text = (
         b'{"xxh3_128":"85c30dc5eb5c2d20cedf06db6274ab6d","format":"holdfast-compiled","version":1,"attempt":3,'
@@ -148,4 +148,8 @@ def test_what_this_version_has_written_stays_readable():
         "fxgraph/k/v": b"graph",
     }
     assert index.facts == FACTS
-    assert key_of(FACTS) == key_of(dict(reversed(FACTS.items()))) == "dc0e57c4e46310e5b608a8a04261952c"
+    assert (
+        environment_key(FACTS)
+        == environment_key(dict(reversed(FACTS.items())))
+        == "dc0e57c4e46310e5b608a8a04261952c"
+    )

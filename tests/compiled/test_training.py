@@ -124,7 +124,7 @@ def test_an_empty_machine_compiles_nothing_when_home_is_trusted(machine: Machine
 
 
 @pytest.mark.slow
-def test_nothing_of_an_untrusted_home_is_loaded_and_it_says_how(machine: Machine, home: Path, cold: Any):
+def test_an_untrusted_home_is_not_loaded_and_a_message_explains_how(machine: Machine, home: Path, cold: Any):
     again = machine(home, 2)
     assert again.status == 0, again.err
     assert len(again.compiles) == len(cold[1].compiles)
@@ -134,7 +134,7 @@ def test_nothing_of_an_untrusted_home_is_loaded_and_it_says_how(machine: Machine
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_refused_and_compiled_anew_and_sent_again(machine: Machine, home: Path, cold: Any):
+def test_a_damaged_file_is_compiled_and_uploaded_again(machine: Machine, home: Path, cold: Any):
     (pack,) = packs_of(home)
     damaged = bytearray(pack.read_bytes())
     for at in range(0, len(damaged), 64):  # every file has some
@@ -150,7 +150,7 @@ def test_a_flipped_bit_is_refused_and_compiled_anew_and_sent_again(machine: Mach
 
 
 @pytest.mark.slow
-def test_a_cache_of_another_machine_is_not_loaded(machine: Machine, home: Path):
+def test_a_cache_of_another_environment_is_not_loaded(machine: Machine, home: Path):
     (folder,) = (home / FOLDER).iterdir()
     folder.rename(folder.with_name("0" * 32))
     again = machine(home, 2, options={"trust_home": True})
@@ -160,7 +160,9 @@ def test_a_cache_of_another_machine_is_not_loaded(machine: Machine, home: Path):
 
 
 @pytest.mark.slow
-def test_turned_off_nothing_is_sent_and_nothing_loaded(machine: Machine, home: Path, tmp_path: Path):
+def test_with_the_cache_turned_off_nothing_is_uploaded_or_loaded(
+    machine: Machine, home: Path, tmp_path: Path
+):
     again = machine(home, 2, options={"trust_home": True, "compile_cache": False})
     assert again.compiles
     assert "compiled code" not in again.err
@@ -170,7 +172,7 @@ def test_turned_off_nothing_is_sent_and_nothing_loaded(machine: Machine, home: P
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_midst_of_sending_costs_nothing_but_what_was_not_sent(machine: Machine, tmp_path: Path):
+def test_a_kill_during_an_upload_costs_only_the_remaining_files(machine: Machine, tmp_path: Path):
     home = tmp_path / "home"
     killed = machine(home, 20, HOLDFAST_KILL_AT="compiled.packed")
     assert killed.status == -signal.SIGKILL
@@ -187,7 +189,7 @@ def test_a_kill_in_the_midst_of_sending_costs_nothing_but_what_was_not_sent(mach
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_ranks_share_what_one_of_them_brings(machine: Machine, tmp_path: Path):
+def test_two_ranks_share_the_download_of_one(machine: Machine, tmp_path: Path):
     home = tmp_path / "home"
     headers = {
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "1"
@@ -203,7 +205,7 @@ def test_two_ranks_share_what_one_of_them_brings(machine: Machine, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_commands_do_not_stumble_over_it(cold: tuple[Path, Start], capsys: pytest.CaptureFixture[str]):
+def test_commands_ignore_compile_caches(cold: tuple[Path, Start], capsys: pytest.CaptureFixture[str]):
     from holdfast.cli import main
 
     home = str(cold[0])

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.compiled import sending
+from holdfast.compiled import upload
+from holdfast.compiled.build_environment import current_environment, environment_key
 from holdfast.compiled.cache import CompileCache
 from holdfast.compiled.directory import Directory
-from holdfast.compiled.facts import facts_of_machine, key_of
+from holdfast.compiled.download import load
 from holdfast.compiled.index import FOLDER, IndexName, PackName, parse_name
-from holdfast.compiled.loading import load
-from holdfast.compiled.sending import Sender
+from holdfast.compiled.upload import CacheUploader
 from holdfast.errors import RetryLater
 from holdfast.store import Store, open_store
 from holdfast.testing.faulty import FaultyStore
@@ -45,11 +45,13 @@ def sender(
     limit_bytes: int = 1 << 30,
     turn: int = 0,
     **known: set[str],
-) -> Sender:
-    return Sender(store, KEY, FACTS, attempt=attempt, rank=rank, limit_bytes=limit_bytes, turn=turn, **known)
+) -> CacheUploader:
+    return CacheUploader(
+        store, KEY, FACTS, attempt=attempt, rank=rank, limit_bytes=limit_bytes, turn=turn, **known
+    )
 
 
-def send(one: Sender, directory: Directory, *, is_last: bool = False) -> sending.Sent:
+def send(one: CacheUploader, directory: Directory, *, is_last: bool = False) -> upload.Sent:
     return one.send(directory, is_last=is_last, is_ended=lambda: False)
 
 
@@ -70,7 +72,7 @@ def home(tmp_path: Path) -> Store:
     return open_store(tmp_path / "home")
 
 
-def test_only_what_is_new_is_sent_and_all_of_it_arrives(home: Store, tmp_path: Path):
+def test_only_new_files_are_uploaded_and_all_are_downloaded(home: Store, tmp_path: Path):
     directory, one = fill(tmp_path / "here", "ab/x.so", "fxgraph/k/v"), sender(home)
     assert send(one, directory).num_files == 2
     assert send(one, directory).num_files == 0
@@ -81,7 +83,7 @@ def test_only_what_is_new_is_sent_and_all_of_it_arrives(home: Store, tmp_path: P
     assert arrive(home, tmp_path / "there")["ab/x.so"] == (tmp_path / "here" / "ab" / "x.so").read_bytes()
 
 
-def test_an_attempt_that_was_brought_all_of_it_sends_nothing(home: Store, tmp_path: Path):
+def test_an_attempt_that_downloaded_everything_uploads_nothing(home: Store, tmp_path: Path):
     send(sender(home), fill(tmp_path / "here", "a"))
     assert send(sender(home, 2), fill(tmp_path / "here")).num_files == 0
     fill(tmp_path / "here", "b")
@@ -89,10 +91,10 @@ def test_an_attempt_that_was_brought_all_of_it_sends_nothing(home: Store, tmp_pa
     assert set(arrive(home, tmp_path / "there")) == {"a", "b"}
 
 
-def test_large_caches_are_sent_in_packs_of_which_each_counts(
+def test_large_caches_are_uploaded_in_packs_that_count_separately(
     home: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sending, "PACK_BYTES", 250)
+    monkeypatch.setattr(upload, "PACK_BYTES", 250)
     directory = fill(tmp_path / "here", *(f"f{i}" for i in range(7)))
     faulty = FaultyStore(home)
     faulty.fail("put", RetryLater("the network has gone"), matching=".pack", nth=3)
@@ -105,7 +107,7 @@ def test_large_caches_are_sent_in_packs_of_which_each_counts(
     assert kinds(home) == (1, 4)
 
 
-def test_what_home_lists_and_could_not_give_is_sent_again(home: Store, tmp_path: Path):
+def test_files_that_could_not_be_downloaded_are_uploaded_again(home: Store, tmp_path: Path):
     directory = fill(tmp_path / "here", "a", "b")
     send(sender(home), directory)
     (pack,) = (tmp_path / "home" / "compiled" / KEY).glob("*.pack")
@@ -117,7 +119,7 @@ def test_what_home_lists_and_could_not_give_is_sent_again(home: Store, tmp_path:
     assert set(arrive(home, tmp_path / "other")) == {"a", "b"}
 
 
-def test_an_older_copy_is_taken_where_the_newer_is_damaged(home: Store, tmp_path: Path):
+def test_an_older_copy_replaces_a_damaged_newer_one(home: Store, tmp_path: Path):
     directory = fill(tmp_path / "here", "a")
     send(sender(home, 1), directory)
     send(sender(home, 2, lacking={"a"}), directory)
@@ -128,8 +130,8 @@ def test_an_older_copy_is_taken_where_the_newer_is_damaged(home: Store, tmp_path
     assert "damaged" in loaded.problems[0]
 
 
-def test_an_index_for_other_facts_is_not_taken(home: Store, tmp_path: Path):
-    Sender(home, KEY, {"cpu": "another"}, attempt=1, rank=0, limit_bytes=1 << 20).send(
+def test_an_index_of_another_environment_is_skipped(home: Store, tmp_path: Path):
+    CacheUploader(home, KEY, {"cpu": "another"}, attempt=1, rank=0, limit_bytes=1 << 20).send(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
     loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
@@ -137,7 +139,7 @@ def test_an_index_for_other_facts_is_not_taken(home: Store, tmp_path: Path):
     assert "differs in cpu" in loaded.problems[0]
 
 
-def test_the_oldest_gives_way_and_what_does_not_fit_stays(home: Store, tmp_path: Path):
+def test_the_oldest_files_are_deleted_and_files_over_the_limit_stay_local(home: Store, tmp_path: Path):
     limit_bytes = 3000
     for attempt in (1, 2, 3):
         directory = fill(tmp_path / str(attempt), f"file-{attempt}", size=1000)
@@ -150,7 +152,7 @@ def test_the_oldest_gives_way_and_what_does_not_fit_stays(home: Store, tmp_path:
     assert sent.num_files == 0
 
 
-def test_only_the_first_sender_makes_room_and_tidies(home: Store, tmp_path: Path):
+def test_only_the_first_uploader_deletes_old_files(home: Store, tmp_path: Path):
     send(sender(home, 1), fill(tmp_path / "1", "old", size=1000))
     home.put(f"compiled/{KEY}/a0001-{KEY}.pack", b"x")
     home.put(f"compiled/{KEY[::-1]}/a0001-{KEY}.pack", b"nothing lists it")
@@ -162,7 +164,7 @@ def test_only_the_first_sender_makes_room_and_tidies(home: Store, tmp_path: Path
     assert set(arrive(home, tmp_path / "there")) == {"new-0"}
 
 
-def test_other_hosts_wait_for_the_first_and_send_what_it_has_not(home: Store, tmp_path: Path):
+def test_other_hosts_wait_for_the_first_and_upload_the_remaining_files(home: Store, tmp_path: Path):
     first, second = sender(home, 1, 0), sender(home, 1, 8, turn=1)
     here, there = fill(tmp_path / "0", "a", "b"), fill(tmp_path / "8", "a", "b", "c")
     assert send(second, there).num_files == 0
@@ -172,7 +174,7 @@ def test_other_hosts_wait_for_the_first_and_send_what_it_has_not(home: Store, tm
     assert set(arrive(home, tmp_path / "there")) == {"a", "b", "c"}
 
 
-def test_a_store_that_fails_costs_a_word_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_store_is_only_a_problem_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import torch._inductor.codecache  # noqa: F401 - else nothing was compiled, and nothing is tried
 
     fill(tmp_path / "here", "a")
@@ -185,8 +187,8 @@ def test_a_store_that_fails_costs_a_word_and_nothing_else(tmp_path: Path, monkey
     cache.send_soon()
     cache.close()
     assert len(cache.problems) == 2
-    assert "could not be read" in cache.problems[0]
-    assert "could not be sent" in cache.problems[1]
+    assert "Cannot read the compile cache" in cache.problems[0]
+    assert "Cannot upload compiled code" in cache.problems[1]
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -208,14 +210,14 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatc
             assert not thread.is_alive()
 
 
-def test_an_untrusted_home_is_told_of_once_and_nothing_is_loaded(
+def test_an_untrusted_home_leads_to_one_message_and_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "there"))
     home = str(tmp_path / "home")
-    store, facts = open_store(home), facts_of_machine()
-    Sender(store, key_of(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).send(
+    store, facts = open_store(home), current_environment()
+    CacheUploader(store, environment_key(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).send(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
     cache = CompileCache(store, home, limit_bytes=1 << 20)

@@ -40,7 +40,7 @@ def nobody_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/runs", "s3://b/runs", False),
     ],
 )
-def test_a_place_covers_what_lies_in_it(prefix: str, home: str, covers: bool):
+def test_a_place_covers_homes_inside_it(prefix: str, home: str, covers: bool):
     assert place_of(prefix).covers(place_of(home)) is covers
 
 
@@ -53,7 +53,7 @@ def test_a_link_does_not_lead_into_a_trusted_folder_from_outside(tmp_path: Path)
     assert not is_trusted(str(tmp_path / "trusted" / "link"))
 
 
-def test_nothing_is_trusted_until_somebody_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_trusted_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     home = str(tmp_path / "runs" / "gpt")
     assert not is_trusted(home)
     monkeypatch.setenv("HOLDFAST_TRUST_HOMES", f"s3://bucket , {tmp_path / 'runs'},")
@@ -63,7 +63,7 @@ def test_nothing_is_trusted_until_somebody_says_so(tmp_path: Path, monkeypatch: 
     assert not is_trusted(home)
 
 
-def test_the_users_file_keeps_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_users_file_keeps_trusted_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert trust("runs") == str(tmp_path / "runs")
     assert trust("s3://bucket/runs") == "s3://bucket/runs"
@@ -77,15 +77,15 @@ def test_the_users_file_keeps_what_was_said(tmp_path: Path, monkeypatch: pytest.
     assert trusted() == ["s3://bucket/runs"]
 
 
-def test_a_file_that_others_can_write_is_not_believed(tmp_path: Path):
+def test_a_file_that_other_users_can_write_is_not_read(tmp_path: Path):
     trust(str(tmp_path))
     file_path().chmod(0o666)
-    with pytest.raises(InvalidInput, match="others than you can write it"):
+    with pytest.raises(InvalidInput, match="other users can write it"):
         is_trusted(str(tmp_path))
 
 
 @pytest.mark.parametrize("word", ["", "ftp://host/x", "s3://", "memory://x"])
-def test_what_is_no_place_cannot_be_trusted(word: str):
+def test_invalid_places_cannot_be_trusted(word: str):
     with pytest.raises(InvalidInput):
         trust(word)
     assert trusted() == []

@@ -1,4 +1,4 @@
-"""The compile cache of one training: brought from home before the first compile, sent there after saves."""
+"""Compile cache of a training: downloaded from home before the first compilation, uploaded after saves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import final
 
 from holdfast.compiled import directory as directories
-from holdfast.compiled.facts import facts_of_machine, key_of
-from holdfast.compiled.loading import Loaded, load, read_indices
-from holdfast.compiled.sending import Sender, Sent
+from holdfast.compiled.build_environment import current_environment, environment_key
+from holdfast.compiled.download import DownloadResult, load, read_indices
 from holdfast.compiled.trust import VARIABLE, is_trusted
+from holdfast.compiled.upload import CacheUploader, Sent
 from holdfast.errors import HoldfastError
 from holdfast.quantity import say_bytes, say_seconds
 from holdfast.store import Store
 
 LOAD_LIMIT_S = 120.0
-"""A start waits no longer for compiled code; what has not come by then is compiled anew."""
+"""Longest wait for compiled code at the start. Files that are missing then are compiled again."""
 CLOSE_LIMIT_S = 10.0
-"""The end of a training waits no longer for what is still to be sent."""
+"""Longest wait for uploads at the end of a training."""
 
 _COMPILER = "torch._inductor.codecache"
 _MAX_TOLD = 3
@@ -31,21 +31,20 @@ _MAX_TOLD = 3
 
 @final
 class CompileCache:
-    """The compile cache of one rank's process.
+    """Compile cache of one rank's process.
 
-    Nothing of it raises once it is made: compiled code can always be compiled anew, so training goes on, and
-    `problems` has words for what did not work.
+    After construction it does not raise: code can always be compiled again, so training continues, and
+    `problems` has the errors.
 
     Args:
-        store: the home.
-        home: its path or URL.
-        limit_bytes: what all compile caches of the home may take together.
-        trust_home: whether code of this home may be run; None for what the environment and the user's file
-            say.
-        told: hears what was sent, from a thread.
+        store: the store of the home.
+        home: path or URL of the home.
+        limit_bytes: limit for all compile caches in the home.
+        trust_home: allow running code from this home. None uses the environment and the user's file.
+        told: receives the results of uploads, from a thread.
 
     Raises:
-        InvalidInput: the environment or the user's file name homes in a way that cannot be used.
+        InvalidInput: the environment or the user's file has invalid homes.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class CompileCache:
         self.is_trusted = is_trusted(home) if trust_home is None else trust_home
         self.problems: list[str] = []
         """What did not work since somebody last looked and took it away."""
-        self._loaded: Loaded | None = None
-        self._has_failed = False  # told once, however often sending is tried
-        self._sender: Sender | None = None
+        self._loaded: DownloadResult | None = None
+        self._has_failed = False  # reported once, even if uploads keep failing
+        self._sender: CacheUploader | None = None
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_ended = threading.Event()
@@ -75,54 +74,56 @@ class CompileCache:
             self._point()
 
     def _point(self) -> None:
-        """Have torch.compile use a directory of this run, unless the user has chosen one."""
+        """Point torch.compile to a directory of this run, unless the user has chosen one."""
         found = directories.current() if directories.is_chosen() else None
         if found is not None and not directories.is_own(found.path):
             return
         try:
-            os.environ[directories.VARIABLE] = str(directories.own(self._home, key_of(facts_of_machine())))
+            os.environ[directories.VARIABLE] = str(
+                directories.own(self._home, environment_key(current_environment()))
+            )
         except OSError as error:
             self.problems.append(
-                f"No directory for compiled code could be made: {error}. Compiled code is not kept in "
-                f"{self._home}; training is not affected."
+                f"Cannot create a directory for compiled code: {error}. Compiled code is not saved in "
+                f"{self._home}. Training is not affected."
             )
             self.is_trusted = False
 
     @property
     def place(self) -> str:
-        """The directory, for finding the ranks that share it; a word where torch has not yet chosen one."""
+        """The directory, to find ranks that share it. A placeholder before torch has chosen one."""
         found = directories.current() if directories.is_chosen() else None
         return str(found.path) if found else "chosen by torch"
 
     # -- from home -------------------------------------------------------------------------------------------
 
-    def load(self) -> tuple[Loaded, str | None]:
-        """Bring what home has into the directory, if home is trusted; the first time only.
+    def load(self) -> tuple[DownloadResult, str | None]:
+        """Download the files of home into the directory, once, if the home is trusted.
 
         Returns:
-            What was brought, and a line for people, if there is something to say.
+            The result, and a message for the user, if any.
 
         Blocks: for some reads, at most about two minutes.
         """
         if self._loaded is not None:
-            return Loaded(), None
-        self._loaded = Loaded()
-        facts = facts_of_machine()
-        key = key_of(facts)
+            return DownloadResult(), None
+        self._loaded = DownloadResult()
+        facts = current_environment()
+        key = environment_key(facts)
         try:
             if not self.is_trusted:
-                return Loaded(), self._look(key)
+                return DownloadResult(), self._trust_hint(key)
             found = directories.current()
             assert found is not None
             began = time.monotonic()
             loaded = load(self._store, key, facts, found, limit_s=LOAD_LIMIT_S)
         except HoldfastError as error:
             self.problems.append(
-                f"The compile cache in {self._home} could not be read: {error} It is compiled anew."
+                f"Cannot read the compile cache in {self._home}: {error} The code is compiled again."
             )
-            return Loaded(), None
+            return DownloadResult(), None
         self._loaded = loaded
-        self._tell_of(loaded.problems)
+        self._report(loaded.problems)
         if not loaded.num_placed:
             return loaded, None
         spent = say_seconds(time.monotonic() - began)
@@ -131,40 +132,40 @@ class CompileCache:
             f"{spent}, verified"
         )
 
-    def _look(self, key: str) -> str | None:
-        """What to say of an untrusted home."""
-        indices, _ = read_indices(self._store, key, facts_of_machine())
+    def _trust_hint(self, key: str) -> str | None:
+        """Return a message about compiled code in an untrusted home, or None."""
+        indices, _ = read_indices(self._store, key, current_environment())
         if not indices or not self._asks_for_trust:
             return None
         return (
-            f"{self._home} holds compiled code for this machine. It is not loaded, for it is code: if you "
-            f"trust whoever can write there, say `holdfast trust {shlex.quote(self._home)}`, {VARIABLE}=... "
-            "or trust_home=True"
+            f"{self._home} has compiled code for this machine. It was not loaded, because that runs it. If "
+            f"you trust everyone who can write there, run `holdfast trust {shlex.quote(self._home)}`, set "
+            f"{VARIABLE}=... or pass trust_home=True"
         )
 
-    def _tell_of(self, problems: list[str]) -> None:
+    def _report(self, problems: list[str]) -> None:
         if problems:
             more = f" (and {len(problems) - _MAX_TOLD} more)" if len(problems) > _MAX_TOLD else ""
             self.problems.append(
-                f"Some of the compile cache in {self._home} was not used, and is compiled anew: "
+                f"Part of the compile cache in {self._home} was not used, and is compiled again: "
                 f"{' '.join(problems[:_MAX_TOLD])}{more}"
             )
 
     # -- to home ---------------------------------------------------------------------------------------------
 
     def begin(self, *, attempt: int, rank: int, turn: int) -> None:
-        """Let this rank send, as one of an attempt; one rank of those that share a directory does.
+        """Start uploads from this rank. One of the ranks that share a directory uploads.
 
         Args:
-            attempt: this start's number.
-            rank: of this process.
-            turn: how many others send before this one.
+            attempt: number of this attempt.
+            rank: rank of this process.
+            turn: number of ranks that upload before this one.
         """
-        facts = facts_of_machine()
-        loaded = self._loaded or Loaded()
-        self._sender = Sender(
+        facts = current_environment()
+        loaded = self._loaded or DownloadResult()
+        self._sender = CacheUploader(
             self._store,
-            key_of(facts),
+            environment_key(facts),
             facts,
             attempt=attempt,
             rank=rank,
@@ -175,7 +176,7 @@ class CompileCache:
         )
 
     def send_soon(self) -> None:
-        """Have a thread send what is new, if anything was compiled in this process."""
+        """Upload new files in a thread, if this process has compiled anything."""
         if self._sender is None or self._is_ended.is_set() or _COMPILER not in sys.modules:
             return
         if self._thread is None:
@@ -185,9 +186,9 @@ class CompileCache:
             self._orders.put("send")
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
-        """Send what is left, and end.
+        """Upload the remaining files, and end.
 
-        Blocks: at most `timeout_s`; what has not been sent by then is not.
+        Blocks: at most `timeout_s`. Files that are missing then are not uploaded.
         """
         if timeout_s > 0:
             self.send_soon()
@@ -214,7 +215,7 @@ class CompileCache:
             sent = sender.send(found, is_last=is_last, is_ended=self._is_ended.is_set)
         except (HoldfastError, OSError) as error:
             message = (
-                f"Compiled code could not be sent to {self._home}: {error} It is tried again after later "
+                f"Cannot upload compiled code to {self._home}: {error} Holdfast tries again after later "
                 "saves. Training and checkpoints are not affected."
             )
             sent = Sent(problem=message)

@@ -1,4 +1,4 @@
-"""The local directory of the compile cache: where it is, which files in it are whole, how files get there."""
+"""Local directory of the compile cache: its path, its complete files, and atomic writes into it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from holdfast.format.hashes import digest
 from holdfast.privacy import private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Where torch.compile keeps what it makes; torch sets it itself when it first needs it."""
+"""Variable with torch.compile's cache directory. torch sets it on first use."""
 HEADERS = "precompiled_headers/"
-"""Paths of compiled headers begin with it."""
+"""Prefix of the paths of precompiled headers."""
 MAX_HEADER_FILES = 8
-"""The newest headers of a host; there are two files for each version of torch and of the compiler."""
+"""Newest headers of a host to include. Each version of torch and compiler has two files."""
 MAX_FILES = 50_000
-"""More than so many files are not looked at."""
+"""Most files of a directory that are considered."""
 
 _TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
 _LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")
@@ -37,12 +37,14 @@ _PLACING = ".holdfast-"
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory of torch.compile.
+    """A cache directory of torch.compile.
 
-    `since_unix_s` - files from before are not ours: the directory is shared with other programs. 0 for one
-    that belongs to this run, or that the user has chosen. `headers` - where inductor keeps the headers that
-    it has compiled for the C++ compiler: always beside its usual directory, wherever the rest is. It makes
-    them anew on an empty machine even if nothing is left to be compiled.
+    Attributes:
+        path: the directory.
+        since_unix_s: older files belong to other programs, which share the directory. 0 for a directory of
+            this run or of the user's choice.
+        headers: folder of inductor's precompiled C++ headers, always in its usual directory. On an empty
+            machine inductor builds them again even if nothing else has to be compiled.
     """
 
     path: Path
@@ -50,44 +52,44 @@ class Directory:
     headers: Path | None = None
 
     def locate(self, path: str) -> tuple[Path, str]:
-        """Under which folder a file of the cache lies, and its path there."""
+        """Return the folder of a cache file, and its path inside."""
         if self.headers is not None and path.startswith(HEADERS):
             return self.headers, path.removeprefix(HEADERS)
         return self.path, path
 
 
 def is_chosen() -> bool:
-    """True if the user has said where torch.compile keeps what it makes."""
+    """Return True if the user has chosen torch.compile's cache directory."""
     named = os.environ.get(VARIABLE)
     torch_chooses = sys.modules.get(_TORCH_CHOOSES)
     return bool(named) and not (torch_chooses and named == torch_chooses.default_cache_dir())
 
 
 def current() -> Directory | None:
-    """The directory that is used; None if nothing says where it is, so nothing was compiled yet."""
+    """Return the directory in use, or None before anything was compiled."""
     named = os.environ.get(VARIABLE)
     if not named:
         return None
     path = Path(named).absolute()
     usual = Path(importlib.import_module(_TORCH_CHOOSES).default_cache_dir())
     if not is_chosen() and path == usual.absolute() and not _may_be_own(usual):
-        return None  # another user made it first: what is in it is not ours
+        return None  # created by another user: its files are not trusted
     since_unix_s = 0.0 if is_chosen() or is_own(path) else _process_start_unix_s()
     headers = usual / HEADERS
     return Directory(path, since_unix_s, headers if _may_be_own(usual) and _may_be_own(headers) else None)
 
 
 def _may_be_own(folder: Path) -> bool:
-    """Return True for a folder of this user's, no link, or one that is not there yet."""
+    """Return True for a missing folder, or one of this user that is not a link."""
     return not os.path.lexists(folder) or privacy.is_own(folder)
 
 
 def own(home: str, key: str) -> Path:
-    """This run's own directory for machines of a key, on this host; made if it is not there.
+    """Return this run's own directory on this host. Creates it if needed.
 
-    It has the same path on every machine where the folder for temporary files has.
+    Its path is the same on every machine with the same folder for temporary files.
     """
-    # What is in it is run as code.
+    # Files in it are run as code.
     folder = private_folder(Path(tempfile.gettempdir()) / f"holdfast-compiled-{os.getuid()}")
     path = folder / digest(f"{home}\n{key}".encode())
     path.mkdir(mode=0o700, exist_ok=True)
@@ -95,12 +97,12 @@ def own(home: str, key: str) -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """True for a directory that `own` made."""
+    """Return True for a directory from `own`."""
     return path.parent.name.startswith(f"holdfast-compiled-{os.getuid()}")
 
 
 def _process_start_unix_s() -> float:
-    """When this process began, by the clock that files have."""
+    """Return the start time of this process, by the clock of file times."""
     words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -110,7 +112,7 @@ def _process_start_unix_s() -> float:
 
 
 def whole_files(directory: Directory) -> dict[str, int]:
-    """Bytes of each file that may travel, by path in the directory; files that are being made are not there.
+    """Return the size of each complete file by path, without files that are being written.
 
     Raises:
         OSError: the directory cannot be read.
@@ -131,7 +133,7 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int, float]]:
     try:
         entries = sorted(os.scandir(folder), key=lambda one: one.name)
     except FileNotFoundError:
-        return  # it went away meanwhile
+        return  # deleted meanwhile
     in_work = {
         entry.name[: -len(_IS_BEING_BUILT)] for entry in entries if entry.name.endswith(_IS_BEING_BUILT)
     }
@@ -165,7 +167,7 @@ def _can_be_named(path: str) -> bool:
 
 
 def read_whole(directory: Directory, path: str) -> bytes | None:
-    """The bytes of a file; None if it is gone, is being written, or was left half written."""
+    """Return the bytes of a file, or None if it is missing or incomplete."""
     try:
         fd = os.open(Path(*directory.locate(path)), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -179,7 +181,7 @@ def read_whole(directory: Directory, path: str) -> bytes | None:
 
 
 def _is_torn(data: bytes) -> bool:
-    """True for a binary that its linker has not finished: the table of sections, and where it is, come last.
+    """Return True for an incomplete ELF binary: a linker writes the section table last.
 
     Source: System V ABI, chapter 4: e_shoff, e_shentsize and e_shnum of 64-bit ELF headers.
     """
@@ -196,7 +198,7 @@ def _is_torn(data: bytes) -> bool:
 
 
 def has(directory: Directory, path: str, num_bytes: int) -> bool:
-    """True if a file of that size is there."""
+    """Return True if a file of this size exists."""
     try:
         found = Path(*directory.locate(path)).lstat()
     except OSError:
@@ -205,19 +207,19 @@ def has(directory: Directory, path: str, num_bytes: int) -> bool:
 
 
 def place(directory: Directory, path: str, data: bytes) -> None:
-    """Put a file there, whole or not at all.
+    """Write a file atomically.
 
     Raises:
-        InvalidInput: the path leads out of the directory, also by a link that lies there.
-        OSError: no room, no permission.
+        InvalidInput: the path leads out of the directory, possibly through a link.
+        OSError: the disk is full, or permission is missing.
     """
     folder, inside = directory.locate(check_path(path))
     target = folder / inside
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder == directory.headers and not (privacy.is_own(folder) and privacy.is_own(folder.parent)):
-        raise InvalidInput(f"{folder} is another user's; {path} was not written there.")
+        raise InvalidInput(f"{folder} belongs to another user. {path} was not written.")
     if target.parent.resolve() != folder.resolve() / Path(inside).parent:
-        raise InvalidInput(f"{path} would be written through a link out of {folder}; it was not written.")
+        raise InvalidInput(f"{path} leads out of {folder} through a link. It was not written.")
     fd, made = tempfile.mkstemp(prefix=_PLACING, dir=target.parent)
     try:
         with os.fdopen(fd, "wb") as file:

@@ -1,4 +1,4 @@
-"""The index of what an attempt has sent: its files, with hashes, and where in which pack each is; pure."""
+"""Index of an attempt's uploads: files with hashes, and their positions in packs; pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.compiled.facts import Facts
+from holdfast.compiled.build_environment import BuildEnvironment
 from holdfast.documents import Fields, is_text, read_integers, shown
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.catalog import columns
@@ -18,9 +18,9 @@ from holdfast.format.versions import Versions
 from holdfast.store.naming import check_name
 
 FOLDER = "compiled/"
-"""All objects of compile caches begin with it."""
+"""Prefix of all objects of compile caches."""
 MAX_FILE_BYTES = 256 << 20
-"""A larger file does not travel."""
+"""Largest file to upload."""
 MAX_INDEX_BYTES = 64 << 20
 MAX_PATH_CHARS = 1024
 
@@ -31,10 +31,10 @@ _PACK = re.compile(rf"{_KEY}{_A}-([0-9a-f]{{32}})\.pack")
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """One file: its path in the cache directory, size and hash; and its place in a pack.
+class PackedFile:
+    """One file: its path, size and hash, and its position in a pack.
 
-    `pack` is the pack's hash. The file's compressed bytes are the `packed_bytes` from `offset` on.
+    `pack` is the pack's hash. The compressed file is the `packed_bytes` from `offset` on.
     """
 
     path: str
@@ -46,19 +46,19 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    """What one rank of an attempt has sent so far; a greater `number` replaces the smaller ones."""
+class CacheIndex:
+    """Uploads of one rank of an attempt so far. A greater `number` replaces the smaller ones."""
 
     attempt: int
     rank: int
     number: int
-    facts: Facts
-    files: tuple[Packed, ...]
+    facts: BuildEnvironment
+    files: tuple[PackedFile, ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class IndexName:
-    """Facts that the name of an index tells; the newest is the greatest of one key."""
+    """Parts of an index's name. The newest index of a key is the greatest."""
 
     attempt: int
     rank: int
@@ -68,7 +68,7 @@ class IndexName:
 
 @dataclass(frozen=True, slots=True)
 class PackName:
-    """Facts that the name of a pack tells."""
+    """Parts of a pack's name."""
 
     key: str
     attempt: int
@@ -76,22 +76,22 @@ class PackName:
 
 
 def folder_of(key: str) -> str:
-    """`compiled/KEY/`."""
+    """Return `compiled/KEY/`."""
     return f"{FOLDER}{key}/"
 
 
 def index_name(key: str, attempt: int, rank: int, number: int) -> str:
-    """`compiled/KEY/a0003-rank-00000-0001.json`."""
+    """Return `compiled/KEY/a0003-rank-00000-0001.json`."""
     return f"{FOLDER}{key}/a{attempt:04d}-rank-{rank:05d}-{number:04d}.json"
 
 
 def pack_name(key: str, attempt: int, pack_hash: str) -> str:
-    """`compiled/KEY/a0003-HASH.pack`."""
+    """Return `compiled/KEY/a0003-HASH.pack`."""
     return f"{FOLDER}{key}/a{attempt:04d}-{pack_hash}.pack"
 
 
 def parse_name(name: str) -> IndexName | PackName | None:
-    """Facts of the name of an object; None for what is neither index nor pack."""
+    """Parse the name of an object. Return None for objects that are neither index nor pack."""
     if found := _INDEX.fullmatch(name):
         return IndexName(int(found[2]), int(found[3]), int(found[4]), found[1])
     if found := _PACK.fullmatch(name):
@@ -99,8 +99,8 @@ def parse_name(name: str) -> IndexName | PackName | None:
     return None
 
 
-def document(index: Index) -> bytes:
-    """The sealed document of an index."""
+def document(index: CacheIndex) -> bytes:
+    """Return the sealed document of an index."""
     packs = sorted({file.pack for file in index.files})
     rows = [
         [file.path, file.num_bytes, file.hash, packs.index(file.pack), file.offset, file.packed_bytes]
@@ -118,18 +118,18 @@ def document(index: Index) -> bytes:
     return seal(dumps(body))
 
 
-def parse(text: bytes, name: str) -> Index:
-    """The index in a document, with every path checked.
+def parse(text: bytes, name: str) -> CacheIndex:
+    """Parse the document of an index, and check every path.
 
     Raises:
-        Corrupt: its bytes have changed, it is not what its name says, or a path leads out of a directory.
-        Unsupported: written by a newer format.
+        Corrupt: the bytes have changed, the name is wrong, or a path leads out of a directory.
+        Unsupported: a newer format wrote it.
     """
     body = unseal(text, name, max_bytes=MAX_INDEX_BYTES)
     return VERSIONS.parser(body, name)(body, name)
 
 
-def _parse_v1(body: Fields, name: str) -> Index:
+def _parse_v1(body: Fields, name: str) -> CacheIndex:
     attempt = body.integer("attempt", at_most=MAX_ATTEMPT)
     rank = body.integer("rank", at_most=MAX_RANKS - 1)
     number = body.integer("number")
@@ -138,10 +138,12 @@ def _parse_v1(body: Fields, name: str) -> Index:
         facts = {fact: body.fields("facts").text(fact) for fact in body.fields("facts").members}
         files = tuple(_file(row, packs) for row in body.array("files"))
     except (Corrupt, ValueError) as error:
-        raise Corrupt(f"{name} is sealed but is no index of compiled files: {error}.", key=name) from error
-    index = Index(attempt, rank, number, facts, files)
-    told = parse_name(name)
-    if not isinstance(told, IndexName) or (told.attempt, told.rank, told.number) != (
+        raise Corrupt(
+            f"{name} is sealed but not a valid index of compiled files: {error}.", key=name
+        ) from error
+    index = CacheIndex(attempt, rank, number, facts, files)
+    parsed = parse_name(name)
+    if not isinstance(parsed, IndexName) or (parsed.attempt, parsed.rank, parsed.number) != (
         index.attempt,
         index.rank,
         index.number,
@@ -156,29 +158,29 @@ def _parse_v1(body: Fields, name: str) -> Index:
 VERSIONS = Versions("holdfast-compiled", written=1, parsers={1: _parse_v1})
 
 
-def _file(row: Any, packs: Sequence[str]) -> Packed:
+def _file(row: Any, packs: Sequence[str]) -> PackedFile:
     path, num_bytes, file_hash, pack, offset, packed_bytes = columns(row, 6, "a file")
     read_integers([num_bytes, packed_bytes], at_most=MAX_FILE_BYTES)
     read_integers([pack], at_most=len(packs) - 1)
     read_integers([offset])
     if type(file_hash) is not str or not HASH.fullmatch(file_hash):
         raise ValueError(f"{shown(path)} has the hash {shown(file_hash)}")
-    return Packed(check_path(path), num_bytes, file_hash, packs[int(pack)], offset, packed_bytes)
+    return PackedFile(check_path(path), num_bytes, file_hash, packs[int(pack)], offset, packed_bytes)
 
 
 def check_path(path: str) -> str:
-    """The path itself, if it stays inside the directory that it is put under.
+    """Return a path, if it stays inside its directory.
 
     Raises:
-        InvalidInput: it does not, or no file system takes it.
+        InvalidInput: it leads out of the directory, or is not a valid file name.
     """
     if not isinstance(path, str) or len(path) > MAX_PATH_CHARS or "\\" in path or not is_text(path):
-        raise InvalidInput(f"{shown(path)} is no path of a file in a compile cache.")
+        raise InvalidInput(f"{shown(path)} is not a valid path in a compile cache.")
     return check_name(path)
 
 
 def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:
-    """For each writer its indices, the greatest number first; the writers of the newest attempt first."""
+    """Group indices by writer, the greatest number first. Writers of the newest attempt come first."""
     writers: dict[tuple[str, int, int], list[IndexName]] = {}
     for name in sorted(names, reverse=True):
         writers.setdefault((name.key, name.attempt, name.rank), []).append(name)

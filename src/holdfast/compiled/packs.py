@@ -1,45 +1,45 @@
-"""Packs: compressed files one after the other in one object, each checked when it is taken out; pure."""
+"""Packs: compressed files joined into one object, each verified when it is extracted; pure."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
 
-from holdfast.compiled.index import Packed
+from holdfast.compiled.index import PackedFile
 from holdfast.errors import Corrupt
 from holdfast.format.hashes import digest
 
 _LEVEL, _LARGE_LEVEL = 6, 1
-_LARGE_BYTES = 8 << 20  # compiled headers; a better compression of them costs more than it saves
+_LARGE_BYTES = 8 << 20  # precompiled headers; better compression costs more than it saves
 
 
-def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[Packed, ...]]:
-    """One object of all files, and where in it each is.
+def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[PackedFile, ...]]:
+    """Pack files into one object, and return their positions in it.
 
     Args:
-        files: bytes by path.
+        files: contents by path.
     """
-    whole, places = bytearray(), []
+    whole, positions = bytearray(), []
     for path, data in sorted(files.items()):
         packed = zlib.compress(data, _LARGE_LEVEL if len(data) > _LARGE_BYTES else _LEVEL)
-        places.append((path, len(data), digest(data), len(whole), len(packed)))
+        positions.append((path, len(data), digest(data), len(whole), len(packed)))
         whole += packed
     named = digest(whole)
     return bytes(whole), tuple(
-        Packed(path, num_bytes, file_hash, named, offset, packed_bytes)
-        for path, num_bytes, file_hash, offset, packed_bytes in places
+        PackedFile(path, num_bytes, file_hash, named, offset, packed_bytes)
+        for path, num_bytes, file_hash, offset, packed_bytes in positions
     )
 
 
-def unpack(whole: bytes, file: Packed) -> bytes:
-    """The bytes of a file, after comparing them with its hash.
+def unpack(whole: bytes, file: PackedFile) -> bytes:
+    """Return the contents of a file, verified against its hash.
 
     Raises:
-        Corrupt: they are not what was packed.
+        Corrupt: the contents do not match.
     """
     stretch = memoryview(whole)[file.offset : file.offset + file.packed_bytes]
     try:
-        # One byte more than there may be: what is longer is found without making all of it.
+        # One byte more than allowed: longer data are detected without decompressing all of them.
         data = zlib.decompressobj().decompress(stretch, file.num_bytes + 1)
     except zlib.error as error:
         raise Corrupt(f"{file.path} in the pack {file.pack} is damaged: {error}.", key=file.path) from error
@@ -53,7 +53,7 @@ def unpack(whole: bytes, file: Packed) -> bytes:
 
 
 def divide(sizes: Iterable[tuple[str, int]], max_bytes: int) -> list[list[str]]:
-    """Paths in groups of at most so many bytes each; a file that is larger alone has a group of its own."""
+    """Divide paths into groups of at most `max_bytes` each. A larger file has its own group."""
     groups: list[list[str]] = []
     room = 0
     for path, num_bytes in sizes:

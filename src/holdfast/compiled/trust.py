@@ -1,4 +1,4 @@
-"""Homes that a user trusts to bring code: by an argument, the environment, or the user's own file."""
+"""Homes that the user trusts for compiled code: by argument, environment, or the user's own file."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from holdfast.store.endpoints import located, sends_in_the_clear
 from holdfast.store.place import absolute_place
 
 VARIABLE = "HOLDFAST_TRUST_HOMES"
-"""Homes, or what their addresses begin with, separated by commas."""
+"""Variable with trusted homes or prefixes of their addresses, separated by commas."""
 _DECIDING_OPTIONS = ("endpoint_url", "account", "profile")  # with another one the same name is another place
 _DEFAULT_REGION = "us-east-1"
 _OTHER_PARTITIONS = ("cn-", "us-gov-", "us-iso", "eu-iso", "eusc-")
-"""Beginnings of the names of AWS regions in which a bucket's name may be somebody else's bucket."""
+"""Prefixes of AWS regions where the same bucket name may belong to someone else."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A home, or a folder of homes: on which server, and the parts of its path."""
+class TrustedPlace:
+    """A home, or a folder of homes: its server and the parts of its path."""
 
     server: tuple[str, ...]
     path: tuple[str, ...]
     region: str = ""
 
-    def covers(self, other: Place) -> bool:
-        """Return whether the other place is this one or is in it."""
+    def covers(self, other: TrustedPlace) -> bool:
+        """Return True if the other place is this one or inside it."""
         if self.server != other.server or other.path[: len(self.path)] != self.path:
             return False
         if self.region:
@@ -41,32 +41,32 @@ class Place:
         return not other.region.startswith(_OTHER_PARTITIONS)
 
 
-def place_of(text: str, *, here: bool = False) -> Place:
-    """Return the place that a user means by a path or URL.
+def place_of(text: str, *, here: bool = False) -> TrustedPlace:
+    """Return the place of a path or URL.
 
     Args:
         text: the path or URL.
-        here: complete it with what the environment says of the server, as an access would.
+        here: add the server from the environment, as an access would.
 
     Raises:
-        InvalidInput: it names none.
+        InvalidInput: it is not a valid place.
     """
     scheme, mark, rest = text.partition("://")
     if not text.strip():
-        raise InvalidInput("An empty string is no home to be trusted.")
+        raise InvalidInput("Cannot trust an empty string as a home.")
     if mark and scheme.lower() in SCHEMES:
         address = located(parse_address(text)) if here else parse_address(text)
         options = tuple(f"{name}={_normal(address.option(name) or '')}" for name in _DECIDING_OPTIONS)
         parts = tuple(address.prefix.split("/")) if address.prefix else ()
         region = "" if address.option("endpoint_url") else address.option("region") or ""
-        return Place((address.protocol, address.bucket, *options), parts, region)
+        return TrustedPlace((address.protocol, address.bucket, *options), parts, region)
     if mark and scheme.lower() != "file":
-        raise InvalidInput(f"{text!r} is no place for checkpoints, so it cannot be trusted.")
+        raise InvalidInput(f"Cannot trust {text!r}: it is not a place for checkpoints.")
     path = "/" + unquote(rest.partition("/")[2]) if mark else text
     try:
-        return Place(("file",), PurePosixPath(Path(path).expanduser().resolve()).parts)
+        return TrustedPlace(("file",), PurePosixPath(Path(path).expanduser().resolve()).parts)
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a NUL character
-        raise InvalidInput(f"{text!r} is no path of a home: {error}.") from error
+        raise InvalidInput(f"{text!r} is not a valid path of a home: {error}.") from error
 
 
 def _normal(option: str) -> str:
@@ -74,13 +74,13 @@ def _normal(option: str) -> str:
 
 
 def is_trusted(home: str) -> bool:
-    """Return whether the environment or the user's file trusts a home.
+    """Return True if the environment or the user's file trusts a home.
 
-    What they trust is on the server that they name themselves. The environment decides where the home is, and
-    a trusted name is not trusted on another server.
+    Entries apply to the server that they name. The environment determines the server of the home, and a
+    trusted name is not trusted on another server.
 
     Raises:
-        InvalidInput: one of them cannot be used as it is.
+        InvalidInput: one of them is invalid.
     """
     there = place_of(home, here=True)
     named = [word.strip() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
@@ -91,47 +91,47 @@ def is_trusted(home: str) -> bool:
 
 
 def file_path() -> Path:
-    """Where the user's file is: `$XDG_CONFIG_HOME/holdfast/trusted`, else `~/.config/holdfast/trusted`."""
+    """Return the path of the user's file, `~/.config/holdfast/trusted` by default."""
     parent = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(parent).expanduser().absolute() / "holdfast" / "trusted"
 
 
 def trusted() -> list[str]:
-    """Return the lines of the user's file, in its order.
+    """Return the lines of the user's file.
 
     Raises:
-        InvalidInput: somebody else could have written it.
+        InvalidInput: other users could have written it.
     """
     path = file_path()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []  # also where there is no home directory to speak of
+        return []  # also without a home directory
     with os.fdopen(fd) as file:
         facts = os.fstat(fd)
         if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise InvalidInput(
-                f"{path} says which homes may bring code, but others than you can write it (mode "
-                f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}), so it was not read. Look at "
-                "what it says, then make it yours: chmod 600."
+                f"{path} lists homes whose code may run, but other users can write it (mode "
+                f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}), so it was not read. Check its "
+                "contents, then protect it: chmod 600."
             )
         lines = [line.strip() for line in file]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def trust(home: str, *, allow_http: bool = False) -> str:
-    """Trust a home, or everything in a folder of homes, from now on.
+    """Trust a home, or all homes in a folder, from now on.
 
     Args:
         home: path or URL.
-        allow_http: also where its bytes come over http from another machine.
+        allow_http: allow an http endpoint on another machine.
 
     Returns:
-        Its line in the file: an absolute path, or a URL that names endpoint, account, profile and region as
-        far as the URL or the environment gives them.
+        Its line in the file: an absolute path, or a URL with endpoint, account, profile and region as far
+        as the URL or the environment gives them.
 
     Raises:
-        InvalidInput: it names no place, or an http endpoint without `allow_http`.
+        InvalidInput: it is not a valid place, or uses an http endpoint without `allow_http`.
     """
     line = _line_of(home, allow_http=allow_http)
     _write([*(one for one in trusted() if place_of(one) != place_of(line)), line])
@@ -139,10 +139,10 @@ def trust(home: str, *, allow_http: bool = False) -> str:
 
 
 def distrust(home: str) -> bool:
-    """Take a line out of the user's file; return False if it was not there.
+    """Remove a home from the user's file. Return False if the file does not contain it.
 
     Raises:
-        InvalidInput: it names no place.
+        InvalidInput: it is not a valid place.
     """
     lines, meant = trusted(), (place_of(home), place_of(home, here=True))
     left = [one for one in lines if place_of(one) not in meant]
@@ -152,9 +152,9 @@ def distrust(home: str) -> bool:
 
 
 def _line_of(home: str, *, allow_http: bool) -> str:
-    place_of(home)  # refuses what is none
+    place_of(home)  # raises if it is invalid
     if "\n" in home or "\r" in home:
-        raise InvalidInput("A home with a line break in its name cannot stand in a list of lines.")
+        raise InvalidInput("Cannot trust a home with a line break in its name.")
     scheme, mark, _ = home.partition("://")
     if not mark:
         return absolute_place(home)
@@ -163,9 +163,9 @@ def _line_of(home: str, *, allow_http: bool) -> str:
     address = located(parse_address(home))
     if sends_in_the_clear(address) and not allow_http:
         raise InvalidInput(
-            f"{address.place} is reached over {address.option('endpoint_url')}: on the way others can "
-            "change the compiled code that this machine would run. It was not trusted. Use an https "
-            "endpoint, or repeat with --allow-http if the network is yours."
+            f"{address.place} uses {address.option('endpoint_url')}: others on the network could change the "
+            "compiled code that this machine would run. It was not trusted. Use an https endpoint, or repeat "
+            "with --allow-http if you trust the network."
         )
     deciding = (*_DECIDING_OPTIONS, "region")
     return replace(address, options=tuple(one for one in address.options if one[0] in deciding)).url

@@ -150,7 +150,7 @@ class SyncWatcher(StepWatcher):
         return result
 
     def _waits(self, args: tuple[Any, ...]) -> bool:
-        """Return True if the call needs a value that is, or would be, on the device."""
+        """Return True if the call needs a value that would be on the device."""
         for tensor in find_tensors(args):
             if tensor.device.type == "meta":
                 continue

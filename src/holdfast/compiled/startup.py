@@ -1,4 +1,4 @@
-"""Compiled code for all ranks of a start: one rank of each directory brings it, and later sends."""
+"""Compile cache of all ranks: one rank per directory downloads before the start and uploads later."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from holdfast.ranks import RankGroup
 def bring(
     cache: CompileCache, ranks: RankGroup, *, note: Callable[..., None], say: Callable[[str], None]
 ) -> None:
-    """Have compiled code in place before anything is compiled.
+    """Download compiled code before anything is compiled.
 
     Args:
-        cache: of this rank.
-        ranks: that train together.
-        note: writes an event into the history.
-        say: tells people.
+        cache: this rank's cache.
+        ranks: the ranks that train together.
+        note: writes an event to the history.
+        say: prints a message to the user.
 
     Ranks: collective.
-    Blocks: until every directory has what home has, at most about two minutes.
+    Blocks: until every directory has the files of home, at most about two minutes.
     """
     first = ranks.beside(cache.place)[0]
     if ranks.rank == first:
@@ -40,16 +40,16 @@ def bring(
             )
         if line is not None:
             say(line)
-    ranks.gather(None)  # the others wait here for what is being brought
+    ranks.gather(None)  # the other ranks wait here for the download
 
 
 def begin_sending(cache: CompileCache, ranks: RankGroup, *, attempt: int) -> None:
-    """Let what is compiled from now on be sent home, in the name of an attempt.
+    """Start uploads of newly compiled code, as part of an attempt.
 
     Args:
-        cache: of this rank.
-        ranks: that train together.
-        attempt: this start's number.
+        cache: this rank's cache.
+        ranks: the ranks that train together.
+        attempt: number of this attempt.
 
     Ranks: collective.
     """
@@ -60,6 +60,6 @@ def begin_sending(cache: CompileCache, ranks: RankGroup, *, attempt: int) -> Non
 
 
 def warn_of_problems(cache: CompileCache) -> None:
-    """Tell the user what did not work since the last call; training goes on."""
+    """Warn about problems since the last call. Training continues."""
     while cache.problems:
         warn(cache.problems.pop(0), UserWarning)

@@ -1,4 +1,4 @@
-"""Sends what torch.compile has made to home: new files only, in packs, within a bound of bytes."""
+"""Upload of new compiled files to home, in packs, within a size limit."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import final
 
 from holdfast.compiled import directory as directories
+from holdfast.compiled.build_environment import BuildEnvironment
 from holdfast.compiled.directory import Directory
-from holdfast.compiled.facts import Facts
+from holdfast.compiled.download import listed_paths, read_indices
 from holdfast.compiled.index import (
     FOLDER,
-    Index,
+    CacheIndex,
     IndexName,
-    Packed,
+    PackedFile,
     PackName,
     document,
     index_name,
     pack_name,
     parse_name,
 )
-from holdfast.compiled.loading import listed_paths, read_indices
 from holdfast.compiled.packs import divide, pack
 from holdfast.errors import Conflict
 from holdfast.killpoint import kill_point
@@ -29,12 +29,12 @@ from holdfast.quantity import say_bytes
 from holdfast.store import Store
 
 PACK_BYTES = 8 << 20
-"""Files are packed up to so many bytes: what is in memory at once, and what a kill can cost."""
+"""Target size of a pack: the memory of one upload, and the most that a kill can cost."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """What a sender did: files and bytes that are in home now, and what it could not do, in words."""
+    """Result of an upload: new files and bytes in home, and a problem, as text."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -42,27 +42,27 @@ class Sent:
 
 
 @final
-class Sender:
-    """Sends the files of one directory for one rank of one attempt.
+class CacheUploader:
+    """Uploader of the files of one directory, for one rank of an attempt.
 
     Args:
-        store: the home.
-        key: of this machine.
-        facts: behind the key.
-        attempt: that sends.
-        rank: of the sender, one on each host.
-        limit_bytes: what all compile caches of the home may take together.
-        turn: 0 for the sender that may make room; the others give it a head start, since most of what they
-            have it has too.
-        known: paths that home has already.
-        lacking: paths that home lists and could not give.
+        store: the store of the home.
+        key: the environment key.
+        facts: the environment.
+        attempt: number of the attempt.
+        rank: rank of the uploader, one per host.
+        limit_bytes: limit for all compile caches in the home.
+        turn: 0 for the uploader that may delete old files. The others start later, since they mostly have the
+            same files.
+        known: paths that home already has.
+        lacking: paths in an index that could not be downloaded.
     """
 
     def __init__(
         self,
         store: Store,
         key: str,
-        facts: Facts,
+        facts: BuildEnvironment,
         *,
         attempt: int,
         rank: int,
@@ -80,23 +80,23 @@ class Sender:
         self._turn = turn
         self._known = set(known)
         self._lacking = frozenset(lacking)
-        self._files: tuple[Packed, ...] = ()  # of our own index
+        self._files: tuple[PackedFile, ...] = ()  # of our own index
         self._number = 0
         self._has_tidied = False
         self._waited = False
 
     def send(self, directory: Directory, *, is_last: bool = False, is_ended: Callable[[], bool]) -> Sent:
-        """Send what is new since the last call.
+        """Upload the files that are new since the last call.
 
-        After each pack home has an index that lists it, so a kill costs one pack.
+        After each pack, home has an index with it, so a kill costs at most one pack.
 
         Args:
-            directory: of torch.compile.
-            is_last: there will be no other call, so nobody is given a head start.
-            is_ended: asked between packs; if true, the rest is not sent.
+            directory: the cache directory.
+            is_last: this is the last call, so it does not wait for the first uploader.
+            is_ended: checked between packs. If true, the rest is not uploaded.
 
         Raises:
-            RetryLater: the store failed; what was sent is known, and the rest is sent by the next call.
+            RetryLater: the store failed. The next call uploads the rest.
             OSError: the directory cannot be read.
         """
         sent = Sent()
@@ -110,9 +110,7 @@ class Sender:
             indices, _ = read_indices(self._store, self._key, self._facts)
             self._known |= set(listed_paths(indices)) - self._lacking
             new = self._new(directory)
-        in_order = sorted(
-            new.items(), key=lambda one: (one[1] > PACK_BYTES, one[0])
-        )  # what is quick goes first
+        in_order = sorted(new.items(), key=lambda one: (one[1] > PACK_BYTES, one[0]))  # fast uploads first
         for paths in divide(in_order, PACK_BYTES):
             if is_ended() or not self._send_pack(directory, paths, sent):
                 break
@@ -127,16 +125,16 @@ class Sender:
         whole, files = pack({path: data for path, data in read if data is not None})
         if not files:
             return True
-        index = Index(self._attempt, self._rank, self._number + 1, self._facts, (*self._files, *files))
+        index = CacheIndex(self._attempt, self._rank, self._number + 1, self._facts, (*self._files, *files))
         text = document(index)
         if not self._make_room(len(whole) + len(text)):
             sent.problem = (
-                f"The compile caches in {self._store.url} may take {say_bytes(self._limit_bytes)}, and that "
-                "is full: what else was compiled stays on this machine, and is compiled anew on another. "
-                'compile_cache="..." raises the bound.'
+                f"The compile caches in {self._store.url} have reached their limit of "
+                f"{say_bytes(self._limit_bytes)}. Further compiled code stays on this machine; others "
+                'compile it again. Raise the limit with compile_cache="...".'
             )
             return False
-        with contextlib.suppress(Conflict):  # another host of this attempt has sent the same bytes
+        with contextlib.suppress(Conflict):  # another host of this attempt uploaded the same bytes
             self._store.put(pack_name(self._key, self._attempt, files[0].pack), whole, if_absent=True)
         kill_point("compiled.packed")
         self._store.put(index_name(self._key, self._attempt, self._rank, index.number), text)
@@ -151,7 +149,7 @@ class Sender:
     # -- the bound -------------------------------------------------------------------------------------------
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Whether there is room for so many bytes, after removing what the oldest attempts have sent."""
+        """Return True if there is room for these bytes, after deleting the oldest attempts' files."""
         sizes = {entry.name: entry.num_bytes for entry in self._store.list(FOLDER)}
         if self._turn == 0 and not self._has_tidied:
             self._has_tidied = True
@@ -170,21 +168,21 @@ class Sender:
 
 
 def _orphans(names: dict[str, int], attempt: int) -> list[str]:
-    """Packs of older attempts that no index lists: their sender was killed between the two."""
-    told = [(name, parse_name(name)) for name in names]
-    indexed = {(one.key, one.attempt) for _, one in told if isinstance(one, IndexName)}
+    """Return packs of older attempts without an index: their uploader was killed in between."""
+    parsed = [(name, parse_name(name)) for name in names]
+    indexed = {(one.key, one.attempt) for _, one in parsed if isinstance(one, IndexName)}
     return [
         name
-        for name, one in told
+        for name, one in parsed
         if isinstance(one, PackName) and one.attempt < attempt and (one.key, one.attempt) not in indexed
     ]
 
 
 def _by_age(names: dict[str, int], attempt: int) -> list[list[str]]:
-    """What each older attempt has sent, the oldest first; indices before the packs that they list."""
+    """Return the objects of each older attempt, oldest first, indices before their packs."""
     older: dict[tuple[int, str], list[str]] = {}
     for name in sorted(names, key=lambda one: (one.endswith(".pack"), one)):
-        told = parse_name(name)
-        if told is not None and told.attempt < attempt:
-            older.setdefault((told.attempt, told.key), []).append(name)
+        parsed = parse_name(name)
+        if parsed is not None and parsed.attempt < attempt:
+            older.setdefault((parsed.attempt, parsed.key), []).append(name)
     return [older[found] for found in sorted(older)]

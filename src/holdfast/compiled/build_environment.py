@@ -1,4 +1,4 @@
-"""What compiled code depends on besides its source: torch, compiler, processor, GPU; and the key of that."""
+"""Environment that compiled code depends on (torch, compiler, CPU, GPU), and its cache key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TypeAlias
 from holdfast.format.hashes import digest
 from holdfast.format.sealed import dumps
 
-Facts: TypeAlias = "dict[str, str]"
+BuildEnvironment: TypeAlias = "dict[str, str]"
 
 _COMPILER_ANSWERS_S = 10.0
 _CPUINFO = Path("/proc/cpuinfo")
@@ -24,25 +24,25 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
-def key_of(facts: Facts) -> str:
-    """The key under which compiled code for such a machine is kept: 32 hex digits."""
+def environment_key(facts: BuildEnvironment) -> str:
+    """Return the cache key of an environment: 32 hex digits."""
     return digest(dumps(dict(sorted(facts.items()))))
 
 
-def say_difference(here: Facts, there: Facts) -> str:
-    """In which facts two machines differ, in words."""
+def format_difference(here: BuildEnvironment, there: BuildEnvironment) -> str:
+    """Return the names of facts that differ between two environments."""
     names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     return ", ".join(names) or "nothing"
 
 
 @functools.cache
-def facts_of_machine() -> Facts:
-    """The facts of this process and machine.
+def current_environment() -> BuildEnvironment:
+    """Return the environment of this process and machine.
 
-    Inductor's own keys know torch, its settings and the GPU. On a CPU they do not know the processor, though
-    the compiler is told to build for just this one, nor its libraries; so all of it is here.
+    Inductor's own keys include torch, its settings and the GPU. On a CPU they lack the processor and its
+    libraries, although the compiler builds for this processor only. So the environment includes all of them.
 
-    Blocks: shortly, the first time: the C++ compiler is asked for its version.
+    Blocks: briefly, the first time, to run the C++ compiler for its version.
     """
     import torch
 
@@ -57,7 +57,7 @@ def facts_of_machine() -> Facts:
         "gpu": _gpus(),
         "cpu": _cpu(_CPUINFO.read_text(errors="replace") if _CPUINFO.exists() else ""),
         "compiler": _compiler(),
-        # They stand in the compiler's command, which is part of the name of what it has made.
+        # The compiler's command contains them, and its hash is part of file names.
         "folders": f"{Path(torch.__file__).parent} {sysconfig.get_path('include')}",
     }
 
@@ -70,22 +70,22 @@ def _version(package: str) -> str:
 
 
 def _cpu(cpuinfo: str) -> str:
-    """Vendor and features of the processor, whatever order the kernel tells them in."""
-    told: dict[str, set[str]] = {}
+    """Return vendor and features of the processor, in a fixed order."""
+    found: dict[str, set[str]] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("vendor_id", "flags", "Features", "CPU implementer", "isa"):
-            told.setdefault(name.strip(), set()).update(value.split())
-    return "; ".join(f"{name}: {' '.join(sorted(values))}" for name, values in sorted(told.items()))
+            found.setdefault(name.strip(), set()).update(value.split())
+    return "; ".join(f"{name}: {' '.join(sorted(values))}" for name, values in sorted(found.items()))
 
 
 def _gpus() -> str:
-    """The kinds of GPUs of this machine, from the kernel: asking CUDA would start it in this process."""
+    """Return the GPU models from the kernel. Asking CUDA would initialise it in this process."""
     kinds = set()
-    for told in _NVIDIA.glob("*/information"):
-        kinds |= {line.partition(":")[2].strip() for line in _lines(told) if line.startswith("Model:")}
-    for told in _AMD.glob("*/properties"):
-        kinds |= {line for line in _lines(told) if line.startswith("gfx_target_version")}
+    for path in _NVIDIA.glob("*/information"):
+        kinds |= {line.partition(":")[2].strip() for line in _lines(path) if line.startswith("Model:")}
+    for path in _AMD.glob("*/properties"):
+        kinds |= {line for line in _lines(path) if line.startswith("gfx_target_version")}
     return ", ".join(sorted(kinds - {"gfx_target_version 0"}))
 
 
@@ -97,7 +97,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _compiler() -> str:
-    """The first line of what the C++ compiler says of its version; empty where there is none."""
+    """Return the first line of the C++ compiler's version, or an empty string."""
     command = [*shlex.split(os.environ.get("CXX", "g++")), "--version"]
     try:
         done = subprocess.run(

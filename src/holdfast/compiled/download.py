@@ -1,4 +1,4 @@
-"""Brings the compile cache of a trusted home into a local directory, each file checked before it is there."""
+"""Download of the compile cache from a trusted home into a local directory, with verification."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from holdfast.compiled import directory as directories
+from holdfast.compiled.build_environment import BuildEnvironment, format_difference
 from holdfast.compiled.directory import Directory
-from holdfast.compiled.facts import Facts, say_difference
 from holdfast.compiled.index import (
-    Index,
+    CacheIndex,
     IndexName,
-    Packed,
+    PackedFile,
     folder_of,
     index_name,
     newest,
@@ -26,17 +26,20 @@ from holdfast.errors import HoldfastError, NotFound
 from holdfast.store import Store
 
 MAX_INDICES = 256
-"""Older ones are not read: so many restarts have compiled something new since."""
+"""Most indices to read, newest first."""
 _READS_AT_ONCE = 4
 
 
 @dataclass(slots=True)
-class Loaded:
-    """What became of a load.
+class DownloadResult:
+    """Result of a download.
 
-    `there` - paths that are in the directory now, or were before. `lacking` - paths that an index lists and
-    that could not be had. `num_placed` and `num_bytes` - the files that were brought. `problems` - why files
-    were not, in words.
+    Attributes:
+        there: paths that exist in the directory now.
+        lacking: paths in an index that could not be downloaded.
+        num_placed: number of downloaded files.
+        num_bytes: bytes of downloaded files.
+        problems: errors, as text.
     """
 
     there: set[str] = field(default_factory=set)
@@ -46,17 +49,17 @@ class Loaded:
     problems: list[str] = field(default_factory=list)
 
 
-def read_indices(store: Store, key: str, facts: Facts) -> tuple[list[Index], list[str]]:
-    """The indices of a key, the newest attempt first, and what is wrong with others.
+def read_indices(store: Store, key: str, facts: BuildEnvironment) -> tuple[list[CacheIndex], list[str]]:
+    """Read the indices of a key, newest attempt first, and the errors of unreadable ones.
 
-    Of each writer the newest that can be read counts.
+    Of each writer the newest readable index counts.
 
     Raises:
         RetryLater: the store failed.
     """
     names = (parse_name(entry.name) for entry in store.list(folder_of(key)))
     writers = newest(name for name in names if isinstance(name, IndexName))[:MAX_INDICES]
-    found: list[Index] = []
+    found: list[CacheIndex] = []
     problems: list[str] = []
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         for index, wrong in pool.map(lambda numbers: _first_good(store, facts, numbers), writers):
@@ -65,43 +68,47 @@ def read_indices(store: Store, key: str, facts: Facts) -> tuple[list[Index], lis
     return found, problems
 
 
-def _first_good(store: Store, facts: Facts, names: list[IndexName]) -> tuple[Index | None, list[str]]:
+def _first_good(
+    store: Store, facts: BuildEnvironment, names: list[IndexName]
+) -> tuple[CacheIndex | None, list[str]]:
     problems = []
     for one in names:
         name = index_name(one.key, one.attempt, one.rank, one.number)
         try:
             index = parse(store.get(name), name)
         except NotFound:
-            continue  # its writer has just replaced it
+            continue  # just replaced by its writer
         except HoldfastError as error:
             problems.append(str(error))
             continue
         if index.facts != facts:
             problems.append(
-                f"{name} is for another machine: it differs in {say_difference(facts, index.facts)}."
+                f"{name} is for another environment: it differs in {format_difference(facts, index.facts)}."
             )
             continue
         return index, problems
     return None, problems
 
 
-def load(store: Store, key: str, facts: Facts, directory: Directory, *, limit_s: float) -> Loaded:
-    """Place every file that the home has for a key and the directory has not.
+def load(
+    store: Store, key: str, facts: BuildEnvironment, directory: Directory, *, limit_s: float
+) -> DownloadResult:
+    """Download every file of a key that the directory lacks.
 
-    A file that does not match its hash is not placed; an older copy of it is, if there is one.
+    A file with a wrong hash is skipped, and an older copy used, if one exists.
 
     Args:
-        store: the home, which the user trusts.
-        key: of this machine.
-        facts: behind the key.
-        directory: of torch.compile.
-        limit_s: no further pack is fetched after that.
+        store: the store of the home, which the user trusts.
+        key: the environment key.
+        facts: the environment.
+        directory: the cache directory.
+        limit_s: time limit, after which no further pack is downloaded.
 
     Raises:
         RetryLater: the store failed before anything was read.
     """
     deadline = time.monotonic() + limit_s
-    loaded = Loaded()
+    loaded = DownloadResult()
     indices, loaded.problems = read_indices(store, key, facts)
     for index in indices:
         wanted = _wanted(index, directory, loaded.there)
@@ -122,9 +129,9 @@ def load(store: Store, key: str, facts: Facts, directory: Directory, *, limit_s:
     return loaded
 
 
-def _wanted(index: Index, directory: Directory, there: set[str]) -> dict[str, list[Packed]]:
-    """Files of an index that the directory lacks, by pack; those that it has are added to `there`."""
-    wanted: dict[str, list[Packed]] = {}
+def _wanted(index: CacheIndex, directory: Directory, there: set[str]) -> dict[str, list[PackedFile]]:
+    """Return the files of an index that the directory lacks, by pack. Adds the others to `there`."""
+    wanted: dict[str, list[PackedFile]] = {}
     for file in index.files:
         if file.path in there:
             continue
@@ -136,10 +143,10 @@ def _wanted(index: Index, directory: Directory, there: set[str]) -> dict[str, li
 
 
 def _fetch(
-    store: Store, name: str, files: list[Packed], directory: Directory, deadline: float
-) -> tuple[list[Packed], list[str]]:
+    store: Store, name: str, files: list[PackedFile], directory: Directory, deadline: float
+) -> tuple[list[PackedFile], list[str]]:
     if time.monotonic() > deadline:
-        return [], [f"{name} was not fetched: time ran out."]
+        return [], [f"{name} was not downloaded in time."]
     try:
         whole = store.get(name)
     except HoldfastError as error:
@@ -151,8 +158,8 @@ def _fetch(
     )
 
 
-def _place(whole: bytes, file: Packed, directory: Directory) -> str | None:
-    """What prevented a file from being placed; None if it was."""
+def _place(whole: bytes, file: PackedFile, directory: Directory) -> str | None:
+    """Write a file, and return the error, or None."""
     try:
         directories.place(directory, file.path, unpack(whole, file))
     except (HoldfastError, OSError) as error:
@@ -160,7 +167,7 @@ def _place(whole: bytes, file: Packed, directory: Directory) -> str | None:
     return None
 
 
-def listed_paths(indices: list[Index]) -> Iterator[str]:
-    """Every path that an index lists."""
+def listed_paths(indices: list[CacheIndex]) -> Iterator[str]:
+    """Yield every path in the indices."""
     for index in indices:
         yield from (file.path for file in index.files)

@@ -63,7 +63,7 @@ class CompileCache:
         self._told = told
         self.is_trusted = is_trusted(home) if trust_home is None else trust_home
         self.problems: list[str] = []
-        """What did not work since somebody last looked and took it away."""
+        """Errors that the user has not been warned about yet."""
         self._loaded: DownloadResult | None = None
         self._has_failed = False  # reported once, even if uploads keep failing
         self._sender: CacheUploader | None = None

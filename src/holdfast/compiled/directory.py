@@ -31,7 +31,7 @@ MAX_FILES = 50_000
 _TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
 _LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")
 _LEFT_OUT_ENDS = (".lock", ".tmp")
-_IS_BEING_BUILT = "_CxxBuild"  # inductor's folder beside a file that the compiler is writing
+_IS_BEING_BUILT = "_CxxBuild"  # inductor's folder next to a file that the compiler is writing
 _PLACING = ".holdfast-"
 
 

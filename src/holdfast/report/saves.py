@@ -71,7 +71,7 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
         owner = checkpoint_of(event, grouped)
         if owner is not None:
             grouped[owner].append(event)
-    return [_save(attempt, step, told) for (attempt, step), told in sorted(grouped.items())]
+    return [_save(attempt, step, events) for (attempt, step), events in sorted(grouped.items())]
 
 
 def checkpoint_of(event: HistoryEvent, known: Collection[tuple[int, int]]) -> tuple[int, int] | None:
@@ -92,21 +92,21 @@ def checkpoint_of(event: HistoryEvent, known: Collection[tuple[int, int]]) -> tu
     return max((one for one in known if one[1] == event.step and one[0] <= last), default=None)
 
 
-def _save(attempt: int, step: int, told: Sequence[HistoryEvent]) -> SaveRecord:
-    saved = [event for event in told if event.kind == "saved"]
-    staged = [event for event in told if event.kind == "staged"]
-    num_bytes = sum(_bytes_of_ranks(told).values())
-    began = _began(told)
+def _save(attempt: int, step: int, events: Sequence[HistoryEvent]) -> SaveRecord:
+    saved = [event for event in events if event.kind == "saved"]
+    staged = [event for event in events if event.kind == "staged"]
+    num_bytes = sum(_bytes_of_ranks(events).values())
+    began = _began(events)
     copies = tuple(
-        _copy(tier, [event for event in told if event.tier == tier], began, num_bytes)
-        for tier in _tiers_of(told)
+        _copy(tier, [event for event in events if event.tier == tier], began, num_bytes)
+        for tier in _tiers_of(events)
     )
-    ended = [event for event in told if event.kind in _ENDED]
+    ended = [event for event in events if event.kind in _ENDED]
     is_durable = any(copy.durable_unix_s is not None for copy in copies)
     return SaveRecord(
         step=step,
         attempt=attempt,
-        num_ranks=len({event.rank for event in told}),
+        num_ranks=len({event.rank for event in events}),
         num_bytes=num_bytes,
         started_unix_s=began,
         returned_unix_s=max((event.unix_s for event in saved), default=None),
@@ -118,19 +118,19 @@ def _save(attempt: int, step: int, told: Sequence[HistoryEvent]) -> SaveRecord:
     )
 
 
-def _began(told: Sequence[HistoryEvent]) -> float:
+def _began(events: Sequence[HistoryEvent]) -> float:
     """Return the time of the `save` call, from its own event or the next."""
     for kinds in (("saved",), ("staged",), ("persisted",)):
-        starts = [event.unix_s - event.seconds for event in told if event.kind in kinds]
+        starts = [event.unix_s - event.seconds for event in events if event.kind in kinds]
         if starts:
             return min(starts)
-    return min(event.unix_s for event in told)
+    return min(event.unix_s for event in events)
 
 
-def _bytes_of_ranks(told: Sequence[HistoryEvent]) -> dict[int, int]:
+def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
     found: dict[int, int] = {}
     for kind in (*_OWN, "drained"):
-        for event in told:
+        for event in events:
             if event.kind == kind and event.num_bytes and not found.get(event.rank):
                 found[event.rank] = event.num_bytes
         if kind == "persisted" and found:
@@ -138,15 +138,15 @@ def _bytes_of_ranks(told: Sequence[HistoryEvent]) -> dict[int, int]:
     return found
 
 
-def _tiers_of(told: Sequence[HistoryEvent]) -> list[str]:
-    found = {event.tier for event in told if event.kind in ("persisted", "committed", "drained")}
+def _tiers_of(events: Sequence[HistoryEvent]) -> list[str]:
+    found = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
     return [*(tier for tier in TIERS if tier in found), *sorted(found - set(TIERS))]
 
 
-def _copy(tier: str, told: Sequence[HistoryEvent], began: float, num_bytes: int) -> Copy:
-    drained = [event for event in told if event.kind == "drained"]
-    written = drained or [event for event in told if event.kind == "persisted"]
-    committed = [event.unix_s for event in told if event.kind == "committed"]
+def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: int) -> Copy:
+    drained = [event for event in events if event.kind == "drained"]
+    written = drained or [event for event in events if event.kind == "persisted"]
+    committed = [event.unix_s for event in events if event.kind == "committed"]
     # Rank 0 commits before the others notice; a drain is complete with its last rank.
     durable = min(committed) if committed else max((event.unix_s for event in drained), default=None)
     return Copy(

@@ -156,9 +156,9 @@ def read_spec(own: Path) -> RunSpec:
 
 def write_result(own: Path, result: Mapping[str, Any]) -> None:
     """Write the result atomically."""
-    beside = own / f".result.{os.getpid()}"
-    beside.write_text(json.dumps(result))
-    beside.replace(own / "result.json")
+    temporary = own / f".result.{os.getpid()}"
+    temporary.write_text(json.dumps(result))
+    temporary.replace(own / "result.json")
 
 
 def read_result(own: Path) -> dict[str, Any] | None:

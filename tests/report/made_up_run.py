@@ -23,7 +23,7 @@ class MadeUpRun:
         pid = 100 + number if pid is None else pid
         self.claims[number] = run.Attempt(number, "run", 1, host, pid, START + at_s)
 
-    def summarize(
+    def add(
         self,
         attempt: int,
         at_s: float,

@@ -72,7 +72,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing(
     pytest.importorskip("vl_convert")
     said = holdfast("report", interrupted, "-o", tmp_path / "nowhere" / "report.html")
     assert said.status == 2
-    assert "cannot be written" in said.err
+    assert "Cannot write the report" in said.err
     (tmp_path / "taken").mkdir()
     assert holdfast("report", interrupted, "-o", tmp_path / "taken").status == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]

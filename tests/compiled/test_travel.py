@@ -148,7 +148,7 @@ def test_the_oldest_files_are_deleted_and_files_over_the_limit_stay_local(home: 
     assert set(arrive(home, tmp_path / "there")) == {"file-2", "file-3"}
     sent = send(sender(home, 4, limit_bytes=limit_bytes), fill(tmp_path / "4", "large", size=5000))
     assert sent.problem is not None
-    assert "may take 3.0 kB" in sent.problem
+    assert "their limit of 3.0 kB" in sent.problem
     assert sent.num_files == 0
 
 

@@ -87,7 +87,7 @@ def page_of() -> Callable[[RunSummary], str]:
     def make(summary: RunSummary) -> str:
         patch.setattr(module, "_library", lambda: library)
         try:
-            return module.page(summary, name="a <run>", made_unix_s=START)
+            return module.make_page(summary, name="a <run>", made_unix_s=START)
         finally:
             patch.undo()
 

@@ -205,7 +205,7 @@ def _row(save: SaveRecord, copy: Copy | None) -> Event:
         "step": save.step,
         "attempt": save.attempt,
         "tier": copy.tier if copy else None,
-        "t": round(save.began_unix_s, 6),
+        "t": round(save.started_unix_s, 6),
         "ranks": save.num_ranks,
         "bytes": save.num_bytes,
         "blocked_s": save.blocked_s,

@@ -80,7 +80,7 @@ def current() -> Directory | None:
 
 
 def _may_be_own(folder: Path) -> bool:
-    """Return True for a missing folder, or one of this user that is not a link."""
+    """Return True for a missing folder, or one of this user, not a link."""
     return not os.path.lexists(folder) or privacy.is_own(folder)
 
 

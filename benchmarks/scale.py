@@ -25,10 +25,10 @@ from holdfast.format.catalog import Catalog
 from holdfast.format.cuts import Box
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.layout import lay_out
-from holdfast.keeper import Terms
-from holdfast.keeper.commit import commit
+from holdfast.home.commit import commit
+from holdfast.home.documents import read_manifest
+from holdfast.home.writer import WriterId
 from holdfast.restore.fill import plan_fill
-from holdfast.restore.find import read_manifest
 from holdfast.restore.parts import Parts
 from holdfast.stage import Plan
 from holdfast.state import Captured, Sharding, Target, catalog_of
@@ -140,10 +140,9 @@ def phase_plan(kind: str, world_size: int, home: Path, rank: int) -> dict[str, f
 def phase_commit(kind: str, world_size: int, home: Path, rank: int) -> dict[str, float]:
     """Commit a first save, and one of the same structure after it, as rank 0's keeper."""
     store = open_store(str(home))
-    limits = {"keep_last": None, "keep_every": None, "commit_timeout_s": 60.0, "linger_s": 60.0}
-    terms = Terms(str(home), RUN, ATTEMPT, 0, world_size, False, **limits)
-    commit_s, _ = timed(lambda: commit(store, terms, 1))
-    again_s, _ = timed(lambda: commit(store, terms, 2))
+    writer = WriterId(RUN, ATTEMPT, 0, world_size)
+    commit_s, _ = timed(lambda: commit(store, writer, 1))
+    again_s, _ = timed(lambda: commit(store, writer, 2))
     return {
         "commit_s": commit_s,
         "commit_again_s": again_s,

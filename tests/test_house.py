@@ -27,7 +27,7 @@ LAYERS = """
     callsite entry host_memory killpoint rawbytes redaction | errors | documents quantity privacy
     | policy format surroundings | store
     | home state stage notice ending ranks
-    | keeper restore | claim writeback compiled
+    | keeper restore | writeback compiled
     | checkpointer exchange jobs train | report | adapters cli testing
 """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
@@ -135,14 +135,14 @@ def test_an_upward_import_would_be_found(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text(
         "import holdfast.keeper\n"
         "from holdfast import cli\n"
-        "from ..restore import find\n"
+        "from ..restore import read\n"
         "from holdfast.format import names\n"
         "def later():\n    from holdfast.checkpointer import Checkpointer\n"
     )
     assert [line.rpartition(" ")[2] for line in upward_imports(file)] == [
         "keeper",
         "cli",
-        "restore.find",
+        "restore.read",
         "checkpointer.Checkpointer",
     ]
 

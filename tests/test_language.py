@@ -18,12 +18,10 @@ MAX_WORDS = 15
 NOT_YET = {
     "adapters",
     "checkpointer",
-    "claim",
     "cli",
     "documents",
     "exchange",
     "format",
-    "home",
     "keeper",
     "policy",
     "privacy",

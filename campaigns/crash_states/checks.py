@@ -23,8 +23,8 @@ from campaigns.crash_states import trainer
 from campaigns.crash_states.workloads import Workload
 from holdfast import checkpointer
 from holdfast.format import names, run
+from holdfast.home.listing import candidates, list_home
 from holdfast.report.events import read_lines
-from holdfast.restore.find import candidates, list_home
 from holdfast.store import open_store
 
 Place = tuple[int, int]  # (branch, step), ordered as checkpoints are

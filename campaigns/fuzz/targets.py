@@ -98,21 +98,22 @@ def _named(part: str) -> Callable[[], list[bytes]]:
 
 def _run_part(data: bytes) -> None:
     from holdfast.format import part
-    from holdfast.restore.find import check_part
+    from holdfast.home.documents import check_part
 
     check_part(part.parse(data, "part"), 0, "part")
 
 
 def _run_manifest(data: bytes) -> None:
     from holdfast.format import names
-    from holdfast.restore import find
+    from holdfast.home.documents import check_files, read_manifest
+    from holdfast.home.listing import list_home
     from holdfast.store.memory import MemoryStore
 
     store = MemoryStore("fuzz")
     store.put(names.manifest(30, 2), data)
-    manifest = find.read_manifest(store, 30, 2, None)
+    manifest = read_manifest(store, 30, 2, None)
     with contextlib.suppress(Corrupt):
-        find.check_files([find.list_home(store)], manifest)
+        check_files([list_home(store)], manifest)
     tensor = manifest.tensors.get("model.w")
     if tensor is not None and tensor.cut is not None:
         list(tensor.cut.boxes(tensor.shape))
@@ -514,9 +515,11 @@ def _records() -> dict[str, Callable[[], Any]]:
     """Values that one process writes for another, each made when it is needed."""
 
     def keeper_terms() -> Any:
-        from holdfast.keeper.terms import Terms
+        from holdfast.keeper.config import KeeperConfig
 
-        return Terms("/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, local="/local", local_ranks=(0, 1))
+        return KeeperConfig(
+            "/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, local="/local", local_ranks=(0, 1)
+        )
 
     def trace() -> Any:
         from holdfast.keeper.presence import Trace
@@ -654,7 +657,7 @@ def _run_kinds(data: bytes) -> None:
 
 def _run_committed(data: bytes) -> None:
     from holdfast.errors import HoldfastError
-    from holdfast.restore.losses import find_losses
+    from holdfast.home.losses import find_losses
     from holdfast.store.memory import MemoryStore
 
     store = MemoryStore("fuzz")

@@ -33,7 +33,8 @@ from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.dcp.documents import Index
 from holdfast.adapters.dcp.place import Place
 from holdfast.errors import ResumeWarning
-from holdfast.restore.find import candidates, list_home, read_manifest
+from holdfast.home.documents import read_manifest
+from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore
 

@@ -17,7 +17,7 @@ from adapters import sharded
 from holdfast.adapters.dcp import HoldfastReader
 from holdfast.format.cuts import Cut
 from holdfast.format.layout import parse_header
-from holdfast.restore.find import read_manifest
+from holdfast.home.documents import read_manifest
 from holdfast.store import open_store
 from stage.ranks import run_ranks
 

@@ -16,7 +16,8 @@ import holdfast
 from holdfast.errors import Conflict, Corrupt, NotFound
 from holdfast.exchange.arrival import import_checkpoint
 from holdfast.format import names
-from holdfast.restore.find import candidates, list_home, read_run_document
+from holdfast.home.documents import read_run_document
+from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from making import make_checkpoint, make_home

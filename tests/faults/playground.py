@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 import holdfast
-from holdfast.restore.find import candidates, list_home
+from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 from nursery import END_TIMEOUT_S, Child, Nursery
 

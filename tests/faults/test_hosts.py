@@ -14,7 +14,7 @@ import pytest
 
 from faults.playground import TOTAL, Playground, free_port, keepers_of
 from holdfast.format import names
-from holdfast.restore.find import list_home
+from holdfast.home.listing import list_home
 from holdfast.store import open_store
 from nursery import Child
 

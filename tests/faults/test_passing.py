@@ -12,7 +12,7 @@ import holdfast
 from holdfast.cli import main
 from holdfast.errors import RetryLater
 from holdfast.format import names
-from holdfast.restore.find import candidates, list_home
+from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from holdfast.errors import Unsupported
 from holdfast.format import names, run
 from holdfast.format.values import TensorRef
+from holdfast.home.documents import read_run
 from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.restore.find import read_run
 from holdfast.state import tensors
 from holdfast.store.local import LocalStore
 

@@ -19,10 +19,11 @@ from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.cuts import whole
 from holdfast.format.layout import Piece, lay_out
 from holdfast.format.manifest import parse
-from holdfast.keeper import Save, Terms, protocol
+from holdfast.home.commit import commit, is_committed
+from holdfast.home.history import EVENTS, History
+from holdfast.home.listing import missing_ranks
+from holdfast.keeper import KeeperConfig, Save, protocol
 from holdfast.keeper.client import Images, Keeper
-from holdfast.keeper.commit import commit, is_committed, missing_ranks
-from holdfast.keeper.history import EVENTS, History
 from holdfast.keeper.persist import persist
 from holdfast.stage import Arena
 from holdfast.store import Store, open_store
@@ -30,8 +31,8 @@ from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 
 
-def make_terms(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: float = 20) -> Terms:
-    return Terms(
+def make_terms(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: float = 20) -> KeeperConfig:
+    return KeeperConfig(
         home=home,
         run="run",
         attempt=1,
@@ -78,7 +79,7 @@ def test_eight_committing_at_once_make_one_manifest(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         start.wait()
         try:
-            commit(open_store(str(tmp_path / "home")), make_terms("", rank, 8), 5)
+            commit(open_store(str(tmp_path / "home")), make_terms("", rank, 8).writer, 5)
         except Exception as error:  # noqa: BLE001 - told by the assertion below
             failures.append(error)
 
@@ -92,7 +93,7 @@ def test_eight_committing_at_once_make_one_manifest(tmp_path: Path) -> None:
     assert found == [names.manifest(5, 1)]
     manifest = parse(store.get(found[0]), found[0])
     assert sorted(manifest.tensors) == [f"t{rank}" for rank in range(8)]
-    assert is_committed(store, make_terms("", 3, 8), 5)
+    assert is_committed(store, make_terms("", 3, 8).writer, 5)
 
 
 def test_a_commit_that_lands_in_between_is_as_good_as_ours() -> None:
@@ -101,10 +102,10 @@ def test_a_commit_that_lands_in_between_is_as_good_as_ours() -> None:
     put_part(store, 0)
     put_part(store, 1)
     gate = store.hold("put", matching="manifest")
-    first = threading.Thread(target=commit, args=(store, make_terms("", 0), 5))
+    first = threading.Thread(target=commit, args=(store, make_terms("", 0).writer, 5))
     first.start()
     assert gate.reached.wait(20)
-    commit(store, make_terms("", 1), 5)
+    commit(store, make_terms("", 1).writer, 5)
     before = store.get(names.manifest(5, 1))
     gate.opened.set()
     first.join()
@@ -116,8 +117,8 @@ def test_parts_that_disagree_are_not_committed() -> None:
     put_part(store, 0)
     put_part(store, 1, ancestors=((1, 3),))
     with pytest.raises(InvalidInput, match="ancestors"):
-        commit(store, make_terms(""), 5)
-    assert not is_committed(store, make_terms(""), 5)
+        commit(store, make_terms("").writer, 5)
+    assert not is_committed(store, make_terms("").writer, 5)
 
 
 def test_an_attempt_that_is_fenced_commits_nothing() -> None:
@@ -126,8 +127,8 @@ def test_an_attempt_that_is_fenced_commits_nothing() -> None:
     put_part(store, 1)
     store.put(names.attempt(2), b"{}")
     with pytest.raises(Conflict, match="Attempt 2 has taken over"):
-        commit(store, make_terms(""), 5)
-    assert not is_committed(store, make_terms(""), 5)
+        commit(store, make_terms("").writer, 5)
+    assert not is_committed(store, make_terms("").writer, 5)
 
 
 def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
@@ -136,7 +137,7 @@ def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
     store.put(names.part(5, 2, 0), b"")
     store.put(names.data(5, 1, 0), b"")
     store.put(names.part(6, 1, 0), b"")
-    assert missing_ranks(store, make_terms(""), 5) == [0]
+    assert missing_ranks(store, make_terms("").writer, 5) == [0]
 
 
 def submit(keeper: Keeper, rank: int, *, dtype: str = "F32", name: str | None = None, step: int = 5) -> Save:
@@ -213,7 +214,7 @@ def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
         save.wait_durable(20)
     first.close(timeout_s=1.0)
     store = open_store(home)
-    assert missing_ranks(store, terms, 5) == [], "the next attempt can commit it"
+    assert missing_ranks(store, terms.writer, 5) == [], "the next attempt can commit it"
 
 
 def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_path: Path) -> None:
@@ -259,7 +260,7 @@ def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> N
 
 def test_a_history_that_cannot_be_written_is_told_and_stops_nothing() -> None:
     store = FaultyStore(MemoryStore())
-    history = History(store, make_terms(""))
+    history = History(store, make_terms("").writer)
     store.fail("append", InvalidInput("a directory is in the way"))
     history.record("staged", step=1)
     assert history.trouble == "a directory is in the way"
@@ -302,5 +303,5 @@ def test_an_end_that_is_gone_reads_as_none() -> None:
 
 @given(st.integers(0, 5), st.one_of(st.none(), st.integers(1, 5)), texts)
 def test_terms_round_trip(rank: int, keep_last: int | None, home: str) -> None:
-    terms = Terms(home, "run", 1, rank, 6, False, keep_last, None, 1.5, 2.0)
-    assert Terms.parse(terms.text()) == terms
+    terms = KeeperConfig(home, "run", 1, rank, 6, False, keep_last, None, 1.5, 2.0)
+    assert KeeperConfig.parse(terms.text()) == terms

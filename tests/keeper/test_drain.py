@@ -12,12 +12,13 @@ import torch
 import holdfast
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
 from holdfast.format import names
+from holdfast.home.documents import read_manifest, read_part
+from holdfast.home.history import History
+from holdfast.home.listing import candidates, list_home
+from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.drain import Drain, Drained
-from holdfast.keeper.history import History
 from holdfast.keeper.persist import verified_blocks
 from holdfast.keeper.rate import BLOCK_BYTES
-from holdfast.keeper.terms import Terms
-from holdfast.restore.find import candidates, list_home, read_manifest, read_part
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
@@ -37,13 +38,13 @@ class Bench:
             shared = {"w": torch.full((4000,), float(step))}
             make_checkpoint(self.near, step, 1, [shared, *({} for _ in range(world_size - 1))])
         self.told: queue.Queue[Drained] = queue.Queue()
-        self.terms = Terms(
+        self.terms = KeeperConfig(
             "home", "run-one", 1, 0, world_size, True, 3, None, 5.0, 5.0, local="near", patience_s=patience_s
         )
         self.drain = self.make(self.terms)
 
-    def make(self, terms: Terms) -> Drain:
-        return Drain(self.near, self.home, terms, History(self.near, terms), self.told.put)
+    def make(self, terms: KeeperConfig) -> Drain:
+        return Drain(self.near, self.home, terms, History(self.near, terms.writer), self.told.put)
 
     def next_told(self) -> Drained:
         return self.told.get(timeout=WAIT_S)
@@ -165,7 +166,7 @@ def test_a_fenced_attempt_brings_nothing_home() -> None:
 def test_the_next_attempt_brings_home_what_an_older_one_left(tmp_path: Path) -> None:
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
-    terms = Terms("home", "run-one", 2, 0, 1, True, 3, None, 5.0, 5.0, local="near")
+    terms = KeeperConfig("home", "run-one", 2, 0, 1, True, 3, None, 5.0, 5.0, local="near")
     bench.make(terms).submit(1, 10)
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 10)]
@@ -231,11 +232,13 @@ class Apart:
         self.commit_timeout_s = commit_timeout_s
 
     def drain(self, rank: int, attempt: int = 1) -> Drain:
-        terms = Terms(
+        terms = KeeperConfig(
             "home", "run-one", attempt, rank, 2, True, 3, None, self.commit_timeout_s, 5.0,
             local="near", local_ranks=(rank,),
         )  # fmt: skip
-        return Drain(self.near[rank], self.home, terms, History(self.near[rank], terms), self.told[rank].put)
+        return Drain(
+            self.near[rank], self.home, terms, History(self.near[rank], terms.writer), self.told[rank].put
+        )
 
     def in_home(self) -> list[tuple[int, int]]:
         return candidates(list_home(self.home))
@@ -334,14 +337,14 @@ def test_the_next_attempt_brings_both_shares_home() -> None:
 def test_every_saved_rank_is_looked_after_by_one_rank_of_the_host() -> None:
     """Four ranks have saved into a folder that now has ranks 1 and 3 of another world."""
     terms = [
-        Terms("home", "r", 2, rank, 4, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1, 3))
+        KeeperConfig("home", "r", 2, rank, 4, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1, 3))
         for rank in (1, 3)
     ]
     for saved in range(8):
         assert [one.is_mine(saved) for one in terms].count(True) == 1
     assert terms[0].is_mine(1)
     assert terms[1].is_mine(3)
-    assert Terms.parse(terms[0].text()) == terms[0]
+    assert KeeperConfig.parse(terms[0].text()) == terms[0]
 
 
 def test_a_part_that_another_has_put_into_home_is_not_replaced() -> None:

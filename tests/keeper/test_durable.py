@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from holdfast.format import names
-from holdfast.keeper.commit import commit
-from holdfast.keeper.presence import Presence, Trace, process_start
+from holdfast.home.commit import commit
+from holdfast.home.listing import list_home
+from holdfast.home.recovery import recover_commit
+from holdfast.keeper.presence import Presence
+from holdfast.keeper.presence import Trace
+from holdfast.keeper.presence import process_start
 from holdfast.keeper.process import Desk, Job, Work
-from holdfast.restore.find import finish_commit, list_home
 from holdfast.store import local
 from holdfast.store.local import LocalStore
 from keeper.test_commit import make_terms, put_part
@@ -99,7 +102,7 @@ def test_a_rank_that_sees_a_manifest_makes_it_durable_before_it_tells(
     home = tmp_path / "runs" / "one"
     for rank in range(3):
         put_part(LocalStore(home), rank, world_size=3)
-    stopped(lambda: commit(LocalStore(home), make_terms(str(home), 0, 3), 5))  # its fsync is slow
+    stopped(lambda: commit(LocalStore(home), make_terms(str(home), 0, 3).writer, 5))  # its fsync is slow
     assert disk.lacks(home, 5) == ["manifest-a0001.json"], "the model sees what is not durable yet"
     work = make_work(home, 1, 3)
     assert work._try_commit(Job(5)) is True
@@ -129,9 +132,9 @@ def test_a_manifest_becomes_visible_when_all_that_it_names_is_durable(
         link(source, target, **more)
 
     monkeypatch.setattr(os, "link", watched)
-    monkeypatch.setattr("holdfast.keeper.commit.merge_parts", lambda *_: None)
+    monkeypatch.setattr("holdfast.home.commit.merge_parts", lambda *_: None)
     monkeypatch.setattr("holdfast.format.manifest.document", lambda _: b"manifest")
-    commit(store, make_terms(str(home), 0, 3), 5)
+    commit(store, make_terms(str(home), 0, 3).writer, 5)
     assert lacking == []
     assert disk.lacks(home, 5) == []
 
@@ -142,10 +145,10 @@ def test_a_save_that_is_committed_at_the_next_start_is_durable(
     home = tmp_path / "one"
     store = LocalStore(home)
     put_part(store, 0, world_size=1)
-    stopped(lambda: commit(LocalStore(home), make_terms(str(home), 0, 1), 5))
+    stopped(lambda: commit(LocalStore(home), make_terms(str(home), 0, 1).writer, 5))
     home_listing = list_home(store)
     home_listing.saved[5, 1].manifest_bytes = None  # the listing was a moment older
-    assert finish_commit(store, home_listing.saved[5, 1], None)
+    assert recover_commit(store, home_listing.saved[5, 1], None)
     assert disk.lacks(home, 5) == []
 
 

@@ -17,12 +17,12 @@ from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.cuts import whole
 from holdfast.format.layout import Piece, lay_out
 from holdfast.format.part import DataFile
-from holdfast.keeper import Save, Terms
+from holdfast.home.commit import commit
+from holdfast.home.retain import Retention
+from holdfast.keeper import KeeperConfig, Save
 from holdfast.keeper.client import Images, Keeper
-from holdfast.keeper.commit import commit
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.persist import persist
-from holdfast.keeper.retain import Retention
 from holdfast.policy import Keep
 from holdfast.stage import Arena
 from holdfast.store.local import LocalStore
@@ -37,8 +37,8 @@ W_FILE = lay_out([Piece.whole("w", "F32", (8,))], 0)
 BASE_FILE = lay_out([replace(Piece.whole("base", "F32", (NUM_ITEMS,)), frozen=True)], 0)
 
 
-def make_terms(home: str = "", attempt: int = 1) -> Terms:
-    return Terms(
+def make_terms(home: str = "", attempt: int = 1) -> KeeperConfig:
+    return KeeperConfig(
         home=home,
         run="run",
         attempt=attempt,
@@ -87,7 +87,7 @@ def save(
     file = persist(store, names.data(step, attempt, 0), memoryview(image))
     frozen_file = persist_frozen(frozen, step, value)
     store.put(names.part(step, attempt, 0), parts.finish(draft(step, attempt), file, frozen_file))
-    commit(store, make_terms(attempt=attempt), step)
+    commit(store, make_terms(attempt=attempt).writer, step)
 
 
 def check(store: LocalStore | FaultyStore, step: int, value: float = 1.0) -> None:

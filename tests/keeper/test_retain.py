@@ -11,13 +11,15 @@ import torch
 import holdfast
 from holdfast.errors import NotFound, RetryLater
 from holdfast.format import names
-from holdfast.keeper import Terms, protocol
-from holdfast.keeper.presence import Presence, Trace, process_start
+from holdfast.home.listing import Id, candidates, list_home
+from holdfast.home.retain import Retention, ShareRetention
+from holdfast.home.skipped import Passed, drop_note, note_passed
+from holdfast.keeper import KeeperConfig, protocol
+from holdfast.keeper.presence import Presence
+from holdfast.keeper.presence import Trace
+from holdfast.keeper.presence import process_start
 from holdfast.keeper.process import Desk, Job, Work
-from holdfast.keeper.retain import Id, Retention, ShareRetention
 from holdfast.policy import Keep
-from holdfast.restore.find import Passed, candidates, list_home
-from holdfast.restore.passed import drop_note, note_passed
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
@@ -104,8 +106,8 @@ def test_what_was_passed_over_of_the_three_newest_attempts_stays() -> None:
 def test_a_share_keeps_what_was_passed_over() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
     note(store, 1, 20)
-    terms = Terms("home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,))
-    list(ShareRetention(store, Keep(1), terms).apply((1, 40), ()))
+    terms = KeeperConfig("home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,))
+    list(ShareRetention(store, Keep(1), terms.is_mine).apply((1, 40), ()))
     assert {step for step in (10, 20, 30, 40) if has_files(store, 1, step)} == {20, 40}
 
 
@@ -208,7 +210,7 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
     for step in (18, 20):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
     ours, end = protocol.pair()
-    terms = Terms(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
+    terms = KeeperConfig(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
     presence = Presence.claim(store.url, Trace(1, 0, os.getpid(), process_start(os.getpid()) or 0, busy=True))
     work = Work(Desk(end, os.getpid()), terms, presence)
     for step in (24, 22):
@@ -237,8 +239,8 @@ def share(*saved: tuple[int, int, Ancestors], rank: int = 1) -> FaultyStore:
 
 def retain_share(store: FaultyStore, keep: int, complete: Id, needed: set[Id] | None = None) -> list[Id]:
     """Apply a policy; what is left of the rank's own."""
-    terms = Terms("home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,))
-    list(ShareRetention(store, Keep(keep), terms).apply(complete, needed or set()))
+    terms = KeeperConfig("home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,))
+    list(ShareRetention(store, Keep(keep), terms.is_mine).apply(complete, needed or set()))
     found = (names.parse(entry.name) for entry in store.list("step-"))
     return sorted((f.attempt, f.step) for f in found if f and f.kind == "data")
 
@@ -279,8 +281,10 @@ def both_ranks() -> FaultyStore:
 
 def test_files_of_other_ranks_of_the_host_are_theirs() -> None:
     store = both_ranks()
-    terms = Terms("home", "run-one", 1, 0, 3, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0, 1))
-    assert [one.step for one in ShareRetention(store, Keep(1), terms).apply((1, 20), ())] == [10]
+    terms = KeeperConfig(
+        "home", "run-one", 1, 0, 3, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0, 1)
+    )
+    assert [one.step for one in ShareRetention(store, Keep(1), terms.is_mine).apply((1, 20), ())] == [10]
     left = [f.rank for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
     assert left == [1, 1]
 

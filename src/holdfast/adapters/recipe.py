@@ -19,7 +19,7 @@ import xxhash
 
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
-from holdfast.restore.patience import LIMIT_S, Patience
+from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.store.local import LocalStore
 
 logger = logging.getLogger(__name__)

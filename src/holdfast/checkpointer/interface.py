@@ -49,12 +49,13 @@ from holdfast.format import part as parts
 from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
+from holdfast.home.skipped import Passed
+from holdfast.home.writer import LiveTrainer
 from holdfast.keeper import (
     Images,
     Keeper,
+    KeeperConfig,
     Save,
-    Terms,
-    Writer,
     find_writers,
     wait_for_let_go,
     wait_for_orphans,
@@ -64,7 +65,6 @@ from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, Meter, Overdue, Pace, single_policies
 from holdfast.quantity import plural, read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
-from holdfast.restore.find import Passed
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, Load, State, catalog_of, stepping
@@ -926,7 +926,7 @@ class Checkpointer:
         all_here, local_ranks = self._meet()
         claim = self._claim(local_ranks, restores_later=restores_later)
         self._run, self._attempt = claim.run, claim.number
-        terms = Terms(
+        terms = KeeperConfig(
             run=claim.run,
             attempt=claim.number,
             claim=runs.document(claim).decode(),
@@ -994,7 +994,7 @@ class Checkpointer:
                 world_size=self._ranks.world_size,
                 base=base,
                 above=above,
-                writers=[(host, Writer(*facts)) for its_rows in rows for host, *facts in its_rows],
+                writers=[(host, LiveTrainer(*facts)) for its_rows in rows for host, *facts in its_rows],
             )
             return runs.document(made)
 

@@ -10,7 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from holdfast.claim import (
+from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
+from holdfast.format.run import Attempt
+from holdfast.home.attempts import newest_number
+from holdfast.home.claim import (
     check_no_writer,
     check_run,
     check_same_run,
@@ -18,15 +21,14 @@ from holdfast.claim import (
     claim_run,
     copy_claim,
 )
-from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
-from holdfast.format.run import Attempt
-from holdfast.home.attempts import newest_number
-from holdfast.keeper import HeldStore, Writer, end_held
+from holdfast.home.listing import candidates, list_home
+from holdfast.home.losses import check_no_losses, find_losses
+from holdfast.home.recovery import recover_commit
+from holdfast.home.skipped import Passed, drop_note, note_passed
+from holdfast.home.writer import LiveTrainer
+from holdfast.keeper import HeldStore, end_held
 from holdfast.policy import Every, Keep, Pace, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes
-from holdfast.restore.find import Passed, candidates, finish_commit, list_home
-from holdfast.restore.losses import check_no_losses, find_losses
-from holdfast.restore.passed import drop_note, note_passed
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
 from holdfast.store.apart import check_apart
@@ -187,7 +189,7 @@ class Tiers:
         world_size: int,
         base: Base | None,
         above: int = 0,
-        writers: Sequence[tuple[str, Writer]] = (),
+        writers: Sequence[tuple[str, LiveTrainer]] = (),
     ) -> Attempt:
         """Claim the next attempt of the run of these tiers, which is made if it is new. Rank 0 only.
 
@@ -272,7 +274,7 @@ class Tiers:
         finished: list[tuple[int, int, str]] = []
         for tier in self.durable_stores() if whole else ():
             for (step, attempt), saved in sorted(list_home(tier).saved.items()):
-                if (attempt, step) in whole and finish_commit(tier, saved, run):
+                if (attempt, step) in whole and recover_commit(tier, saved, run):
                     finished.append((step, attempt, tier.url))
         return finished
 

@@ -17,10 +17,10 @@ from holdfast.cli.options import Commands, add_filter, add_json, add_patience, c
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import Corrupt
 from holdfast.format.manifest import EACH
+from holdfast.home.documents import read_part
 from holdfast.quantity import plural
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.restore.find import read_part
 from holdfast.store import Store
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
 from holdfast.cli.tables import print_csv, print_json, print_table, say_moment
 from holdfast.errors import InvalidInput
-from holdfast.keeper.history import EVENTS
+from holdfast.home.history import EVENTS
 from holdfast.quantity import plural, say_bytes, say_seconds
 from holdfast.report.curves import Point, collect_curves
 from holdfast.report.events import METRICS, TIERS, parse_events, read_lines, tier_of

@@ -11,17 +11,10 @@ from typing import Any
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.format import names, run
 from holdfast.format.manifest import Manifest
+from holdfast.home.documents import check_files, read_manifest, read_run, read_run_document
+from holdfast.home.listing import ListedSave, Listing, list_home
 from holdfast.policy import Line, line_of
 from holdfast.quantity import plural
-from holdfast.restore.find import (
-    Home,
-    Saved,
-    check_files,
-    list_home,
-    read_manifest,
-    read_run,
-    read_run_document,
-)
 from holdfast.store import Store, open_store
 from holdfast.store.nearest import Nearest
 
@@ -60,7 +53,7 @@ class Row:
 class Inventory:
     """What a home holds. `rows` are newest first; the newest is the first complete one."""
 
-    home: Home
+    home: Listing
     run_id: str | None
     rows: tuple[Row, ...]
 
@@ -70,7 +63,7 @@ class Inventory:
         return next((row for row in self.rows if row.is_newest), None)
 
 
-def open_home(place: str) -> tuple[Store, Home]:
+def open_home(place: str) -> tuple[Store, Listing]:
     """The store and the listing of a home that exists.
 
     Raises:
@@ -103,7 +96,7 @@ def read_run_id(store: Store) -> str | None:
     return found.id if found else None
 
 
-def open_tiers(place: str, local: str) -> tuple[Store, Home, dict[str, Home]]:
+def open_tiers(place: str, local: str) -> tuple[Store, Listing, dict[str, Listing]]:
     """A home and a host's local folder as one store, with its listing and those of both.
 
     Raises:
@@ -121,7 +114,7 @@ def open_tiers(place: str, local: str) -> tuple[Store, Home, dict[str, Home]]:
     return store, list_home(store), {"local": in_near, "home": in_home}
 
 
-def take_inventory(store: Store, home: Home, tiers: Mapping[str, Home] | None = None) -> Inventory:
+def take_inventory(store: Store, home: Listing, tiers: Mapping[str, Listing] | None = None) -> Inventory:
     """Read all manifests of a home and tell the state of everything in it.
 
     Args:
@@ -174,7 +167,7 @@ def _passed_reason(store: Store, step: int, attempt: int) -> str:
     return f"passed over by a restore: {reason}"
 
 
-def _tiers_of(row: Row, tiers: Mapping[str, Home]) -> tuple[str, ...]:
+def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:
     """The tiers that have something of a checkpoint, with the ranks whose files are there if not all are."""
     found: list[str] = []
     for tier, listing in tiers.items():
@@ -199,7 +192,7 @@ def _say_ranks(ranks: Sequence[int]) -> str:
 
 
 def _row(
-    saved: Saved, manifest: Manifest | None, error: HoldfastError | None, superseded: bool, newest: bool
+    saved: ListedSave, manifest: Manifest | None, error: HoldfastError | None, superseded: bool, newest: bool
 ) -> Row:
     reason = str(error) if error else None
     if not saved.is_committed:

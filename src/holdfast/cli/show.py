@@ -13,10 +13,10 @@ from holdfast.cli.inventory import open_home
 from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
 from holdfast.cli.tables import print_json, print_table, say_age, say_moment
 from holdfast.errors import InvalidInput
+from holdfast.home.documents import read_part
 from holdfast.quantity import plural, say_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.restore.find import read_part
 
 _EXAMPLES = """
 holdfast show runs/gpt

@@ -14,8 +14,9 @@ from holdfast.cli.options import Commands, add_home, add_json, add_step, command
 from holdfast.cli.tables import print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
+from holdfast.home.documents import read_manifest
+from holdfast.home.listing import candidates
 from holdfast.quantity import plural, say_bytes, say_seconds
-from holdfast.restore.find import candidates, read_manifest
 from holdfast.restore.verify import VerifyReport, verify
 from holdfast.store import Store
 

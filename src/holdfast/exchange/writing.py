@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import xxhash
 
-from holdfast.claim import claim_attempt, new_run
 from holdfast.errors import Conflict, HoldfastError
 from holdfast.exchange.offer import Offer, Offered
 from holdfast.format import cuts, manifest, names, part, run, values
@@ -21,7 +19,10 @@ from holdfast.format.layout import FileLayout, Piece, check_name, lay_out
 from holdfast.format.part import DataFile
 from holdfast.format.sealed import dumps
 from holdfast.home.attempts import newest_attempt, note_saved
-from holdfast.restore.find import list_home, read_run
+from holdfast.home.claim import claim_attempt, new_run
+from holdfast.home.commit import make_manifest, parse_parts
+from holdfast.home.documents import read_run
+from holdfast.home.listing import list_home
 from holdfast.restore.slabs import cut_in_slabs
 from holdfast.store.contract import Store
 
@@ -176,7 +177,7 @@ def documents(
     )
     name = names.part(step, attempt, 0)
     text = part.finish(draft, file)
-    merged = manifest.merge_documents([(name, text)], id=uuid.uuid4().hex, created_unix_s=time.time())
+    merged = make_manifest(parse_parts([(name, text)]))
     return {name: text, names.manifest(step, attempt): manifest.document(merged)}
 
 

@@ -22,11 +22,10 @@ from holdfast.format.limits import (
     RUN_ID,
 )
 from holdfast.format.part import Ancestors, Part, read_ancestors
-from holdfast.format.part import parse as parse_part
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.format.versions import Versions
 
-__all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "merge_documents", "parse"]
+__all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "parse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +65,6 @@ class Manifest:
     def base_step(self) -> int | None:
         """Step that the writing attempt was restored from; None if it began from nothing."""
         return self.ancestors[-1][1] if self.ancestors else None
-
-
-def merge_documents(documents: Iterable[tuple[str, bytes]], *, id: str, created_unix_s: float) -> Manifest:
-    """`merge` for documents as they lie in the store, each with its name.
-
-    Raises:
-        Corrupt: a part is damaged.
-        Unsupported: a part was written by a newer format.
-        InvalidInput: as `merge`.
-    """
-    parts = ((parse_part(text, name), text) for name, text in documents)
-    return merge(parts, id=id, created_unix_s=created_unix_s)
 
 
 def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:

@@ -1,1 +1,1 @@
-"""The room for rules about what is in a home: keeper, restore and adapters use it. No torch."""
+"""Everything that is done to a home: list, read, claim, commit, recover, retain, record. No torch."""

@@ -12,13 +12,13 @@ from holdfast.store import Store
 
 
 def newest_attempt(store: Store) -> int:
-    """Return the highest attempt number that has been claimed; 0 if there is none."""
+    """Return the highest attempt number that has been claimed; 0 in a new home."""
     found = (names.parse(entry.name) for entry in store.list("attempts/"))
     return max((facts.attempt for facts in found if facts and facts.kind == "attempt"), default=0)
 
 
 def newest_number(store: Store) -> int:
-    """Return the highest attempt number in any name of the home; 0 if there is none.
+    """Return the highest attempt number in any name of the home; 0 in a new home.
 
     Claims may be lost. The number of a checkpoint, or of what is left of one, must not be used again.
     """
@@ -27,7 +27,7 @@ def newest_number(store: Store) -> int:
 
 
 def check_not_fenced(store: Store, attempt: int) -> None:
-    """Refuse to write for an attempt that a newer one has replaced.
+    """Raise if a newer attempt has claimed the run.
 
     Raises:
         Conflict: a newer attempt has claimed the run.
@@ -38,12 +38,12 @@ def check_not_fenced(store: Store, attempt: int) -> None:
         raise Conflict(
             f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may not commit any "
             "more. "
-            "Its earlier checkpoints stand. Stop this process: the other one goes on."
+            "Its earlier checkpoints stand. Stop this process: the other one continues."
         )
 
 
 def check_claim(store: Store, attempt: int, claim: str) -> None:
-    """Check that an attempt's number is still its own; write its claim again where that was lost.
+    """Check that an attempt still has its number; write its claim again if that was lost.
 
     Args:
         store: a tier.
@@ -77,18 +77,18 @@ def check_claim(store: Store, attempt: int, claim: str) -> None:
 
 
 def note_saved(store: Store, run: str, attempt: int, step: int) -> None:
-    """Leave the proof that an attempt has had a complete checkpoint, beside its claim.
+    """Write the proof that an attempt has had a complete checkpoint, next to its claim.
 
     Without it a home whose step folders are all lost looks like one whose first save never became complete,
     and training would start from zero.
     """
     text = document(Saved(run, attempt, step))
-    with contextlib.suppress(Conflict, RetryLater):  # there already; or the next commit tries again
+    with contextlib.suppress(Conflict, RetryLater):  # it exists already; or the next commit tries again
         store.put(names.first_saved(attempt), text, if_absent=True)
 
 
 def note_emptied(store: Store, run: str, attempt: int) -> None:
-    """Record that the checkpoints of all attempts up to one were deleted on purpose, and are not lost.
+    """Record that the checkpoints of all attempts up to `attempt` were deleted on purpose.
 
     Raises:
         RetryLater: the store failed.
@@ -98,7 +98,7 @@ def note_emptied(store: Store, run: str, attempt: int) -> None:
 
 
 def emptied_upto(store: Store) -> int:
-    """Return the newest attempt whose checkpoints were deleted on purpose; 0 if there is none.
+    """Return the newest attempt whose checkpoints were deleted on purpose; 0 by default.
 
     Raises:
         RetryLater: the store failed.

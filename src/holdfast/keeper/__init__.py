@@ -1,18 +1,18 @@
 """The process that owns the second half of every save: persist, commit, retain. It never imports torch."""
 
 from holdfast.keeper.client import Images, Keeper, wait_for_let_go
+from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.held import HeldStore, end_held
-from holdfast.keeper.presence import Writer, find_writers, wait_for_orphans
+from holdfast.keeper.presence import find_writers
+from holdfast.keeper.presence import wait_for_orphans
 from holdfast.keeper.save import Save
-from holdfast.keeper.terms import Terms
 
 __all__ = [
     "HeldStore",
     "Images",
     "Keeper",
+    "KeeperConfig",
     "Save",
-    "Terms",
-    "Writer",
     "end_held",
     "find_writers",
     "wait_for_let_go",

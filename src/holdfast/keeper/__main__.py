@@ -8,9 +8,9 @@ import signal
 import socket
 import sys
 
+from holdfast.keeper.config import IGNORED_SIGNALS
 from holdfast.keeper.presence import Presence
 from holdfast.keeper.process import serve
-from holdfast.keeper.terms import IGNORED_SIGNALS
 
 _NICENESS = 5  # training comes first; what the keeper does has until the next save
 

@@ -9,8 +9,8 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, Part
-from holdfast.keeper.commit import merge_parts
-from holdfast.keeper.terms import Terms
+from holdfast.home.commit import merge_parts
+from holdfast.keeper.config import KeeperConfig
 from holdfast.store import Store
 
 Sizes = Mapping[str, int]
@@ -45,7 +45,7 @@ class Whole(Cargo):
         RetryLater: the store failed.
     """
 
-    def __init__(self, near: Store, terms: Terms, attempt: int, step: int) -> None:
+    def __init__(self, near: Store, terms: KeeperConfig, attempt: int, step: int) -> None:
         name = names.manifest(step, attempt)
         self._document = near.get(name)
         self._manifest = manifests.parse(self._document, name)
@@ -78,7 +78,7 @@ class Share(Cargo):
         RetryLater: the store failed.
     """
 
-    def __init__(self, near: Store, home: Store, terms: Terms, attempt: int, step: int) -> None:
+    def __init__(self, near: Store, home: Store, terms: KeeperConfig, attempt: int, step: int) -> None:
         self._home, self._terms = home, terms
         self._attempt, self._step = attempt, step
         self._sizes: dict[int, Sizes] = {}  # by saved rank, of the files that its part names
@@ -99,7 +99,7 @@ class Share(Cargo):
             return None
         assert self._world_size is not None
         return manifests.document(
-            merge_parts(self._home, self._terms, self._attempt, self._step, self._world_size)
+            merge_parts(self._home, self._terms.writer, self._attempt, self._step, self._world_size)
         )
 
     def lacking(self, there: Sizes) -> list[str]:

@@ -19,11 +19,13 @@ from holdfast import errors
 from holdfast.entry import command
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.keeper import protocol
+from holdfast.keeper.config import IGNORED_SIGNALS, KeeperConfig
 from holdfast.keeper.outbox import Outbox
-from holdfast.keeper.presence import Presence, Trace, process_start
+from holdfast.keeper.presence import Presence
+from holdfast.keeper.presence import Trace
+from holdfast.keeper.presence import process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
 from holdfast.keeper.save import Save
-from holdfast.keeper.terms import IGNORED_SIGNALS, Terms
 from holdfast.quantity import say_seconds
 
 _MAX_DEATHS = 5
@@ -80,7 +82,7 @@ class Keeper:
         released: told the number of each arena that may be used again.
     """
 
-    def __init__(self, terms: Terms, *, released: Callable[[int], None]) -> None:
+    def __init__(self, terms: KeeperConfig, *, released: Callable[[int], None]) -> None:
         self.terms = terms
         self.problems: list[str] = []  # what the next save has to tell the user
         self.fenced: HoldfastError | None = None

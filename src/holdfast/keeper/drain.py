@@ -13,13 +13,13 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, DataFile, Part
 from holdfast.home.attempts import check_not_fenced
+from holdfast.home.commit import check_not_refused, publish
+from holdfast.home.history import History
 from holdfast.keeper.cargo import Cargo, Share, Sizes, Whole
-from holdfast.keeper.commit import check_not_refused, publish
+from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.frozen import FrozenFile
-from holdfast.keeper.history import History
 from holdfast.keeper.persist import has_image, verified_blocks
 from holdfast.keeper.rate import paced
-from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.store import Store
 
@@ -53,7 +53,7 @@ class Drain:
     """
 
     def __init__(
-        self, near: Store, home: Store, terms: Terms, history: History, done: Callable[[Drained], None]
+        self, near: Store, home: Store, terms: KeeperConfig, history: History, done: Callable[[Drained], None]
     ) -> None:
         self._near, self._home, self._terms, self._history = near, home, terms, history
         self._done = done
@@ -178,14 +178,14 @@ class Drain:
             document = cargo.manifest(there) if self._terms.rank == 0 else None
             if document is not None:
                 kill_point("keeper.drained")
-                publish(self._home, self._terms, step, name, document)
+                publish(self._home, self._terms.writer, step, name, document)
                 break
             if self._is_overtaken(one):
                 return None
             if self._terms.is_scattered:  # the others' files may never come, or be brought by a newer attempt
                 check_not_fenced(self._home, self._terms.attempt)
             if attempt == self._terms.attempt and names.refusal(step, attempt) in there:
-                check_not_refused(self._home, self._terms, step)
+                check_not_refused(self._home, self._terms.writer, step)
             if there != before:
                 news_s, before = time.monotonic(), there
             self._wait_for_others(cargo, step, there, time.monotonic() - news_s)

@@ -10,15 +10,15 @@ from holdfast.format import part as parts
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
 from holdfast.keeper import rate
+from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.persist import has_image
-from holdfast.keeper.terms import Terms
 from holdfast.store import Store
 
 
 class FrozenFile:
     """The newest file of this rank's frozen tensors, of whatever step and attempt."""
 
-    def __init__(self, store: Store, terms: Terms) -> None:
+    def __init__(self, store: Store, terms: KeeperConfig) -> None:
         self._store = store
         self._terms = terms
         self._newest: tuple[str, DataFile] | None = None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt, Denied, RetryLater, Unsupported
+from holdfast.home.writer import LiveTrainer
 from holdfast.privacy import is_own, is_private, make_private
 
 _POLL_S = 0.02
@@ -226,16 +227,7 @@ def living(home: str) -> Iterator[tuple[Path, Trace]]:
             os.close(fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """A living trainer on this host that a keeper serves."""
-
-    attempt: int
-    rank: int
-    pid: int
-
-
-def find_writers(home: str) -> list[Writer]:
+def find_writers(home: str) -> list[LiveTrainer]:
     """Return the trainers on this host that may still save to a home.
 
     A process that has closed its Checkpointer is none of them, and neither is a keeper that is left of a dead
@@ -246,7 +238,7 @@ def find_writers(home: str) -> list[Writer]:
     deadline_s = time.monotonic() + _DEPARTURE_S
     while True:
         found = [
-            Writer(trace.attempt, trace.rank, trace.trainer_pid)
+            LiveTrainer(trace.attempt, trace.rank, trace.trainer_pid)
             for _, trace in living(home)
             if not trace.is_done and process_start(trace.trainer_pid) == trace.trainer_start
         ]

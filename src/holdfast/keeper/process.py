@@ -18,25 +18,20 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
 from holdfast.home.attempts import check_claim, check_not_fenced
+from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse
+from holdfast.home.history import History
+from holdfast.home.listing import Id, missing_ranks, newest_committed
+from holdfast.home.retain import Deleted, Retention, ShareRetention
 from holdfast.keeper import protocol
-from holdfast.keeper.commit import (
-    check_not_refused,
-    commit,
-    is_committed,
-    missing_ranks,
-    newest_committed,
-    read_committed,
-    refuse,
-)
+from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.held import Image, offer
-from holdfast.keeper.history import History
 from holdfast.keeper.persist import persist
-from holdfast.keeper.presence import Presence, living, process_start
+from holdfast.keeper.presence import Presence
+from holdfast.keeper.presence import living
+from holdfast.keeper.presence import process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
-from holdfast.keeper.retain import Deleted, Id, Retention, ShareRetention
-from holdfast.keeper.terms import Terms
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep
 from holdfast.store import Store, open_store
@@ -74,7 +69,7 @@ def serve(end: socket.socket, presence: Presence) -> None:
         if message is not None:
             desk = Desk(end, presence.trainer_pid)
             threading.Thread(target=desk.run, name="holdfast-desk", daemon=True).start()
-            work = Work(desk, Terms.parse(message["terms"]), presence)
+            work = Work(desk, KeeperConfig.parse(message["terms"]), presence)
             work.run()
             work.wind_up()
     finally:
@@ -192,18 +187,18 @@ class Desk:
 class Work:
     """Persists jobs in order, and commits each as soon as all ranks' parts are there."""
 
-    def __init__(self, desk: Desk, terms: Terms, presence: Presence) -> None:
+    def __init__(self, desk: Desk, terms: KeeperConfig, presence: Presence) -> None:
         self.desk = desk
         self.terms = terms
         self.presence = presence
         self.store = _open_patiently(terms.near, desk)
-        self.history = History(self.store, terms)
+        self.history = History(self.store, terms.writer)
         self.frozen = FrozenFile(self.store, terms)
         keep = Keep(terms.keep_last, terms.keep_every)
         self.retention = Retention(self.store, keep if terms.local is None else Keep(terms.keep_local))
         self.share: ShareRetention | None = None
         if terms.is_scattered:
-            self.share = ShareRetention(self.store, Keep(terms.keep_local), terms)
+            self.share = ShareRetention(self.store, Keep(terms.keep_local), terms.is_mine)
         self.newest_known: Id | None = None  # the newest checkpoint known to be complete, where that is told
         self.newest_in_home: Id | None = None  # of those that this keeper has drained
         self.drain: Drain | None = None
@@ -286,7 +281,7 @@ class Work:
             step, rank = message["step"], self.terms.rank
             error = InvalidInput(f"Rank {rank} has no copy of it: {message['detail']}", step=step, rank=rank)
             try:
-                refuse(self.store, self.terms, step, error)
+                refuse(self.store, self.terms.writer, step, error)
             except _PASSING:
                 self.untold.append(message)
 
@@ -378,8 +373,8 @@ class Work:
     def _is_done(self, job: Job) -> bool:
         """Return whether a keeper that has died since has committed a save, which may be retired by now."""
         with contextlib.suppress(*_PASSING):
-            missing = missing_ranks(self.store, self.terms, job.step)
-            return is_committed(self.store, self.terms, job.step) or (
+            missing = missing_ranks(self.store, self.terms.writer, job.step)
+            return is_committed(self.store, self.terms.writer, job.step) or (
                 self.terms.rank in missing and self._is_behind_newer(job.step)
             )
         return False
@@ -476,27 +471,27 @@ class Work:
         if self.terms.is_scattered:
             job.ancestors = ()
             return True  # nobody sees all parts here: home gets the manifest when it has them
-        committed = read_committed(self.store, self.terms, job.step)
+        committed = read_committed(self.store, self.terms.writer, job.step)
         if committed is not None:
             self.store.sync(names.step_dir(job.step))  # rank 0's keeper may not have come to that
             job.ancestors = committed.ancestors
             return True
-        missing = missing_ranks(self.store, self.terms, job.step)
+        missing = missing_ranks(self.store, self.terms.writer, job.step)
         if missing or self.terms.rank != 0:
-            check_not_refused(self.store, self.terms, job.step)
+            check_not_refused(self.store, self.terms.writer, job.step)
         if self.terms.rank in missing and self._is_behind_newer(job.step):
             return True  # committed and, while we did not look, retained away in favour of newer ones
         # Rank 0 alone commits, and rank 0 alone retains: otherwise one could make a checkpoint visible again
         # while another deletes it.
         if self.terms.rank == 0 and not missing:
-            job.ancestors = commit(self.store, self.terms, job.step).ancestors
+            job.ancestors = commit(self.store, self.terms.writer, job.step, claim=self.terms.claim).ancestors
             return True
         job.hopeless = self._why_hopeless(job, missing)
         return False
 
     def _is_behind_newer(self, step: int) -> bool:
         """Return whether a newer save of this attempt is durable."""
-        newest = newest_committed(self.store, self.terms)
+        newest = newest_committed(self.store, self.terms.attempt)
         if newest > step:
             self.store.sync(names.step_dir(newest))
         return newest > step
@@ -530,9 +525,9 @@ class Work:
             for _, trace in living(self.terms.home)
         )
         # Look once more: parts or commit may have come between the listing and the look at the other keepers.
-        if missing_ranks(self.store, self.terms, job.step):
-            return not is_committed(self.store, self.terms, job.step)
-        return not is_anybody_to_commit and not is_committed(self.store, self.terms, job.step)
+        if missing_ranks(self.store, self.terms.writer, job.step):
+            return not is_committed(self.store, self.terms.writer, job.step)
+        return not is_anybody_to_commit and not is_committed(self.store, self.terms.writer, job.step)
 
     def _others_busy(self) -> bool:
         return any(

@@ -24,7 +24,8 @@ from holdfast.report.save_interval import BestInterval, best_interval, lost_shar
 from holdfast.report.saves import SaveRecord, collect_saves
 from holdfast.report.spans import Span, seconds_of
 from holdfast.report.tier_levels import TierLevel, tier_levels
-from holdfast.restore.find import candidates, list_home
+from holdfast.home.listing import candidates
+from holdfast.home.listing import list_home
 from holdfast.store import Store
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)

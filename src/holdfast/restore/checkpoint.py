@@ -15,14 +15,15 @@ from holdfast.format import values as value_format
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
 from holdfast.format.run import Run
+from holdfast.home.documents import read_manifest, read_run
+from holdfast.home.listing import candidates
+from holdfast.home.newest import list_patiently, usable
+from holdfast.home.patience import Patience
+from holdfast.home.skipped import Passed
 from holdfast.quantity import plural, read_seconds
 from holdfast.restore import export as exporting
-from holdfast.restore import find
 from holdfast.restore import verify as verifying
-from holdfast.restore.find import Passed
-from holdfast.restore.newest import list_patiently, usable
 from holdfast.restore.parts import Parts
-from holdfast.restore.patience import Patience
 from holdfast.restore.read import ReadStats
 from holdfast.restore.slabs import SLAB_BYTES, Slab, read_slabs
 from holdfast.restore.verify import VerifyReport
@@ -394,7 +395,7 @@ def open(
     """
     store = home if isinstance(home, Store) else open_store(home)
     waits = Patience(_limit_s(store, patience), haste.say)
-    every = find.candidates(list_patiently(store, waits))
+    every = candidates(list_patiently(store, waits))
     matching = [(a, s) for a, s in every if step in (None, s) and attempt in (None, a)]
     if not matching:
         raise _nothing(store.url, every, step, attempt)
@@ -407,7 +408,7 @@ def open(
         errors.append(error)
 
     def take(of_attempt: int, of_step: int) -> Manifest:
-        return find.read_manifest(store, of_step, of_attempt, run_id)
+        return read_manifest(store, of_step, of_attempt, run_id)
 
     for manifest in usable(matching, take, url=store.url, patience=waits, on_passed=note):
         return Checkpoint(store, manifest, tuple(passed))
@@ -423,7 +424,7 @@ def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:
 
 def _run_id(store: Store) -> str | None:
     try:
-        run: Run | None = find.read_run(store)
+        run: Run | None = read_run(store)
     except Corrupt:
         return None  # the manifests are sealed on their own; a damaged run document must not lock them in
     return run.id if run else None

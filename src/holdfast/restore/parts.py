@@ -10,8 +10,8 @@ from holdfast.format.cuts import Box
 from holdfast.format.layout import Piece
 from holdfast.format.manifest import EACH, Manifest
 from holdfast.format.part import Part
+from holdfast.home.documents import read_part
 from holdfast.quantity import plural
-from holdfast.restore.find import read_part
 from holdfast.store.contract import Store
 
 

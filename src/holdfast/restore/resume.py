@@ -24,23 +24,15 @@ from holdfast.errors import (
 from holdfast.format import names
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
+from holdfast.home.documents import check_listed, read_manifest, read_run
+from holdfast.home.listing import Listing, candidates, list_home
+from holdfast.home.losses import check_no_losses, find_losses
+from holdfast.home.patience import LIMIT_S, Patience
+from holdfast.home.recovery import merge_in_memory, merge_saved, recover_commit
+from holdfast.home.skipped import Passed
 from holdfast.quantity import say_seconds
 from holdfast.restore.fill import plan_fill
-from holdfast.restore.find import (
-    Home,
-    Passed,
-    candidates,
-    check_listed,
-    finish_commit,
-    list_home,
-    merge_in_memory,
-    merge_saved,
-    read_manifest,
-    read_run,
-)
-from holdfast.restore.losses import check_no_losses, find_losses
 from holdfast.restore.parts import Parts
-from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.restore.read import Job, ReadStats, read
 from holdfast.restore.scattered import Holding, Scattered, assemble, find_holdings, put_together, read_texts
 from holdfast.restore.share import Exchange, Lending, read_shared
@@ -358,7 +350,7 @@ def _look(store: Store, step: int | None, *, may_commit: bool) -> dict[str, Any]
 
 def _find_whole(
     store: Store,
-    home: Home,
+    home: Listing,
     run_id: str | None,
     complete: Collection[tuple[int, int]],
     step: int | None,
@@ -377,7 +369,7 @@ def _find_whole(
 
 def _finish_commits(
     store: Store,
-    home: Home,
+    home: Listing,
     run_id: str | None,
     complete: Collection[tuple[int, int]],
     passed: list[list[Any]],
@@ -401,7 +393,7 @@ def _finish_commits(
         if step not in (None, saved_step):
             continue
         try:
-            if finish_commit(store, saved, run_id):
+            if recover_commit(store, saved, run_id):
                 finished.append([saved_step, attempt, store.url])
         except Denied as error:
             if (attempt, saved_step) not in complete:

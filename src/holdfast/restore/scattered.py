@@ -12,7 +12,9 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format.hashes import digest
 from holdfast.format.manifest import Manifest
-from holdfast.restore.find import Home, Saved, list_home, read_draft
+from holdfast.home.commit import make_manifest, parse_parts
+from holdfast.home.documents import read_draft
+from holdfast.home.listing import ListedSave, Listing, list_home
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.store.nearest import first_good
@@ -48,15 +50,15 @@ class Scattered:
     holders: Mapping[int, tuple[int, ...]]  # by the rank that saved, the living ranks that can read its files
 
     @property
-    def listing(self) -> Home:
+    def listing(self) -> Listing:
         """What a listing would show if one place had all its files."""
-        saved = Saved(self.step, self.attempt)
+        saved = ListedSave(self.step, self.attempt)
         for file in self.files:
             saved.parts[file.rank] = file.part_bytes
             saved.data[file.rank] = file.data_bytes
             if file.frozen_bytes is not None:
                 saved.frozen[file.rank] = file.frozen_bytes
-        return Home((), {(self.step, self.attempt): saved}, ())
+        return Listing((), {(self.step, self.attempt): saved}, ())
 
     def sent_by(self, rank: int) -> list[Holding]:
         """The files whose parts a living rank is to tell the others: each part is told by one rank."""
@@ -172,7 +174,7 @@ def assemble(found: Scattered, texts: Mapping[int, str]) -> MemoryStore:
     ]
     joined = digest(b"".join(text for _, text in documents))
     try:
-        manifest: Manifest = manifests.merge_documents(documents, id=joined, created_unix_s=0.0)
+        manifest: Manifest = make_manifest(parse_parts(documents), id=joined, created_unix_s=0.0)
     except InvalidInput as error:  # not the caller's fault here
         raise Corrupt(str(error), step=found.step, rank=error.rank, key=error.key) from error
     for name, text in documents:

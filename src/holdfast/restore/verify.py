@@ -10,7 +10,8 @@ from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater
 from holdfast.format import names
 from holdfast.format.manifest import EACH, Manifest
 from holdfast.format.part import Part
-from holdfast.restore.find import Home, list_home, read_manifest, size_error
+from holdfast.home.documents import read_manifest, size_error
+from holdfast.home.listing import Listing, list_home
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import Job, Want, read
 from holdfast.store.contract import Store
@@ -47,6 +48,9 @@ class VerifyReport:
     def damage(self) -> tuple[Problem, ...]:
         """Problems of the checkpoint itself, without those of a store that did not answer."""
         return tuple(one for one in self.problems if one.kind not in (RetryLater.kind, Denied.kind))
+
+
+_UNREAD = {kind.kind: kind for kind in (RetryLater, Denied)}
 
 
 class _Nowhere:
@@ -111,7 +115,7 @@ def verify(
     )
 
 
-def _present_bytes(home: Home, part: Part, note: Callable[[HoldfastError], None], *, frozen: bool) -> int:
+def _present_bytes(home: Listing, part: Part, note: Callable[[HoldfastError], None], *, frozen: bool) -> int:
     """Bytes of a data file that are there to be hashed: all, or the chunks before a truncation."""
     saved = home.saved.get((part.step, part.attempt))
     found = (saved.frozen if frozen else saved.data).get(part.rank) if saved else None
@@ -137,7 +141,7 @@ def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
             note(error)
 
 
-def _extra(home: Home, manifest: Manifest) -> tuple[str, ...]:
+def _extra(home: Listing, manifest: Manifest) -> tuple[str, ...]:
     """Objects beside a checkpoint that nothing refers to."""
     step, attempt = manifest.step, manifest.attempt
     saved = home.saved.get((step, attempt))
@@ -149,3 +153,16 @@ def _extra(home: Home, manifest: Manifest) -> tuple[str, ...]:
         with_frozen = [part.rank for part in manifest.parts if part.frozen_bytes is not None]
         found += [names.frozen(step, attempt, rank) for rank in saved.frozen if rank not in with_frozen]
     return tuple(sorted(found))
+
+
+def check_verified(report: VerifyReport) -> None:
+    """Raise the problem that counts most in a report; damage is proof, a failure to read is not.
+
+    Raises:
+        Corrupt: some bytes are damaged or missing.
+        RetryLater, Denied: no damage was found, but some bytes could not be read.
+    """
+    if report.damage:
+        raise Corrupt(report.damage[0].message, step=report.step)
+    for problem in report.problems:
+        raise _UNREAD[problem.kind](problem.message, step=report.step, key=problem.key)

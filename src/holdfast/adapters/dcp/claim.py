@@ -8,14 +8,15 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from holdfast.claim import claim_attempt, claim_run
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.format import run as runs
 from holdfast.format.part import Ancestors
 from holdfast.home.attempts import check_not_fenced
+from holdfast.home.claim import claim_attempt, claim_run
+from holdfast.home.documents import read_manifest
+from holdfast.home.listing import Listing, candidates, list_home
 from holdfast.policy import line_of
-from holdfast.restore.find import Home, candidates, list_home, read_manifest
 from holdfast.store import Store
 
 
@@ -71,7 +72,7 @@ def claim(store: Store, step: int, *, world_size: int, trainer: int) -> Claim:
         return _claimed[store.url]
 
 
-def _ancestors_of(store: Store, home: Home, run: str, attempt: int) -> Ancestors | None:
+def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancestors | None:
     """The ancestors that earlier saves of an attempt have named; None if none of these can be read."""
     known = _claimed.get(store.url)
     if known is not None and (known.run, known.attempt) == (run, attempt):
@@ -81,7 +82,7 @@ def _ancestors_of(store: Store, home: Home, run: str, attempt: int) -> Ancestors
     return next((ancestors for ancestors in read if ancestors is not None), None)
 
 
-def _ancestors_before(store: Store, home: Home, run: str, step: int) -> Ancestors:
+def _ancestors_before(store: Store, home: Listing, run: str, step: int) -> Ancestors:
     """The line that a new attempt continues with `step`: the newest checkpoint's, up to before that step."""
     complete = candidates(home)
     for newest in complete:

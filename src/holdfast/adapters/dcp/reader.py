@@ -31,11 +31,12 @@ from holdfast.format import values as value_format
 from holdfast.format.cuts import Box
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
-from holdfast.restore import find
-from holdfast.restore.find import Passed
-from holdfast.restore.newest import list_patiently, usable
+from holdfast.home.documents import check_files, read_manifest, read_run
+from holdfast.home.listing import candidates
+from holdfast.home.newest import list_patiently, usable
+from holdfast.home.patience import LIMIT_S, Patience
+from holdfast.home.skipped import Passed
 from holdfast.restore.parts import Located, Parts
-from holdfast.restore.patience import LIMIT_S, Patience
 from holdfast.restore.read import Job, Want, read
 from holdfast.state.tensors import torch_dtype
 from holdfast.store import open_store
@@ -179,7 +180,7 @@ def _open(place: Place) -> _Opened:
     store = open_store(place.home)
     patience = Patience(LIMIT_S, lambda line: warn(line, ResumeWarning))
     home = list_patiently(store, patience)
-    every = find.candidates(home)
+    every = candidates(home)
     matching = [(a, s) for a, s in every if place.step in (None, s)]
     if not matching:
         asked = "checkpoint" if place.step is None else f"checkpoint of step {place.step}"
@@ -195,8 +196,8 @@ def _open(place: Place) -> _Opened:
         errors.append(error)
 
     def take(attempt: int, step: int) -> _Opened:
-        manifest = find.read_manifest(store, step, attempt, run)
-        find.check_files([home], manifest)
+        manifest = read_manifest(store, step, attempt, run)
+        check_files([home], manifest)
         parts = Parts(store, manifest)
         return _Opened(store, manifest, parts, _index(parts))
 
@@ -212,7 +213,7 @@ def _open(place: Place) -> _Opened:
 
 def _run_id(store: Store) -> str | None:
     try:
-        found = find.read_run(store)
+        found = read_run(store)
     except Corrupt:
         return None  # the manifests are sealed on their own; a damaged run document must not lock them in
     return found.id if found else None

@@ -22,13 +22,13 @@ from holdfast.errors import Conflict, HoldfastError, InvalidInput, SaveWarning, 
 from holdfast.format import names
 from holdfast.format.layout import lay_out
 from holdfast.format.manifest import Manifest
-from holdfast.keeper.commit import commit
-from holdfast.keeper.history import History
+from holdfast.home.commit import commit
+from holdfast.home.history import History
+from holdfast.home.listing import list_home
+from holdfast.home.retain import Retention
+from holdfast.home.writer import WriterId
 from holdfast.keeper.persist import persist
-from holdfast.keeper.retain import Retention
-from holdfast.keeper.terms import Terms
 from holdfast.policy import Keep
-from holdfast.restore.find import list_home
 from holdfast.store import Store, open_store
 
 
@@ -41,20 +41,10 @@ class Share:
     catalog: bytes = field(repr=False)  # what all ranks write
     index: str = ""  # of all ranks' values; only rank 0 keeps it
 
-    def terms(self, home: str) -> Terms:
-        """The same, as the rooms that commit and record know it."""
-        return Terms(
-            home=home,
-            run=self.claim.run,
-            attempt=self.claim.attempt,
-            rank=self.rank,
-            world_size=self.claim.world_size,
-            all_ranks_here=False,
-            keep_last=None,
-            keep_every=None,
-            commit_timeout_s=0.0,
-            linger_s=0.0,
-        )
+    @property
+    def writer(self) -> WriterId:
+        """Identity under which the rank commits and records."""
+        return WriterId(self.claim.run, self.claim.attempt, self.rank, self.claim.world_size)
 
 
 class HoldfastWriter(StorageWriter):
@@ -168,7 +158,7 @@ class HoldfastWriter(StorageWriter):
         file = persist(store, names.data(step, attempt, rank), stage(planner, placed, layout))
         document = documents.part_document(share.claim, rank, share.catalog, layout.starts, file, encoded)
         _create(store, names.part(step, attempt, rank), document)
-        history = History(store, share.terms(store.url))
+        history = History(store, share.writer)
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)
         done: Future[list[WriteResult]] = Future()
         sizes = {item.index: piece.num_bytes for item, piece in placed}
@@ -189,9 +179,9 @@ class HoldfastWriter(StorageWriter):
         assert self._share is not None
         began = time.perf_counter()
         store, step = open_store(self._place.home), self._share.claim.step
-        terms = self._share.terms(store.url)
-        manifest = commit(store, terms, step)
-        history = History(store, terms)
+        writer = self._share.writer
+        manifest = commit(store, writer, step)
+        history = History(store, writer)
         history.record(
             "committed", step=step, num_bytes=manifest.data_bytes, seconds=time.perf_counter() - began
         )

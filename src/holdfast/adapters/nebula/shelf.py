@@ -12,19 +12,14 @@ from holdfast.adapters.nebula.packing import Packed, rebuild, unpack
 from holdfast.adapters.nebula.tags import META, named_step
 from holdfast.callsite import warn
 from holdfast.errors import Corrupt, HoldfastError, NotFound, SaveWarning
+from holdfast.home.documents import check_files, read_manifest, read_run
+from holdfast.home.listing import Listing, candidates, list_home
+from holdfast.home.newest import list_patiently, usable
+from holdfast.home.patience import LIMIT_S, Patience
+from holdfast.home.skipped import Passed
 from holdfast.policy import line_of
 from holdfast.restore.checkpoint import Checkpoint
-from holdfast.restore.find import (
-    Home,
-    Passed,
-    candidates,
-    check_files,
-    list_home,
-    read_manifest,
-    read_run,
-)
-from holdfast.restore.newest import check_verified, list_patiently, usable
-from holdfast.restore.patience import LIMIT_S, Patience
+from holdfast.restore.verify import check_verified
 from holdfast.state.tree import graft, references
 from holdfast.store import Store
 from holdfast.store.nearest import Nearest
@@ -251,14 +246,14 @@ class Shelf:
             on_passed=on_passed,
         )
 
-    def _candidates(self, *, only_home: bool = False) -> tuple[list[tuple[int, int]], dict[str, Home]]:
+    def _candidates(self, *, only_home: bool = False) -> tuple[list[tuple[int, int]], dict[str, Listing]]:
         """(attempt, step) of all complete checkpoints, newest first, and the tiers' listings by name."""
         listings = {tier.name: list_patiently(tier.store, _make_patience()) for tier in self._tiers}
         shown = [self._tiers[-1].name] if only_home else list(listings)
         found = {one for name in shown for one in candidates(listings[name])}
         return sorted(found, reverse=True), listings
 
-    def _open(self, found: tuple[int, int], listings: dict[str, Home]) -> Volume | None:
+    def _open(self, found: tuple[int, int], listings: dict[str, Listing]) -> Volume | None:
         """A checkpoint, or None if it was not saved under a tag."""
         attempt, step = found
         run = read_run(self._store)
@@ -295,7 +290,7 @@ def _make_patience() -> Patience:
     return Patience(LIMIT_S, lambda line: warn(line, SaveWarning))
 
 
-def _has(tier: str, home: Home, step: int, attempt: int) -> bool:
+def _has(tier: str, home: Listing, step: int, attempt: int) -> bool:
     """Whether a checkpoint is complete in a tier; of memory, whether some file is there."""
     saved = home.saved.get((step, attempt))
     return saved is not None and (saved.is_committed or (tier == "memory" and bool(saved.data)))

@@ -16,12 +16,12 @@ from holdfast.adapters.nebula.circle import Circle
 from holdfast.adapters.nebula.settings import Settings
 from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
-from holdfast.claim import claim_run
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
 from holdfast.format.hashes import digest
+from holdfast.home.claim import claim_run
+from holdfast.home.documents import read_run
 from holdfast.keeper import Save
 from holdfast.privacy import is_own
-from holdfast.restore.find import read_run
 from holdfast.state.spread import per_rank
 from holdfast.store import open_store
 

@@ -17,8 +17,8 @@ from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
 from holdfast.cli.history import Event, read_events
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.format import names, run
+from holdfast.home.listing import candidates, list_home
 from holdfast.keeper.presence import living
-from holdfast.restore.find import candidates, list_home
 from holdfast.store import open_store
 
 NUM_SAVES = 12

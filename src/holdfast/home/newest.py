@@ -1,4 +1,4 @@
-"""Choice of the newest usable checkpoint: damage is passed over, a failure to read never is."""
+"""Choice of the newest usable checkpoint: damaged ones are skipped, unreadable ones never are."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.home.listing import Listing, list_home
+from holdfast.home.patience import Patience
+from holdfast.home.skipped import Passed
 from holdfast.quantity import say_seconds
-from holdfast.restore.find import Home, Passed, list_home
-from holdfast.restore.patience import Patience
-from holdfast.restore.verify import VerifyReport
 from holdfast.store.contract import Store
 
 _PASSABLE = (Corrupt, NotFound, Unsupported)
-_UNREAD = {kind.kind: kind for kind in (RetryLater, Denied)}
 _T = TypeVar("_T")
 
 
@@ -25,17 +24,17 @@ def usable(
     patience: Patience,
     on_passed: Callable[[Passed, HoldfastError], None] = lambda passed, error: None,
 ) -> Iterator[_T]:
-    """Yield what `take` makes of each checkpoint, in the given order; pass over what does not verify.
+    """Yield the result of `take` for each checkpoint, in the given order; skip those that do not verify.
 
     Every reader that chooses "the newest" goes through here, but for `restore_newest`, which has the same
     rule for several ranks (docs/design/015).
 
     Args:
         found: (attempt, step) of checkpoints, newest first.
-        take: called with attempt and step; None leaves a checkpoint out without a word.
+        take: called with attempt and step; None leaves a checkpoint out.
         url: of the home, for errors.
         patience: for what cannot be read.
-        on_passed: called for each checkpoint that was passed over.
+        on_passed: called for each checkpoint that was skipped.
 
     Raises:
         RetryLater: a checkpoint could not be read until the patience ended; it may be whole.
@@ -75,24 +74,11 @@ def _unread(url: str, left: Sequence[tuple[int, int]], error: HoldfastError, sec
     return type(error)(message, step=step, key=error.key)
 
 
-def list_patiently(store: Store, patience: Patience) -> Home:
-    """Return a home's listing, tried again while the store does not answer.
+def list_patiently(store: Store, patience: Patience) -> Listing:
+    """Return a home's listing; retry while the store does not answer.
 
     Raises:
         RetryLater: the home could not be listed until the patience ended.
         Denied: the store refuses access.
     """
     return patience.spend(store.url, lambda: list_home(store))
-
-
-def check_verified(report: VerifyReport) -> None:
-    """Raise the problem that counts most in a report; damage is proof, a failure to read is not.
-
-    Raises:
-        Corrupt: some bytes are damaged or missing.
-        RetryLater, Denied: no damage was found, but some bytes could not be read.
-    """
-    if report.damage:
-        raise Corrupt(report.damage[0].message, step=report.step)
-    for problem in report.problems:
-        raise _UNREAD[problem.kind](problem.message, step=report.step, key=problem.key)

@@ -1,4 +1,4 @@
-"""Retain: delete checkpoints that policy no longer keeps, and what earlier work has left half done."""
+"""Retention: deletes checkpoints that the policy no longer keeps, and incomplete ones of the past."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
-from holdfast.keeper.terms import Terms
+from holdfast.home.listing import Id, files_of
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep, line_of
 from holdfast.store import Store
 
-Id = tuple[int, int]  # (attempt, step), the order of checkpoints
-_MAX_PASSED_ATTEMPTS = 3  # attempts whose passed-over checkpoints stay, the newest of those that have any
+_MAX_PASSED_ATTEMPTS = 3  # attempts whose skipped checkpoints stay, the newest of those that have any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Deleted:
 
 
 class Retention:
-    """Applies one policy to one home. Remembers which manifests it could read, so that each is read once."""
+    """Retention of one home by one policy. Reads each manifest once."""
 
     def __init__(self, store: Store, keep: Keep) -> None:
         self.store = store
@@ -38,12 +37,12 @@ class Retention:
         self._readable: set[Id] = set()
 
     def apply(self, newest: Id, ancestors: Ancestors, in_work: Collection[Id]) -> Iterator[Deleted]:
-        """Delete what need not stay now that `newest` is complete.
+        """Delete what the policy does not keep, now that `newest` is complete.
 
         Args:
             newest: the checkpoint just committed; it always stays.
             ancestors: its ancestors.
-            in_work: what may still become complete, or is still needed; it stays.
+            in_work: checkpoints that may still become complete, or are still needed; they stay.
 
         Raises:
             RetryLater: the store failed; what was not deleted yet is found again next time.
@@ -65,7 +64,7 @@ class Retention:
             yield Deleted(*found, was_complete=found in complete)
 
     def _is_readable(self, found: Id) -> bool:
-        """A manifest that cannot be read is neither counted nor deleted: a person should see it."""
+        """Return True if the manifest can be read. Others are neither counted nor deleted."""
         if found not in self._readable:
             name = names.manifest(found[1], found[0])
             try:
@@ -87,29 +86,33 @@ class Retention:
 
 
 class ShareRetention:
-    """Applies one policy to this rank's share of a local folder that gets the files of some ranks only.
+    """Retention of one rank's share of a node-local folder, which gets some ranks' files only.
 
-    No manifest tells there what is complete. What is known: the newest checkpoint of which all ranks have
-    said that they have their files, or that has come home. It stays, and so does all that is newer, since it
-    may become complete, or be so already.
+    A node-local folder has no manifests. It knows only the newest step that all ranks have persisted, or that
+    is committed in home. That one stays, and so do all newer ones, which may be complete or become so.
+
+    Args:
+        store: the folder.
+        keep: the policy.
+        is_mine: returns True for a saved rank whose files this rank deletes.
     """
 
-    def __init__(self, store: Store, keep: Keep, terms: Terms) -> None:
+    def __init__(self, store: Store, keep: Keep, is_mine: Callable[[int], bool]) -> None:
         self.store = store
         self.keep = keep
-        self._terms = terms
+        self._is_mine = is_mine
 
     def apply(self, complete: Id, needed: Collection[Id]) -> Iterator[Deleted]:
-        """Delete what need not stay, now that `complete` is known to be so.
+        """Delete what the policy does not keep, now that `complete` is complete.
 
         Args:
-            complete: the newest checkpoint that is known to be complete, wherever its files are.
-            needed: what stays whatever its age: it is on its way home, or the newest there.
+            complete: the newest complete checkpoint, wherever its files are.
+            needed: checkpoints on their way home, and the newest there; they stay.
 
         Raises:
             RetryLater: the store failed; what was not deleted yet is found again next time.
         """
-        files = files_of(self.store, self._is_mine)
+        files = files_of(self.store, self._is_chosen)
         passed = passed_over(files)
         saved = {one for one, its_names in files.items() if any(name.endswith(".json") for name in its_names)}
         older = [one for one in saved - passed if one <= complete]
@@ -123,14 +126,14 @@ class ShareRetention:
                 kill_point("keeper.retain")
             yield Deleted(*one, was_complete=one in saved)
 
-    def _is_mine(self, facts: names.Parsed) -> bool:
+    def _is_chosen(self, facts: names.Parsed) -> bool:
         if facts.kind == "passed":
             return True
         rank = 0 if facts.kind in ("manifest", "refusal") else facts.rank  # left by one host on its own
-        return self._terms.is_mine(rank)
+        return self._is_mine(rank)
 
     def _ancestors(self, its_names: list[str]) -> Ancestors:
-        """What a part of the checkpoint says of them; () where this folder has none to read."""
+        """Return the ancestors that some part of the checkpoint names; () without a readable part."""
         for name in its_names:
             facts = names.parse(name)
             if facts and facts.kind == "part":
@@ -140,13 +143,13 @@ class ShareRetention:
 
 
 def passed_over(files: Mapping[Id, Sequence[str]]) -> set[Id]:
-    """Return the checkpoints that a restore has passed over, and that nobody has decided about since.
+    """Return the checkpoints that a restore has skipped, and that are still undecided.
 
     Those of the newest `_MAX_PASSED_ATTEMPTS` attempts that have any, so that a disk that damages one
     checkpoint after the other is not filled by them. An attempt leaves no more of them than were kept.
 
     Args:
-        files: names of all files of checkpoints, see `files_of`.
+        files: names of all files of checkpoints, from `files_of`.
     """
     found = {
         one for one, its_names in files.items() if names.passed(one[1], one[0]) in its_names and its_names[1:]
@@ -155,23 +158,8 @@ def passed_over(files: Mapping[Id, Sequence[str]]) -> set[Id]:
     return {one for one in found if one[0] in attempts}
 
 
-def files_of(store: Store, chosen: Callable[[names.Parsed], bool] = lambda _: True) -> dict[Id, list[str]]:
-    """Names of all files of checkpoints, complete or not, by checkpoint.
-
-    Args:
-        store: where.
-        chosen: tells of the facts of a name whether it counts.
-    """
-    files: dict[Id, list[str]] = {}
-    for entry in store.list("step-"):
-        facts = names.parse(entry.name)
-        if facts and facts.kind not in ("attempt", "step-other") and chosen(facts):
-            files.setdefault((facts.attempt, facts.step), []).append(entry.name)
-    return files
-
-
 def _document_first(name: str) -> tuple[bool, bool]:
-    """First the manifest, then the part: a document must never stand without what it describes."""
+    """Return the sort key that puts the manifest first, then parts: a document never outlives its files."""
     facts = names.parse(name)
     kind = facts.kind if facts else ""
     return kind != "manifest", kind != "part"

@@ -1,16 +1,14 @@
-"""What a home holds: checkpoints with and without a manifest, which is newest, which are whole."""
+"""Documents of a home: run, manifests and parts, each checked against its name and the files beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from holdfast.documents import shown
-from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Corrupt, Denied, NotFound, RetryLater, Unsupported
 from holdfast.format import manifest as manifest_format
 from holdfast.format import names, run
 from holdfast.format import part as part_format
@@ -19,110 +17,19 @@ from holdfast.format.hashes import MAX_CHUNK_BYTES, digest
 from holdfast.format.layout import BLOCK_BYTES, Piece
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
-from holdfast.home.attempts import note_saved
+from holdfast.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.store.contract import Store
-from holdfast.store.memory import MemoryStore
 from holdfast.store.nearest import first_good
 
 
-@dataclass(slots=True)
-class Saved:
-    """What a listing shows of one step of one attempt, complete or not."""
-
-    step: int
-    attempt: int
-    manifest_bytes: int | None = None  # None: no manifest, so not a checkpoint (yet)
-    parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
-    data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
-    frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
-    was_passed: bool = False  # a restore has passed it over, see `holdfast.restore.passed`
-
-    @property
-    def is_committed(self) -> bool:
-        """True if there is a manifest; says nothing about what is in it."""
-        return self.manifest_bytes is not None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all objects of this save."""
-        return (self.manifest_bytes or 0) + sum(
-            sum(files.values()) for files in (self.parts, self.data, self.frozen)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """One listing of a home. `saved` is keyed by (step, attempt)."""
-
-    attempts: tuple[int, ...]  # claimed, ascending
-    saved: dict[tuple[int, int], Saved]
-    foreign: tuple[str, ...]  # objects in step directories that are none of ours
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A checkpoint that was passed over, and why."""
-
-    step: int
-    attempt: int
-    reason: str
-    is_superseded: bool = False  # a newer attempt resumed from an older one: nothing speaks against its bytes
-
-
-def list_home(store: Store, *, step: int | None = None) -> Home:
-    """List a home once.
-
-    Args:
-        store: the home.
-        step: list only this step's directory (attempts are then not listed).
-
-    Raises:
-        RetryLater: the store failed.
-    """
-    attempts: list[int] = []
-    foreign: list[str] = []
-    saved: dict[tuple[int, int], Saved] = {}
-    passed: list[tuple[int, int]] = []
-    for entry in store.list("" if step is None else names.step_dir(step) + "/"):
-        facts = names.parse(entry.name)
-        if facts is None:
-            continue
-        if facts.kind == "attempt":
-            attempts.append(facts.attempt)
-            continue
-        if facts.kind == "refusal":
-            continue  # a word between keepers
-        if facts.kind == "passed":
-            passed.append((facts.step, facts.attempt))
-            continue
-        if facts.kind == "step-other":
-            foreign.append(entry.name)
-            continue
-        one = saved.setdefault((facts.step, facts.attempt), Saved(facts.step, facts.attempt))
-        if facts.kind == "manifest":
-            one.manifest_bytes = entry.num_bytes
-        else:
-            files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
-            files[facts.rank] = entry.num_bytes
-    for key in passed:
-        if key in saved:  # else only the note about it is left
-            saved[key].was_passed = True
-    return Home(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
-
-
-def candidates(home: Home) -> list[tuple[int, int]]:
-    """(attempt, step) of everything that has a manifest, newest first; mind the order of the pair."""
-    return sorted(((one.attempt, one.step) for one in home.saved.values() if one.is_committed), reverse=True)
-
-
 def read_run(store: Store) -> run.Run | None:
-    """The run that this home holds, None for a home that was never used.
+    """Return the run that a home holds; None for a home that was never used.
 
-    Every claim of an attempt, every manifest and every part names the run too, so a damaged or lost
-    `holdfast.json` makes no checkpoint a stranger's.
+    Every claim, manifest and part names the run too, so that checkpoints stay readable if `holdfast.json` is
+    damaged or lost.
 
     Raises:
-        Corrupt: the home's own document is damaged, and nothing else in the home tells the run.
+        Corrupt: the home's own document is damaged, and nothing else in the home names the run.
         Unsupported: written by a newer format.
         RetryLater: the store failed.
     """
@@ -138,7 +45,7 @@ def read_run(store: Store) -> run.Run | None:
 
 
 def read_run_document(store: Store) -> run.Run | None:
-    """What `holdfast.json` says; None if there is none.
+    """Return the run in `holdfast.json`; None if the file does not exist.
 
     Raises:
         Corrupt: it is damaged.
@@ -173,7 +80,7 @@ def _read_claim(store: Store, number: int) -> run.Attempt:
 
 
 def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:
-    """The manifest of a step of an attempt, after checking that it is what its name says.
+    """Return the manifest of a step of an attempt, checked against its name.
 
     Args:
         store: the home.
@@ -182,7 +89,7 @@ def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> 
         run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
 
     Raises:
-        NotFound: no such manifest.
+        NotFound: the manifest does not exist.
         Corrupt: damaged, or the manifest of another step, attempt or run.
         Unsupported: written by a newer format.
         RetryLater: the store failed.
@@ -209,7 +116,7 @@ def _read_manifest(store: Store, step: int, attempt: int, run_id: str | None) ->
     return found
 
 
-def check_files(listings: Sequence[Home], manifest: Manifest) -> None:
+def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
     """Check that some copy of every file of a checkpoint has the right size.
 
     Args:
@@ -221,7 +128,7 @@ def check_files(listings: Sequence[Home], manifest: Manifest) -> None:
         Corrupt: a file has another size.
     """
     key = manifest.step, manifest.attempt
-    copies = [listing.saved.get(key, Saved(*key)) for listing in listings]
+    copies = [listing.saved.get(key, ListedSave(*key)) for listing in listings]
     for file in manifest.parts:
         rank = file.rank
         sizes = [(file.part_bytes, one.parts.get(rank)) for one in copies]
@@ -233,8 +140,8 @@ def check_files(listings: Sequence[Home], manifest: Manifest) -> None:
             _check_sizes(names.frozen(*key, rank), sizes, manifest.step, rank)
 
 
-def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Home] = ()) -> None:
-    """Check by listings that some copy of every file of a checkpoint has the right size.
+def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing] = ()) -> None:
+    """Check that listings have some copy of every file, with the right size.
 
     Args:
         store: the home, in one copy or several.
@@ -263,7 +170,7 @@ def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Home] = 
 
 
 def _check_sizes(name: str, sizes: list[tuple[int, int | None]], step: int, rank: int) -> None:
-    """Raise what is wrong with the nearest copy that is there, unless one is as expected.
+    """Raise the error of the nearest copy, unless some copy has the expected size.
 
     Args:
         sizes: (expected, found) for each tier.
@@ -277,7 +184,7 @@ def _check_sizes(name: str, sizes: list[tuple[int, int | None]], step: int, rank
 def size_error(
     name: str, expected: int, found: int | None, *, step: int, rank: int
 ) -> NotFound | Corrupt | None:
-    """What is wrong with a file of `found` bytes (None: there is none), if anything."""
+    """Return the error for a file of the wrong size, or None. `found` is None for a missing file."""
     if found is None:
         return NotFound(f"{name} is missing: expected {expected} bytes.", step=step, rank=rank, key=name)
     if found == expected:
@@ -288,10 +195,10 @@ def size_error(
 
 
 def read_part(store: Store, manifest: Manifest, rank: int) -> Part:
-    """A rank's part, after checking that it is the one that was committed.
+    """Return a rank's part, checked to be the one that was committed.
 
     Raises:
-        NotFound: no such part.
+        NotFound: the part does not exist.
         Corrupt: damaged, or not the one that the manifest names.
         Unsupported: written by a newer format.
         RetryLater: the store failed.
@@ -320,12 +227,13 @@ def _read_part(store: Store, manifest: Manifest, rank: int) -> Part:
 
 
 def check_part(part: Part, rank: int, name: str) -> None:
-    """Check that a part can be read with: its rank, its chunk size, and that its pieces lie inside its file.
+    """Check a part: its rank, its chunk size, and that its pieces are inside its file.
 
-    A stranger's part may be sealed and still ask for reads outside its file or for buffers without bound.
+    A part that another program wrote may be sealed and still ask for reads outside its file, or for buffers
+    without limit.
 
     Raises:
-        Corrupt: something in it does not hold.
+        Corrupt: one of these is wrong.
     """
     if part.rank != rank:
         raise Corrupt(f"{name} is the part of rank {part.rank}.", step=part.step, rank=rank, key=name)
@@ -355,82 +263,11 @@ def _is_box(piece: Piece) -> bool:
     return all(0 <= offset <= offset + length <= size for offset, length, size in sides)
 
 
-def finish_commits(store: Store, home: Home, run_id: str | None) -> list[tuple[int, int]]:
-    """Write the manifest of every save that is whole but for it: its keeper fell between part and manifest.
-
-    Returns:
-        (step, attempt) of what is now committed and was not in `home`.
+def read_draft(store: Store, saved: ListedSave, rank: int) -> tuple[Part, bytes]:
+    """Return a rank's part of a save, which may be uncommitted, checked against its files.
 
     Raises:
-        RetryLater: the store failed; what was finished before stays finished.
-    """
-    return [key for key, one in sorted(home.saved.items()) if finish_commit(store, one, run_id)]
-
-
-def finish_commit(store: Store, saved: Saved, run_id: str | None) -> bool:
-    """Write the manifest of one save if everything else of it is there.
-
-    A save whose parts are missing, damaged or do not belong together is left as it is: nothing was ever
-    promised about it.
-
-    Returns:
-        True if it is committed now and was not in the listing, by whomever.
-
-    Raises:
-        RetryLater: the store failed.
-    """
-    merged = merge_saved(store, saved, run_id)
-    if merged is None:
-        return False
-    folder = names.step_dir(saved.step)
-    store.sync(folder)  # its parts are visible, and their writers dead before the fsync perhaps
-    try:
-        store.put(names.manifest(saved.step, saved.attempt), manifest_format.document(merged), if_absent=True)
-    except Conflict:  # its own keeper, or another rank's restore, was first
-        store.sync(folder)
-    note_saved(store, merged.run, saved.attempt, saved.step)
-    return True
-
-
-def merge_saved(store: Store, saved: Saved, run_id: str | None) -> Manifest | None:
-    """Return the manifest that a save lacks, if everything else of it is there; writes nothing.
-
-    Raises:
-        RetryLater: the store failed.
-    """
-    if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
-        return None
-    try:
-        parts = (read_draft(store, saved, rank) for rank in sorted(saved.parts))
-        merged = manifest_format.merge(parts, id=uuid.uuid4().hex, created_unix_s=time.time())
-    except (Corrupt, NotFound, Unsupported, InvalidInput):
-        return None
-    return merged if run_id in (None, merged.run) else None
-
-
-def merge_in_memory(store: Store, step: int, attempt: int, run_id: str | None) -> Store | None:
-    """Return a store with the manifest of a save that lacks only this; None if it has one by now.
-
-    For readers, who must not commit what a living writer may be about to commit or refuse.
-
-    Raises:
-        RetryLater: the store failed.
-    """
-    for copy in store.copies():
-        saved = list_home(copy, step=step).saved.get((step, attempt))
-        merged = None if saved is None else merge_saved(copy, saved, run_id)
-        if merged is not None:
-            made = MemoryStore("manifest")
-            made.put(names.manifest(step, attempt), manifest_format.document(merged))
-            return made
-    return None
-
-
-def read_draft(store: Store, saved: Saved, rank: int) -> tuple[Part, bytes]:
-    """A rank's part of a save that need not be committed, checked against the files that are beside it.
-
-    Raises:
-        NotFound: no such part.
+        NotFound: the part does not exist.
         Corrupt: damaged, or not of the files beside it.
         Unsupported: written by a newer format.
         RetryLater: the store failed.

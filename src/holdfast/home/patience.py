@@ -1,4 +1,4 @@
-"""Tries again what could not be read, with growing pauses, for a limited time."""
+"""Retries of failed reads, with growing pauses, for a limited time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from holdfast.errors import RetryLater
 from holdfast.quantity import say_seconds
 
 LIMIT_S = 120.0
-"""Seconds for which a restore tries again, by default."""
+"""Seconds for which a restore retries, by default."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.1, 5.0, 0.5
 _QUIET_S = 3.0  # a failure that passes sooner is not worth a line
 _T = TypeVar("_T")
 
 
 class Patience:
-    """The time that a restore spends on one thing that cannot be read.
+    """Time limit for retries of one read.
 
     Args:
         limit_s: seconds from the first failure to the last try.
@@ -35,7 +35,7 @@ class Patience:
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     def lasts(self) -> bool:
-        """Return whether to try again; the first call starts the clock."""
+        """Return True while another try is allowed. The first call starts the clock."""
         if self._began_s is None:
             self._began_s = time.monotonic()
         return self.spent_s < self._limit_s
@@ -44,7 +44,7 @@ class Patience:
         """Wait before another try.
 
         Args:
-            what: could not be read, for the line.
+            what: name of the thing that could not be read, for the line.
             reason: for the line.
 
         Blocks: for half of the time spent so far, at most 5 s.
@@ -56,11 +56,11 @@ class Patience:
         time.sleep(min(pause_s, max(self._limit_s - self.spent_s, 0.0)))
 
     def reset(self) -> None:
-        """Start anew: something was read."""
+        """Restart the limit, after a successful read."""
         self._began_s, self._has_said = None, False
 
     def spend(self, what: str, act: Callable[[], _T]) -> _T:
-        """Return the result of `act`, which is called again while it raises RetryLater.
+        """Return the result of `act`; call it again while it raises RetryLater.
 
         Raises:
             RetryLater: it still does after the limit.

@@ -1,23 +1,34 @@
-"""Notes about checkpoints that a restore has passed over, which keep retention from deleting them.
+"""Notes about checkpoints that a restore has skipped, so that retention does not delete them.
 
-The note is an object beside the checkpoint's own. Retention keeps the noted checkpoints of the three newest
-attempts that have any (`holdfast.keeper.retain`), and `holdfast rm` deletes a checkpoint with its note.
+The note is an object in the step's folder. Retention keeps the noted checkpoints of the three newest attempts
+that have any (`holdfast.home.retain`), and `holdfast rm` deletes a checkpoint with its note.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from holdfast.format import names, run
-from holdfast.restore.find import Passed, list_home
+from holdfast.home.listing import list_home
 from holdfast.store.contract import Store
 
 
-def note_passed(store: Store, passed: Iterable[Passed], run_id: str | None) -> None:
-    """Write a note for each checkpoint that was passed over and has files in `store`.
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A checkpoint that a restore has skipped, with the reason."""
 
-    Superseded checkpoints get none: that they are left behind says nothing about their bytes.
+    step: int
+    attempt: int
+    reason: str
+    is_superseded: bool = False  # a newer attempt resumed from an older one; its bytes are good
+
+
+def note_passed(store: Store, passed: Iterable[Passed], run_id: str | None) -> None:
+    """Write a note for each skipped checkpoint that has files in `store`.
+
+    Superseded checkpoints get no note: their bytes are good.
 
     Raises:
         Denied: the store cannot be written to.
@@ -34,7 +45,7 @@ def note_passed(store: Store, passed: Iterable[Passed], run_id: str | None) -> N
 
 
 def drop_note(store: Store, step: int, attempt: int) -> None:
-    """Delete the note about a checkpoint, if there is one: it was restored and every byte verified.
+    """Delete the note about a checkpoint that was restored and verified whole.
 
     Raises:
         Denied: the store cannot be written to.

@@ -1,4 +1,4 @@
-"""The terms of a keeper's work: what the trainer tells it once, when it starts."""
+"""Configuration of a keeper, sent once at its start: the run, attempt and rank it serves, and its limits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 from dataclasses import asdict, dataclass
 
 from holdfast.documents import decode_dataclass
+from holdfast.home.writer import WriterId
 
 # Whoever stops a run wants its last save finished, so what stops trainers does not stop keepers. SIGKILL
 # does.
@@ -14,7 +15,7 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class KeeperConfig:
     """Which run, attempt and rank a keeper serves, and within which limits."""
 
     home: str
@@ -36,6 +37,11 @@ class Terms:
     hold_s: float = 0.0  # how long what is in memory is offered to the next attempt after the trainer's death
     num_retries: int = 2  # tries after the first, when the store fails
     retry_s: float = 0.5  # pause before the first of them; doubles
+
+    @property
+    def writer(self) -> WriterId:
+        """Identity of the rank that it serves."""
+        return WriterId(self.run, self.attempt, self.rank, self.world_size)
 
     @property
     def near(self) -> str:
@@ -65,7 +71,7 @@ class Terms:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> Terms:
+    def parse(cls, text: str) -> KeeperConfig:
         """Return the terms in a line of JSON.
 
         Raises:

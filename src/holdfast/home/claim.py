@@ -1,4 +1,4 @@
-"""Takes a home over: the run that it holds, and the next attempt's number, claimed for one trainer."""
+"""Claims of a home: the run that it holds, and the next attempt's number for one trainer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
 from holdfast.home.attempts import newest_attempt, newest_number
-from holdfast.keeper import Writer
-from holdfast.restore.find import read_run, read_run_document
+from holdfast.home.documents import read_run, read_run_document
+from holdfast.home.writer import LiveTrainer
 from holdfast.store.contract import Store
 
 
 def claim_run(store: Store) -> str:
-    """Return the id of this home's run; its document is made if the home is new, or lost it.
+    """Return the id of a home's run; write its document if the home is new, or has lost it.
 
     Raises:
-        Corrupt: the home's documents are damaged, and nothing in it tells the run.
+        Corrupt: the home's documents are damaged, and nothing in it names the run.
         RetryLater: the store failed.
     """
     found = read_run(store)
@@ -42,19 +42,19 @@ def claim_run(store: Store) -> str:
 
 
 def _read_near_run(near: Store) -> run.Run | None:
-    """Return the run of a nearer tier; None if nothing there tells it, damaged or not."""
+    """Return the run of a nearer tier; None if no document there names one."""
     with contextlib.suppress(Corrupt):
         return read_run(near)
     return None
 
 
 def new_run() -> run.Run:
-    """A run that nobody has yet."""
+    """Return a new run with a random id."""
     return run.Run(uuid.uuid4().hex, created_unix_s=time.time())
 
 
 def _repair_run(store: Store, found: run.Run) -> None:
-    """Write the document of a run again that other documents name, if it is lost or damaged."""
+    """Write `holdfast.json` again if it is lost or damaged; other documents name the run."""
     try:
         if read_run_document(store) is None:
             with contextlib.suppress(Conflict):
@@ -73,7 +73,7 @@ def claim_attempt(
         run_id: the run that it holds.
         world_size: ranks of the attempt.
         trainer: its process id; this process by default.
-        above: the number is greater than this one, which other places have used.
+        above: the number is greater than this one, which other tiers have used.
 
     Returns:
         The claim, as `format.run.document` writes it.
@@ -93,17 +93,17 @@ def claim_attempt(
             return attempt
 
 
-def check_no_writer(store: Store, writers: Sequence[tuple[str, Writer]]) -> None:
+def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) -> None:
     """Refuse to take a home from a process that may still save to it.
 
     A process whose attempt is fenced already does not count.
 
     Args:
         store: the home.
-        writers: trainers that were found alive, each with its host.
+        writers: living trainers, each with its host.
 
     Raises:
-        Conflict: one of them holds the newest attempt; says who and since when.
+        Conflict: one of them holds the newest attempt; with its process and start.
         RetryLater: the store failed.
     """
     newest = newest_attempt(store)
@@ -135,23 +135,23 @@ def _since(store: Store, attempt: int) -> str:
 
 
 def check_run(store: Store, run_id: str) -> None:
-    """Make a nearer tier one of the run, if it is new or no document in it tells its run.
+    """Make a nearer tier part of the run, if it names no run.
 
     Raises:
         InvalidInput: it holds another run.
         RetryLater: the store failed.
     """
-    there = _read_near_run(store)  # where nothing tells it, files count only if their parts name the run
+    there = _read_near_run(store)  # without it, files count only if their parts name the run
     if there is not None and there.id != run_id:
         raise _of_another_run(store, run_id, there)
     _repair_run(store, there or run.Run(run_id, created_unix_s=time.time()))
 
 
 def check_same_run(home: Store, near: Store) -> None:
-    """Refuse to read a nearer tier together with a home that is not of its run.
+    """Raise if a nearer tier and a home are not of one run.
 
     Raises:
-        Corrupt: the home's documents are damaged, and nothing in it tells the run.
+        Corrupt: the home's documents are damaged, and nothing in it names the run.
         InvalidInput: the nearer tier is of another run, or home is empty.
         RetryLater: a store failed.
     """
@@ -170,7 +170,7 @@ def _of_another_run(store: Store, expected: str, found: run.Run) -> InvalidInput
 
 
 def copy_claim(store: Store, claim: run.Attempt) -> None:
-    """Put a claim into a nearer tier too, so that it fences there what does not look at home.
+    """Copy a claim into a nearer tier, to fence writers that do not list home.
 
     Raises:
         RetryLater: the store failed.

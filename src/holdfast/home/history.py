@@ -1,4 +1,4 @@
-"""The run's history: one line of JSON per event, in a log of this attempt and rank."""
+"""History of a run: one line of JSON per event, in one log per attempt and rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.format import names
 from holdfast.format.sealed import dumps
-from holdfast.keeper.terms import Terms
+from holdfast.home.writer import WriterId
 from holdfast.store import Store
 
 EVENTS = (
@@ -26,24 +26,24 @@ EVENTS = (
     "failed",
     "fenced",
     "tear-check",  # by which means torn copies are found; the detail names it
-    "ended",  # of an attempt that could tell; the detail begins with how
+    "ended",  # of an attempt that ended in order; the detail begins with the kind of end
     "retain-failed",
-    "metrics",  # what training told of itself; with members `steps` and `values`
+    "metrics",  # of training, such as its loss; with members `steps` and `values`
 )
-"""Every kind of event there is."""
+"""All kinds of events."""
 
 
 class History:
-    """Appends events. If it cannot be written, that is told to the trainer once and never stops a save.
+    """Log of one writer. A failure to append is kept in `trouble`, and never stops a save.
 
-    Events of several threads may mix, but not within a line.
+    Lines of several threads may alternate; each line is whole.
     """
 
-    def __init__(self, store: Store, terms: Terms) -> None:
+    def __init__(self, store: Store, writer: WriterId) -> None:
         self.store = store
-        self.terms = terms
+        self.writer = writer
         self.trouble: str | None = None
-        self._has_metrics = False  # that were told since `settle`
+        self._has_metrics = False  # recorded since `settle`
 
     def record(
         self,
@@ -61,20 +61,20 @@ class History:
 
         Args:
             event: one of EVENTS.
-            step: that it is about.
-            num_bytes: that were moved.
-            seconds: that it took.
-            detail: in words.
-            tier: "memory", "local" or "home"; "" where that says nothing.
-            unix_s: when it happened, if that was not now.
-            members: of the line, beside these.
+            step: of the event; None for an event of the whole attempt.
+            num_bytes: moved.
+            seconds: taken.
+            detail: text for people.
+            tier: "memory", "local" or "home"; "" where it does not apply.
+            unix_s: time of the event; now by default.
+            members: further members of the line.
         """
         line = {
             "t": round(time.time() if unix_s is None else unix_s, 6),
             "event": event,
             "step": step,
-            "attempt": self.terms.attempt,
-            "rank": self.terms.rank,
+            "attempt": self.writer.attempt,
+            "rank": self.writer.rank,
             "bytes": num_bytes,
             "seconds": round(seconds, 6),
             "detail": detail,
@@ -83,15 +83,15 @@ class History:
         }
         self._has_metrics |= event == "metrics"
         try:
-            self.store.append(names.history(self.terms.attempt, self.terms.rank), dumps(line) + b"\n")
+            self.store.append(names.history(self.writer.attempt, self.writer.rank), dumps(line) + b"\n")
         except HoldfastError as error:
             self.trouble = str(error)
         return line
 
     def settle(self) -> None:
-        """See that the metrics told so far outlive this process, where appending alone does not.
+        """Flush metrics so that they survive this process, on stores where appending alone does not.
 
-        For what has to be told before a checkpoint is complete: nobody could tell it again afterwards.
+        Called before a commit: afterwards the trainer does not send them again.
         """
         if not self._has_metrics:
             return

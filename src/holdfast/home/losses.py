@@ -1,4 +1,4 @@
-"""Signs that a home without a complete checkpoint has had one: no run begins from zero beside them."""
+"""Signs of lost checkpoints in a home that has no complete one: a run must not begin from zero then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
 from holdfast.format.limits import MAX_LINE_BYTES
 from holdfast.home.attempts import emptied_upto
-from holdfast.restore.find import Home, Saved, list_home, read_draft
+from holdfast.home.documents import read_draft
+from holdfast.home.listing import ListedSave, Listing, list_home
 from holdfast.store.contract import Store
 
 _MAX_LOG_BYTES = 64 << 20
@@ -18,10 +19,10 @@ _MOST = 8
 
 
 def find_losses(tiers: Sequence[Store]) -> list[str]:
-    """Return the signs that a complete checkpoint was in some tier, in words; few, the surest first.
+    """Return descriptions of signs that some tier had a complete checkpoint; a few, the surest first.
 
-    For places where nothing is complete. A save that a kill has cut short leaves no sign: its files are whole
-    as far as they go. Attempts whose checkpoints a person has deleted have lost none, in any tier.
+    Only for tiers without a complete checkpoint. An interrupted save leaves no sign: the files that it wrote
+    are whole. Attempts whose checkpoints a person has deleted have lost none, in any tier.
 
     Args:
         tiers: the places, home among them.
@@ -34,14 +35,14 @@ def find_losses(tiers: Sequence[Store]) -> list[str]:
 
 
 def check_no_losses(signs: list[str], url: str) -> None:
-    """Refuse a run that would begin from zero although there were checkpoints.
+    """Raise if a run would begin from zero although it had checkpoints.
 
     Args:
         signs: of what is lost, from `find_losses`.
         url: of the home.
 
     Raises:
-        Corrupt: there are signs.
+        Corrupt: `signs` is not empty.
     """
     if not signs:
         return
@@ -66,19 +67,19 @@ def _signs(store: Store, emptied: int) -> Iterator[str]:
             continue
         yield from _damage(store, saved, f"step {step} of attempt {attempt}")
     yield from _without_parts(home, emptied)
-    yield from _told(store, emptied)
+    yield from _recorded(store, emptied)
 
 
 def _done_attempt(store: Store) -> float:
-    """Return the attempt that finished the run; infinite where that cannot be read."""
+    """Return the attempt that finished the run; infinite if its document cannot be read."""
     try:
         return run.parse(run.Done, store.get(names.DONE), names.DONE).attempt
     except (Corrupt, NotFound, Unsupported):
         return math.inf
 
 
-def _damage(store: Store, saved: Saved, which: str) -> Iterator[str]:
-    """Signs in the files of one save: documents become visible whole, after the files that they describe."""
+def _damage(store: Store, saved: ListedSave, which: str) -> Iterator[str]:
+    """Yield signs in the files of one save. Documents become visible after the files that they describe."""
     for rank in sorted(saved.parts):
         name = names.part(saved.step, saved.attempt, rank)
         if rank not in saved.data:
@@ -92,7 +93,7 @@ def _damage(store: Store, saved: Saved, which: str) -> Iterator[str]:
             continue  # deleted since it was listed
 
 
-def _without_parts(home: Home, emptied: int) -> Iterator[str]:
+def _without_parts(home: Listing, emptied: int) -> Iterator[str]:
     """Yield the ranks that have lost parts: a kill leaves one data file of a rank without its part."""
     steps: dict[tuple[int, int], list[int]] = {}
     for (step, attempt), saved in sorted(home.saved.items()):
@@ -106,15 +107,15 @@ def _without_parts(home: Home, emptied: int) -> Iterator[str]:
             )
 
 
-def _told(store: Store, emptied: int) -> Iterator[str]:
-    """Signs in the history: what was complete in home, by the word of those who completed it."""
+def _recorded(store: Store, emptied: int) -> Iterator[str]:
+    """Yield signs in the history: events of steps that became complete in home."""
     for entry in store.list("history/"):
         log = names.parse_history(entry.name)
         if log is None or log[0] <= emptied or not 0 < entry.num_bytes <= _MAX_LOG_BYTES:
             continue
-        told = max(_committed_steps(store.get(entry.name)), default=None)
-        if told is not None:
-            yield f"{entry.name} tells that step {told} was complete"
+        found = max(_committed_steps(store.get(entry.name)), default=None)
+        if found is not None:
+            yield f"{entry.name} records that step {found} was complete"
 
 
 def _committed_steps(log: bytes) -> Iterator[int]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.claim import claim_attempt, claim_run
 from holdfast.errors import Conflict, Corrupt, InvalidInput, SaveWarning
 from holdfast.format import names, run
 from holdfast.home.attempts import newest_number
+from holdfast.home.claim import claim_attempt, claim_run
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from making import RUN_ID, make_checkpoint, make_home, reseal
@@ -237,7 +237,7 @@ def test_a_home_whose_every_document_is_damaged_is_refused(tmp_path: Path) -> No
     ("lost", "sign"),
     [
         (("step-*/*",), "attempts/a0001-saved.json: attempt 1 has had a complete checkpoint"),
-        (("step-*/*", "attempts/*", "done.json"), "tells that step 3 was complete"),
+        (("step-*/*", "attempts/*", "done.json"), "records that step 3 was complete"),
         (("step-*/*", "attempts/*", "history/*"), "done.json, which is written when a run has finished"),
         (
             ("step-*/*.safetensors", "step-*/manifest-*", "attempts/*", "history/*", "done.json"),

@@ -9,7 +9,10 @@ import torch
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
 from holdfast.format.sealed import dumps
-from holdfast.restore import find
+from holdfast.home.documents import check_files, read_manifest, read_part, read_run
+from holdfast.home.listing import Listing, candidates, list_home
+from holdfast.home.recovery import recover_commit
+from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from making import RUN_ID, make_checkpoint, make_home, reseal
 
@@ -22,6 +25,11 @@ def make_store() -> MemoryStore:
     return store
 
 
+def recover_commits(store: Store, listing: Listing, run_id: str | None) -> list[tuple[int, int]]:
+    """Commit every save of a listing that lacks only its manifest, and return (step, attempt) of each."""
+    return [key for key, saved in sorted(listing.saved.items()) if recover_commit(store, saved, run_id)]
+
+
 def test_a_listing_tells_what_is_there() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
@@ -29,7 +37,7 @@ def test_a_listing_tells_what_is_there() -> None:
     store.delete(names.part(7, 2, 1))
     store.put("step-00000005/notes.txt", b"mine")
     store.put("elsewhere.txt", b"not in a step directory")
-    home = find.list_home(store)
+    home = list_home(store)
     assert home.attempts == (1, 2)
     assert home.foreign == ("step-00000005/notes.txt",)
     assert set(home.saved) == {(5, 1), (7, 2)}
@@ -46,7 +54,7 @@ def test_one_step_can_be_listed_alone() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
     make_checkpoint(store, 6, 1, TWO_RANKS)
-    home = find.list_home(store, step=5)
+    home = list_home(store, step=5)
     assert set(home.saved) == {(5, 1)}
 
 
@@ -55,44 +63,44 @@ def test_a_newer_attempt_comes_before_a_greater_step() -> None:
     for step, attempt in [(500, 1), (300, 1), (400, 2), (310, 2)]:
         make_checkpoint(store, step, attempt, TWO_RANKS)
     make_checkpoint(store, 600, 2, TWO_RANKS, commit=False)
-    assert find.candidates(find.list_home(store)) == [(2, 400), (2, 310), (1, 500), (1, 300)]
+    assert candidates(list_home(store)) == [(2, 400), (2, 310), (1, 500), (1, 300)]
 
 
 def test_an_unused_home_has_no_run_and_no_candidates() -> None:
     store = MemoryStore()
-    assert find.read_run(store) is None
-    assert find.candidates(find.list_home(store)) == []
+    assert read_run(store) is None
+    assert candidates(list_home(store)) == []
 
 
 def test_the_run_is_read_and_its_damage_found() -> None:
     store = make_store()
-    assert find.read_run(store) == run.Run(RUN_ID, 1_700_000_000.0)
+    assert read_run(store) == run.Run(RUN_ID, 1_700_000_000.0)
     damaged = bytearray(store.get(names.RUN))
     damaged[60] ^= 1
     alone = MemoryStore()
     alone.put(names.RUN, damaged)
     with pytest.raises(Corrupt, match="seal"):
-        find.read_run(alone)
+        read_run(alone)
 
 
 def test_a_lost_or_damaged_run_document_makes_no_checkpoint_a_strangers() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
     store.put(names.RUN, b"rubbish")
-    found = find.read_run(store)
+    found = read_run(store)
     assert found is not None
     assert found.id == RUN_ID
     store.delete(names.RUN)
     claim = run.Attempt(9, RUN_ID, 2, "host", 17, 1_600_000_000.0)
     store.put(names.attempt(9), run.document(claim))
-    assert find.read_run(store) == run.Run(RUN_ID, 1_600_000_000.0)
+    assert read_run(store) == run.Run(RUN_ID, 1_600_000_000.0)
 
 
 def test_a_manifest_is_read_back_as_it_was_merged() -> None:
     store = make_store()
     made = make_checkpoint(store, 5, 1, TWO_RANKS)
-    assert find.read_manifest(store, 5, 1, RUN_ID) == made
-    assert find.read_manifest(store, 5, 1, None) == made
+    assert read_manifest(store, 5, 1, RUN_ID) == made
+    assert read_manifest(store, 5, 1, None) == made
 
 
 def test_every_flipped_bit_of_a_manifest_is_found() -> None:
@@ -105,7 +113,7 @@ def test_every_flipped_bit_of_a_manifest_is_found() -> None:
         bad[position] ^= 1 << position % 8
         store.put(name, bad)
         with pytest.raises(Corrupt):
-            find.read_manifest(store, 5, 1, RUN_ID)
+            read_manifest(store, 5, 1, RUN_ID)
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, 200])
@@ -114,14 +122,14 @@ def test_a_truncated_manifest_is_found(length: int) -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS)
     store.put(names.manifest(5, 1), store.get(names.manifest(5, 1))[:length])
     with pytest.raises(Corrupt):
-        find.read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, 5, 1, RUN_ID)
 
 
 def test_the_manifest_of_another_run_is_refused() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, run_id="run-two")
     with pytest.raises(Corrupt, match="belongs to another run"):
-        find.read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, 5, 1, RUN_ID)
 
 
 def test_a_manifest_under_another_name_is_refused() -> None:
@@ -129,7 +137,7 @@ def test_a_manifest_under_another_name_is_refused() -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS)
     store.put(names.manifest(6, 1), store.get(names.manifest(5, 1)))
     with pytest.raises(Corrupt, match="step 5"):
-        find.read_manifest(store, 6, 1, RUN_ID)
+        read_manifest(store, 6, 1, RUN_ID)
 
 
 def test_a_manifest_of_a_future_version_says_upgrade() -> None:
@@ -137,7 +145,7 @@ def test_a_manifest_of_a_future_version_says_upgrade() -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS)
     reseal(store, names.manifest(5, 1), version=2)
     with pytest.raises(Unsupported, match="Upgrade"):
-        find.read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, 5, 1, RUN_ID)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, Any]) -> N
     make_checkpoint(store, 5, 1, TWO_RANKS)
     reseal(store, names.manifest(5, 1), **facts)
     with pytest.raises(Corrupt):
-        find.read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, 5, 1, RUN_ID)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +176,13 @@ def test_a_sealed_manifest_with_a_catalog_that_cannot_be_is_refused(row: list[ob
     body["tensors"]["a"] = row
     reseal(store, names.manifest(5, 1), catalog=dumps(body))
     with pytest.raises(Corrupt):
-        find.read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, 5, 1, RUN_ID)
 
 
 def test_missing_and_truncated_files_are_named() -> None:
     store = make_store()
     made = make_checkpoint(store, 5, 1, TWO_RANKS)
-    find.check_files([find.list_home(store)], made)
+    check_files([list_home(store)], made)
     data, part = names.data(5, 1, 1), names.part(5, 1, 0)
     image, document = store.get(data), store.get(part)
 
@@ -182,32 +190,32 @@ def test_missing_and_truncated_files_are_named() -> None:
     with pytest.raises(
         Corrupt, match=f"truncated: expected {len(image)} bytes, found {len(image) - 1}"
     ) as caught:
-        find.check_files([find.list_home(store)], made)
+        check_files([list_home(store)], made)
     assert (caught.value.key, caught.value.rank, caught.value.step) == (data, 1, 5)
 
     store.put(data, image + b"!")
     with pytest.raises(Corrupt, match="too long"):
-        find.check_files([find.list_home(store)], made)
+        check_files([list_home(store)], made)
 
     store.delete(data)
     with pytest.raises(NotFound, match="missing") as missing:
-        find.check_files([find.list_home(store)], made)
+        check_files([list_home(store)], made)
     assert missing.value.key == data
 
     store.put(data, image)
     store.put(part, document[:-3])
     with pytest.raises(Corrupt) as short:
-        find.check_files([find.list_home(store)], made)
+        check_files([list_home(store)], made)
     assert short.value.key == part
 
 
 def test_a_part_that_was_not_committed_is_refused_though_it_is_sealed() -> None:
     store = make_store()
     made = make_checkpoint(store, 5, 1, TWO_RANKS, values=[{"x": 1}, {"x": 2}])
-    assert find.read_part(store, made, 1).values == {"x": 2}
+    assert read_part(store, made, 1).values == {"x": 2}
     reseal(store, names.part(5, 1, 1), values={"x": 3})
     with pytest.raises(Corrupt, match="not the part that was committed"):
-        find.read_part(store, made, 1)
+        read_part(store, made, 1)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +236,7 @@ def test_a_part_that_points_out_of_its_file_is_not_committed(facts: dict[str, An
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
     reseal(store, names.part(5, 1, 1), **facts)
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert recover_commits(store, list_home(store), RUN_ID) == []
     assert store.size(names.manifest(5, 1)) is None
 
 
@@ -257,7 +265,7 @@ def test_parts_with_a_cut_that_cannot_be_are_not_committed(cut: object) -> None:
     body["cuts"][body["tensors"]["b"][2]] = cut
     for rank in (0, 1):
         reseal(store, names.part(5, 1, rank), catalog=dumps(body))
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert recover_commits(store, list_home(store), RUN_ID) == []
     assert store.size(names.manifest(5, 1)) is None
 
 
@@ -267,7 +275,7 @@ def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
     made = make_checkpoint(store, 5, 1, TWO_RANKS, frozen=["b"], commit=False)
     name = names.frozen(5, 1, 1)
     image = store.get(name)
-    saved = find.list_home(store).saved[5, 1]
+    saved = list_home(store).saved[5, 1]
     assert saved.frozen == {1: len(image)}
     assert saved.num_bytes == sum(entry.num_bytes for entry in store.list("step-"))
     for harm, says in ((None, "missing"), (image[:-1], "truncated"), (image + b"!", "too long")):
@@ -275,29 +283,29 @@ def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
         if harm is not None:
             store.put(name, harm)
         with pytest.raises((Corrupt, NotFound), match=says) as caught:
-            find.check_files([find.list_home(store)], made)
+            check_files([list_home(store)], made)
         assert (caught.value.key, caught.value.rank) == (name, 1)
-        assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+        assert recover_commits(store, list_home(store), RUN_ID) == []
     store.put(name, image)
-    find.check_files([find.list_home(store)], made)
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == [(5, 1)]
+    check_files([list_home(store)], made)
+    assert recover_commits(store, list_home(store), RUN_ID) == [(5, 1)]
 
 
 def test_a_part_with_boundless_chunks_is_not_committed() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False, chunk_bytes=1 << 30)
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert recover_commits(store, list_home(store), RUN_ID) == []
 
 
 def test_a_save_without_only_its_manifest_is_committed() -> None:
     store = make_store()
     make_checkpoint(store, 4, 1, TWO_RANKS)
     expected = make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == [(5, 1)]
-    found = find.read_manifest(store, 5, 1, RUN_ID)
+    assert recover_commits(store, list_home(store), RUN_ID) == [(5, 1)]
+    found = read_manifest(store, 5, 1, RUN_ID)
     assert (found.parts, found.tensors) == (expected.parts, expected.tensors)
     assert len(found.id) == 32
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert recover_commits(store, list_home(store), RUN_ID) == []
 
 
 @pytest.mark.parametrize("harm", ["no part", "no data", "short data", "torn part", "other run", "newer part"])
@@ -316,7 +324,7 @@ def test_a_save_that_lacks_more_is_left_alone(harm: str) -> None:
     elif harm == "newer part":
         reseal(store, part, version=9)
     before = sorted(entry.name for entry in store.list())
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert recover_commits(store, list_home(store), RUN_ID) == []
     assert sorted(entry.name for entry in store.list()) == before
 
 
@@ -325,16 +333,16 @@ def test_a_rank_that_never_wrote_anything_keeps_a_save_from_being_committed() ->
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
     store.delete(names.part(5, 1, 1))
     store.delete(names.data(5, 1, 1))
-    assert find.finish_commits(store, find.list_home(store), RUN_ID) == []
+    assert recover_commits(store, list_home(store), RUN_ID) == []
 
 
 def test_a_commit_that_somebody_else_finished_counts_as_finished() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
-    home = find.list_home(store)
+    home = list_home(store)
     make_checkpoint(store, 5, 1, TWO_RANKS, id="the keeper's")
-    assert find.finish_commits(store, home, RUN_ID) == [(5, 1)]
-    assert find.read_manifest(store, 5, 1, RUN_ID).id == "the keeper's"
+    assert recover_commits(store, home, RUN_ID) == [(5, 1)]
+    assert read_manifest(store, 5, 1, RUN_ID).id == "the keeper's"
 
 
 def test_a_full_disk_while_finishing_is_told() -> None:
@@ -347,4 +355,4 @@ def test_a_full_disk_while_finishing_is_told() -> None:
     store = Full()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
     with pytest.raises(RetryLater, match="full"):
-        find.finish_commits(store, find.list_home(store), None)
+        recover_commits(store, list_home(store), None)

@@ -1,0 +1,218 @@
+"""Commit: make a checkpoint visible once every rank's part exists, unless the attempt is fenced."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
+from holdfast.format import manifest as manifests
+from holdfast.format import names
+from holdfast.format.hashes import digest
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Part
+from holdfast.format.part import parse as parse_part
+from holdfast.format.run import Refusal, document, parse
+from holdfast.home.attempts import check_claim, check_not_fenced, note_saved
+from holdfast.home.listing import missing_ranks
+from holdfast.home.writer import WriterId
+from holdfast.killpoint import kill_point
+from holdfast.store import Store
+
+
+def make_manifest(
+    parts: Iterable[tuple[Part, bytes]], *, id: str | None = None, created_unix_s: float | None = None
+) -> Manifest:
+    """Return the manifest of a checkpoint from the parts of all its ranks.
+
+    Args:
+        parts: each part with its document, in the order of ranks.
+        id: of the manifest; random by default.
+        created_unix_s: its time; now by default.
+
+    Raises:
+        Corrupt: a part is damaged.
+        Unsupported: a part was written by a newer format.
+        InvalidInput: the parts do not fit together.
+    """
+    return manifests.merge(
+        parts,
+        id=uuid.uuid4().hex if id is None else id,
+        created_unix_s=time.time() if created_unix_s is None else created_unix_s,
+    )
+
+
+def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, bytes]]:
+    """Yield each part with its document, for `make_manifest`. Takes names and documents.
+
+    Raises:
+        Corrupt: a part is damaged.
+        Unsupported: a part was written by a newer format.
+    """
+    return ((parse_part(text, name), text) for name, text in texts)
+
+
+def commit(store: Store, writer: WriterId, step: int, *, claim: str = "") -> Manifest:
+    """Write the manifest of `step` after every rank has written its part. Only rank 0 calls this.
+
+    Args:
+        store: the home, or a nearer tier.
+        writer: rank 0 of the attempt that saved.
+        step: of the checkpoint.
+        claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
+
+    Raises:
+        Conflict: this attempt is fenced.
+        InvalidInput: the parts do not fit together.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
+    name = names.manifest(step, writer.attempt)
+    check_not_fenced(store, writer.attempt)
+    check_claim(store, writer.attempt, claim)
+    manifest = merge_parts(store, writer, writer.attempt, step, writer.world_size)
+    publish(store, writer, step, name, manifests.document(manifest))
+    return manifest
+
+
+def merge_parts(store: Store, writer: WriterId, attempt: int, step: int, world_size: int) -> Manifest:
+    """Return the manifest of a checkpoint whose parts all exist. Only rank 0 calls this.
+
+    If the parts of its own attempt do not fit together, it refuses the save for all ranks.
+
+    Args:
+        store: a place that has the parts.
+        writer: rank 0 of an attempt.
+        attempt: the attempt that saved the checkpoint.
+        step: of the checkpoint.
+        world_size: ranks that saved it.
+
+    Raises:
+        InvalidInput: the parts do not fit together.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+    """
+    part_names = [names.part(step, attempt, rank) for rank in range(world_size)]
+    try:
+        return make_manifest(parse_parts((part_name, store.get(part_name)) for part_name in part_names))
+    except InvalidInput as error:
+        if attempt == writer.attempt and world_size > 1:
+            refuse(store, writer, step, error)
+        raise
+
+
+def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -> None:
+    """Make a checkpoint visible whose files all exist. Raises if this attempt is fenced by now.
+
+    Args:
+        store: the home, or a nearer tier.
+        writer: rank 0 of an attempt, which alone calls this.
+        step: of the checkpoint.
+        name: of its manifest.
+        text: the manifest's document.
+
+    Raises:
+        Conflict: this attempt is fenced.
+        Corrupt: another manifest has this name.
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
+    if not put_manifest(store, step, name, text):
+        # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
+        # parts.
+        _check_same(store, name, manifests.parse(text, name))
+    kill_point("keeper.manifest")
+    try:
+        check_not_fenced(store, writer.attempt)
+    except Conflict:
+        # A newer attempt began between look and write, and may already be tidying up after this one.
+        if missing_ranks(store, writer, step):
+            store.delete(name)
+        raise
+    facts = names.parse(name)
+    assert facts is not None
+    note_saved(store, writer.run, facts.attempt, step)
+
+
+def put_manifest(store: Store, step: int, name: str, text: bytes) -> bool:
+    """Write a manifest after the names of the checkpoint's files are durable.
+
+    Returns:
+        False if an object of this name exists already; it is durable too then, and unchanged.
+
+    Raises:
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
+    # Visible is not yet durable: other ranks' keepers may not have come to the fsync of their files' names.
+    folder = names.step_dir(step)
+    store.sync(folder)
+    try:
+        # The commit: before this object exists the checkpoint does not, afterwards it is complete.
+        store.put(name, text, if_absent=True)
+    except Conflict:
+        store.sync(folder)
+        return False
+    return True
+
+
+def _check_same(store: Store, name: str, expected: Manifest) -> None:
+    found = manifests.parse(store.get(name), name)
+    if (found.run, found.parts) != (expected.run, expected.parts):
+        message = f"{name} in {store.url} describes other files than those of this save. It was left alone."
+        raise Corrupt(message, step=expected.step, key=name)
+
+
+def refuse(store: Store, writer: WriterId, step: int, error: InvalidInput) -> None:
+    """Write a refusal of `step`, with its reason, for the keepers of the other ranks.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    refusal = Refusal(writer.run, writer.attempt, step, str(error), error.rank, error.key)
+    store.put(names.refusal(step, writer.attempt), document(refusal))
+
+
+def check_not_refused(store: Store, writer: WriterId, step: int) -> None:
+    """Raise if a rank has refused the save, with its reason.
+
+    Raises:
+        InvalidInput: the parts of the save do not fit together.
+        Corrupt: the refusal cannot be read.
+        RetryLater: the store failed.
+    """
+    name = names.refusal(step, writer.attempt)
+    if store.size(name) is None:
+        return
+    refusal = parse(Refusal, store.get(name), name)
+    raise InvalidInput(refusal.reason, step=step, rank=refusal.rank, key=refusal.key)
+
+
+def is_committed(store: Store, writer: WriterId, step: int) -> bool:
+    """Return True if the manifest of `step` of this attempt is visible; `Store.sync` makes it durable."""
+    return store.size(names.manifest(step, writer.attempt)) is not None
+
+
+def read_committed(store: Store, writer: WriterId, step: int) -> Manifest | None:
+    """Return the manifest of `step` of this attempt, checked to be of this rank's files; None without one.
+
+    Raises:
+        Corrupt: it is damaged, or names other files.
+        RetryLater: the store failed.
+    """
+    name = names.manifest(step, writer.attempt)
+    try:
+        found = manifests.parse(store.get(name), name)
+        own = digest(store.get(names.part(step, writer.attempt, writer.rank)))
+    except NotFound:
+        return None
+    its_own = next((part.part_xxh3 for part in found.parts if part.rank == writer.rank), None)
+    if (found.run, its_own) != (writer.run, own):
+        message = f"{name} in {store.url} does not name the files that rank {writer.rank} has written."
+        raise Corrupt(message, step=step, rank=writer.rank, key=name)
+    return found

@@ -1,0 +1,158 @@
+"""Listings of a home: which checkpoints it holds, complete or not, and which files each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from holdfast.format import names
+from holdfast.home.writer import WriterId
+from holdfast.store.contract import Entry, Store
+
+Id = tuple[int, int]
+"""(attempt, step) of a checkpoint; the newest is the greatest."""
+
+
+@dataclass(slots=True)
+class ListedSave:
+    """Files of one step of one attempt, complete or not."""
+
+    step: int
+    attempt: int
+    manifest_bytes: int | None = None  # None: no manifest, so not a checkpoint (yet)
+    parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
+    data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
+    frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
+    was_passed: bool = False  # a restore has skipped it, see `holdfast.home.skipped`
+
+    @property
+    def is_committed(self) -> bool:
+        """True if it has a manifest, which may be damaged."""
+        return self.manifest_bytes is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its objects."""
+        return (self.manifest_bytes or 0) + sum(
+            sum(files.values()) for files in (self.parts, self.data, self.frozen)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One listing of a home. `saved` is keyed by (step, attempt)."""
+
+    attempts: tuple[int, ...]  # claimed, ascending
+    saved: dict[tuple[int, int], ListedSave]
+    foreign: tuple[str, ...]  # objects in step directories that Holdfast did not write
+
+
+def scan(store: Store, prefix: str = "") -> Iterator[tuple[Entry, names.Parsed]]:
+    """Yield each object of a home with the facts in its name. Every listing of a home comes from here.
+
+    Args:
+        store: the home.
+        prefix: of the names.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    for entry in store.list(prefix):
+        facts = names.parse(entry.name)
+        if facts is not None:
+            yield entry, facts
+
+
+def scan_step(store: Store, step: int) -> Iterator[tuple[Entry, names.Parsed]]:
+    """Yield each object of one step, of any attempt, with the facts in its name.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    return scan(store, f"{names.step_dir(step)}/")
+
+
+def list_home(store: Store, *, step: int | None = None) -> Listing:
+    """List a home once.
+
+    Args:
+        store: the home.
+        step: list only this step's directory (attempts are then not listed).
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    attempts: list[int] = []
+    foreign: list[str] = []
+    saved: dict[tuple[int, int], ListedSave] = {}
+    passed: list[tuple[int, int]] = []
+    for entry, facts in scan(store) if step is None else scan_step(store, step):
+        if facts.kind == "attempt":
+            attempts.append(facts.attempt)
+            continue
+        if facts.kind == "refusal":
+            continue  # a message between keepers
+        if facts.kind == "passed":
+            passed.append((facts.step, facts.attempt))
+            continue
+        if facts.kind == "step-other":
+            foreign.append(entry.name)
+            continue
+        one = saved.setdefault((facts.step, facts.attempt), ListedSave(facts.step, facts.attempt))
+        if facts.kind == "manifest":
+            one.manifest_bytes = entry.num_bytes
+        else:
+            files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
+            files[facts.rank] = entry.num_bytes
+    for key in passed:
+        if key in saved:  # else only the note about it is left
+            saved[key].was_passed = True
+    return Listing(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
+
+
+def candidates(listing: Listing) -> list[Id]:
+    """Return (attempt, step) of everything that has a manifest, newest first."""
+    return sorted(
+        ((one.attempt, one.step) for one in listing.saved.values() if one.is_committed), reverse=True
+    )
+
+
+def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
+    """Return the ranks of the writer's attempt that have not written their part of `step`.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    found = {
+        facts.rank
+        for _, facts in scan_step(store, step)
+        if facts.kind == "part" and facts.attempt == writer.attempt
+    }
+    return [rank for rank in range(writer.world_size) if rank not in found]
+
+
+def newest_committed(store: Store, attempt: int) -> int:
+    """Return the highest step of an attempt that has a manifest; -1 without one.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    found = (facts for _, facts in scan(store, "step-") if facts.kind == "manifest")
+    return max((facts.step for facts in found if facts.attempt == attempt), default=-1)
+
+
+def files_of(store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True) -> dict[Id, list[str]]:
+    """Return the names of all files of checkpoints, complete or not, by (attempt, step).
+
+    Args:
+        store: the home.
+        is_chosen: returns True for the facts of a name that counts.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    files: dict[Id, list[str]] = {}
+    for entry, facts in scan(store, "step-"):
+        if facts.kind not in ("attempt", "step-other") and is_chosen(facts):
+            files.setdefault((facts.attempt, facts.step), []).append(entry.name)
+    return files

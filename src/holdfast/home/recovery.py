@@ -1,0 +1,68 @@
+"""Recovery of saves that lack only their manifest, since their keeper ended before the commit."""
+
+from __future__ import annotations
+
+from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
+from holdfast.format import manifest as manifests
+from holdfast.format import names
+from holdfast.format.manifest import Manifest
+from holdfast.home.attempts import note_saved
+from holdfast.home.commit import make_manifest, put_manifest
+from holdfast.home.documents import read_draft
+from holdfast.home.listing import ListedSave, list_home
+from holdfast.store.contract import Store
+from holdfast.store.memory import MemoryStore
+
+
+def recover_commit(store: Store, saved: ListedSave, run_id: str | None) -> bool:
+    """Write the manifest of one save if everything else of it exists.
+
+    A save whose parts are missing, damaged or do not belong together is left as it is: it was never promised
+    to exist.
+
+    Returns:
+        True if it is committed now and was not in the listing, whichever process committed it.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    merged = merge_saved(store, saved, run_id)
+    if merged is None:
+        return False
+    # If a manifest exists by now, its own keeper, or another rank's restore, was first.
+    put_manifest(store, saved.step, names.manifest(saved.step, saved.attempt), manifests.document(merged))
+    note_saved(store, merged.run, saved.attempt, saved.step)
+    return True
+
+
+def merge_saved(store: Store, saved: ListedSave, run_id: str | None) -> Manifest | None:
+    """Return the manifest that a save lacks, if everything else of it exists. Writes nothing.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
+        return None
+    try:
+        merged = make_manifest(read_draft(store, saved, rank) for rank in sorted(saved.parts))
+    except (Corrupt, NotFound, Unsupported, InvalidInput):
+        return None
+    return merged if run_id in (None, merged.run) else None
+
+
+def merge_in_memory(store: Store, step: int, attempt: int, run_id: str | None) -> Store | None:
+    """Return a store with the manifest of a save that lacks only this; None if it has one by now.
+
+    For readers, which must not commit what a living writer may be about to commit or refuse.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    for copy in store.copies():
+        saved = list_home(copy, step=step).saved.get((step, attempt))
+        merged = None if saved is None else merge_saved(copy, saved, run_id)
+        if merged is not None:
+            made = MemoryStore("manifest")
+            made.put(names.manifest(step, attempt), manifests.document(merged))
+            return made
+    return None

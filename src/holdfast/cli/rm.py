@@ -30,6 +30,7 @@ from holdfast.cli.tables import print_json, print_table, say_age
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.format import names
 from holdfast.home.attempts import newest_number, note_emptied
+from holdfast.home.deletion import delete_files
 from holdfast.quantity import plural, say_bytes
 from holdfast.store import Store
 
@@ -165,22 +166,14 @@ def _print_plan(rows: list[Row]) -> None:
 
 
 def delete(store: Store, inventory: Inventory, row: Row) -> None:
-    """Delete one checkpoint: after its manifest is gone for good, its other files.
+    """Delete one checkpoint, and what interrupted writers left in its folder.
 
     Raises:
         RetryLater: the store failed; what is left is incomplete, and can be deleted as such.
 
     Blocks: until the removal is durable.
     """
-    saved = inventory.home.saved[row.step, row.attempt]
-    if saved.is_committed:
-        store.delete(names.manifest(row.step, row.attempt))
-    for rank in saved.parts:
-        store.delete(names.part(row.step, row.attempt, rank))
-    store.delete(names.refusal(row.step, row.attempt))
-    for rank in saved.frozen:
-        store.delete(names.frozen(row.step, row.attempt, rank))
-    for rank in saved.data:
-        store.delete(names.data(row.step, row.attempt, rank))
-    store.delete(names.passed(row.step, row.attempt))  # last: what is left of it stays noted
+    key = row.step, row.attempt
+    notes = names.refusal(*key), names.passed(*key)
+    delete_files(store, [*inventory.home.saved[key].names, *notes])
     store.sweep(f"{names.step_dir(row.step)}/")  # what a killed writer left there is in no listing

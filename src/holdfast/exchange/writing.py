@@ -17,12 +17,14 @@ from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import chunk_bytes_for
 from holdfast.format.layout import FileLayout, Piece, check_name, lay_out
 from holdfast.format.part import DataFile
-from holdfast.format.sealed import dumps
 from holdfast.home.attempts import newest_attempt, note_saved
 from holdfast.home.claim import claim_attempt, new_run
 from holdfast.home.commit import make_manifest, parse_parts
+from holdfast.home.deletion import delete_files
 from holdfast.home.documents import read_run
+from holdfast.home.history import History
 from holdfast.home.listing import list_home
+from holdfast.home.writer import WriterId
 from holdfast.restore.slabs import cut_in_slabs
 from holdfast.store.contract import Store
 
@@ -134,7 +136,9 @@ def write_home(
     with suppress(HoldfastError):  # the checkpoint stands; the next start of the run makes the document too
         store.put(names.RUN, run.document(this_run), if_absent=True)
     _remove_older(store, attempt)
-    _tell(store, step, attempt, file.num_bytes, time.perf_counter() - began, origin)
+    history = History(store, WriterId(this_run.id, attempt, rank=0, world_size=1))
+    detail, seconds = f"imported from {origin}", time.perf_counter() - began
+    history.record("committed", step=step, num_bytes=file.num_bytes, seconds=seconds, detail=detail)
     return file
 
 
@@ -242,15 +246,10 @@ def _file_parts(
 
 def _remove(store: Store, step: int, attempt: int) -> None:
     """Take back what was written: the manifest first, so that nothing incomplete is ever visible."""
-    written = (
-        names.manifest(step, attempt),
-        names.part(step, attempt, 0),
-        names.data(step, attempt, 0),
-        names.attempt(attempt),
-    )
-    for name in written:
-        with suppress(HoldfastError):  # what brought us here says more
-            store.delete(name)
+    written = names.manifest(step, attempt), names.part(step, attempt, 0), names.data(step, attempt, 0)
+    with suppress(HoldfastError):  # the error that is being raised explains more
+        delete_files(store, written)
+        store.delete(names.attempt(attempt))
 
 
 def _remove_older(store: Store, attempt: int) -> None:
@@ -258,20 +257,4 @@ def _remove_older(store: Store, attempt: int) -> None:
     with suppress(HoldfastError):  # they are in nobody's way, and `holdfast rm --incomplete` finds them
         for one in list_home(store).saved.values():
             if one.attempt < attempt and not one.is_committed:
-                store.delete(names.part(one.step, one.attempt, 0))
-                store.delete(names.data(one.step, one.attempt, 0))
-
-
-def _tell(store: Store, step: int, attempt: int, num_bytes: int, seconds: float, origin: str) -> None:
-    line = {
-        "t": round(time.time(), 6),
-        "event": "committed",
-        "step": step,
-        "attempt": attempt,
-        "rank": 0,
-        "bytes": num_bytes,
-        "seconds": round(seconds, 6),
-        "detail": f"imported from {origin}",
-    }
-    with suppress(HoldfastError):  # the checkpoint stands; a line less of history does not change that
-        store.append(names.history(attempt, 0), dumps(line) + b"\n")
+                delete_files(store, one.names)

@@ -8,13 +8,13 @@ import time
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names
 from holdfast.format.run import Attempt, Emptied, Saved, document, parse
+from holdfast.home.listing import scan
 from holdfast.store import Store
 
 
 def newest_attempt(store: Store) -> int:
     """Return the highest attempt number that has been claimed; 0 in a new home."""
-    found = (names.parse(entry.name) for entry in store.list("attempts/"))
-    return max((facts.attempt for facts in found if facts and facts.kind == "attempt"), default=0)
+    return max((facts.attempt for _, facts in scan(store, "attempts/") if facts.kind == "attempt"), default=0)
 
 
 def newest_number(store: Store) -> int:
@@ -74,6 +74,19 @@ def check_claim(store: Store, attempt: int, claim: str) -> None:
         f"{other.host} has claimed the same number since. This process may not commit any more; its earlier "
         "checkpoints stand. Stop it: the other one continues."
     )
+
+
+def read_claim(store: Store, attempt: int) -> Attempt:
+    """Return the claim of an attempt.
+
+    Raises:
+        NotFound: it is lost, or the number was never claimed.
+        Corrupt: it is damaged.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    name = names.attempt(attempt)
+    return parse(Attempt, store.get(name), name)
 
 
 def note_saved(store: Store, run: str, attempt: int, step: int) -> None:

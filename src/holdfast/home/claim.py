@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
-from holdfast.home.attempts import newest_attempt, newest_number
+from holdfast.home.attempts import newest_attempt, newest_number, read_claim
 from holdfast.home.documents import read_run, read_run_document
 from holdfast.home.writer import LiveTrainer
 from holdfast.store.contract import Store
@@ -128,8 +128,8 @@ def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) ->
 
 def _since(store: Store, attempt: int) -> str:
     with contextlib.suppress(Corrupt, NotFound, Unsupported):
-        claim = run.parse(run.Attempt, store.get(names.attempt(attempt)), names.attempt(attempt))
-        since = datetime.datetime.fromtimestamp(claim.started_unix_s, tz=datetime.timezone.utc)
+        started_unix_s = read_claim(store, attempt).started_unix_s
+        since = datetime.datetime.fromtimestamp(started_unix_s, tz=datetime.timezone.utc)
         return f", since {since:%Y-%m-%d %H:%M:%S} UTC"
     return ""
 

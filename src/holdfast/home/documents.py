@@ -17,6 +17,7 @@ from holdfast.format.hashes import MAX_CHUNK_BYTES, digest
 from holdfast.format.layout import BLOCK_BYTES, Piece
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
+from holdfast.home.attempts import read_claim
 from holdfast.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.store.contract import Store
 from holdfast.store.nearest import first_good
@@ -61,7 +62,7 @@ def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
     home = list_home(store)
     for number in sorted(home.attempts, reverse=True):
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
-            claim = first_good(store, lambda copy, number=number: _read_claim(copy, number))
+            claim = first_good(store, lambda copy, number=number: read_claim(copy, number))
             yield run.Run(claim.run, claim.started_unix_s)
     for attempt, step in candidates(home):
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
@@ -73,10 +74,6 @@ def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
                 name = names.part(step, attempt, rank)
                 part = first_good(store, lambda copy, name=name: part_format.parse(copy.get(name), name))
                 yield run.Run(part.run, time.time())
-
-
-def _read_claim(store: Store, number: int) -> run.Attempt:
-    return run.parse(run.Attempt, store.get(names.attempt(number)), names.attempt(number))
 
 
 def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:

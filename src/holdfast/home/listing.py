@@ -31,6 +31,17 @@ class ListedSave:
         return self.manifest_bytes is not None
 
     @property
+    def names(self) -> list[str]:
+        """Names of its manifest, parts and data files."""
+        key = self.step, self.attempt
+        return [
+            *([names.manifest(*key)] if self.is_committed else []),
+            *(names.part(*key, rank) for rank in self.parts),
+            *(names.data(*key, rank) for rank in self.data),
+            *(names.frozen(*key, rank) for rank in self.frozen),
+        ]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all its objects."""
         return (self.manifest_bytes or 0) + sum(

@@ -11,6 +11,7 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
+from holdfast.home.deletion import delete_files
 from holdfast.home.listing import Id, files_of
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep, line_of
@@ -60,7 +61,8 @@ class Retention:
         doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
         half_done = {found for found in files if found not in complete and found < newest} - kept
         for found in sorted(doomed | half_done):
-            self._delete(found, files[found])
+            delete_files(self.store, files[found], on_deleted=_pass_manifest)
+            self._readable.discard(found)
             yield Deleted(*found, was_complete=found in complete)
 
     def _is_readable(self, found: Id) -> bool:
@@ -73,16 +75,6 @@ class Retention:
                 return False
             self._readable.add(found)
         return True
-
-    def _delete(self, found: Id, its_names: list[str]) -> None:
-        manifest = names.manifest(found[1], found[0])
-        if manifest in its_names:
-            self.store.delete(manifest)  # first: a checkpoint without its files must never look complete
-            kill_point("keeper.retain")
-        for name in its_names:
-            if name != manifest:
-                self.store.delete(name)
-        self._readable.discard(found)
 
 
 class ShareRetention:
@@ -121,9 +113,7 @@ class ShareRetention:
         doomed = set(line.current) | {one for one in line.superseded if one[1] <= complete[1]}
         half_done = {one for one in files if one not in saved and one < complete}
         for one in sorted((doomed | half_done) - kept):
-            for name in sorted(files[one], key=_document_first):
-                self.store.delete(name)
-                kill_point("keeper.retain")
+            delete_files(self.store, files[one], on_deleted=lambda _: kill_point("keeper.retain"))
             yield Deleted(*one, was_complete=one in saved)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:
@@ -158,8 +148,7 @@ def passed_over(files: Mapping[Id, Sequence[str]]) -> set[Id]:
     return {one for one in found if one[0] in attempts}
 
 
-def _document_first(name: str) -> tuple[bool, bool]:
-    """Return the sort key that puts the manifest first, then parts: a document never outlives its files."""
+def _pass_manifest(name: str) -> None:
     facts = names.parse(name)
-    kind = facts.kind if facts else ""
-    return kind != "manifest", kind != "part"
+    if facts and facts.kind == "manifest":
+        kill_point("keeper.retain")

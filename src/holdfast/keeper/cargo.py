@@ -10,6 +10,7 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, Part
 from holdfast.home.commit import merge_parts
+from holdfast.home.listing import scan_step
 from holdfast.keeper.config import KeeperConfig
 from holdfast.store import Store
 
@@ -83,8 +84,8 @@ class Share(Cargo):
         self._attempt, self._step = attempt, step
         self._sizes: dict[int, Sizes] = {}  # by saved rank, of the files that its part names
         self._world_size: int | None = None
-        found = (names.parse(entry.name) for entry in near.list(f"{names.step_dir(step)}/"))
-        held = {f.rank for f in found if f and f.kind == "part" and f.attempt == attempt}
+        parts_of = (facts for _, facts in scan_step(near, step) if facts.kind == "part")
+        held = {facts.rank for facts in parts_of if facts.attempt == attempt}
         self.ranks = tuple(rank for rank in sorted(held) if terms.is_mine(rank))
 
     def manifest(self, there: Sizes) -> bytes | None:

@@ -15,6 +15,7 @@ from holdfast.format.part import Ancestors, DataFile, Part
 from holdfast.home.attempts import check_not_fenced
 from holdfast.home.commit import check_not_refused, publish
 from holdfast.home.history import History
+from holdfast.home.listing import Id, scan
 from holdfast.keeper.cargo import Cargo, Share, Sizes, Whole
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.frozen import FrozenFile
@@ -24,8 +25,6 @@ from holdfast.killpoint import kill_point
 from holdfast.store import Store
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
-
-Id = tuple[int, int]  # (attempt, step), the order of checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +157,8 @@ class Drain:
             newer = {other for other in self._due if other > one}
         if not newer:
             return False
-        found = (names.parse(entry.name) for entry in self._home.list("step-"))
-        begun = {(f.attempt, f.step) for f in found if f and f.rank >= 0}
+        found = (facts for _, facts in scan(self._home, "step-") if facts.rank >= 0)
+        begun = {(facts.attempt, facts.step) for facts in found}
         return not newer.isdisjoint(begun)
 
     # -- one checkpoint --------------------------------------------------------------------------------------

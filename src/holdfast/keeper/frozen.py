@@ -9,6 +9,7 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile
+from holdfast.home.listing import scan
 from holdfast.keeper import rate
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.persist import has_image
@@ -120,5 +121,5 @@ class FrozenFile:
         return self._newest
 
     def _parts_with_frozen(self) -> list[tuple[int, int]]:
-        found = (names.parse(entry.name) for entry in self._store.list("step-"))
-        return [(f.attempt, f.step) for f in found if f and f.kind == "frozen" and f.rank == self._terms.rank]
+        found = (facts for _, facts in scan(self._store, "step-") if facts.kind == "frozen")
+        return [(facts.attempt, facts.step) for facts in found if facts.rank == self._terms.rank]

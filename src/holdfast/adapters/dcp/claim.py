@@ -9,10 +9,8 @@ import threading
 from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
-from holdfast.format import names
-from holdfast.format import run as runs
 from holdfast.format.part import Ancestors
-from holdfast.home.attempts import check_not_fenced
+from holdfast.home.attempts import check_not_fenced, read_claim
 from holdfast.home.claim import claim_attempt, claim_run
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import Listing, candidates, list_home
@@ -107,7 +105,7 @@ def _read_ancestors(store: Store, found: tuple[int, int], run: str) -> Ancestors
 
 def _is_own(store: Store, number: int, world_size: int, trainer: int) -> bool:
     try:
-        found = runs.parse(runs.Attempt, store.get(names.attempt(number)), names.attempt(number))
+        found = read_claim(store, number)
     except (NotFound, Corrupt):
         return False
     return (found.host, found.pid, found.world_size) == (socket.gethostname(), trainer, world_size)

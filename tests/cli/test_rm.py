@@ -14,9 +14,10 @@ import torch
 
 import holdfast as api
 from cli.conftest import Command, flip, save
-from holdfast.cli import inventory, rm
+from holdfast.cli import homes, rm
 from holdfast.errors import Corrupt, RetryLater
 from holdfast.format import names, run
+from holdfast.home.inventory import take_inventory
 from holdfast.store import open_store
 from holdfast.testing import FaultyStore
 
@@ -157,7 +158,7 @@ def test_the_manifest_goes_first(home: Path) -> None:
     for failing in range(1, 6):
         store = FaultyStore(open_store(home))
         store.fail("delete", RetryLater("the disk is gone"), nth=failing)
-        found = inventory.take_inventory(store, inventory.open_home(str(home))[1])
+        found = take_inventory(store, homes.open_home(str(home))[1], None)
         row = next(row for row in found.rows if row.step == 200)
         with pytest.raises(RetryLater):
             rm.delete(store, found, row)

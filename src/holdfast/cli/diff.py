@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli import TROUBLE, values
-from holdfast.cli.inventory import open_home
+from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_filter, add_json, add_patience, command
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import Corrupt

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from holdfast.cli.bars import byte_bar
-from holdfast.cli.inventory import open_home
+from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, add_prefixes, add_step, command, step_number
 from holdfast.cli.tables import print_json
 from holdfast.quantity import plural, read_bytes, say_bytes, say_seconds

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast.cli.inventory import open_home
+from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
 from holdfast.cli.tables import print_csv, print_json, print_table, say_moment
 from holdfast.errors import InvalidInput

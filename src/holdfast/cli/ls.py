@@ -5,17 +5,10 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from holdfast.cli.inventory import (
-    INCOMPLETE,
-    SUPERSEDED,
-    Inventory,
-    Row,
-    open_home,
-    open_tiers,
-    take_inventory,
-)
+from holdfast.cli.homes import open_home, open_tiers, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_json, print_table, print_text, say_age
+from holdfast.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
 from holdfast.quantity import plural, say_bytes
 
 _EXAMPLES = """
@@ -43,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
     """List a home; reads manifests and sizes, no data."""
     if args.local is None:
         store, home = open_home(args.home)
-        inventory = take_inventory(store, home)
+        inventory = take_inventory(store, home, read_run_id(store))
     else:
         store, home, tiers = open_tiers(args.home, args.local)
-        inventory = take_inventory(store, home, tiers)
+        inventory = take_inventory(store, home, read_run_id(store), tiers)
     rows = [row for row in inventory.rows if args.all or row.state not in (SUPERSEDED, INCOMPLETE)]
     if args.json:
         shown = [row.as_json() for row in rows]

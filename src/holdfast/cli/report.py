@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.cli.inventory import open_home
+from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater

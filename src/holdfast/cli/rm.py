@@ -5,17 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from holdfast.cli.inventory import (
-    COMPLETE,
-    DAMAGED,
-    INCOMPLETE,
-    PASSED,
-    SUPERSEDED,
-    Inventory,
-    Row,
-    open_home,
-    take_inventory,
-)
+from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.options import (
     Commands,
     add_attempt,
@@ -31,6 +21,16 @@ from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.format import names
 from holdfast.home.attempts import newest_number, note_emptied
 from holdfast.home.deletion import delete_files
+from holdfast.home.inventory import (
+    COMPLETE,
+    DAMAGED,
+    INCOMPLETE,
+    PASSED,
+    SUPERSEDED,
+    Inventory,
+    Row,
+    take_inventory,
+)
 from holdfast.quantity import plural, say_bytes
 from holdfast.store import Store
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         )
         raise InvalidInput(message)
     store, home = open_home(args.home)
-    inventory = take_inventory(store, home)
+    inventory = take_inventory(store, home, read_run_id(store))
     rows = _choose(inventory, args, is_done=store.size(names.DONE) is not None)
     if args.step is not None and not rows:
         message = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.cli import values
-from holdfast.cli.inventory import open_home
+from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
 from holdfast.cli.tables import print_json, print_table, say_age, say_moment
 from holdfast.errors import InvalidInput

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.cli import FOUND, TROUBLE
 from holdfast.cli.bars import byte_bar
-from holdfast.cli.inventory import open_home, read_run_id
+from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
 from holdfast.cli.tables import print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
 from holdfast.home.listing import list_home
 from holdfast.store.contract import Store
@@ -54,3 +55,16 @@ def drop_note(store: Store, step: int, attempt: int) -> None:
     name = names.passed(step, attempt)
     if store.size(name) is not None:
         store.delete(name)
+
+
+def read_reason(store: Store, step: int, attempt: int) -> str:
+    """Return the reason why a restore has skipped a checkpoint, from its note.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    name = names.passed(step, attempt)
+    try:
+        return run.parse(run.Passed, store.get(name), name).reason
+    except (Corrupt, NotFound, Unsupported) as error:
+        return str(error)

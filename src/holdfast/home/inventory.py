@@ -1,22 +1,19 @@
-"""All checkpoints of a home, each with its state, as a listing and the manifests tell it."""
+"""Inventory of a home: every checkpoint with its state, from a listing and the manifests."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
-from holdfast.format import names, run
+from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
-from holdfast.home.documents import check_files, read_manifest, read_run, read_run_document
-from holdfast.home.listing import ListedSave, Listing, list_home
+from holdfast.home.documents import check_files, read_manifest
+from holdfast.home.listing import ListedSave, Listing
+from holdfast.home.skipped import read_reason
 from holdfast.policy import Line, line_of
 from holdfast.quantity import plural
-from holdfast.store import Store, open_store
-from holdfast.store.nearest import Nearest
+from holdfast.store import Store
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
 DAMAGED, UNSUPPORTED, PASSED = "damaged", "unsupported", "passed over"
@@ -28,7 +25,7 @@ Passed over: a restore has found it damaged or could not read it; retention leav
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checkpoint, or what might have become one. `num_bytes` counts all its files."""
+    """One checkpoint, or an incomplete save. `num_bytes` counts all its files."""
 
     step: int
     attempt: int
@@ -38,11 +35,11 @@ class Row:
     num_bytes: int
     created_unix_s: float | None
     base_step: int | None
-    reason: str | None  # what is wrong, where the state does not say it
-    tiers: tuple[str, ...] = ()  # where it is, nearest first, if more than one place was looked at
+    reason: str | None  # what is wrong, beyond the state
+    tiers: tuple[str, ...] = ()  # where it is, nearest first, if several places were listed
 
     def as_json(self) -> dict[str, Any]:
-        """Its members for JSON; `tiers` only where they were asked for."""
+        """Return its members for JSON; `tiers` only if several places were listed."""
         members = asdict(self)
         if not self.tiers:
             del members["tiers"]
@@ -51,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a home holds. `rows` are newest first; the newest is the first complete one."""
+    """All checkpoints and incomplete saves of a home, newest first."""
 
     home: Listing
     run_id: str | None
@@ -59,73 +56,24 @@ class Inventory:
 
     @property
     def newest(self) -> Row | None:
-        """What a restore would try first of all that looks whole."""
+        """The checkpoint that a restore would try first."""
         return next((row for row in self.rows if row.is_newest), None)
 
 
-def open_home(place: str) -> tuple[Store, Listing]:
-    """The store and the listing of a home that exists.
-
-    Raises:
-        NotFound: there is no home.
-        InvalidInput: no place that can be.
-        Unsupported: a kind of place that this version does not read.
-        RetryLater: the store failed.
-    """
-    store = open_store(place)
-    home = list_home(store)
-    if not home.saved and not home.attempts and store.size(names.RUN) is None:
-        found = re.fullmatch(r"(.*?)/*(step-\d{8,})/?", place)
-        hint = f"HOME is the folder above it: {found[1] or '.'}." if found else "Check the path."
-        message = f"{place} holds no run: there is no {names.RUN} and no checkpoint in it. {hint}"
-        raise NotFound(message)
-    return store, home
-
-
-def read_run_id(store: Store) -> str | None:
-    """Id of the run that a home holds; a damaged `holdfast.json` is told on stderr and passed over."""
-    try:
-        read_run_document(store)
-    except Corrupt as error:
-        print(f"holdfast: {error} Going on with what the rest of the home says.", file=sys.stderr)
-    try:
-        found = read_run(store)
-    except (Corrupt, Unsupported) as error:
-        print(f"holdfast: {error} Going on without it.", file=sys.stderr)
-        return None
-    return found.id if found else None
-
-
-def open_tiers(place: str, local: str) -> tuple[Store, Listing, dict[str, Listing]]:
-    """A home and a host's local folder as one store, with its listing and those of both.
-
-    Raises:
-        NotFound: there is no home, or nothing of a run in the folder.
-        InvalidInput: the folder holds another run.
-        RetryLater: a store failed.
-    """
-    home, in_home = open_home(place)
-    near, in_near = open_home(local)
-    runs = read_run(home), read_run(near)
-    if None not in runs and len({run.id for run in runs if run}) > 1:
-        message = f"{local} holds another run than {place}: it is not a local folder of it."
-        raise InvalidInput(message)
-    store = Nearest([near, home])
-    return store, list_home(store), {"local": in_near, "home": in_home}
-
-
-def take_inventory(store: Store, home: Listing, tiers: Mapping[str, Listing] | None = None) -> Inventory:
-    """Read all manifests of a home and tell the state of everything in it.
+def take_inventory(
+    store: Store, home: Listing, run_id: str | None, tiers: Mapping[str, Listing] | None = None
+) -> Inventory:
+    """Read all manifests of a home, and return the state of every checkpoint and incomplete save.
 
     Args:
         store: the home, or several tiers of it as one.
         home: its listing.
-        tiers: the listing of each tier, to tell for every checkpoint where it is.
+        run_id: id of the run; None if no document names it.
+        tiers: the listing of each tier, to find the tiers of every checkpoint.
 
     Raises:
         RetryLater: the store failed.
     """
-    run_id = read_run_id(store)
     manifests: dict[tuple[int, int], Manifest] = {}
     wrong: dict[tuple[int, int], HoldfastError] = {}
     for key, saved in home.saved.items():
@@ -136,7 +84,11 @@ def take_inventory(store: Store, home: Listing, tiers: Mapping[str, Listing] | N
             check_files(list(tiers.values()) if tiers else [home], manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
             wrong[key] = error
-    passed = {key: _passed_reason(store, *key) for key, saved in home.saved.items() if saved.was_passed}
+    passed = {
+        key: f"passed over by a restore: {read_reason(store, *key)}"
+        for key, saved in home.saved.items()
+        if saved.was_passed
+    }
     found = {(a, s): one.ancestors for (s, a), one in manifests.items() if (s, a) not in passed}
     line = line_of(found, max(found), found[max(found)]) if found else Line((), ())
     superseded = {(step, attempt) for attempt, step in line.superseded}
@@ -157,18 +109,8 @@ def take_inventory(store: Store, home: Listing, tiers: Mapping[str, Listing] | N
     return Inventory(home, run_id, tuple(placed))
 
 
-def _passed_reason(store: Store, step: int, attempt: int) -> str:
-    """Return why a checkpoint was passed over, as the note about it says."""
-    name = names.passed(step, attempt)
-    try:
-        reason = run.parse(run.Passed, store.get(name), name).reason
-    except (Corrupt, NotFound, Unsupported) as error:
-        reason = str(error)
-    return f"passed over by a restore: {reason}"
-
-
 def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:
-    """The tiers that have something of a checkpoint, with the ranks whose files are there if not all are."""
+    """Return the tiers that have files of a checkpoint, with their ranks if some are missing."""
     found: list[str] = []
     for tier, listing in tiers.items():
         saved = listing.saved.get((row.step, row.attempt))
@@ -176,12 +118,12 @@ def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:
             continue
         ranks = sorted(saved.parts.keys() & saved.data.keys())
         is_whole = saved.is_committed and len(ranks) == row.ranks
-        found.append(tier if is_whole else f"{tier} (ranks {_say_ranks(ranks)})")
+        found.append(tier if is_whole else f"{tier} (ranks {_format_ranks(ranks)})")
     return tuple(found)
 
 
-def _say_ranks(ranks: Sequence[int]) -> str:
-    """Numbers in a few words: `0-3, 6`."""
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as `0-3, 6`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

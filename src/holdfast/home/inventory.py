@@ -63,7 +63,7 @@ class Inventory:
 def take_inventory(
     store: Store, home: Listing, run_id: str | None, tiers: Mapping[str, Listing] | None = None
 ) -> Inventory:
-    """Read all manifests of a home, and return the state of every checkpoint and incomplete save.
+    """Read all manifests of a home, and return the state of each checkpoint.
 
     Args:
         store: the home, or several tiers of it as one.
@@ -110,7 +110,7 @@ def take_inventory(
 
 
 def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:
-    """Return the tiers that have files of a checkpoint, with their ranks if some are missing."""
+    """Return the tiers that have files of a checkpoint, and which ranks' if not all."""
     found: list[str] = []
     for tier, listing in tiers.items():
         saved = listing.saved.get((row.step, row.attempt))

@@ -663,7 +663,7 @@ def _run_committed(data: bytes) -> None:
     store = MemoryStore("fuzz")
     store.put("history/a0001-rank-00000.jsonl", data)
     with contextlib.suppress(HoldfastError):
-        list(find_losses(store))
+        list(find_losses([store]))
 
 
 def _run_unsent(data: bytes) -> None:

@@ -14,9 +14,7 @@ from holdfast.format import names
 from holdfast.home.commit import commit
 from holdfast.home.listing import list_home
 from holdfast.home.recovery import recover_commit
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.presence import Trace
-from holdfast.keeper.presence import process_start
+from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.process import Desk, Job, Work
 from holdfast.store import local
 from holdfast.store.local import LocalStore

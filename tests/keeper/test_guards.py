@@ -13,9 +13,7 @@ import pytest
 from holdfast.errors import Denied, HoldfastError, RetryLater
 from holdfast.format import names
 from holdfast.keeper import process
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.presence import Trace
-from holdfast.keeper.presence import process_start
+from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.process import Desk, Job, Work
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore

@@ -18,12 +18,7 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.home.documents import read_manifest
 from holdfast.keeper.held import HeldStore, Image, end_held, offer
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.presence import Trace
-from holdfast.keeper.presence import home_dir
-from holdfast.keeper.presence import living
-from holdfast.keeper.presence import process_start
-from holdfast.keeper.presence import wait_for_orphans
+from holdfast.keeper.presence import Presence, Trace, home_dir, living, process_start, wait_for_orphans
 from holdfast.restore.fill import fill
 from holdfast.stage import Arena
 from holdfast.state.load import Target

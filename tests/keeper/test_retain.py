@@ -15,9 +15,7 @@ from holdfast.home.listing import Id, candidates, list_home
 from holdfast.home.retain import Retention, ShareRetention
 from holdfast.home.skipped import Passed, drop_note, note_passed
 from holdfast.keeper import KeeperConfig, protocol
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.presence import Trace
-from holdfast.keeper.presence import process_start
+from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.process import Desk, Job, Work
 from holdfast.policy import Keep
 from holdfast.store.local import LocalStore

@@ -3,8 +3,7 @@
 from holdfast.keeper.client import Images, Keeper, wait_for_let_go
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.held import HeldStore, end_held
-from holdfast.keeper.presence import find_writers
-from holdfast.keeper.presence import wait_for_orphans
+from holdfast.keeper.presence import find_writers, wait_for_orphans
 from holdfast.keeper.save import Save
 
 __all__ = [

@@ -21,9 +21,7 @@ from holdfast.errors import HoldfastError, RetryLater
 from holdfast.keeper import protocol
 from holdfast.keeper.config import IGNORED_SIGNALS, KeeperConfig
 from holdfast.keeper.outbox import Outbox
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.presence import Trace
-from holdfast.keeper.presence import process_start
+from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
 from holdfast.keeper.save import Save
 from holdfast.quantity import say_seconds

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from holdfast.errors import Corrupt, HoldfastError, NotFound
 from holdfast.keeper import protocol
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.presence import living
+from holdfast.keeper.presence import Presence, living
 from holdfast.store.contract import Entry, Properties
 from holdfast.store.readonly import ReadOnly
 

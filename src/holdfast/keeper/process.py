@@ -28,9 +28,7 @@ from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.held import Image, offer
 from holdfast.keeper.persist import persist
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.presence import living
-from holdfast.keeper.presence import process_start
+from holdfast.keeper.presence import Presence, living, process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
 from holdfast.killpoint import kill_point
 from holdfast.policy import Keep

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
+from holdfast.home.listing import candidates, list_home
 from holdfast.report.attempts import AttemptSpan, attempt_spans
 from holdfast.report.curves import Curve, collect_curves
 from holdfast.report.events import MEMORY, HistoryEvent, parse_events, read_lines
@@ -24,8 +25,6 @@ from holdfast.report.save_interval import BestInterval, best_interval, lost_shar
 from holdfast.report.saves import SaveRecord, collect_saves
 from holdfast.report.spans import Span, seconds_of
 from holdfast.report.tier_levels import TierLevel, tier_levels
-from holdfast.home.listing import candidates
-from holdfast.home.listing import list_home
 from holdfast.store import Store
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)

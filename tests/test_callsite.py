@@ -31,7 +31,7 @@ home = sys.argv[1]
 with holdfast.Checkpointer(home, {"model": model}) as ckpt:
     ckpt.save(1).wait_durable()
     kill_the_keeper()
-    while not ckpt._keeper.problems:
+    while not ckpt._attempt.keeper.problems:
         time.sleep(0.01)
     ckpt.save(2)  # <- here
 """

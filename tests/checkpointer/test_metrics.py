@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import metrics
+from holdfast.checkpointer import metrics
 from holdfast.checkpointer.metrics import Metrics, Number
 from holdfast.report import read_summary
 from holdfast.report.curves import Point
@@ -22,8 +22,8 @@ from holdfast.store import open_store
 from stage.training import make_checkpointer
 
 
-class Teller:
-    """Takes batches, as a keeper does."""
+class Receiver:
+    """Receiver of batches, in place of a keeper."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[int], dict[str, list[Number]]]] = []
@@ -47,22 +47,22 @@ def losses(home: Path) -> tuple[Point, ...]:
 
 
 def test_numbers_of_all_kinds_become_columns() -> None:
-    told, numbers = Teller(), Metrics()
+    sent, numbers = Receiver(), Metrics()
     numbers.add(1, {"loss": torch.tensor([2.5], requires_grad=True), "lr": 1, "norm": np.float32(0.5)})
     numbers.add(2, {"loss": torch.tensor(math.nan), "lr": -math.inf})
     numbers.add(2, {"lr": True})
-    numbers.tell(told)
-    assert told.batches == [([1, 2], {"loss": [2.5, "nan"], "lr": [1.0, 1.0], "norm": [0.5, None]})]
+    numbers.flush(sent)
+    assert sent.batches == [([1, 2], {"loss": [2.5, "nan"], "lr": [1.0, 1.0], "norm": [0.5, None]})]
 
 
-def test_a_number_is_taken_as_it_is_now() -> None:
+def test_a_number_is_recorded_as_it_is_now() -> None:
     """Training may change the tensor in place before anybody reads it."""
-    told, numbers, total = Teller(), Metrics(), torch.zeros(())
+    sent, numbers, total = Receiver(), Metrics(), torch.zeros(())
     for step in (1, 2):
         total += 1
         numbers.add(step, {"total": total})
-    numbers.tell(told)
-    assert told.batches[0][1] == {"total": [1.0, 2.0]}
+    numbers.flush(sent)
+    assert sent.batches[0][1] == {"total": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize(
@@ -91,31 +91,31 @@ def test_names_have_a_limit() -> None:
 def test_batches_fit_into_a_message_whatever_they_hold() -> None:
     from holdfast.keeper.protocol import MAX_PACKET_BYTES
 
-    told, numbers = Teller(), Metrics()
+    sent, numbers = Receiver(), Metrics()
     names = ["\U0001f41a" * 60 + f"{number:04}" for number in range(metrics.MAX_NAMES)]
     for step in range(10**8, 10**8 + 100):
         numbers.add(step, dict.fromkeys(names, -1.2345678901234567e-300))
-    numbers.tell(told)
-    assert sum(len(steps) for steps, _ in told.batches) == 100
-    assert max(len(json.dumps(batch)) for batch in told.batches) < MAX_PACKET_BYTES - 1000
+    numbers.flush(sent)
+    assert sum(len(steps) for steps, _ in sent.batches) == 100
+    assert max(len(json.dumps(batch)) for batch in sent.batches) < MAX_PACKET_BYTES - 1000
 
 
 def test_numbers_that_nobody_takes_are_bounded() -> None:
-    told, numbers = Teller(), Metrics()
+    sent, numbers = Receiver(), Metrics()
     for step in range(30_000):
         numbers.add(step, {"loss": 1.0})
-    numbers.tell(told)
-    steps = [step for steps, _ in told.batches for step in steps]
+    numbers.flush(sent)
+    steps = [step for steps, _ in sent.batches for step in steps]
     assert steps == list(range(10_000, 30_000)), "the newest stay"
 
 
 def test_after_very_many_numbers_only_some_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "THIN_AFTER", 20)
-    told, numbers = Teller(), Metrics()
+    sent, numbers = Receiver(), Metrics()
     for step in range(1, 1001):
         numbers.add(step, {"loss": 1.0})
-    numbers.tell(told)
-    steps = [step for steps, _ in told.batches for step in steps]
+    numbers.flush(sent)
+    steps = [step for steps, _ in sent.batches for step in steps]
     assert steps[:22] == [*range(1, 21), 30, 40]
     assert len(steps) < 60
 
@@ -129,7 +129,7 @@ def test_without_steps_the_step_can_be_named(tmp_path: Path) -> None:
     assert losses(tmp_path / "home") == (Point(7, 1, 0.5), Point(8, 1, 0.25))
 
 
-def test_each_step_of_the_loop_is_told_once(tmp_path: Path) -> None:
+def test_each_step_of_the_loop_is_recorded_once(tmp_path: Path) -> None:
     state: dict[str, Any] = {"x": torch.ones(2)}
     with make_checkpointer(tmp_path / "home", state, every=4) as ckpt:
         for step in ckpt.steps(10):
@@ -155,7 +155,7 @@ def test_a_killed_keeper_loses_no_number_that_a_checkpoint_needs(tmp_path: Path)
     def train() -> None:
         with make_checkpointer(tmp_path / "home", {"x": torch.ones(2)}) as ckpt:
             ckpt.save(1).wait_durable()
-            keeper = ckpt._keeper
+            keeper = ckpt._attempt.keeper
             assert keeper is not None
             for step in range(2, 8):
                 if step % 2:
@@ -172,7 +172,7 @@ def test_a_killed_keeper_loses_no_number_that_a_checkpoint_needs(tmp_path: Path)
     assert [point.step for point in losses(tmp_path / "home")] == list(range(2, 8))
 
 
-def test_going_back_is_told(tmp_path: Path) -> None:
+def test_going_back_is_recorded(tmp_path: Path) -> None:
     state: dict[str, Any] = {"x": torch.ones(2)}
     with make_checkpointer(tmp_path / "home", state, every=2, keep=None) as ckpt:
         for step in range(1, 5):
@@ -206,10 +206,10 @@ def test_a_history_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_a_number_on_a_device_is_read_when_it_is_there() -> None:
     """It is copied behind the work that is queued, and nobody waits for it before a save does."""
-    told, numbers = Teller(), Metrics()
+    sent, numbers = Receiver(), Metrics()
     total = torch.zeros((), device="cuda")
     for step in range(1, 4):
         total += 1
         numbers.add(step, {"total": total})
-    numbers.tell(told, upto=3)
-    assert [value for _, values in told.batches for value in values["total"]] == [1.0, 2.0, 3.0]
+    numbers.flush(sent, upto=3)
+    assert [value for _, values in sent.batches for value in values["total"]] == [1.0, 2.0, 3.0]

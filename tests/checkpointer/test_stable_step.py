@@ -1,34 +1,34 @@
-"""Ranks learn which save all of them have, however late and holey their own saves are."""
+"""Ranks find the newest save that all of them have, however late or incomplete their own saves are."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpointer.stable_step import Consensus
+from holdfast.checkpointer.stable_step import StableStep
 
 
 class World:
-    """Ranks that exchange words as `Ranks.pulse` has them do: each hears what was said at the call before."""
+    """Ranks that exchange values as `Ranks.pulse` does: each receives what was sent at the call before."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.ranks = [Consensus() for _ in range(num_ranks)]
-        self._said: list[tuple[int, bool]] = []
+        self.ranks = [StableStep() for _ in range(num_ranks)]
+        self._sent: list[tuple[int, bool]] = []
 
     def exchange(self) -> int | None:
-        """One exchange; what all ranks learn by it."""
-        said = [rank.say() for rank in self.ranks]
+        """Run one exchange, and return the step that all ranks found by it."""
+        sent = [rank.propose() for rank in self.ranks]
         lowest, is_lacked = -1, False
-        if self._said:
-            lowest = min(newest for newest, _ in self._said)
-            is_lacked = any(lacks for _, lacks in self._said)
-        self._said = said
-        learnt = {rank.hear(lowest, is_lacked=is_lacked) for rank in self.ranks}
-        assert len(learnt) == 1, "every rank learns the same"
-        return learnt.pop()
+        if self._sent:
+            lowest = min(newest for newest, _ in self._sent)
+            is_lacked = any(lacks for _, lacks in self._sent)
+        self._sent = sent
+        found = {rank.receive(lowest, is_lacked=is_lacked) for rank in self.ranks}
+        assert len(found) == 1, "every rank finds the same step"
+        return found.pop()
 
 
-def test_what_all_have_is_learnt_after_four_exchanges() -> None:
+def test_a_step_of_all_ranks_is_found_after_four_exchanges() -> None:
     world = World(3)
     for rank in world.ranks:
         rank.add(10)
@@ -36,7 +36,7 @@ def test_what_all_have_is_learnt_after_four_exchanges() -> None:
     assert {rank.newest for rank in world.ranks} == {10}
 
 
-def test_what_one_lacks_is_never_learnt() -> None:
+def test_a_step_that_one_rank_lacks_is_never_found() -> None:
     """The lowest of the newest is 20, which the first rank failed to save; 10 was never proposed."""
     world = World(2)
     for step in (10, 30):
@@ -52,7 +52,7 @@ def test_what_one_lacks_is_never_learnt() -> None:
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=4), min_size=1, max_size=40)
 )
-def test_only_what_every_rank_has_is_ever_learnt(events: list[list[tuple[int, int]]]) -> None:
+def test_only_steps_of_every_rank_are_found(events: list[list[tuple[int, int]]]) -> None:
     """Ranks save the same steps in order, each in its own time, and some of them never."""
     world = World(3)
     at, has = [0, 0, 0], [set[int](), set[int](), set[int]()]
@@ -62,15 +62,15 @@ def test_only_what_every_rank_has_is_ever_learnt(events: list[list[tuple[int, in
             at[rank] += stride  # the steps it strides over have failed here
             has[rank].add(at[rank])
             world.ranks[rank].add(at[rank])
-        learnt = world.exchange()
-        if learnt is not None:
-            assert all(learnt in own for own in has)
-            known.append(learnt)
+        found = world.exchange()
+        if found is not None:
+            assert all(found in own for own in has)
+            known.append(found)
     assert known == sorted(set(known))
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=3))
-def test_when_all_have_caught_up_the_newest_is_learnt(late: list[int]) -> None:
+def test_the_newest_step_is_found_once_all_ranks_have_it(late: list[int]) -> None:
     world = World(3)
     for moment in range(12):
         for rank, wait in zip(world.ranks, late, strict=True):

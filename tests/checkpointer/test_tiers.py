@@ -34,41 +34,6 @@ def make_tiers(folder: Path, **options: Any) -> Tiers:
     return Tiers(folder / "home", given.pop("local"), **given)
 
 
-def sent(tiers: Tiers, steps: range) -> list[int]:
-    return [step for step in steps if tiers.goes_home(step, must=False, alone=False)]
-
-
-def test_without_a_policy_every_save_goes_home(tmp_path: Path) -> None:
-    assert sent(make_tiers(tmp_path), range(1, 4)) == [1, 2, 3]
-
-
-def test_steps_are_counted_alike_on_every_rank(tmp_path: Path) -> None:
-    assert sent(make_tiers(tmp_path, home_every=10), range(2, 31, 2)) == [10, 20, 30]
-
-
-def test_what_must_go_home_goes(tmp_path: Path) -> None:
-    tiers = make_tiers(tmp_path, home_every=10)
-    assert tiers.goes_home(3, must=True, alone=False)
-    assert not tiers.goes_home(4, must=False, alone=False)
-
-
-def test_a_clock_is_rank_0s_unless_there_is_but_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 0.0
-    monkeypatch.setattr("holdfast.checkpointer.tiers.time.monotonic", lambda: now_s)
-    tiers = make_tiers(tmp_path, home_every="10s")
-    now_s = 11.0
-    assert tiers.is_due_by_clock(5)
-    assert not tiers.goes_home(5, must=False, alone=False), "nobody has said so to all ranks"
-    tiers.hear(is_due=True, said_step=5)
-    assert tiers.goes_home(6, must=False, alone=False)
-    tiers.hear(is_due=True, said_step=6)
-    assert not tiers.goes_home(7, must=False, alone=False), "that was said before the last one went"
-    now_s = 22.0
-    assert tiers.goes_home(8, must=False, alone=True)
-
-
 def test_a_policy_for_home_needs_a_nearer_place(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="home_every= needs local="):
         make_tiers(tmp_path, local=None, home_every=10)

@@ -35,8 +35,8 @@ def keepers() -> list[psutil.Process]:
 
 
 def pid_of(ckpt: holdfast.Checkpointer) -> int:
-    assert ckpt._keeper is not None
-    return ckpt._keeper.pid
+    assert ckpt._attempt.keeper is not None
+    return ckpt._attempt.keeper.pid
 
 
 def test_each_checkpointer_has_one_keeper_until_it_is_closed(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ import os, signal, sys, torch, holdfast
 ckpt = holdfast.Checkpointer(sys.argv[1], {"x": torch.arange(3_000_000.0)}, quiet=True)
 ckpt.save(7).wait_staged()
 ending = sys.argv[2]
-print(ckpt._keeper.pid, flush=True)
+print(ckpt._attempt.keeper.pid, flush=True)
 os._exit(3) if ending == "_exit" else os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -227,10 +227,10 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(tmp_path: Path) -> N
                 warnings.simplefilter("ignore")
                 ckpt.save(step)
             for number in range(100):
-                ckpt._keeper.note("saved", step=step, detail=f"{number}")  # pyright: ignore[reportOptionalMemberAccess]
+                ckpt._attempt.keeper.note("saved", step=step, detail=f"{number}")  # pyright: ignore[reportOptionalMemberAccess]
                 ckpt.record(loss=1.0)
         assert stopped.status() == psutil.STATUS_STOPPED, "training did not wait until it was replaced"
-        pending = list(ckpt._saves)
+        pending = ckpt._attempt.saves.pending
         for save in pending:
             save.wait_durable(60)
         assert pid_of(ckpt) != stopped.pid

@@ -126,12 +126,12 @@ def skip_together(rank: int, home: Path) -> list[str]:
 
     with make_checkpointer(home, {"x": torch.ones(1000)}, when_full="skip", memory="64kB") as ckpt:
         ckpt.save(1).wait_durable()
-        held = ckpt._arenas.acquire(50_000, timeout_s=10) if rank == 1 else None
+        held = ckpt._pipeline.arenas.acquire(50_000, timeout_s=10) if rank == 1 else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             states = [ckpt.save(2).state]
         if held is not None:
-            ckpt._arenas.release(held)
+            ckpt._pipeline.arenas.release(held)
         save = ckpt.save(3)
         save.wait_durable()
         return [*states, save.state]

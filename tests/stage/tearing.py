@@ -67,8 +67,8 @@ def train(
                 gate.opened.clear()
                 saves.append(ckpt.save(step))
                 if rank == 0 and step in kills:
-                    assert ckpt._keeper is not None
-                    os.kill(ckpt._keeper.pid, signal.SIGKILL)
+                    assert ckpt._attempt.keeper is not None
+                    os.kill(ckpt._attempt.keeper.pid, signal.SIGKILL)
                 if step in tears:
                     if rank not in tears[step]:
                         gate.opened.set()

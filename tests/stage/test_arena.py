@@ -195,7 +195,7 @@ def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
         )
         gate.opened.set()
         first.wait_durable()
-        wait_until(lambda: ckpt._arenas.has_room(100_000))
+        wait_until(lambda: ckpt._pipeline.arenas.has_room(100_000))
         expected = snapshot(state)
         ckpt.save(3)
     check_saved(home, 3, expected)
@@ -247,13 +247,13 @@ def test_a_save_that_waits_for_memory_says_how_long(tmp_path: Path, monkeypatch:
     with make_checkpointer(home, state, memory="180kB") as ckpt:
         ckpt.save(1)
         before = ckpt.waited_for_memory_s
-        opener = threading.Thread(target=open_when_awaited, args=(ckpt._arenas, gate))
+        opener = threading.Thread(target=open_when_awaited, args=(ckpt._pipeline.arenas, gate))
         opener.start()
         expected = snapshot(state)
         ckpt.save(2)
         opener.join()
         assert ckpt.waited_for_memory_s > before
-        assert len(ckpt._arenas.numbers()) == 1
+        assert len(ckpt._pipeline.arenas.numbers()) == 1
     check_saved(home, 2, expected)
 
 
@@ -281,13 +281,13 @@ def test_a_state_that_grows_leaves_no_memory_behind_in_either_process(tmp_path: 
     state: dict[str, Any] = {"plain": torch.zeros(MIB // 4)}
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         ckpt.save(1).wait_durable()
-        assert ckpt._keeper is not None
-        keeper = psutil.Process(ckpt._keeper.pid)
+        assert ckpt._attempt.keeper is not None
+        keeper = psutil.Process(ckpt._attempt.keeper.pid)
         for step, factor in enumerate((2, 3, 4), start=2):
-            wait_until(lambda: len(ckpt._arenas._free) == 1)
+            wait_until(lambda: len(ckpt._pipeline.arenas._free) == 1)
             state["plain"] = torch.full((factor * MIB // 4,), float(step))
             ckpt.save(step).wait_durable()
-            assert len(ckpt._arenas.numbers()) == 1
+            assert len(ckpt._pipeline.arenas.numbers()) == 1
             mapped = [m for m in keeper.memory_maps(grouped=False) if "holdfast-arena" in m.path]
             assert len(mapped) == 1
             check_saved(tmp_path / "home", step, {"plain": state["plain"]})
@@ -297,6 +297,6 @@ def test_preparing_ahead_makes_the_first_save_need_nothing_new(tmp_path: Path) -
     state = make_state()
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         ckpt.prepare()
-        before = ckpt._arenas.numbers()
+        before = ckpt._pipeline.arenas.numbers()
         ckpt.save(1)
-        assert ckpt._arenas.numbers() == before == [1]
+        assert ckpt._pipeline.arenas.numbers() == before == [1]

@@ -246,7 +246,7 @@ def test_a_copy_that_fails_is_told_and_the_next_save_works(
         train(model, state["optimizer"])
         ckpt.wait()
         assert ckpt.latest() == 2
-        assert len(ckpt._arenas.numbers()) == 1
+        assert len(ckpt._pipeline.arenas.numbers()) == 1
 
 
 DTYPES = [
@@ -322,4 +322,4 @@ def test_training_without_a_save_under_way_waits_for_nothing(tmp_path: Path) -> 
             warnings.simplefilter("error")
             for _ in range(3):
                 train(model, optimizer)
-        assert ckpt._stager.waited_s == 0.0
+        assert ckpt._pipeline.stager.waited_s == 0.0

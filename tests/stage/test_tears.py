@@ -92,7 +92,7 @@ def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
     model = make_model()
     state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
     with make_checkpointer(tmp_path / "home", state) as ckpt:
-        assert ckpt._stager.watcher.refusal == "Operation not permitted"
+        assert ckpt._pipeline.stager.watcher.refusal == "Operation not permitted"
         expected = snapshot(state)
         ckpt.save(1)
         model.get_parameter("2.weight").data.zero_()

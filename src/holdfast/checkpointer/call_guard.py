@@ -1,4 +1,4 @@
-"""Reentry: refuses a call that interrupts another call of the same thread and would wait for it for ever."""
+"""Guard against a call that interrupts another call of its own thread and would wait for it for ever."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from holdfast.errors import InvalidInput
 
 
-class Reentry:
-    """The calls under way on one object, by thread.
+class CallGuard:
+    """Registry of the calls under way on one object, by thread.
 
     A signal handler runs in the main thread, in the middle of whatever the main thread does. A call from it
     that needs an interrupted call to finish first would block for ever, so it is refused.
@@ -25,8 +25,8 @@ class Reentry:
         """Refuse further calls of this thread while the body runs.
 
         Args:
-            name: of the call, for the error.
-            alone: wait for calls of other threads that are to be alone too.
+            name: name of the call, for the error.
+            alone: wait for the calls of other threads that must run alone too.
 
         Raises:
             InvalidInput: a call of this thread is under way.

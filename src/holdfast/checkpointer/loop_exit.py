@@ -11,11 +11,11 @@ from types import FrameType, TracebackType
 _PAUSES = frozenset({"YIELD_VALUE", "RESUME", "SEND", "INSTRUMENTED_YIELD_VALUE", "INSTRUMENTED_RESUME"})
 
 Loop = tuple[tuple[int, object], ...]
-"""Identities of the frames that have asked a generator for its last item, innermost first."""
+"""Identities of the frames that requested the last item of a generator, innermost first."""
 
 
 def looping() -> Loop:
-    """Return which frames have asked the calling generator for an item: the loop's, and generators between.
+    """Return the frames that requested an item of the calling generator: the loop's, and generators between.
 
     Call it before each `yield`.
     """
@@ -37,14 +37,14 @@ def is_orderly(leaving: GeneratorExit, loop: Loop, around: BaseException | None)
     traceback, the instruction of the loop's frame that raised, and the frame has not moved since.
 
     Args:
-        leaving: the exception that ends the generator.
-        loop: of the last item, see `looping`.
-        around: the exception that was being handled when the loop began, if any.
+        leaving: exception that ends the generator.
+        loop: frames of the last item, see `looping`.
+        around: exception that was being handled when the loop began, if any.
 
     Returns:
-        None if the generator was kept after its loop and is dropped only now, so that nothing can be seen.
+        None if the generator was kept after its loop and is dropped only now, so the frames are gone.
 
-    Blocks: for a look at all objects of the process, about 0.1 s for a million.
+    Blocks: to visit all objects of the process, about 0.1 s for a million.
     """
     if leaving.__context__ is not None and leaving.__context__ is not around:
         return False  # closed by a handler of an exception, or by the `finally` after one
@@ -59,7 +59,7 @@ def is_orderly(leaving: GeneratorExit, loop: Loop, around: BaseException | None)
 
 
 def _has_raised(frame: FrameType) -> bool:
-    """True if the instruction at which a frame is has raised an exception."""
+    """Return True if the current instruction of a frame has raised an exception."""
     found = gc.get_referrers(frame)
     return any(
         isinstance(one, TracebackType) and one.tb_frame is frame and one.tb_lasti == frame.f_lasti
@@ -68,6 +68,6 @@ def _has_raised(frame: FrameType) -> bool:
 
 
 def _is_paused_generator(frame: FrameType) -> bool:
-    """True if a frame is that of a generator at a `yield`, where only GeneratorExit is raised."""
+    """Return True if a frame is a generator paused at a `yield`, where only GeneratorExit is raised."""
     is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
     return is_generator and dis.opname[frame.f_code.co_code[frame.f_lasti]] in _PAUSES

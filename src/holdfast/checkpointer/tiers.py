@@ -1,11 +1,10 @@
-"""Where a run's checkpoints are, nearest first: memory, a local folder, home; and which saves go home."""
+"""Tiers of a run's checkpoints, nearest first: memory of keepers, local folder, home."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -27,7 +26,7 @@ from holdfast.home.recovery import recover_commit
 from holdfast.home.skipped import Passed, drop_note, note_passed
 from holdfast.home.writer import LiveTrainer
 from holdfast.keeper import HeldStore, end_held
-from holdfast.policy import Every, Keep, Pace, single_policies
+from holdfast.policy import Every, Keep, single_policies
 from holdfast.quantity import read_bytes, read_seconds, say_bytes
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
@@ -41,7 +40,7 @@ Id = tuple[int, int]  # (attempt, step), the order of checkpoints
 
 
 class TierTerms(TypedDict):
-    """What a keeper is told of the tiers; fields of `keeper.Terms`."""
+    """Tier-related fields of `KeeperConfig`."""
 
     home: str
     local: str | None
@@ -53,9 +52,9 @@ class TierTerms(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The state of the tiers when a trainer looked, and what it restored: the ground of its claim.
+    """Checkpoints that a trainer found, and the one it restored: the basis of its claim.
 
-    Both are (attempt, step); `restored` is None for a trainer that found nothing.
+    Each is (attempt, step). `restored` is None for a trainer that found nothing.
     """
 
     restored: tuple[int, int] | None
@@ -63,18 +62,18 @@ class Base:
 
 
 class Tiers:
-    """The tiers of one run, as this rank sees them.
+    """Tiers of one run, as this rank sees them.
 
     Args:
         home: folder or URL.
-        local: folder on this host; None for no such tier.
-        keep_local: how many checkpoints stay there.
-        home_every: which saves go home; None for all.
+        local: folder on this host; None without such a tier.
+        keep_local: number of checkpoints to keep there.
+        home_every: which saves are sent home; None for all.
         bandwidth: bytes per second that may be sent home; None for no limit.
         patience: how long home may fail.
-        restore_patience: how long a restore tries again what cannot be read.
-        hold: how long a keeper offers what it has in memory after the trainer's death; None for what
-            HOLDFAST_HOLD says, else two minutes.
+        restore_patience: how long a restore retries what cannot be read.
+        hold: how long a keeper offers what it has in memory after the trainer's death; None for the value
+            of HOLDFAST_HOLD, else two minutes.
 
     Raises:
         InvalidInput: an argument cannot be used; or the local folder and home are one place, or one is inside
@@ -107,7 +106,8 @@ class Tiers:
                 "home_every= needs local=: without a nearer place a save that does not go home is nowhere. "
                 "Give local= a folder, or save less often with every=."
             )
-        self._home_every = None if home_every is None else single_policies(home_every)
+        self.home_every = None if home_every is None else single_policies(home_every)
+        """Policies that send a save home; None if every save is sent."""
         self.terms = TierTerms(
             home=self.home,
             local=self.local,
@@ -121,59 +121,22 @@ class Tiers:
         self._local_store = None if self.local is None else open_store(self.local)
         if self._local_store is not None:
             check_apart(self.home_store, self._local_store)
-        now_s = time.monotonic()
-        self._sent = Pace(0, now_s, saved_step=0, saved_s=now_s)  # when a save last went home
-        self._is_due = False  # rank 0's clock has said so, to all ranks
 
     @property
     def local_store(self) -> Store | None:
-        """The local folder, if there is one."""
+        """Store of the local folder; None without one."""
         return self._local_store
 
     @property
     def is_far(self) -> bool:
-        """True if saves go straight to a place beyond this machine, which may not answer for a while."""
+        """True if saves go straight to a store beyond this machine, which may not answer for a while."""
         return self.durable_stores()[0].properties.survives_host
 
     def durable_stores(self) -> list[Store]:
-        """All tiers but memory, nearest first."""
+        """Return all tiers but memory, nearest first."""
         return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]
 
-    # -- which saves go home ---------------------------------------------------------------------------------
-
-    def is_due_by_clock(self, step: int) -> bool:
-        """True if a policy that looks at a clock wants the save of `step` in home; rank 0 is asked."""
-        return self._is_due_for(step, timed=True)
-
-    def hear(self, *, is_due: bool, said_step: int) -> None:
-        """What rank 0's clock said at `said_step`, as all ranks hear it at once."""
-        self._is_due = is_due and self._sent.saved_step < said_step  # else one has gone since
-
-    def goes_home(self, step: int, *, must: bool, alone: bool) -> bool:
-        """Whether the save of `step` goes home at once; the same on every rank.
-
-        Args:
-            step: of the save, which is made now.
-            must: it does in any case.
-            alone: there is one rank only, so its own clock will do, also in a loop that asks nobody.
-        """
-        goes = (
-            self._home_every is None
-            or must
-            or self._is_due
-            or self._is_due_for(step, timed=False)
-            or (alone and self._is_due_for(step, timed=True))
-        )
-        if goes:
-            now_s = time.monotonic()
-            self._is_due, self._sent = False, Pace(step, now_s, saved_step=step, saved_s=now_s)
-        return goes
-
-    def _is_due_for(self, step: int, *, timed: bool) -> bool:
-        pace = Pace(step, time.monotonic(), self._sent.saved_step, self._sent.saved_s)
-        return any(policy.due(pace) for policy in self._home_every or () if policy.timed == timed)
-
-    # -- taking over and reading -----------------------------------------------------------------------------
+    # -- claim and restore -----------------------------------------------------------------------------
 
     def newest_local_number(self) -> int:
         """Return the highest attempt number that the local folder has used; 0 without a folder.
@@ -191,19 +154,19 @@ class Tiers:
         above: int = 0,
         writers: Sequence[tuple[str, LiveTrainer]] = (),
     ) -> Attempt:
-        """Claim the next attempt of the run of these tiers, which is made if it is new. Rank 0 only.
+        """Claim the next attempt of the run, which is created if it is new. Rank 0 only.
 
         Args:
             world_size: ranks of the attempt.
-            base: what the trainer has restored; None if it will restore after the claim.
-            above: the highest attempt number that local folders have used.
+            base: checkpoint that the trainer has restored; None if it restores after the claim.
+            above: highest attempt number that local folders have used.
             writers: living trainers of this home, each with its host.
 
         Raises:
-            Conflict: a writer lives, or has committed since the trainer looked.
-            Corrupt: nothing tells the run, or the trainer would begin from zero beside lost checkpoints.
+            Conflict: a writer lives, or has committed since the trainer read the home.
+            Corrupt: the run's id is lost, or the trainer would begin from zero beside lost checkpoints.
             InvalidInput: the local folder holds another run.
-            Unsupported: home replaces what it is told to leave alone.
+            Unsupported: home replaces an object that must not be replaced.
             RetryLater: a store failed.
         """
         self.home_store.check()
@@ -219,7 +182,7 @@ class Tiers:
         return claim
 
     def check_fresh(self, base: Base) -> None:
-        """Check that what a trainer has restored is still the newest; once more when it has its claim.
+        """Check that the restored checkpoint is still the newest; done before and after the claim.
 
         Raises:
             Conflict: another attempt has committed since.
@@ -244,10 +207,10 @@ class Tiers:
             check_no_losses(find_losses(self.durable_stores()), self.home)
 
     def refuse_unrestored(self) -> None:
-        """Refuse to save beside checkpoints by a trainer that has not looked for them. Rank 0 only.
+        """Refuse to save beside checkpoints that the trainer has not restored. Rank 0 only.
 
         Raises:
-            InvalidInput: there are checkpoints.
+            InvalidInput: the home holds checkpoints.
             RetryLater: a store failed.
         """
         found = [one for tier in self.durable_stores() for one in candidates(list_home(tier))]
@@ -259,14 +222,14 @@ class Tiers:
             )
 
     def finish_commits(self, run: str, whole: Collection[tuple[int, int]]) -> list[tuple[int, int, str]]:
-        """Write the manifests that saves of ended attempts lack. Rank 0 only, with a claim.
+        """Write the missing manifests of complete saves of ended attempts. Rank 0 only, with a claim.
 
         Args:
             run: the run.
             whole: (attempt, step) of these saves.
 
         Returns:
-            (step, attempt, where) of what is complete now.
+            (step, attempt, URL) of each manifest written.
 
         Raises:
             RetryLater: a store failed.
@@ -279,7 +242,7 @@ class Tiers:
         return finished
 
     def join(self, claim: Attempt, *, fresh: bool) -> None:
-        """Make the local folder of another host than rank 0's one of the run and of the attempt.
+        """Add a local folder of another host than rank 0's to the run and the attempt.
 
         Raises:
             InvalidInput: the folder holds another run; or `fresh`, but it holds files of checkpoints.
@@ -295,11 +258,11 @@ class Tiers:
         copy_claim(self._local_store, claim)
 
     def check_one_run(self) -> None:
-        """Check that this rank's local folder and home are of one run.
+        """Check that this rank's local folder and home belong to one run.
 
         Raises:
-            Corrupt: nothing tells the run of home.
-            InvalidInput: they are not.
+            Corrupt: the id of home's run is lost.
+            InvalidInput: they belong to different runs.
             RetryLater: a store failed.
         """
         if self._local_store is not None:
@@ -307,7 +270,7 @@ class Tiers:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
-        """All tiers as one store; views of memory that were taken stay."""
+        """Yield all tiers as one store. Views of memory stay valid afterwards."""
         held = HeldStore(self.home)
         tiers = [held, *self.durable_stores()] if held else self.durable_stores()
         try:
@@ -316,7 +279,7 @@ class Tiers:
             held.close()
 
     def end_held(self) -> None:
-        """Let keepers of dead trainers free what they hold in memory: nobody will restore it any more."""
+        """Let keepers of dead trainers free the memory that they hold for a restore."""
         end_held(self.home)
 
     def mark(
@@ -328,11 +291,11 @@ class Tiers:
         rank: int,
         is_scattered: bool,
     ) -> None:
-        """Note durably what a restore passed over, in every place of this rank where retention deletes.
+        """Record durably which checkpoints a restore skipped, in every tier where retention deletes.
 
         Args:
             passed: checkpoints that did not verify, or could not be read.
-            restored: (attempt, step) of the one whose every byte verified; a note about it is dropped.
+            restored: (attempt, step) of the verified checkpoint; a note about it is deleted.
             run: id of the run.
             rank: this rank.
             is_scattered: hosts have local folders of their own; else rank 0 does it for all.
@@ -349,12 +312,12 @@ class Tiers:
                     drop_note(store, step, attempt)
 
     def name_of(self, sources: Mapping[str, int]) -> str:
-        """The tier that most bytes came from, given bytes by URL: "memory", "local" or "home"."""
+        """Return the tier that most bytes came from: "memory", "local" or "home"."""
         url = max(sources, key=lambda one: sources[one], default=self.home)
         return {"memory": "memory", self.local: "local", OTHER_RANKS: "local"}.get(url, "home")
 
-    def say_sources(self, sources: Mapping[str, int]) -> str:
-        """In words where bytes came from: one place, or each with its share."""
+    def describe_sources(self, sources: Mapping[str, int]) -> str:
+        """Return the source of restored bytes as text: one URL, or each with its number of bytes."""
         if len(sources) < 2:
             return next(iter(sources), self.home)
         return " and ".join(f"{url} ({say_bytes(count)})" for url, count in sources.items())

@@ -1,4 +1,4 @@
-"""Trial: a run of a script by `holdfast check`, which saves, ends or is killed at given steps."""
+"""Trial: run of a script by `holdfast check` that saves, ends or is killed at given steps."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TrialPlan:
 
 
 class Trial:
-    """Follows one process of a trial, and writes a trace: generators, batches and records by step.
+    """Observer of one process of a trial. Writes a trace: generators, batches and records by step.
 
     Args:
-        plan: of the trial.
+        plan: steps at which the trial acts.
     """
 
     def __init__(self, plan: TrialPlan) -> None:
@@ -47,7 +47,7 @@ class Trial:
 
     @classmethod
     def of_environment(cls) -> Trial | None:
-        """Return the trial that this process is part of; None if it is none."""
+        """Return the trial that this process is part of; None outside of `holdfast check`."""
         path = os.environ.get(TRIAL)
         if not path:
             return None
@@ -55,18 +55,18 @@ class Trial:
         return cls(TrialPlan(**{**plan, "save_at": tuple(plan["save_at"])}))
 
     def note(self, kind: str, value: Any, step: int = -1) -> None:
-        """Write a line of the trace."""
+        """Write a line to the trace."""
         self._trace.write(json.dumps([step, kind, value]) + "\n")
         if kind == "restored":
             self._step = value
 
     def reach(self, step: int, *, is_due: bool, wait: Callable[[], object]) -> bool:
-        """Note that a step is complete; return True if it is to be saved now.
+        """Record that a step is complete; return True if it must be saved now.
 
         Args:
             step: optimizer steps completed.
-            is_due: the script's own policy says so.
-            wait: waits until every save is durable.
+            is_due: the script's own policy saves it.
+            wait: function that waits until every save is durable.
         """
         self._step = step
         self.note("generators", _generators(), step)
@@ -74,14 +74,14 @@ class Trial:
         return is_due or step in self._plan.save_at
 
     def begin_save(self, step: int, *, wait: Callable[[], object]) -> None:
-        """Count a save. A script that asks nothing before it saves is killed here, at its second save."""
+        """Count a save. A script that never calls `should_save` is killed here, at its second save."""
         self._step = max(self._step, step)
         self._kill_if_due(step, wait)
         self._num_saves += 1
         self.note("saved", step, step)
 
     def is_last(self, step: int) -> bool:
-        """True if the trial ends with the save of a step."""
+        """Return True if the trial ends with the save of `step`."""
         plan = self._plan
         return plan.end_at is not None and step >= plan.end_at and self._num_saves >= plan.num_saves
 
@@ -94,7 +94,7 @@ class Trial:
 
 
 def _generators() -> dict[str, str]:
-    """Digests of the process-wide generators' states."""
+    """Return digests of the states of the process-wide generators."""
     states: dict[str, bytes] = {
         "python": repr(random.getstate()).encode(),
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -104,8 +104,8 @@ def _generators() -> dict[str, str]:
     return {name: hashlib.sha256(state).hexdigest()[:16] for name, state in states.items()}
 
 
-def _watch_batches(take: Callable[[str], None]) -> None:
-    """Have the digest of every batch that a data loader returns taken, in this process."""
+def _watch_batches(record: Callable[[str], None]) -> None:
+    """Record the digest of every batch that a data loader of this process returns."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     kind: Any = _BaseDataLoaderIter
@@ -115,7 +115,7 @@ def _watch_batches(take: Callable[[str], None]) -> None:
         batch = before(self)
         digest = hashlib.sha256()
         _feed(digest, batch, _MAX_DEPTH)
-        take(digest.hexdigest()[:16])
+        record(digest.hexdigest()[:16])
         return batch
 
     kind.__next__ = watched

@@ -1,0 +1,479 @@
+"""Attempt: one start of the training, from its restore and claim over its saves to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.callsite import warn
+from holdfast.checkpointer.cadence import Cadence
+from holdfast.checkpointer.done_marker import DoneMarker
+from holdfast.checkpointer.metrics import Metrics
+from holdfast.checkpointer.pipeline import Order, Pipeline
+from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
+from holdfast.checkpointer.takeover import claim_together
+from holdfast.checkpointer.tiers import Base, Tiers
+from holdfast.compiled import CompileCache, begin_sending, bring, warn_of_problems
+from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
+from holdfast.format import run as runs
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Ancestors
+from holdfast.home.skipped import Passed
+from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_let_go, wait_for_orphans
+from holdfast.policy import Keep
+from holdfast.quantity import say_seconds
+from holdfast.ranks import RankGroup
+from holdfast.restore.resume import Restored, restore_newest
+from holdfast.state import Load
+from holdfast.surroundings import tell_progress
+
+_log = logging.getLogger(__name__)
+_MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOptions:
+    """Options of the Checkpointer that concern an attempt."""
+
+    keep: Keep
+    commit_timeout_s: float
+    max_failures: int
+    take_over: bool
+    num_read_threads: int | None
+    share_reads: bool
+    rank_from: Callable[[int, int, int], int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Checkpoint and state entries that a restore is asked for."""
+
+    step: int | None
+    strict: bool
+    only: Collection[str] | None
+    rename: Mapping[str, str] | Callable[[str], str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Parts of a Checkpointer that outlive its attempts."""
+
+    options: AttemptOptions
+    tiers: Tiers
+    ranks: RankGroup
+    pipeline: Pipeline
+    cadence: Cadence
+    metrics: Metrics
+    done: DoneMarker
+    compiled: CompileCache | None
+    show: Callable[[str], None]  # prints a line for the user
+
+
+class Attempt:
+    """One attempt of a run: restore, claim, keeper, saves, end. Going back to a checkpoint makes a new one.
+
+    Args:
+        shared: parts of the Checkpointer.
+        run: id of the run, if an earlier attempt of this process has claimed it.
+
+    Attributes:
+        keeper: this rank's keeper; None before the claim.
+        saves: saves of this attempt.
+        ancestors: checkpoints that this attempt continues.
+    """
+
+    def __init__(self, shared: Shared, *, run: str | None = None) -> None:
+        self.keeper: Keeper | None = None
+        self.ancestors: Ancestors = ()
+        self._shared = shared
+        self._run = run
+        self._tiers, self._ranks, self._pipeline = shared.tiers, shared.ranks, shared.pipeline
+        limits = FailureLimits(
+            shared.options.max_failures, shared.tiers.is_far, shared.tiers.terms["patience_s"]
+        )
+        self.saves = Saves(
+            limits,
+            shared.pipeline.stager,
+            world_size=shared.ranks.world_size,
+            on_durable=self._on_durable,
+        )
+        self._has_looked = False  # `restore` was called
+        self._restored: Restored | None = None
+        # Until the claim: events for the history, and skipped and restored checkpoints to be marked in home.
+        self._early_notes: list[dict[str, Any]] = []
+        self._marks: list[tuple[Sequence[Passed], tuple[int, int] | None]] = []
+        self._guarantee: str | None = None
+        self._has_noted_end = False
+
+    @property
+    def base_step(self) -> int | None:
+        """Step that this attempt was restored from; None if it began from nothing."""
+        return self.ancestors[-1][1] if self.ancestors else None
+
+    def latest(self) -> int | None:
+        """Return the newest durable step of this attempt, else the step that was restored."""
+        self.saves.settle()
+        return self.saves.newest_durable if self.saves.newest_durable is not None else self.base_step
+
+    # -- claim -----------------------------------------------------------------------------------------------
+
+    def begin(self, *, restores_later: bool = False) -> Keeper:
+        """Claim an attempt number and start the keeper, once.
+
+        Args:
+            restores_later: claim the home before it is read, so that no other process can commit in between.
+
+        Ranks: collective, the first time.
+        """
+        if self.keeper is not None:
+            return self.keeper
+        all_here, local_ranks = self._meet()
+        claim = claim_together(
+            self._tiers,
+            self._ranks,
+            local_ranks,
+            base=None if restores_later else self._base(),
+            is_fresh=not (restores_later or self._has_looked),
+            take_over=self._shared.options.take_over,
+        )
+        self._run = claim.run
+        terms = self._terms(claim, all_here=all_here, local_ranks=local_ranks)
+        self.keeper = keeper = Keeper(terms, released=self._pipeline.release)
+        for note in self._early_notes:
+            keeper.note(**note)
+        self._early_notes.clear()
+        if self._shared.compiled is not None:
+            begin_sending(self._shared.compiled, self._ranks, attempt=claim.number)
+        self._ranks.first_of(range(self._ranks.world_size), lambda: self._write_marks(keeper))
+        self._complete_restore(keeper)
+        return keeper
+
+    def _base(self) -> Base:
+        found = self._restored
+        return Base(None) if found is None else Base((found.attempt, found.step), frozenset(found.seen))
+
+    def _terms(self, claim: runs.Attempt, *, all_here: bool, local_ranks: tuple[int, ...]) -> KeeperConfig:
+        options = self._shared.options
+        return KeeperConfig(
+            run=claim.run,
+            attempt=claim.number,
+            claim=runs.document(claim).decode(),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            all_ranks_here=all_here,
+            local_ranks=local_ranks,
+            keep_last=options.keep.last,
+            keep_every=options.keep.every,
+            commit_timeout_s=options.commit_timeout_s,
+            linger_s=min(30.0, options.commit_timeout_s),
+            **self._tiers.terms,
+        )
+
+    def _meet(self) -> tuple[bool, tuple[int, ...]]:
+        """Wait for earlier keepers, agree on the state's names, and load compiled code.
+
+        Returns:
+            Whether all ranks are on this host, and which ranks share this one's local folder.
+
+        Ranks: collective.
+        """
+        timeout_s, compiled = self._shared.options.commit_timeout_s, self._shared.compiled
+        wait_for_let_go(self._tiers.home, timeout_s=timeout_s)
+        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, say=self._shared.show)
+        self._pipeline.objects.agree(self._ranks.gather)
+        self._ranks.gather(None)  # every host's keepers have ended before rank 0 reads the home
+        if compiled is not None:
+            bring(compiled, self._ranks, note=self.note, say=self._shared.show)
+            warn_of_problems(compiled)
+        return self._ranks.all_here(), self._ranks.beside(self._tiers.local or "")
+
+    # -- restore ---------------------------------------------------------------------------------------------
+
+    def restore(self, selection: Selection) -> Restored | None:
+        """Restore the newest checkpoint that verifies, or the selected one.
+
+        Ranks: collective.
+        """
+        _, local_ranks = self._meet()
+        if self.keeper is not None:
+            self._shared.metrics.flush(self.keeper.tell_metrics)  # before its history goes back
+        elif self._tiers.local is not None:
+            self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
+        is_scattered = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
+
+        def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
+            own, *others = values
+            return self._pipeline.objects.load(
+                manifest.tensors,
+                manifest.tied,
+                own,
+                others=others,
+                strict=selection.strict,
+                only=selection.only,
+                rename=selection.rename,
+                own_rank=manifest.world_size == self._ranks.world_size,
+            )
+
+        def mark(passed: Sequence[Passed], restored: tuple[int, int] | None) -> None:
+            if restored is None or self.keeper is not None:
+                # Also without a claim if nothing was restored: the next start may be another process.
+                self._mark(passed, restored, is_scattered=is_scattered)
+            else:
+                self._marks.append((passed, restored))
+
+        options = self._shared.options
+        with self._tiers.reading() as store:
+            found = restore_newest(
+                store,
+                load,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                group=self._ranks,
+                step=selection.step,
+                num_threads=options.num_read_threads,
+                share_reads=options.share_reads,
+                rank_from=options.rank_from,
+                own_local=self._tiers.local_store if is_scattered else None,
+                may_commit=self.keeper is not None,
+                say=self._shared.show,
+                patience_s=self._tiers.restore_patience_s,
+                mark=mark,
+            )
+        self._has_looked, self._restored = True, found
+        if self.keeper is not None:
+            self._complete_restore(self.keeper)
+        if found is not None:
+            self.ancestors = (*found.ancestors, (found.attempt, found.step))
+            self._pipeline.forget_plan()
+        return found
+
+    def _write_marks(self, keeper: Keeper) -> None:
+        """Mark in home what was skipped before the claim, so that retention keeps it."""
+        while self._marks:
+            self._mark(*self._marks[0], is_scattered=keeper.terms.is_scattered)
+            self._marks.pop(0)
+
+    def _mark(
+        self, passed: Sequence[Passed], restored: tuple[int, int] | None, *, is_scattered: bool
+    ) -> None:
+        self._tiers.mark(passed, restored, run=self._run, rank=self._ranks.rank, is_scattered=is_scattered)
+
+    def _complete_restore(self, keeper: Keeper) -> None:
+        """Record what this attempt continues, and complete commits, which only a claimed attempt may."""
+        found = self._restored
+        if self._has_looked:
+            self._tiers.end_held()
+        if found is None:
+            return
+        if self._ranks.rank == 0:
+            for step, attempt, url in (
+                *found.finished,
+                *self._tiers.finish_commits(keeper.terms.run, found.whole),
+            ):
+                detail = f"attempt {attempt}, which ended before it could write the manifest"
+                keeper.note("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
+        if self._tiers.local is not None:
+            keeper.drain_other(found.attempt, found.step)  # its own attempt may not have drained it
+        if keeper.terms.is_scattered:
+            keeper.tell_complete(found.attempt, found.step)
+        keeper.note_restored(
+            step=found.step,
+            num_bytes=found.num_bytes,
+            seconds=found.seconds,
+            detail="; ".join((f"attempt {found.attempt}", *describe_skipped(found))),
+            tier=self._tiers.name_of(found.sources),
+        )
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
+        """Begin a save of `step`; the one that exists if the step was saved already.
+
+        Args:
+            step: optimizer steps completed.
+            must: copy everything at once, and wait for staging memory instead of skipping the save.
+            to_home: send it home whether or not that is due.
+        """
+        pipeline, cadence = self._pipeline, self._shared.cadence
+        began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
+        pipeline.stager.check_thread()
+        self.surface()
+        last = self.saves.last
+        if last is not None and self.saves.has(step):
+            return last
+        self._check_step(step)
+        keeper = self.begin()
+        to_home = cadence.home.take(
+            step, time.monotonic(), must=must or to_home, alone=self._ranks.world_size == 1
+        )
+        save = Save(step)
+        pending = pipeline.run(Order(save, self.ancestors, to_home, must), keeper)
+        if pending is None:
+            self._skip(save, keeper)
+            return save
+        self.saves.add(pending)
+        save.blocked_s = time.perf_counter() - began
+        self._shared.done.delete()
+        self._note_guarantee(keeper)
+        waited_s = pipeline.waited_for_memory_s - waited_before_s
+        detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _MIN_REPORTED_WAIT_S else ""
+        keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
+        cadence.save(step, time.monotonic())
+        return save
+
+    def _check_step(self, step: int) -> None:
+        """Check that a save of `step` may follow the last one."""
+        last = self.saves.last
+        if last is None or step > last.step:
+            return
+        if step < last.step:
+            raise InvalidInput(
+                f"Step {step} comes after step {last.step} was saved. To go back, call "
+                "restore(step=...) first.",
+                step=step,
+            )
+        if self._ranks.world_size > 1:
+            # The others have saved this step, perhaps before a write that it includes now.
+            raise InvalidInput(
+                f"The save of step {step} has failed on rank {self._ranks.rank}, and cannot be made "
+                "again under the same number: the other ranks have saved that step as it was then. "
+                f"Earlier checkpoints remain. Save a later step. The cause: {last.failed}",
+                step=step,
+                rank=self._ranks.rank,
+            )
+
+    def _skip(self, save: Save, keeper: Keeper) -> None:
+        self._pipeline.num_skipped += 1
+        save.mark_skipped()
+        message = (
+            f"step {save.step} was skipped: earlier saves still hold all staging memory "
+            f"({self._pipeline.num_skipped} so far)"
+        )
+        warn(f"{message}. Raise memory=, or save less often.", SaveWarning)
+        keeper.note("skipped", step=save.step, detail=message)
+
+    def _note_guarantee(self, keeper: Keeper) -> None:
+        """Record how torn copies are detected, at the first save and when that changes."""
+        guarantee = self._pipeline.guarantee()
+        if guarantee == self._guarantee:
+            return
+        self._guarantee = guarantee
+        keeper.note("tear-check", step=None, detail=guarantee)
+        _log.info("rank %d of %s: torn copies are found by %s", self._ranks.rank, self._tiers.home, guarantee)
+
+    def _on_durable(self, save: Save) -> None:
+        self.report_progress(save.step)
+        if self._shared.compiled is not None:
+            self._shared.compiled.send_soon()
+        self._shared.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
+
+    def report_progress(self, step: int) -> None:
+        """Report the newest checkpoint to the job that this training is part of, if any."""
+        if self._ranks.rank == 0:
+            tell_progress(self._tiers.home, step)
+
+    def receive_stable(self, lowest: int, *, is_lacked: bool) -> None:
+        """Process the ranks' exchange about the newest step that all of them have; see `StableStep`."""
+        step, keeper = self.saves.stable.receive(lowest, is_lacked=is_lacked), self.keeper
+        if step is not None and keeper is not None and keeper.terms.is_scattered:
+            keeper.tell_complete(keeper.terms.attempt, step)
+
+    # -- problems and waits ----------------------------------------------------------------------------------
+
+    def surface(self) -> None:
+        """Raise or warn about what has failed in the background since the last call."""
+        with self.saves.lock:
+            keeper = self.keeper
+            if keeper is not None:
+                while keeper.problems:
+                    warn(keeper.problems.pop(0), SaveWarning)
+                if keeper.fenced is not None:
+                    raise keeper.fenced
+                if keeper.home_lost is not None:
+                    raise keeper.home_lost
+            if self._shared.compiled is not None:
+                warn_of_problems(self._shared.compiled)
+            self.saves.surface()
+            self.warn_if_overdue()
+
+    def warn_if_overdue(self) -> None:
+        """Warn that no save has succeeded for long, and again each time that this takes twice as long."""
+        overdue = self.saves.overdue()
+        if overdue is None:
+            return
+        newest, (since_s, num_failed) = self.latest(), overdue
+        found = f"The newest checkpoint is of step {newest}" if newest is not None else "No checkpoint exists"
+        warn(
+            f"NO SAVE HAS SUCCEEDED for {say_seconds(since_s)}, in which {num_failed} failed. "
+            f"{found}; a crash now would lose everything since. The reasons are in "
+            f"`holdfast history {self._tiers.home}`.",
+            SaveWarning,
+        )
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all saves are durable, and the newest is in home.
+
+        Raises:
+            HoldfastError: the newest save failed.
+            RetryLater: not within `timeout_s`; also a TimeoutError.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.saves.wait(deadline)
+        self._wait_home(deadline)
+        self.surface()
+
+    def _wait_home(self, deadline: float | None) -> None:
+        """Wait until the newest save is in home, whether or not it was due there."""
+        save, keeper = self.saves.last, self.keeper
+        if self._tiers.local is None or save is None or keeper is None or save.failed is not None:
+            return
+        keeper.drain(save)
+        try:
+            save.wait_home(remaining_s(deadline))
+        except RetryLater as error:
+            if keeper.home_lost is not None:
+                raise
+            kind = TimedOut if isinstance(error, TimedOut) else RetryLater
+            raise kind(
+                f"Step {save.step} is complete in {self._tiers.local}, and not yet in {self._tiers.home}: "
+                f"{error}",
+                step=save.step,
+            ) from error
+
+    # -- history and end -------------------------------------------------------------------------------------
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Write an event into the history, now or once the attempt is claimed."""
+        if self.keeper is None:
+            self._early_notes.append({"event": event, **facts})
+        else:
+            self.keeper.note(event, **facts)
+
+    def note_end(self, reason: str) -> None:
+        """Write into the history how this attempt ends; only the first call counts."""
+        if self.keeper is None:
+            return
+        self._shared.metrics.flush(self.keeper.tell_metrics)
+        if not self._has_noted_end:
+            self._has_noted_end = True
+            self.keeper.note("ended", step=self._shared.cadence.saved_step, detail=reason)
+
+    def go_back(self) -> Attempt:
+        """End this attempt, and return the one that restores and saves from an earlier step."""
+        with contextlib.suppress(HoldfastError):
+            self.wait()  # training goes back, so a failed save no longer matters
+        self._pipeline.stager.wait()
+        if self.keeper is not None:
+            self.note_end("went back")
+            self.keeper.close(goodbye=True)
+        return Attempt(self._shared, run=self._run)
+
+
+def describe_skipped(found: Restored) -> list[str]:
+    """Return a line for each checkpoint that a restore skipped, and for each that it repaired."""
+    skipped = [f"passed over step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.passed]
+    return [*skipped, *found.mended]

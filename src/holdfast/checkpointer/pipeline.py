@@ -1,0 +1,259 @@
+"""Pipeline of a save: capture the state, plan its files, copy it into an arena, submit it to the keeper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.checkpointer.metrics import Metrics
+from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.format import part as parts
+from holdfast.format.part import Ancestors
+from holdfast.keeper import Images, Keeper, Save
+from holdfast.killpoint import kill_point
+from holdfast.ranks import RankGroup
+from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
+from holdfast.state import Captured, State, catalog_of
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Request for one save."""
+
+    save: Save
+    ancestors: Ancestors  # checkpoints that this one continues
+    to_home: bool
+    must: bool  # copy everything at once, and wait for staging memory instead of skipping the save
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A save with its copy."""
+
+    save: Save
+    staging: Staging
+
+    @property
+    def is_torn(self) -> bool:
+        """True if the copy mixed two moments, as the stager or, for frozen tensors, the keeper has found."""
+        error = self.save.failed
+        by_keeper = self.staging.is_frozen_unchanged and isinstance(error, InvalidInput)
+        return error is not None and (self.staging.torn or by_keeper)
+
+
+class Pipeline:
+    """Stages of every save of this process. Stager and keeper call it from their threads.
+
+    Args:
+        objects: the state, as named tensors and values.
+        ranks: ranks that save together.
+        metrics: recorded numbers, sent to the keeper ahead of each save.
+        memory_bytes: limit of the staging memory.
+        skips_when_full: skip a save that no staging memory is free for, instead of waiting.
+
+    Attributes:
+        arenas: staging memory.
+        stager: background copies.
+        num_skipped: saves that were skipped because no staging memory was free.
+        waited_for_memory_s: time that saves have waited for staging memory, in all.
+    """
+
+    def __init__(
+        self,
+        objects: State,
+        ranks: RankGroup,
+        metrics: Metrics,
+        *,
+        memory_bytes: int,
+        skips_when_full: bool,
+    ) -> None:
+        self.objects = objects
+        self.arenas = Arenas(memory_bytes)
+        self.stager = Stager(self.objects.optimizers())
+        self.num_skipped = 0
+        self.waited_for_memory_s = 0.0
+        self._ranks = ranks
+        self._skips_when_full = skips_when_full
+        self._metrics = metrics
+        self._in_use: dict[int, Arena] = {}
+        self._plan: Plan | None = None
+        self._structure: object = None  # of the state that the plan was made for
+
+    # -- one save --------------------------------------------------------------------------------------------
+
+    def run(self, order: Order, keeper: Keeper) -> Pending | None:
+        """Start a save, and return it with its copy; None if no staging memory was free.
+
+        Raises:
+            InvalidInput: a value cannot be saved, or the state does not fit into the staging memory.
+            RetryLater: the system refused memory.
+
+        Ranks: collective if a save may be skipped.
+        Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
+        """
+        captured = self.objects.capture()
+        plan = self._plan_for(captured)
+        draft = _draft(order, keeper, plan, captured)
+        arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not order.must)
+        if arena is None:
+            return None
+        self.watch_optimizers()
+        self._metrics.num_done = order.save.step
+        order.save.num_bytes = plan.num_bytes
+        submit = partial(self._submit, order=order, plan=plan, draft=draft, keeper=keeper)
+        try:
+            staging = self.stager.stage(plan, captured.tensors, arena, then=submit, at_once=order.must)
+        except BaseException:
+            self.release(arena.number)
+            raise
+        return Pending(order.save, staging)
+
+    def _plan_for(self, captured: Captured) -> Plan:
+        if self._plan is None or captured.structure is not self._structure:
+            self._structure = captured.structure
+            self._plan = Plan.make(
+                captured.tensors,
+                catalog=catalog_of(captured),
+                per_rank=captured.per_rank,
+                owned=captured.owned,
+                rank=self._ranks.rank,
+            )
+        return self._plan
+
+    def _acquire(self, num_bytes: int, *, may_skip: bool) -> Arena | None:
+        if may_skip and not all(self._ranks.gather(self.arenas.has_room(num_bytes))):
+            return None  # all ranks skip together: a checkpoint of some ranks can never be complete
+        began = time.perf_counter()
+        arena = self.arenas.acquire(num_bytes)
+        assert arena is not None
+        self.waited_for_memory_s += time.perf_counter() - began
+        self._in_use[arena.number] = arena
+        return arena
+
+    def release(self, number: int) -> None:
+        """Return an arena for the next save. The keeper calls this once it has read the arena."""
+        arena = self._in_use.pop(number, None)
+        if arena is not None:
+            self.arenas.release(arena)
+
+    def _submit(self, staging: Staging, *, order: Order, plan: Plan, draft: bytes, keeper: Keeper) -> None:
+        """Submit a complete copy to the keeper. Runs in the staging thread."""
+        save, arena = order.save, staging.arena
+        error = _error_of(staging, save.step)
+        if error is not None:
+            keeper.note("dropped", step=save.step, detail=str(error))
+            keeper.drop(save.step, str(error))
+            self.release(arena.number)
+            save.mark_failed(error)  # last: whoever waits for it may save again at once
+            return
+        kill_point("trainer.staged")
+        self._metrics.flush(keeper.tell_metrics, upto=save.step)  # first, so that they precede the commit
+        try:
+            keeper.submit(
+                save,
+                arena=arena.number,
+                arena_fd=arena.fd,
+                arenas=self.arenas.numbers(),
+                images=_images(plan, staging),
+                draft=draft,
+                to_home=order.to_home,
+            )
+        except OSError as failure:
+            self.release(arena.number)
+            error = RetryLater(
+                f"Step {save.step} could not be sent to the keeper: {failure}.", step=save.step
+            )
+            keeper.drop(save.step, str(error))
+            save.mark_failed(error)
+            return
+        kill_point("trainer.handed")
+        keeper.note("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
+
+    # -- between saves ---------------------------------------------------------------------------------------
+
+    @property
+    def has_plan(self) -> bool:
+        """True if a plan of the present state exists."""
+        return self._plan is not None
+
+    def guarantee(self) -> str:
+        """Return how torn copies of the current plan are detected."""
+        assert self._plan is not None
+        return self.stager.guarantee(self._plan)
+
+    def forget_plan(self) -> None:
+        """Drop the plan: the state was replaced by a restore."""
+        self._plan = None
+
+    def watch_optimizers(self) -> None:
+        """Have the steps of the state's optimizers wait for a copy under way."""
+        self.stager.watch(self.objects.optimizers())
+
+    def prepare(self) -> None:
+        """Prepare the staging memory for the first save.
+
+        Blocks: until the memory is ready and the state is in huge pages.
+        """
+        plan, captured = self._prepare_arena()
+        self.arenas.wait_prepared()
+        self.stager.settle(plan, captured.tensors)
+
+    def prepare_in_background(self) -> None:
+        """Start preparing the staging memory for the first save."""
+        plan, captured = self._prepare_arena()
+        self.stager.settle_in_background(plan, captured.tensors)
+
+    def _prepare_arena(self) -> tuple[Plan, Captured]:
+        captured = self.objects.capture()
+        plan = self._plan_for(captured)
+        self.watch_optimizers()
+        self.arenas.prepare(plan.arena_bytes, then=plan.views)
+        return plan, captured
+
+
+def _draft(order: Order, keeper: Keeper, plan: Plan, captured: Captured) -> bytes:
+    terms = keeper.terms
+    return parts.draft(
+        run=terms.run,
+        step=order.save.step,
+        attempt=terms.attempt,
+        rank=terms.rank,
+        world_size=terms.world_size,
+        ancestors=order.ancestors,
+        values=captured.values,
+        own=plan.own,
+        starts=plan.shared_starts,
+        catalog=plan.catalog,
+    )
+
+
+def _error_of(staging: Staging, step: int) -> HoldfastError | None:
+    """Return why a copy cannot be used; None if it can."""
+    if staging.torn:
+        return _torn(step, staging.changed)
+    if staging.error is None or isinstance(staging.error, HoldfastError):
+        return staging.error
+    return RetryLater(f"The copy of step {step} failed: {staging.error!r}. Earlier checkpoints remain.")
+
+
+def _torn(step: int, changed: Sequence[str]) -> InvalidInput:
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    return InvalidInput(
+        f"The save of step {step} was dropped: {changed[0]}{more} was written while it was being copied, and "
+        "not by step() of an optimizer, so the copy may mix two moments. Earlier checkpoints are whole. The "
+        "next call of should_save() asks for another save in its place, and the next saves copy such tensors "
+        "before save() returns, which takes longer. To keep saves short, write to them before save(), or "
+        "call save(...).wait_staged() first.",
+        step=step,
+        key=changed[0],
+    )
+
+
+def _images(plan: Plan, staging: Staging) -> Images:
+    if plan.frozen_file is None:
+        return Images(plan.file.file_bytes)
+    return Images(
+        plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
+    )

@@ -1,0 +1,194 @@
+"""Saves of one attempt: those under way, the durable and failed ones, and the limit of failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.callsite import warn
+from holdfast.checkpointer.pipeline import Pending
+from holdfast.checkpointer.stable_step import StableStep
+from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
+from holdfast.keeper import Save
+from holdfast.policy import Overdue
+from holdfast.stage import Stager
+
+
+@dataclass(frozen=True, slots=True)
+class FailureLimits:
+    """Limits within which training continues though saves fail."""
+
+    max_failures: int  # in a row
+    is_far: bool  # saves go straight to a place beyond this machine, which may recover
+    patience_s: float  # how long such a place may fail
+
+    def is_exceeded(
+        self, error: HoldfastError, *, num_failed: int, failing_s: float, has_succeeded: bool
+    ) -> bool:
+        """Return True if training must not continue without saves.
+
+        Args:
+            error: newest failure.
+            num_failed: failures in a row.
+            failing_s: seconds since the first of them.
+            has_succeeded: an earlier save of the attempt became durable.
+        """
+        if isinstance(error, Denied) and not has_succeeded:
+            return True  # credentials or permissions are wrong, and waiting does not change them
+        if self.is_far and isinstance(error, (Denied, RetryLater)):
+            return failing_s > self.patience_s
+        return num_failed > self.max_failures
+
+
+class Saves:
+    """Saves of one attempt that any thread may begin, wait for and settle.
+
+    Args:
+        limits: of failures.
+        stager: copies more at once after a torn save.
+        world_size: number of ranks.
+        on_durable: called with each save that has become durable.
+
+    Attributes:
+        lock: held while outcomes are settled.
+        last: the newest save, whatever its outcome.
+        newest_durable: step of the newest durable save.
+        stable: newest step that all ranks have.
+    """
+
+    def __init__(
+        self, limits: FailureLimits, stager: Stager, *, world_size: int, on_durable: Callable[[Save], None]
+    ) -> None:
+        self.lock = threading.RLock()
+        self.last: Save | None = None
+        self.newest_durable: int | None = None
+        self.stable = StableStep()
+        self._limits, self._stager, self._on_durable = limits, stager, on_durable
+        self._has_others = world_size > 1
+        self._last: Pending | None = None
+        self._pending: deque[Pending] = deque()
+        self._overdue = Overdue(now_s=time.monotonic())
+        self._num_failed, self._failing_since_s = 0, 0.0
+        self._torn_elsewhere: int | None = None  # newest step that only other ranks have torn
+        self._has_warned_of_tear = False
+
+    @property
+    def pending(self) -> list[Save]:
+        """The saves that are not settled yet."""
+        with self.lock:
+            return [one.save for one in self._pending]
+
+    def add(self, pending: Pending) -> None:
+        """Add a save that has begun."""
+        with self.lock:
+            self._overdue.begin(time.monotonic())
+            self._pending.append(pending)
+            self._last, self.last = pending, pending.save
+
+    def has(self, step: int) -> bool:
+        """Return True if the last save is of `step` and has not failed."""
+        return self.last is not None and self.last.step == step and self.last.failed is None
+
+    # -- torn saves ------------------------------------------------------------------------------------------
+
+    @property
+    def must_repeat(self) -> bool:
+        """True if the last save was torn, so that the next step is saved in its place."""
+        return self._last is not None and self._last.is_torn
+
+    def note_tear(self) -> None:
+        """Copy more at once for some saves, if the last one was torn on another rank only."""
+        if self._last is not None:
+            self._note_tear(self._last)
+
+    def _note_tear(self, one: Pending) -> None:
+        if one.save.step != self._torn_elsewhere and not one.is_torn:
+            self._torn_elsewhere = one.save.step
+            self._stager.repeats.note_torn_elsewhere()
+
+    # -- outcomes --------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Settle the saves that have become durable."""
+        with self.lock:
+            for one in [one for one in self._pending if one.save.durable]:
+                self._pending.remove(one)
+                self._num_failed = 0
+                self._overdue.succeed(time.monotonic())
+                self.newest_durable = one.save.step
+                self.stable.add(one.save.step)
+                self._on_durable(one.save)
+
+    def surface(self) -> None:
+        """Settle all saves that have ended, and warn of the failed ones.
+
+        Raises:
+            HoldfastError: more have failed than the limits allow.
+        """
+        with self.lock:
+            self.settle()
+            for one in [one for one in self._pending if one.save.failed is not None]:
+                self._pending.remove(one)
+                self._surface_failed(one, one.save.failed)
+
+    def _surface_failed(self, one: Pending, error: HoldfastError | None) -> None:
+        assert error is not None
+        by_keeper = one.is_torn and not one.staging.torn  # else the stager has counted it
+        self._stager.distrust_frozen(for_long=by_keeper)
+        if self._has_others and isinstance(error, InvalidInput):
+            self._note_tear(one)  # also in loops that never call should_save()
+        now_s = time.monotonic()
+        if not self._num_failed:
+            self._failing_since_s = now_s
+        self._num_failed += 1
+        self._overdue.fail()
+        if self._limits.is_exceeded(
+            error,
+            num_failed=self._num_failed,
+            failing_s=now_s - self._failing_since_s,
+            has_succeeded=self.newest_durable is not None,
+        ):
+            raise error
+        if not (one.is_torn and self._has_warned_of_tear):  # later ones are in the history
+            warn(str(error), SaveWarning)
+        self._has_warned_of_tear |= one.is_torn
+
+    def overdue(self) -> tuple[float, int] | None:
+        """Return seconds and failures since the last success, if they are to be reported now."""
+        since_s = self._overdue.look(time.monotonic())
+        return None if since_s is None else (since_s, self._overdue.num_failed)
+
+    def wait(self, deadline: float | None) -> None:
+        """Wait until all saves are durable or have failed.
+
+        Args:
+            deadline: of the monotonic clock; None for no limit.
+
+        Raises:
+            HoldfastError: the newest save failed.
+            RetryLater: a save is not durable at the deadline; also a TimeoutError.
+        """
+        for save in self.pending:
+            try:
+                save.wait_durable(remaining_s(deadline))
+            except HoldfastError:
+                if save.failed is None:
+                    raise  # not yet durable, but on its way
+                if save is self.last and self._drop(save):
+                    raise
+
+    def _drop(self, save: Save) -> bool:
+        """Remove a save whose error is raised now, so that no later call raises it again."""
+        with self.lock:
+            found = [one for one in self._pending if one.save is save]
+            for one in found:
+                self._pending.remove(one)
+            return bool(found)
+
+
+def remaining_s(deadline: float | None) -> float | None:
+    """Return the seconds left until a deadline, at least 0; None without one."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

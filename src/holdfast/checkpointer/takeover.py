@@ -1,0 +1,66 @@
+"""Claim of the next attempt by all ranks together: the home and every host's local folder."""
+
+from __future__ import annotations
+
+import socket
+
+from holdfast.checkpointer.tiers import Base, Tiers
+from holdfast.format import run as runs
+from holdfast.home.writer import LiveTrainer
+from holdfast.keeper import find_writers
+from holdfast.ranks import RankGroup
+
+
+def claim_together(
+    tiers: Tiers,
+    ranks: RankGroup,
+    local_ranks: tuple[int, ...],
+    *,
+    base: Base | None,
+    is_fresh: bool,
+    take_over: bool,
+) -> runs.Attempt:
+    """Claim the next attempt for all ranks.
+
+    Args:
+        tiers: of this rank.
+        ranks: ranks that save together.
+        local_ranks: ranks that share this one's local folder.
+        base: checkpoint that training continues; None if it is restored after the claim.
+        is_fresh: nothing was restored and nothing will be, so the home must be empty.
+        take_over: also claim a home that a living process saves to.
+
+    Raises:
+        Conflict: another process saves to the home, or has committed a checkpoint since `base` was read.
+        Corrupt: there are signs of lost checkpoints, and training would begin from zero.
+        InvalidInput: the home holds checkpoints, though `is_fresh`; or the local folder holds another run.
+        RetryLater: a store failed, or a rank did not answer.
+
+    Ranks: collective.
+    """
+    writers = [] if take_over else find_writers(tiers.home)
+    host = socket.gethostname()
+    rows = ranks.gather([(host, one.attempt, one.rank, one.pid) for one in writers])
+    above = max(ranks.gather(tiers.newest_local_number()))
+
+    def claim() -> bytes:
+        if is_fresh:
+            tiers.refuse_unrestored()
+        claimed = tiers.claim(
+            world_size=ranks.world_size,
+            base=base,
+            above=above,
+            writers=[(host, LiveTrainer(*row)) for rows_of_rank in rows for host, *row in rows_of_rank],
+        )
+        return runs.document(claimed)
+
+    document = ranks.first_of({0}, claim)
+    assert document is not None
+    claimed = runs.parse(runs.Attempt, document, "the claim")
+    if base is not None:  # once more: after the claim no older attempt commits
+        ranks.first_of({0}, lambda: tiers.check_fresh(base))
+    if tiers.local is not None:
+        firsts = {ranks_of_host[0] for ranks_of_host in ranks.gather(local_ranks)}
+        to_join = firsts if len(firsts) > 1 else ()  # on one host, rank 0 has joined with its claim
+        ranks.first_of(to_join, lambda: tiers.join(claimed, fresh=is_fresh))
+    return claimed

@@ -1,0 +1,95 @@
+"""Which steps are saved and which saves are sent home, decided alike on all ranks; without any I/O."""
+
+from __future__ import annotations
+
+from holdfast.checkpointer.cadence import Cadence, Decision, Flags, HomeCadence
+from holdfast.policy import single_policies
+
+NO_FLAGS = {"is_preempted": False, "is_advised": False, "lacks_proposal": False, "is_torn": False}
+
+
+def make_home(every: int | str | None = None) -> HomeCadence:
+    return HomeCadence(None if every is None else single_policies(every), now_s=0.0)
+
+
+def make_cadence(every: int | str, *, rank: int = 0, world_size: int = 1) -> Cadence:
+    return Cadence(single_policies(every), make_home(), rank=rank, world_size=world_size, now_s=0.0)
+
+
+def sent_home(home: HomeCadence, steps: range) -> list[int]:
+    return [step for step in steps if home.take(step, 0.0, must=False, alone=False)]
+
+
+def test_a_single_rank_decides_at_once() -> None:
+    cadence = make_cadence("10s")
+    assert not cadence.decide(1, 9.0, cadence.flags(1, 9.0, **NO_FLAGS)).is_due
+    assert cadence.decide(2, 11.0, cadence.flags(2, 11.0, **NO_FLAGS)).is_due
+    cadence.save(2, 11.0)
+    assert not cadence.decide(3, 20.0, cadence.flags(3, 20.0, **NO_FLAGS)).is_due
+
+
+def test_only_the_clock_of_rank_0_counts() -> None:
+    late = [make_cadence("10s", rank=rank, world_size=2).flags(1, 11.0, **NO_FLAGS) for rank in range(2)]
+    assert [flags.is_due for flags in late] == [True, False]
+
+
+def test_steps_need_no_flags() -> None:
+    cadence = make_cadence(5, rank=1, world_size=2)
+    assert [step for step in range(1, 11) if cadence.decide(step, 0.0, Flags()).is_due] == [5, 10]
+
+
+def test_flags_sent_before_a_save_cause_no_second_one() -> None:
+    """Rank 0 sends a flag at step 3, all ranks save step 4, and then the flag arrives."""
+    cadence = make_cadence(4, rank=1, world_size=2)
+    cadence.decide(3, 0.0, Flags())
+    cadence.save(4, 0.0)
+    late = Flags(is_due=True, is_torn=True)
+    assert cadence.decide(5, 0.0, late) == Decision(is_due=False, is_repeat=False)
+    assert cadence.decide(6, 0.0, late) == Decision(is_due=True, is_repeat=True)
+
+
+def test_a_preemption_is_due_whatever_was_saved() -> None:
+    cadence = make_cadence(1000, rank=1, world_size=2)
+    cadence.save(1, 0.0)
+    assert cadence.decide(1, 0.0, Flags(is_preempted=True)).is_due
+
+
+def test_an_advice_is_due_as_a_clock_is() -> None:
+    cadence = make_cadence(1000)
+    flags = cadence.flags(1, 0.0, **{**NO_FLAGS, "is_advised": True})
+    assert cadence.decide(1, 0.0, flags) == Decision(is_due=True, is_repeat=False)
+
+
+def test_steps_are_measured_without_the_time_of_saves() -> None:
+    cadence = make_cadence("auto")
+    cadence.begin_step(0.0)
+    cadence.end_step(1.0, in_flight=False)
+    cadence.save(1, 5.0)  # the save took 4 s
+    cadence.end_step(6.5, in_flight=True)
+    cadence.meter.saved(blocked_s=0.25, durable_s=1.0)
+    assert cadence.meter.save_cost_s == 0.75  # blocked, and half a second in the slower step
+
+
+def test_without_a_policy_every_save_is_sent_home() -> None:
+    assert sent_home(make_home(), range(1, 4)) == [1, 2, 3]
+
+
+def test_steps_are_counted_alike_on_every_rank() -> None:
+    assert sent_home(make_home(10), range(2, 31, 2)) == [10, 20, 30]
+
+
+def test_a_save_that_must_go_home_is_sent() -> None:
+    home = make_home(10)
+    assert home.take(3, 0.0, must=True, alone=False)
+    assert not home.take(4, 0.0, must=False, alone=False)
+
+
+def test_the_clock_for_home_is_rank_0s_unless_it_is_alone() -> None:
+    home = make_home("10s")
+    assert home.is_due(5, 11.0, timed=True)
+    assert not home.take(5, 11.0, must=False, alone=False), "not all ranks have received it"
+    home.receive(is_due=True, sent_step=5)
+    assert home.take(6, 11.0, must=False, alone=False)
+    home.receive(is_due=True, sent_step=6)
+    assert not home.take(7, 11.0, must=False, alone=False), "it was sent before the last save went home"
+    assert home.take(8, 22.0, must=False, alone=True)

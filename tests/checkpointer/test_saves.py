@@ -275,3 +275,16 @@ def test_arguments_that_mean_nothing_are_refused(home: Path, options: dict[str, 
 def test_a_home_that_no_other_process_can_reach_is_refused() -> None:
     with pytest.raises(Unsupported, match="memory of this process"):
         holdfast.Checkpointer("memory://mine", {"x": torch.ones(1)}, signals=False)
+
+
+def test_going_back_within_a_loop_leaves_no_step_to_save(home: Path) -> None:
+    """The state is that of step 4 again, so leaving the loop must not save it as step 7."""
+    state = {"x": torch.zeros(3)}
+    with make_checkpointer(home, state, every=2) as ckpt:
+        for step in ckpt.steps(10):
+            state["x"] += 1
+            if step == 6:
+                ckpt.restore(step=4)
+                break
+    assert steps_saved(home) == [2, 4, 6]
+    assert torch.equal(state["x"], torch.full((3,), 4.0))

@@ -587,6 +587,7 @@ class Checkpointer:
             if found is None:
                 return None
             self._show_restored(found)
+            self._position.clear()  # the state is no longer that of the step which a loop has reached
             self._metrics.num_done = found.step
             if self._trial is not None:
                 self._trial.note("restored", found.step)

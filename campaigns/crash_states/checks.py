@@ -21,7 +21,7 @@ import torch._dynamo  # a Checkpointer imports it, which takes seconds: once her
 import holdfast
 from campaigns.crash_states import trainer
 from campaigns.crash_states.workloads import Workload
-from holdfast.checkpointer import attempt
+from holdfast.checkpointer import attempt as attempts
 from holdfast.format import names, run
 from holdfast.home.listing import candidates, list_home
 from holdfast.report.events import read_lines
@@ -245,7 +245,7 @@ def restore(home: Path, local: Path | None, workload: Workload, *, quiet: bool =
         AssertionError: the state that came back is not what was saved.
     """
     state = trainer.state_of(0, 0, trainer.WIDE if workload.is_wide else trainer.SHAPES)
-    real, attempt.Keeper = attempt.Keeper, _NoKeeper  # pyright: ignore[reportAttributeAccessIssue]
+    real, attempts.Keeper = attempts.Keeper, _NoKeeper  # pyright: ignore[reportAttributeAccessIssue]
     try:
         made = holdfast.Checkpointer(
             home, state, local=local, notices="none", signals=False, quiet=quiet, compile_cache=False
@@ -253,7 +253,7 @@ def restore(home: Path, local: Path | None, workload: Workload, *, quiet: bool =
         step = made.restore(only=list(state))
         made.close()
     finally:
-        attempt.Keeper = real
+        attempts.Keeper = real
     return _restored(state, step)
 
 

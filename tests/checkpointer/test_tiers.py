@@ -87,9 +87,9 @@ def test_beginning_afresh_over_checkpoints_is_refused_wherever_they_are(tmp_path
 def test_where_bytes_came_from_is_told(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     local, home = str(tmp_path / "local"), str(tmp_path / "home")
-    assert tiers.say_sources({}) == home
-    assert tiers.say_sources({"memory": 5}) == "memory"
-    assert tiers.say_sources({local: 1_500_000, home: 10}) == f"{local} (1.5 MB) and {home} (10 B)"
+    assert tiers.describe_sources({}) == home
+    assert tiers.describe_sources({"memory": 5}) == "memory"
+    assert tiers.describe_sources({local: 1_500_000, home: 10}) == f"{local} (1.5 MB) and {home} (10 B)"
     assert [tiers.name_of({place: 1}) for place in ("memory", local, home)] == ["memory", "local", "home"]
 
 

@@ -126,7 +126,7 @@ def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tm
         if line["attempt"] == 2 and line["step"] == 7
     }
     for tier in ("local", "home"):
-        assert told["committed", tier] == "attempt 1, which fell before it could write the manifest"
+        assert told["committed", tier] == "attempt 1, which ended before it could write the manifest"
     assert told["restored", "local"] == "attempt 1"
     assert told["drained", "home"] == "attempt 1"
     first, second = collect_saves(parse_events(lines))

@@ -27,12 +27,12 @@ from holdfast.format import names
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile, Part
 from holdfast.keeper.persist import persist
-from holdfast.quantity import read_bytes, say_bytes
 from holdfast.restore.read import Job, Want, read
 from holdfast.store.address import parse_address
 from holdfast.store.clients import Clients
 from holdfast.store.objects import READ_BYTES, ObjectStore
 from holdfast.testing.servers import ministack
+from holdfast.units import format_bytes, parse_bytes
 
 HERE = Path(__file__).resolve().parent
 RATIO_GOAL = 0.9
@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    num_bytes = read_bytes(options.bytes, "--bytes")
+    num_bytes = parse_bytes(options.bytes, "--bytes")
     facts = machine.describe(HERE)
     runs = [run for server in options.servers for run in measure(server, num_bytes, options.rounds)]
     summary = summarize(runs)
@@ -250,7 +250,7 @@ def _show(num_bytes: int, runs: list[dict[str, Any]], summary: dict[str, dict[st
             f"{values[f'{what}_ratio']:.2f}, cpu {values[f'{what}_cpu_ratio']:.2f}"
             for what in ("put", "read")
         ]
-        table.add_row(server, *cells, *ratios, say_bytes(values["put_extra_bytes"]))
+        table.add_row(server, *cells, *ratios, format_bytes(values["put_extra_bytes"]))
     Console(width=200, markup=False).print(table)
 
 

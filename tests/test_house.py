@@ -24,7 +24,7 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A part may import only parts in layers before its own: no later one, no sibling.
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
-    callsite entry host_memory killpoint rawbytes redaction | errors | documents quantity privacy
+    callsite entry host_memory killpoint rawbytes redaction | errors | documents units privacy
     | policy format surroundings | store
     | home state stage notice ending ranks
     | keeper restore | writeback compiled

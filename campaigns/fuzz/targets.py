@@ -794,7 +794,7 @@ _WORDS = (
 
 
 def _run_words(data: bytes) -> None:
-    from holdfast import quantity
+    from holdfast import units
     from holdfast.compiled.trust import place_of
     from holdfast.format import names
     from holdfast.store.address import hide_secrets, parse_address
@@ -802,8 +802,8 @@ def _run_words(data: bytes) -> None:
 
     text = data.decode("utf-8", "surrogateescape")
     for act in (
-        lambda: quantity.read_bytes(text, "x"),
-        lambda: quantity.read_seconds(text, "x"),
+        lambda: units.parse_bytes(text, "x"),
+        lambda: units.parse_duration(text, "x"),
         lambda: parse_address(text),
         lambda: hide_secrets(text),
         lambda: place_of(text),

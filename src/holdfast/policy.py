@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from holdfast.errors import InvalidInput
-from holdfast.quantity import read_seconds
+from holdfast.units import parse_duration
 
 _LATE_S = 60.0
 _LATE_INTERVALS = 3
@@ -118,7 +118,7 @@ def every(value: int | str | datetime.timedelta | Every) -> Every:
             raise InvalidInput(f"every must be a positive number of steps, got {value}.")
         return EverySteps(value)
     if isinstance(value, (str, datetime.timedelta)):
-        return EveryTime(read_seconds(value, "every"))
+        return EveryTime(parse_duration(value, "every"))
     raise InvalidInput(f"every must be steps (500), a duration ('10m'), 'auto' or a policy, got {value!r}.")
 
 

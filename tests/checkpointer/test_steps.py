@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast.errors import InvalidInput
-from holdfast.quantity import MAX_STEP, read_step
+from holdfast.units import MAX_STEP, parse_step
 from stage.training import make_checkpointer
 
 WRONG = [
@@ -62,7 +62,7 @@ def test_any_integer_scalar_is_a_step(tmp_path: Path, step: Any) -> None:
 
 def test_a_whole_float_is_refused_with_the_call_that_works() -> None:
     with pytest.raises(InvalidInput, match=r"found 5\.0 \(float\).*Write int\(\.\.\.\) around it, here 5"):
-        read_step(5.0, "save()")
+        parse_step(5.0, "save()")
 
 
 def test_the_greatest_step_can_be_saved_and_restored(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from holdfast.format.part import Ancestors
 from holdfast.home.skipped import Passed
 from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_let_go, wait_for_orphans
 from holdfast.policy import Keep
-from holdfast.quantity import say_seconds
 from holdfast.ranks import RankGroup
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.state import Load
 from holdfast.surroundings import tell_progress
+from holdfast.units import format_duration
 
 _log = logging.getLogger(__name__)
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
@@ -408,7 +408,7 @@ class Attempt:
         newest, (since_s, num_failed) = self.latest(), overdue
         found = f"The newest checkpoint is of step {newest}" if newest is not None else "No checkpoint exists"
         warn(
-            f"NO SAVE HAS SUCCEEDED for {say_seconds(since_s)}, in which {num_failed} failed. "
+            f"NO SAVE HAS SUCCEEDED for {format_duration(since_s)}, in which {num_failed} failed. "
             f"{found}; a crash now would lose everything since. The reasons are in "
             f"`holdfast history {self._tiers.home}`.",
             SaveWarning,

@@ -36,11 +36,11 @@ from holdfast.errors import (
 from holdfast.keeper import Save
 from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, single_policies
-from holdfast.quantity import plural, read_bytes, read_seconds, read_step, say_bytes, say_seconds
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.restore.resume import Restored
 from holdfast.state import State, stepping
 from holdfast.state.review import refuse_snapshots
+from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_step, plural
 
 
 class Checkpointer:
@@ -156,17 +156,17 @@ class Checkpointer:
         self._compiled = self._open_compile_cache(tiers, compile_cache, trust_home)
         options = AttemptOptions(
             keep=keep if isinstance(keep, Keep) else Keep(keep, keep_every),
-            commit_timeout_s=read_seconds(commit_timeout, "commit_timeout"),
+            commit_timeout_s=parse_duration(commit_timeout, "commit_timeout"),
             max_failures=max_failures,
             take_over=take_over,
             num_read_threads=num_read_threads,
             share_reads=share_reads,
             rank_from=rank_from,
         )
-        memory_bytes = read_bytes(memory, "memory")
+        memory_bytes = parse_bytes(memory, "memory")
         refuse_snapshots(state)
         objects = State(state, world=None if group is None else (group.rank, group.world_size))
-        self._ranks: RankGroup = group or Ranks(timeout_s=read_seconds(ranks_timeout, "ranks_timeout"))
+        self._ranks: RankGroup = group or Ranks(timeout_s=parse_duration(ranks_timeout, "ranks_timeout"))
         rank, world_size = self._ranks.rank, self._ranks.world_size
         self._metrics = Metrics()
         self._pipeline = Pipeline(
@@ -208,7 +208,7 @@ class Checkpointer:
     ) -> CompileCache | None:
         if limit is False:
             return None
-        limit_bytes = read_bytes("1GiB" if limit is True else limit, "compile_cache")
+        limit_bytes = parse_bytes("1GiB" if limit is True else limit, "compile_cache")
 
         def note(sent: Sent, seconds: float) -> None:
             if self._attempt.keeper is not None:
@@ -245,7 +245,7 @@ class Checkpointer:
         Ranks: collective; every rank runs the same steps.
         """
         self._check_process()
-        total, around = read_step(total, "steps()"), sys.exc_info()[1]
+        total, around = parse_step(total, "steps()"), sys.exc_info()[1]
         if self._watches_signals:
             self._notices.watch_signals()
         self._attempt.begin(restores_later=True)
@@ -329,7 +329,7 @@ class Checkpointer:
         """
         self._check_process()
         with self._calls.guard("should_save()"):
-            step = read_step(step, "should_save()")
+            step = parse_step(step, "should_save()")
             is_due = self._exchange(step)
             if self._trial is not None:
                 is_due = self._trial.reach(step, is_due=is_due, wait=self._attempt.wait)
@@ -384,7 +384,7 @@ class Checkpointer:
         """
         self._check_process()
         with self._calls.guard("record()"):
-            step = self._metrics.num_done + 1 if step is None else read_step(step, "record()")
+            step = self._metrics.num_done + 1 if step is None else parse_step(step, "record()")
             if self._trial is not None:
                 self._trial.note("recorded", {name: repr(float(one)) for name, one in values.items()}, step)
             if self._ranks.rank == 0:
@@ -439,7 +439,7 @@ class Checkpointer:
         """
         self._check_process()
         with self._calls.guard("save()", alone=True):
-            step = read_step(step, "save()")
+            step = parse_step(step, "save()")
             if (optimizer := stepping()) is not None:
                 raise InvalidInput(
                     f"save({step}) was called in the middle of {optimizer}.step(), by a signal handler or by "
@@ -504,7 +504,7 @@ class Checkpointer:
 
         Ranks: every rank calls it; not collective.
         """
-        step, keeper = read_step(step, "send_home()"), self._attempt.keeper
+        step, keeper = parse_step(step, "send_home()"), self._attempt.keeper
         if keeper is not None and keeper.terms.local is not None:
             keeper.drain_other(keeper.terms.attempt, step)
 
@@ -578,7 +578,7 @@ class Checkpointer:
         """
         self._check_process()
         with self._calls.guard("restore()", alone=True):
-            step = None if step is None else read_step(step, "restore()")
+            step = None if step is None else parse_step(step, "restore()")
             selection = Selection(step, strict, only, rename)
             if self._attempt.saves.last is not None:
                 self._attempt = self._attempt.go_back()  # checkpoints of both must not mix
@@ -598,7 +598,7 @@ class Checkpointer:
     def _show_restored(self, found: Restored) -> None:
         for line in describe_skipped(found):
             self._show(line)
-        rate = f"{say_bytes(found.num_bytes)} in {say_seconds(found.seconds)}"
+        rate = f"{format_bytes(found.num_bytes)} in {format_duration(found.seconds)}"
         sources = self._tiers.describe_sources(found.sources)
         where = f"from {sources} ({rate}, verified)"
         self._done.read()
@@ -635,7 +635,7 @@ class Checkpointer:
         """
         self._check_process()
         with self._calls.guard("finish()"):
-            step = self._last_step() if step is None else read_step(step, "finish()")
+            step = self._last_step() if step is None else parse_step(step, "finish()")
             if step != self._attempt.base_step:
                 self._save_last(step)
             self._attempt.wait()

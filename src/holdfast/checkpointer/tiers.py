@@ -27,13 +27,13 @@ from holdfast.home.skipped import Passed, drop_note, note_passed
 from holdfast.home.writer import LiveTrainer
 from holdfast.keeper import HeldStore, end_held
 from holdfast.policy import Every, Keep, single_policies
-from holdfast.quantity import read_bytes, read_seconds, say_bytes
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
 from holdfast.store.apart import check_apart
 from holdfast.store.nearest import Nearest
 from holdfast.store.place import absolute_place
 from holdfast.surroundings import rehearsed
+from holdfast.units import format_bytes, parse_bytes, parse_duration
 
 Duration = str | float | datetime.timedelta
 Id = tuple[int, int]  # (attempt, step), the order of checkpoints
@@ -112,11 +112,11 @@ class Tiers:
             home=self.home,
             local=self.local,
             keep_local=Keep(keep_local).last or 1,
-            bandwidth=None if bandwidth is None else read_bytes(bandwidth, "home_bandwidth"),
-            patience_s=read_seconds(patience, "home_patience"),
+            bandwidth=None if bandwidth is None else parse_bytes(bandwidth, "home_bandwidth"),
+            patience_s=parse_duration(patience, "home_patience"),
             hold_s=_hold_seconds(hold),
         )
-        self.restore_patience_s = read_seconds(restore_patience, "restore_patience")
+        self.restore_patience_s = parse_duration(restore_patience, "restore_patience")
         self.home_store = open_store(self.home)
         self._local_store = None if self.local is None else open_store(self.local)
         if self._local_store is not None:
@@ -320,9 +320,9 @@ class Tiers:
         """Return the source of restored bytes as text: one URL, or each with its number of bytes."""
         if len(sources) < 2:
             return next(iter(sources), self.home)
-        return " and ".join(f"{url} ({say_bytes(count)})" for url, count in sources.items())
+        return " and ".join(f"{url} ({format_bytes(count)})" for url, count in sources.items())
 
 
 def _hold_seconds(hold: Duration | None) -> float:
     value = os.environ.get("HOLDFAST_HOLD", "2m") if hold is None else hold
-    return 0.0 if value in (0, "0") else read_seconds(value, "hold")
+    return 0.0 if value in (0, "0") else parse_duration(value, "hold")

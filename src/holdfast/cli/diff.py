@@ -18,10 +18,10 @@ from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import Corrupt
 from holdfast.format.manifest import EACH
 from holdfast.home.documents import read_part
-from holdfast.quantity import plural
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store import Store
+from holdfast.units import plural
 
 if TYPE_CHECKING:
     import torch

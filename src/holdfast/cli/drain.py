@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import RetryLater
-from holdfast.quantity import read_seconds, say_bytes
+from holdfast.units import format_bytes, parse_duration
 
 if TYPE_CHECKING:
     from holdfast.writeback import DirectoryStatus
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     # Not above: help must not wait for it.
     from holdfast.writeback import status_of, wait_until_settled
 
-    limit_s = None if args.timeout is None else read_seconds(args.timeout, "--timeout")
+    limit_s = None if args.timeout is None else parse_duration(args.timeout, "--timeout")
     if args.status:
         status = status_of(args.directory)
     else:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(status: DirectoryStatus) -> None:
     rows = [
-        (one.name, say_bytes(one.num_bytes) if one.num_bytes else "-", state, one.why or "-")
+        (one.name, format_bytes(one.num_bytes) if one.num_bytes else "-", state, one.why or "-")
         for found, state in (
             (status.waiting, "waiting"),
             (status.unread, "just changed"),

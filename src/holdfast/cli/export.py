@@ -9,8 +9,8 @@ from holdfast.cli.bars import byte_bar
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, add_prefixes, add_step, command, step_number
 from holdfast.cli.tables import print_json
-from holdfast.quantity import plural, read_bytes, say_bytes, say_seconds
 from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.units import format_bytes, format_duration, parse_bytes, plural
 
 _KINDS = ("safetensors", "hf", "torch", "dcp")
 _EXAMPLES = """
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             kind=args.kind,
             only=args.only,
             rename=dict(args.rename or ()),
-            max_shard_bytes=read_bytes(args.max_shard, "--max-shard"),
+            max_shard_bytes=parse_bytes(args.max_shard, "--max-shard"),
             rank=args.rank,
             overwrite=args.overwrite,
             on_total=bar.on_total,
@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"home": store.url, **asdict(done)})
         return 0
-    speed = f", {say_bytes(done.num_bytes / done.seconds)}/s" if done.seconds else ""
-    tensors = f"{plural(done.num_tensors, 'tensor')}, {say_bytes(done.num_bytes)}"
-    print(f"{done.path}: {tensors} of step {done.step} ({done.kind}), {say_seconds(done.seconds)}{speed}")
+    speed = f", {format_bytes(done.num_bytes / done.seconds)}/s" if done.seconds else ""
+    tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
+    print(f"{done.path}: {tensors} of step {done.step} ({done.kind}), {format_duration(done.seconds)}{speed}")
     return 0
 
 

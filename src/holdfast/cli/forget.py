@@ -12,7 +12,7 @@ from holdfast.cli.tables import print_json, print_table, say_age
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.engine import Job
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
-from holdfast.quantity import plural, read_seconds
+from holdfast.units import parse_duration, plural
 
 _EXAMPLES = """
 holdfast forget 3 4
@@ -75,7 +75,7 @@ def _choose(args: argparse.Namespace) -> list[Job]:
         return named
     before_s = time.time()
     if args.ended_before is not None:
-        before_s -= read_seconds(args.ended_before, "--ended-before")
+        before_s -= parse_duration(args.ended_before, "--ended-before")
     found = {job.id: job for job in named}
     for job in get_engine(args.on).jobs() if args.on else all_jobs():
         if job.status.is_final and (job.ended_unix_s is None or job.ended_unix_s <= before_s):

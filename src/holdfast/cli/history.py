@@ -14,10 +14,10 @@ from holdfast.cli.options import Commands, add_home, add_json, command, count, s
 from holdfast.cli.tables import print_csv, print_json, print_table, say_moment
 from holdfast.errors import InvalidInput
 from holdfast.home.history import EVENTS
-from holdfast.quantity import plural, say_bytes, say_seconds
 from holdfast.report.curves import Point, collect_curves
 from holdfast.report.events import METRICS, TIERS, parse_events, read_lines, tier_of
 from holdfast.report.saves import Copy, SaveRecord, collect_saves
+from holdfast.units import format_bytes, format_duration, plural
 
 COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier", "bytes_per_s")
 """Members of an event, in the order of the CSV; new ones come last."""
@@ -177,8 +177,8 @@ def _cells(event: Event) -> tuple[str, ...]:
             str(event[name]) if event.get(name) is not None else "-"
             for name in ("attempt", "rank", "event", "step", "tier")
         ),
-        say_bytes(num_bytes) if num_bytes else "-",
-        say_seconds(seconds) if seconds else "-",
+        format_bytes(num_bytes) if num_bytes else "-",
+        format_duration(seconds) if seconds else "-",
         _say_speed(event["bytes_per_s"]),
         str(event.get("detail") or ""),
     )
@@ -238,13 +238,13 @@ def _print_checkpoints(rows: Iterable[Event]) -> None:
             str(row["attempt"]),
             row["tier"] or "-",
             say_moment(row["t"]),
-            say_bytes(row["bytes"]) if row["bytes"] else "-",
+            format_bytes(row["bytes"]) if row["bytes"] else "-",
             *(
-                "-" if row[name] is None else say_seconds(row[name])
+                "-" if row[name] is None else format_duration(row[name])
                 for name in ("blocked_s", "staged_s", "write_s")
             ),
             _say_speed(row["bytes_per_s"]),
-            "-" if row["durable_s"] is None else say_seconds(row["durable_s"]),
+            "-" if row["durable_s"] is None else format_duration(row["durable_s"]),
             f"{row['outcome']}: {row['detail']}" if row["detail"] else row["outcome"],
         )
         for row in rows

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from holdfast.cli.bars import byte_bar
 from holdfast.cli.options import Commands, add_json, add_prefixes, command, step_number
 from holdfast.cli.tables import print_json
-from holdfast.quantity import plural, say_bytes, say_seconds
+from holdfast.units import format_bytes, format_duration, plural
 
 _KINDS = ("auto", "torch", "dcp", "safetensors", "hf")
 _EXAMPLES = """
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(asdict(done))
         return 0
-    speed = f", {say_bytes(done.num_bytes / done.seconds)}/s" if done.seconds else ""
-    tensors = f"{plural(done.num_tensors, 'tensor')}, {say_bytes(done.num_bytes)}"
+    speed = f", {format_bytes(done.num_bytes / done.seconds)}/s" if done.seconds else ""
+    tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
     print(f"step {done.step} of {done.home}: {tensors} from {args.source} ({done.kind})", end="")
-    print(f", {say_seconds(done.seconds)}{speed}")
+    print(f", {format_duration(done.seconds)}{speed}")
     return 0

@@ -15,7 +15,7 @@ from holdfast.jobs.engine import Engine, Job, UnsupportedKey
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
-from holdfast.quantity import plural
+from holdfast.units import plural
 
 _EXAMPLES = """
 holdfast launch task.yaml

@@ -9,7 +9,7 @@ from holdfast.cli.homes import open_home, open_tiers, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_json, print_table, print_text, say_age
 from holdfast.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
-from holdfast.quantity import plural, say_bytes
+from holdfast.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast ls runs/gpt
@@ -66,7 +66,7 @@ def _cells(row: Row, where: tuple[str, ...]) -> tuple[str, ...]:
         str(row.step),
         str(row.attempt),
         "-" if row.ranks is None else str(row.ranks),
-        say_bytes(row.num_bytes),
+        format_bytes(row.num_bytes),
         say_age(row.created_unix_s),
         f"{row.state}, newest" if row.is_newest else row.state,
         *(", ".join(row.tiers) for _ in where),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import InvalidInput
-from holdfast.quantity import read_seconds
+from holdfast.units import parse_duration
 
 Commands = Any
 """What `add_subparsers` returns; argparse keeps its class to itself."""
@@ -57,7 +57,7 @@ def add_patience(parser: argparse.ArgumentParser) -> None:
 def duration(text: str) -> float:
     """A duration in seconds, read as in "20s" or "5m"."""
     try:
-        return read_seconds(text, "--patience")
+        return parse_duration(text, "--patience")
     except InvalidInput as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -9,7 +9,7 @@ from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.jobs.registry import find_engine
-from holdfast.quantity import read_seconds, say_seconds
+from holdfast.units import format_duration, parse_duration
 
 _EXAMPLES = """
 holdfast preempt 3
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(job_row(job))
     else:
-        print(f"job {job.id} ({job.name}) is preempted; its machine goes in {say_seconds(lead_s)}")
+        print(f"job {job.id} ({job.name}) is preempted; its machine goes in {format_duration(lead_s)}")
     return 0
 
 
@@ -44,7 +44,7 @@ def _lead_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        return read_seconds(text, "--lead")
+        return parse_duration(text, "--lead")
     if not 0 <= seconds < float("inf"):
         raise InvalidInput(f"--lead must be a duration like 30s, or 0, got {text!r}.")
     return seconds

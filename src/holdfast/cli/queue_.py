@@ -10,7 +10,7 @@ from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table, say_age
 from holdfast.jobs.engine import Job
 from holdfast.jobs.registry import all_jobs, get_engine
-from holdfast.quantity import say_seconds
+from holdfast.units import format_duration
 
 _EXAMPLES = """
 holdfast queue
@@ -69,4 +69,4 @@ def _cells(job: Job) -> tuple[str, ...]:
 def _say_span(job: Job) -> str:
     if job.started_unix_s is None:
         return "-"
-    return say_seconds(max(0.0, (job.ended_unix_s or time.time()) - job.started_unix_s))
+    return format_duration(max(0.0, (job.ended_unix_s or time.time()) - job.started_unix_s))

@@ -11,10 +11,10 @@ from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
-from holdfast.quantity import say_bytes
 from holdfast.report.headline import headline, headline_numbers
 from holdfast.report.summary import RunSummary, read_summary
 from holdfast.restore.placing import placed_file
+from holdfast.units import format_bytes
 
 _EXAMPLES = """
 holdfast report runs/gpt -o report.html
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
     else:
         _write(Path(args.output), text)
-        print(f"{args.output}: {say_bytes(len(text.encode()))}")
+        print(f"{args.output}: {format_bytes(len(text.encode()))}")
     return 0
 
 

@@ -31,8 +31,8 @@ from holdfast.home.inventory import (
     Row,
     take_inventory,
 )
-from holdfast.quantity import plural, say_bytes
 from holdfast.store import Store
+from holdfast.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast rm runs/gpt --step 500
@@ -150,7 +150,7 @@ def _delete_all(store: Store, inventory: Inventory, rows: list[Row]) -> None:
 
 
 def _what(rows: list[Row]) -> str:
-    return f"{plural(len(rows), 'checkpoint')}, {say_bytes(sum(row.num_bytes for row in rows))}"
+    return f"{plural(len(rows), 'checkpoint')}, {format_bytes(sum(row.num_bytes for row in rows))}"
 
 
 def _print_plan(rows: list[Row]) -> None:
@@ -159,7 +159,7 @@ def _print_plan(rows: list[Row]) -> None:
         return
     columns = ("STEP", "ATTEMPT", "SIZE", "AGE", "STATE")
     cells = (
-        (str(row.step), str(row.attempt), say_bytes(row.num_bytes), say_age(row.created_unix_s), row.state)
+        (str(row.step), str(row.attempt), format_bytes(row.num_bytes), say_age(row.created_unix_s), row.state)
         for row in rows
     )
     print_table(columns, cells, right=columns[:3])

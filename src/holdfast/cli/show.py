@@ -14,9 +14,9 @@ from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_s
 from holdfast.cli.tables import print_json, print_table, say_age, say_moment
 from holdfast.errors import InvalidInput
 from holdfast.home.documents import read_part
-from holdfast.quantity import plural, say_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast show runs/gpt
@@ -97,7 +97,7 @@ def _print_facts(url: str, checkpoint: Checkpoint) -> None:
     began = "from nothing" if base is None else f"from step {base}"
     print(f"{url}: step {checkpoint.step}, attempt {checkpoint.attempt} (began {began})")
     print(f"run {checkpoint.run}, saved by {plural(checkpoint.world_size, 'rank')}", end=", ")
-    print(f"{say_bytes(checkpoint.manifest.data_bytes)}", end=", ")
+    print(f"{format_bytes(checkpoint.manifest.data_bytes)}", end=", ")
     print(f"{say_moment(checkpoint.created)} ({say_age(checkpoint.created)})")
 
 
@@ -117,7 +117,7 @@ def _print_tensors(checkpoint: Checkpoint, tensors: list[str]) -> None:
 def _tensor_rows(checkpoint: Checkpoint, tensors: list[str]) -> Iterator[tuple[str, ...]]:
     for name in tensors:
         info = checkpoint.info(name)
-        size = "-" if info.tied_to else say_bytes(info.num_bytes)
+        size = "-" if info.tied_to else format_bytes(info.num_bytes)
         yield name, info.dtype, str(list(info.shape)), size, _owner(info.owner), info.tied_to or ""
 
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from holdfast import redaction
 from holdfast.cli.columns import Table, lay_out
-from holdfast.quantity import say_seconds
+from holdfast.units import format_duration
 
 
 def print_table(
@@ -137,7 +137,7 @@ def say_age(unix_s: float | None) -> str:
     if unix_s is None:
         return "-"
     age_s = time.time() - unix_s
-    return f"{say_seconds(age_s)} ago" if age_s >= 1 else "now" if age_s > -60 else "in the future"
+    return f"{format_duration(age_s)} ago" if age_s >= 1 else "now" if age_s > -60 else "in the future"
 
 
 def say_moment(unix_s: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table
-from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
+from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from holdfast.train.tuning.findings import Finding
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         questions=questions,
         ranks=args.ranks,
         num_steps=args.steps,
-        memory_bytes=None if args.memory is None else read_bytes(args.memory, "--memory"),
-        timeout_s=read_seconds(args.timeout, "--timeout"),
+        memory_bytes=None if args.memory is None else parse_bytes(args.memory, "--memory"),
+        timeout_s=parse_duration(args.timeout, "--timeout"),
         debug=args.debug,
         on_progress=lambda what: print(f"holdfast: {what} ...", file=sys.stderr),
     )
@@ -89,7 +89,7 @@ def _print(report: TuningReport) -> None:
 
     now = report.throughput
     waiting = f", {now.wait_share:.0%} of it waiting for data" if report.steps.loader is not None else ""
-    print(f"{report.script} on {report.steps.device}: a step takes {say_seconds(now.step_s)}{waiting}.")
+    print(f"{report.script} on {report.steps.device}: a step takes {format_duration(now.step_s)}{waiting}.")
     if report.findings:
         print()
         columns = ("#", "KIND", "WHERE", "COSTS", "AFTER THE CHANGE")
@@ -133,7 +133,14 @@ def _print_compile(report: TuningReport) -> None:
         even = "never" if one.break_even_steps is None else f"{one.break_even_steps} steps"
         memory = "-" if one.memory_ratio is None else f"{one.memory_ratio:.2f}x"
         answer = "yes" if one.pays else "no, slower" if one.costs else "no, as fast"
-        cells = (f"{one.speed_up:.2f}x", f"{one.noise:.0%}", say_seconds(one.warm_up_s), even, memory, answer)
+        cells = (
+            f"{one.speed_up:.2f}x",
+            f"{one.noise:.0%}",
+            format_duration(one.warm_up_s),
+            even,
+            memory,
+            answer,
+        )
         rows.append((NAMES[one.variant], *cells[:3], f"{even}", cells[4], answer))
     print("\nDoes torch.compile pay off?")
     columns = ("COMPILED", "SPEED", "NOISE", "WARM-UP", "EARNED BACK", "MEMORY OF A STEP", "PAYS")
@@ -150,7 +157,7 @@ def _print_batches(report: TuningReport) -> None:
         (
             str(one.value),
             "-" if one.failure else f"{one.items_per_s / first.items_per_s:.2f}x",
-            "-" if one.failure or one.peak_bytes is None else say_bytes(one.peak_bytes),
+            "-" if one.failure or one.peak_bytes is None else format_bytes(one.peak_bytes),
             one.failure or ("now" if one is first else ""),
         )
         for one in report.batches

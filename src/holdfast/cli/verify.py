@@ -16,9 +16,9 @@ from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates
-from holdfast.quantity import plural, say_bytes, say_seconds
 from holdfast.restore.verify import VerifyReport, verify
 from holdfast.store import Store
+from holdfast.units import format_bytes, format_duration, plural
 
 _EXAMPLES = """
 holdfast verify runs/gpt
@@ -128,9 +128,9 @@ def _print_line(line: _Line) -> None:
     what = f"step {line.step}, attempt {line.attempt}:"
     if line.is_good and line.report:
         report = line.report
-        speed = f", {say_bytes(report.num_bytes / report.seconds)}/s" if report.seconds else ""
-        done = f"{plural(report.num_files, 'file')}, {say_bytes(report.num_bytes)} of data"
-        print(f"{what} good ({done}, {say_seconds(report.seconds)}{speed})")
+        speed = f", {format_bytes(report.num_bytes / report.seconds)}/s" if report.seconds else ""
+        done = f"{plural(report.num_files, 'file')}, {format_bytes(report.num_bytes)} of data"
+        print(f"{what} good ({done}, {format_duration(report.seconds)}{speed})")
     else:
         verdict = "DAMAGED" if line.is_damaged else "COULD NOT BE READ"
         print(f"{what} {verdict}, {plural(len(line.problems), 'problem')}")

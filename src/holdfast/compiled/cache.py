@@ -17,8 +17,8 @@ from holdfast.compiled.download import DownloadResult, load, read_indices
 from holdfast.compiled.trust import VARIABLE, is_trusted
 from holdfast.compiled.upload import CacheUploader, Sent
 from holdfast.errors import HoldfastError
-from holdfast.quantity import say_bytes, say_seconds
 from holdfast.store import Store
+from holdfast.units import format_bytes, format_duration
 
 LOAD_LIMIT_S = 120.0
 """Longest wait for compiled code at the start. Files that are missing then are compiled again."""
@@ -126,10 +126,10 @@ class CompileCache:
         self._report(loaded.problems)
         if not loaded.num_placed:
             return loaded, None
-        spent = say_seconds(time.monotonic() - began)
+        spent = format_duration(time.monotonic() - began)
         return loaded, (
-            f"compiled code from {self._home}: {loaded.num_placed} files, {say_bytes(loaded.num_bytes)} in "
-            f"{spent}, verified"
+            f"compiled code from {self._home}: {loaded.num_placed} files, {format_bytes(loaded.num_bytes)} "
+            f"in {spent}, verified"
         )
 
     def _trust_hint(self, key: str) -> str | None:

@@ -25,8 +25,8 @@ from holdfast.compiled.index import (
 from holdfast.compiled.packs import divide, pack
 from holdfast.errors import Conflict
 from holdfast.killpoint import kill_point
-from holdfast.quantity import say_bytes
 from holdfast.store import Store
+from holdfast.units import format_bytes
 
 PACK_BYTES = 8 << 20
 """Target size of a pack: the memory of one upload, and the most that a kill can cost."""
@@ -130,7 +130,7 @@ class CacheUploader:
         if not self._make_room(len(whole) + len(text)):
             sent.problem = (
                 f"The compile caches in {self._store.url} have reached their limit of "
-                f"{say_bytes(self._limit_bytes)}. Further compiled code stays on this machine; others "
+                f"{format_bytes(self._limit_bytes)}. Further compiled code stays on this machine; others "
                 'compile it again. Raise the limit with compile_cache="...".'
             )
             return False

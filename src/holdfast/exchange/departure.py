@@ -11,8 +11,8 @@ from pathlib import Path
 from holdfast.errors import InvalidInput
 from holdfast.exchange import to_dcp, to_safetensors, to_torch
 from holdfast.exchange.outgoing import Outgoing
-from holdfast.quantity import read_bytes
 from holdfast.restore.checkpoint import Checkpoint
+from holdfast.units import parse_bytes
 
 KINDS = ("safetensors", "hf", "torch", "dcp")
 """What can be written: a file, a Hugging Face folder, a file of torch.save, a DCP folder."""
@@ -76,7 +76,7 @@ def export_checkpoint(
     Blocks: until what was written is durable.
     """
     began = time.perf_counter()
-    place, limit = Path(path).expanduser(), read_bytes(max_shard_bytes, "max_shard_bytes")
+    place, limit = Path(path).expanduser(), parse_bytes(max_shard_bytes, "max_shard_bytes")
     outgoing = Outgoing.choose(checkpoint, rank=rank, only=only, rename=rename, num_threads=num_threads)
     outgoing.on_bytes = on_bytes
     writers: dict[str, Callable[[], None]] = {

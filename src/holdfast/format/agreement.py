@@ -13,7 +13,7 @@ from holdfast.errors import InvalidInput
 from holdfast.format.catalog import Catalog, Tensor, parse_catalog
 from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 from holdfast.format.limits import MAX_CUT_DIMS
-from holdfast.quantity import plural
+from holdfast.units import plural
 
 Row = tuple[int, Box]
 

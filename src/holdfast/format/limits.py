@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from holdfast.quantity import MAX_STEP as MAX_STEP
+from holdfast.units import MAX_STEP as MAX_STEP
 
 MAX_DOCUMENT_BYTES = 1 << 30
 """Bytes of a part, a manifest or an index of compiled files."""

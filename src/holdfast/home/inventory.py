@@ -12,8 +12,8 @@ from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
 from holdfast.home.skipped import read_reason
 from holdfast.policy import Line, line_of
-from holdfast.quantity import plural
 from holdfast.store import Store
+from holdfast.units import plural
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
 DAMAGED, UNSUPPORTED, PASSED = "damaged", "unsupported", "passed over"

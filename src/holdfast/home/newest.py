@@ -9,8 +9,8 @@ from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater
 from holdfast.home.listing import Listing, list_home
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Passed
-from holdfast.quantity import say_seconds
 from holdfast.store.contract import Store
+from holdfast.units import format_duration
 
 _PASSABLE = (Corrupt, NotFound, Unsupported)
 _T = TypeVar("_T")
@@ -65,7 +65,7 @@ def _take(take: Callable[[int, int], _T | None], attempt: int, step: int, patien
 
 def _unread(url: str, left: Sequence[tuple[int, int]], error: HoldfastError, seconds: float) -> HoldfastError:
     (attempt, step), *older = left
-    tried = f" for {say_seconds(seconds)}" if isinstance(error, RetryLater) else ""
+    tried = f" for {format_duration(seconds)}" if isinstance(error, RetryLater) else ""
     choice = f", or ask for an older one by its number (step {older[0][1]})" if older else ""
     message = (
         f"Step {step} of attempt {attempt} in {url} could not be read{tried}: {error} It may be whole, so no "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.errors import RetryLater
-from holdfast.quantity import say_seconds
+from holdfast.units import format_duration
 
 LIMIT_S = 120.0
 """Seconds for which a restore retries, by default."""
@@ -51,7 +51,7 @@ class Patience:
         """
         if self.spent_s >= _QUIET_S and not self._has_said:
             self._has_said = True
-            self._say(f"{what} cannot be read; trying again for {say_seconds(self._limit_s)}: {reason}")
+            self._say(f"{what} cannot be read; trying again for {format_duration(self._limit_s)}: {reason}")
         pause_s = min(max(_PAUSE_SHARE * self.spent_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
         time.sleep(min(pause_s, max(self._limit_s - self.spent_s, 0.0)))
 
@@ -73,7 +73,7 @@ class Patience:
                 result = act()
             except RetryLater as error:
                 if not self.lasts():
-                    message = f"{what} could not be read for {say_seconds(self.spent_s)}: {error}"
+                    message = f"{what} could not be read for {format_duration(self.spent_s)}: {error}"
                     raise RetryLater(message, step=error.step, key=error.key) from error
                 self.pause(what, str(error))
             else:

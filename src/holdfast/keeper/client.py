@@ -24,7 +24,7 @@ from holdfast.keeper.outbox import Outbox
 from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
 from holdfast.keeper.save import Save
-from holdfast.quantity import say_seconds
+from holdfast.units import format_duration
 
 _MAX_DEATHS = 5
 """Keepers that may die in a row without completing a save before the saves that they were sent are failed."""
@@ -310,7 +310,7 @@ class Keeper:
         os.close(keeper.stderr)
         keeper.end.close()
         if is_silent:
-            limit = say_seconds(_SILENT_LOOKS * _LOOK_S)
+            limit = format_duration(_SILENT_LOOKS * _LOOK_S)
             return (
                 f"The keeper of rank {self.terms.rank} (pid {pid}) did not answer for {limit}, as if it were "
                 "stopped or frozen, and was killed."
@@ -367,7 +367,7 @@ class Keeper:
         if self._deaths > _MAX_DEATHS:  # one of the saves may be the reason
             message = (
                 f"{told} It was the {self._deaths}th in a row; the saves that it had are given up, and "
-                f"another one is started in {say_seconds(pause_s)}. Earlier checkpoints stand."
+                f"another one is started in {format_duration(pause_s)}. Earlier checkpoints stand."
             )
             for pending in list(self._pending.values()):
                 self._finish(pending.save.step, RetryLater(message, step=pending.save.step))

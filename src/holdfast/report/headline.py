@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.quantity import plural
 from holdfast.report.style import format_seconds, format_share, format_size, format_time
 from holdfast.report.summary import RunSummary
+from holdfast.units import plural
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from functools import cache
 from importlib import resources
 
 from holdfast.errors import Unsupported
-from holdfast.quantity import plural
 from holdfast.report.figures import make_figures
 from holdfast.report.headline import HeadlineNumber, headline, headline_numbers
 from holdfast.report.style import Figure, format_time
 from holdfast.report.summary import RunSummary
+from holdfast.units import plural
 
 _LONG = 60  # characters; more are broken into lines
 _NOT_THERE = (

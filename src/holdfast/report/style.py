@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from holdfast.quantity import say_bytes, say_seconds
 from holdfast.report.summary import RunSummary
+from holdfast.units import format_bytes, format_duration
 
 Spec = dict[str, Any]
 """A Vega-Lite specification, or a part of one."""
@@ -181,13 +181,13 @@ def format_seconds(value: float | None) -> str:
     """Format a duration for display, or `-` if it is unknown."""
     if value is None:
         return "-"
-    text = say_seconds(value) if value else "0 s"
+    text = format_duration(value) if value else "0 s"
     return text if " 0 " not in text else text[: text.index(" 0 ")]  # `1 h`, not `1 h 0 min`
 
 
 def format_size(value: float | None) -> str:
     """Format a size for display, or `-` if it is 0 or unknown."""
-    return say_bytes(value) if value else "-"
+    return format_bytes(value) if value else "-"
 
 
 def format_share(value: float | None) -> str:

@@ -20,7 +20,6 @@ from holdfast.home.listing import candidates
 from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Passed
-from holdfast.quantity import plural, read_seconds
 from holdfast.restore import export as exporting
 from holdfast.restore import verify as verifying
 from holdfast.restore.parts import Parts
@@ -31,6 +30,7 @@ from holdfast.store import open_store
 from holdfast.store.contract import Store
 from holdfast.store.haste import haste
 from holdfast.store.local import LocalStore
+from holdfast.units import parse_duration, plural
 
 if TYPE_CHECKING:
     import torch
@@ -416,7 +416,7 @@ def open(
 
 
 def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:
-    limit_s = read_seconds(patience, "patience")
+    limit_s = parse_duration(patience, "patience")
     if haste.limit_s is None:
         return limit_s
     return haste.limit_s if isinstance(store, LocalStore) else 0.0  # a bucket has spent it on its requests

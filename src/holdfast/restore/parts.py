@@ -11,8 +11,8 @@ from holdfast.format.layout import Piece
 from holdfast.format.manifest import EACH, Manifest
 from holdfast.format.part import Part
 from holdfast.home.documents import read_part
-from holdfast.quantity import plural
 from holdfast.store.contract import Store
+from holdfast.units import plural
 
 
 @dataclass(frozen=True, slots=True)

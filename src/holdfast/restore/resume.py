@@ -30,7 +30,6 @@ from holdfast.home.losses import check_no_losses, find_losses
 from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.home.recovery import merge_in_memory, merge_saved, recover_commit
 from holdfast.home.skipped import Passed
-from holdfast.quantity import say_seconds
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import Job, ReadStats, read
@@ -39,6 +38,7 @@ from holdfast.restore.share import Exchange, Lending, read_shared
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
 from holdfast.store.nearest import Nearest
+from holdfast.units import format_duration
 
 _PASSABLE = (Corrupt, NotFound, Unsupported, RetryLater)
 """What speaks against a checkpoint; any other error speaks against the caller or us, and is raised.
@@ -699,7 +699,7 @@ def _unread(url: str, newest: Passed, seconds: float, older: Sequence[int], touc
     )
     mixed = f" {_some(sorted(touched), 3)} may hold bytes of it: do not train with them." if touched else ""
     message = (
-        f"Step {step} of attempt {newest.attempt} in {url} could not be read for {say_seconds(seconds)}: "
+        f"Step {step} of attempt {newest.attempt} in {url} could not be read for {format_duration(seconds)}: "
         f"{newest.reason} It may be whole, so no older one was restored in its place.{mixed} Start again "
         f"when the store answers.{choice}"
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput, RetryLater
-from holdfast.quantity import say_bytes
+from holdfast.units import format_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; where it is unknown the first copy pays for the page faults instead
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -55,8 +55,8 @@ class Arena:
             os.posix_fallocate(self.fd, 0, self.num_bytes)
         except OSError as error:
             raise RetryLater(
-                f"The machine has no {say_bytes(self.num_bytes)} of memory for an arena: {error.strerror}. "
-                "Lower memory=, or give the container more."
+                f"The machine has no {format_bytes(self.num_bytes)} of memory for an arena: "
+                f"{error.strerror}. Lower memory=, or give the container more."
             ) from error
         address = ctypes.c_void_p(self.bytes.data_ptr())
         _libc.madvise(address, ctypes.c_size_t(self.num_bytes), _MADV_POPULATE_WRITE)
@@ -68,7 +68,7 @@ class Arena:
         status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, 0)
         if int(status) != 0:
             raise RetryLater(
-                f"CUDA refused to page-lock {say_bytes(self.num_bytes)} (cudaHostRegister: error "
+                f"CUDA refused to page-lock {format_bytes(self.num_bytes)} (cudaHostRegister: error "
                 f"{int(status)}). "
                 "Raise the memlock limit (ulimit -l), or lower memory=."
             )
@@ -158,7 +158,7 @@ class Arenas:
             arena = Arena(self._count, num_bytes)
         except OSError as error:
             raise RetryLater(
-                f"The system refused an arena of {say_bytes(num_bytes)}: {error.strerror}. Nothing was "
+                f"The system refused an arena of {format_bytes(num_bytes)}: {error.strerror}. Nothing was "
                 "saved. "
                 "Lower memory=, or raise the limit that is in the way (open files, address space)."
             ) from error
@@ -191,8 +191,8 @@ class Arenas:
         """
         if num_bytes + mmap.PAGESIZE > self.cap_bytes:
             raise InvalidInput(
-                f"A save of this rank needs an arena of {say_bytes(num_bytes)}, but memory= allows "
-                f"{say_bytes(self.cap_bytes)} in all. Nothing was saved. Raise memory=."
+                f"A save of this rank needs an arena of {format_bytes(num_bytes)}, but memory= allows "
+                f"{format_bytes(self.cap_bytes)} in all. Nothing was saved. Raise memory=."
             )
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from holdfast.errors import InvalidInput
-from holdfast.quantity import read_bytes, read_seconds
 from holdfast.store.naming import check_name
+from holdfast.units import parse_bytes, parse_duration
 
 S3, GCS, AZURE = "s3", "gs", "az"
 SCHEMES = {
@@ -205,13 +205,13 @@ def _seconds(texts: dict[str, str], name: str, default: float) -> float:
     if name not in texts:
         return default
     text = texts[name]
-    return read_seconds(float(text) if _is_number(text) else text, f"the URL's option {name}")
+    return parse_duration(float(text) if _is_number(text) else text, f"the URL's option {name}")
 
 
 def _part_bytes(texts: dict[str, str]) -> int:
     if "part_bytes" not in texts:
         return DEFAULT_PART_BYTES
-    part_bytes = read_bytes(texts["part_bytes"], "the URL's option part_bytes")
+    part_bytes = parse_bytes(texts["part_bytes"], "the URL's option part_bytes")
     if part_bytes < MIN_PART_BYTES:
         message = f"part_bytes is {part_bytes}; object stores take no parts below {MIN_PART_BYTES} bytes."
         raise InvalidInput(message)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.quantity import say_seconds
+from holdfast.units import format_duration
 
 _QUIET_S = 3.0  # an answer that comes sooner is not worth a line
 
@@ -61,8 +61,8 @@ class Haste:
         if self._say is not None and self.limit_s is not None and place not in self._said:
             self._said.add(place)
             self._say(
-                f"{place} has not answered for {say_seconds(_QUIET_S)}; trying again for up to "
-                f"{say_seconds(self.limit_s)} (--patience)"
+                f"{place} has not answered for {format_duration(_QUIET_S)}; trying again for up to "
+                f"{format_duration(self.limit_s)} (--patience)"
             )
 
 

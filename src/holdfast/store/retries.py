@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.errors import Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.quantity import plural, say_seconds
 from holdfast.store.address import Address
 from holdfast.store.clients import Clients
 from holdfast.store.haste import haste
 from holdfast.store.refusals import Kind, Refusal, classify
+from holdfast.units import format_duration, plural
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _T = TypeVar("_T")
@@ -114,10 +114,9 @@ class Retries:
                 "once. If they have expired, renew them: the next try takes what is there then."
             )
             return Denied(f"{failed} {advice}", key=name)
-        tried = f"Given up after {say_seconds(time.monotonic() - request.began_s)}"
-        limit = (
-            f" and {plural(request.num_tries, 'try', 'tries')} (limit {say_seconds(self._limit_s(request))})"
-        )
+        tried = f"Given up after {format_duration(time.monotonic() - request.began_s)}"
+        tries, limit_s = plural(request.num_tries, "try", "tries"), self._limit_s(request)
+        limit = f" and {tries} (limit {format_duration(limit_s)})"
         return RetryLater(f"{failed} {tried}{limit if kind is Kind.PASSING else ''}.", key=name)
 
     def _limit_s(self, request: Request) -> float:

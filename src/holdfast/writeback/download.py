@@ -16,8 +16,8 @@ import xxhash
 from holdfast.errors import NotFound, RetryLater
 from holdfast.format.hashes import digest
 from holdfast.killpoint import kill_point
-from holdfast.quantity import say_bytes
 from holdfast.store import Entry, Store
+from holdfast.units import format_bytes
 from holdfast.writeback.files import Fingerprint
 from holdfast.writeback.journal import FOLDER
 from holdfast.writeback.upload_queue import Sent
@@ -62,9 +62,9 @@ class Download:
         wanted, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(self._folder).free
         if wanted > free:
             raise RetryLater(
-                f"{self._store.url} holds {say_bytes(wanted)} that are not in {self._directory}, but only "
-                f"{say_bytes(free)} are free on its disk. Nothing was downloaded. Free some space, mount a "
-                "smaller prefix, or mount without fetching."
+                f"{self._store.url} holds {format_bytes(wanted)} that are not in {self._directory}, but only "
+                f"{format_bytes(free)} are free on its disk. Nothing was downloaded. Free some space, mount "
+                "a smaller prefix, or mount without fetching."
             )
 
     def is_same(self, entry: Entry, sent: Sent) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.quantity import plural
 from holdfast.store import Entry, Store
+from holdfast.units import plural
 from holdfast.writeback.config import UploaderConfig
 from holdfast.writeback.download import Download
 from holdfast.writeback.files import Fingerprint, ScannedFile, scan

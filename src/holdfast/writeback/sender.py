@@ -14,8 +14,8 @@ import xxhash
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.killpoint import kill_point
-from holdfast.quantity import say_seconds
 from holdfast.store import Store
+from holdfast.units import format_duration
 from holdfast.writeback.config import UploaderConfig
 from holdfast.writeback.files import Fingerprint, is_being_written, is_settled, open_file
 from holdfast.writeback.journaled_queue import JournaledQueue
@@ -111,7 +111,7 @@ class Sender:
             self._outage.since_s = now_s
         self._outage.num_tries += 1
         since_s = now_s - self._outage.since_s
-        self._queue.tell(f"Uploading {entry.name} has failed for {say_seconds(since_s)}: {error}")
+        self._queue.tell(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._outage.num_tries - 1, 20), _LAST_PAUSE_S)
         self._stopping.wait(_dice.uniform(0.5, 1.0) * pause_s)
 
@@ -186,7 +186,8 @@ class Sender:
         while is_being_written(fd) or not is_settled(os.fstat(fd), time.time_ns()):
             waited_s = time.monotonic() - began_s
             if waited_s > self._config.open_limit_s:
-                why = f"it was open for writing for {say_seconds(waited_s)}; it is uploaded once it is closed"
+                open_for = format_duration(waited_s)
+                why = f"it was open for writing for {open_for}; it is uploaded once it is closed"
                 self._skip(entry, SKIPPED, why)
                 return False
             if waited_s > 1:

@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.documents import decode, read_as
 from holdfast.errors import NotFound, RetryLater
-from holdfast.quantity import plural, say_bytes, say_seconds
+from holdfast.units import format_bytes, format_duration, plural
 from holdfast.writeback.config import EXCLUDED, is_excluded
 from holdfast.writeback.files import ScannedFile, is_open_now, scan
 from holdfast.writeback.journal import FOLDER, Journal
@@ -88,7 +88,7 @@ class DirectoryStatus:
         if self.is_drained:
             return f"all of {self.directory} is in {self.place} ({plural(self.num_sent, 'file')})"
         parts = [
-            f"{len(found)} {what} ({say_bytes(sum(one.num_bytes for one in found))})"
+            f"{len(found)} {what} ({format_bytes(sum(one.num_bytes for one in found))})"
             for found, what in (
                 (self.waiting, "waiting"),
                 (self.unread, "just changed"),
@@ -170,7 +170,7 @@ def wait_until_settled(
         waited_s = time.monotonic() - began_s
         if timeout_s is not None and waited_s >= timeout_s:
             trouble = f" {status.trouble}" if status.trouble else ""
-            raise RetryLater(f"After {say_seconds(waited_s)}, {status.summary()}.{trouble}")
+            raise RetryLater(f"After {format_duration(waited_s)}, {status.summary()}.{trouble}")
         time.sleep(_POLL_S if timeout_s is None else min(_POLL_S, max(timeout_s - waited_s, 0.001)))
 
 
@@ -238,4 +238,4 @@ def _waiting(entry: Upload) -> Unsent:
 
 def _trouble(journal: Journal) -> str:
     text, since = journal.get("trouble"), journal.get("trouble_unix_s")
-    return f"{text} ({say_seconds(max(0.0, time.time() - float(since)))} ago)" if text and since else text
+    return f"{text} ({format_duration(max(0.0, time.time() - float(since)))} ago)" if text and since else text

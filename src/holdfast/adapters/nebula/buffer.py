@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.quantity import read_bytes, say_bytes
+from holdfast.units import format_bytes, parse_bytes
 
 VARIABLE = "NEBULA_MEMORY_BUFFER_SIZE"
 _LEAST_BYTES = 64 << 20
@@ -40,7 +40,7 @@ class Buffer:
         count, limit = int(processes), environ.get(VARIABLE)
         if not limit:
             return cls(max(available_bytes // 2 // count, _LEAST_BYTES), count, is_set=False)
-        num_bytes = read_bytes(int(limit) if limit.isdecimal() else limit, VARIABLE)
+        num_bytes = parse_bytes(int(limit) if limit.isdecimal() else limit, VARIABLE)
         return cls(num_bytes if count == 1 else num_bytes // 2 // count, count, is_set=True)
 
     def check(self, tensors: Iterable[torch.Tensor], tag: str) -> None:
@@ -61,8 +61,8 @@ class Buffer:
         )
         message = (
             f"The checkpoint {tag!r} needs {needed} bytes of memory in this process, but {found} "
-            f"{self.cap_bytes} ({say_bytes(self.cap_bytes)}){split}. Nothing was saved. Set {VARIABLE} to at "
-            f"least {needed * share}; twice that lets a save begin while the one before is still written."
+            f"{self.cap_bytes} ({format_bytes(self.cap_bytes)}){split}. Nothing was saved. Set {VARIABLE} to "
+            f"at least {needed * share}; twice that lets a save begin while the one before is still written."
         )
         raise InvalidInput(message)
 

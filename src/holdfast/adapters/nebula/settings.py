@@ -11,8 +11,8 @@ from typing import Any
 
 from holdfast.callsite import warn
 from holdfast.errors import InvalidInput, SaveWarning
-from holdfast.quantity import read_seconds
 from holdfast.store.place import absolute_place
+from holdfast.units import parse_duration
 
 PATH = "NEBULA_PERSISTENT_STORAGE_PATH"
 INTERVAL = "NEBULA_PERSISTENT_TIME_INTERVAL"
@@ -79,5 +79,5 @@ def _interval(value: Any) -> float | None:
     try:
         seconds = float(value)
     except (TypeError, ValueError):
-        return read_seconds(value, "persistent_time_interval")
-    return None if seconds == 0 else read_seconds(seconds, "persistent_time_interval")
+        return parse_duration(value, "persistent_time_interval")
+    return None if seconds == 0 else parse_duration(seconds, "persistent_time_interval")

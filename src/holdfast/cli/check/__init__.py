@@ -18,9 +18,9 @@ from holdfast.cli.diff import Difference, Side, compare
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import InvalidInput
-from holdfast.quantity import plural, read_seconds
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store import open_store
+from holdfast.units import parse_duration, plural
 
 _EXAMPLES = """
 holdfast check train.py --lr 0.1
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"There is no command {words[0]!r}. Give a Python file, or a command after --.")
     folder = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
     try:
-        report = _check(words, folder, steps=args.steps, timeout_s=read_seconds(args.timeout, "--timeout"))
+        report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
     finally:
         if args.keep:
             shutil.copytree(folder, args.keep, dirs_exist_ok=True)

@@ -17,8 +17,8 @@ from holdfast.cli.demo.story import Story
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
-from holdfast.quantity import read_bytes, say_bytes, say_seconds
 from holdfast.store import open_store
+from holdfast.units import format_bytes, format_duration, parse_bytes
 
 MIN_STEPS, MIN_BYTES = 48, 25_000_000
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if proven else 1
     screen.show(judged, numbers)
     verdict = "everything was proven" if proven else "NOT everything was proven"
-    print(f"\n{verdict}, in {say_seconds(took_s)}" + (f"; kept in {place}" if args.keep else ""))
+    print(f"\n{verdict}, in {format_duration(took_s)}" + (f"; kept in {place}" if args.keep else ""))
     return 0 if proven else 1
 
 
@@ -96,14 +96,14 @@ def _check(args: argparse.Namespace) -> int:
     Raises:
         InvalidInput: an option has not the size that the demo needs.
     """
-    num_bytes = read_bytes(args.size, "--size")
+    num_bytes = parse_bytes(args.size, "--size")
     if args.steps < MIN_STEPS:
         raise InvalidInput(
             f"--steps must be {MIN_STEPS} or more, so that every failure has its place; got {args.steps}."
         )
     if num_bytes < MIN_BYTES:
         raise InvalidInput(
-            f"--size must be {say_bytes(MIN_BYTES)} or more: the model itself needs that; got {args.size}."
+            f"--size must be {format_bytes(MIN_BYTES)} or more: the model itself needs that; got {args.size}."
         )
     return num_bytes
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from holdfast.entry import command
 from holdfast.errors import RetryLater
-from holdfast.quantity import say_seconds
+from holdfast.units import format_duration
 
 _POLL_S = 0.001  # a save is in flight for less than a tenth of a second
 _LIMIT_S = 300.0
@@ -97,7 +97,7 @@ class Child:
             status = self._process.poll()
             if status is not None or time.monotonic() > deadline:
                 how = (
-                    f"is still running after {say_seconds(_LIMIT_S)}"
+                    f"is still running after {format_duration(_LIMIT_S)}"
                     if status is None
                     else f"ended with {status}"
                 )
@@ -120,7 +120,9 @@ class Child:
         try:
             status = self._process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired as error:
-            raise RetryLater(f"The demo's {self.who} has not ended after {say_seconds(_LIMIT_S)}.") from error
+            raise RetryLater(
+                f"The demo's {self.who} has not ended after {format_duration(_LIMIT_S)}."
+            ) from error
         for thread in self._listening:
             thread.join(_LIMIT_S)
         return status

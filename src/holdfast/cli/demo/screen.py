@@ -16,7 +16,7 @@ from rich.text import Text
 from holdfast.cli.demo.figures import Figures, Return
 from holdfast.cli.demo.proof import Claim
 from holdfast.cli.tables import terminal_width
-from holdfast.quantity import say_bytes, say_seconds
+from holdfast.units import format_bytes, format_duration
 
 _PIPED_WIDTH = 120
 _SHARE_VARIES = (
@@ -128,9 +128,9 @@ def _table_of_returns(returns: tuple[Return, ...]) -> Table:
     )
     for one in returns:
         what = f"{one.what}, newest damaged" if one.passed_over else one.what
-        back = "-" if one.back_s is None else say_seconds(one.back_s)
+        back = "-" if one.back_s is None else format_duration(one.back_s)
         exit_ = signal.Signals(-one.status).name if one.status < 0 else one.status
-        numbers = (exit_, one.at_step, one.restored, one.steps_lost, say_seconds(one.restore_s), back)
+        numbers = (exit_, one.at_step, one.restored, one.steps_lost, format_duration(one.restore_s), back)
         table.add_row(what, *map(str, numbers))
     return table
 
@@ -138,9 +138,9 @@ def _table_of_returns(returns: tuple[Return, ...]) -> Table:
 def _table_of_figures(figures: Figures) -> Table:
     raw = "raw O_DIRECT write" if figures.raw_is_direct else "raw buffered write (no O_DIRECT here)"
     table = _table("SAVING", "")
-    table.add_row("saves", f"{figures.num_saves} of {say_bytes(figures.num_bytes)}")
-    table.add_row("save() blocked the loop, median", say_seconds(figures.blocked_s))
-    table.add_row("optimizer.step() waited for the copy, median", say_seconds(figures.optimizer_wait_s))
+    table.add_row("saves", f"{figures.num_saves} of {format_bytes(figures.num_bytes)}")
+    table.add_row("save() blocked the loop, median", format_duration(figures.blocked_s))
+    table.add_row("optimizer.step() waited for the copy, median", format_duration(figures.optimizer_wait_s))
     table.add_row("background write, durable and hashed, median", f"{figures.write_bps / 1e9:.2f} GB/s")
     table.add_row(f"{raw} of the same size, median", f"{figures.raw_bps / 1e9:.2f} GB/s")
     table.add_row("background write / raw write", f"{figures.write_share:.0%}")

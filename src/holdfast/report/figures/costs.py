@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.quantity import plural
 from holdfast.report.interruptions import Interruption
 from holdfast.report.style import (
     DOWN,
@@ -20,6 +19,7 @@ from holdfast.report.style import (
     span_ticks,
 )
 from holdfast.report.summary import RunSummary
+from holdfast.units import plural
 
 _MAX_BARS = 40
 _PARTS = {"repeated": REDO, "down": DOWN, "restoring": RESTORE}

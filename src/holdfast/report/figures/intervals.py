@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from holdfast.quantity import plural
 from holdfast.report.save_interval import BestInterval, lost_share
 from holdfast.report.style import (
     INK,
@@ -20,6 +19,7 @@ from holdfast.report.style import (
     span_log_ticks,
 )
 from holdfast.report.summary import IntervalAdvice, RunSummary
+from holdfast.units import plural
 
 _POINTS = 80
 _DASHES = ([1, 0], [8, 4], [2, 3], [8, 3, 2, 3], [14, 5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.quantity import plural
 from holdfast.report.style import (
     BYTES_AXIS,
     KEPT,
@@ -20,6 +19,7 @@ from holdfast.report.style import (
 )
 from holdfast.report.summary import RunSummary
 from holdfast.report.tier_levels import tiers_in
+from holdfast.units import plural
 
 _COLOURS = {"memory": "var(--memory)", "local": ON_THE_WAY, "home": KEPT}
 _DASHES: dict[str, list[int]] = {"memory": [2, 3], "local": [8, 4], "home": [1, 0]}

@@ -13,9 +13,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.errors import Unsupported
-from holdfast.quantity import say_bytes
 from holdfast.train.batch.sample import tensors_of
 from holdfast.train.batch.training_state import TrainingState, count_bytes
+from holdfast.units import format_bytes
 
 STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second includes it
 
@@ -133,7 +133,7 @@ class StepBenchmark:
                 raise
             if self._training.has_collectives:
                 raise Unsupported(
-                    f"A batch of {size} ran out of memory ({say_bytes(self._limit_bytes)}) during a step "
+                    f"A batch of {size} ran out of memory ({format_bytes(self._limit_bytes)}) during a step "
                     "that communicates with other ranks, which may be waiting now. fit_batch() cannot "
                     "continue: start again with a lower memory_limit=, or with max_size= below this size."
                 ) from error

@@ -12,7 +12,6 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
-from holdfast.quantity import plural, read_bytes, read_seconds, say_bytes
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
 from holdfast.train.batch.estimate import estimate_peak
@@ -23,6 +22,7 @@ from holdfast.train.batch.sample import batch_size_of, resize
 from holdfast.train.batch.search import Search
 from holdfast.train.batch.snapshot import Snapshot
 from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes
+from holdfast.units import format_bytes, parse_bytes, parse_duration, plural
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _RANKS_TIMEOUT_S = 3600.0
@@ -97,9 +97,9 @@ def fit_batch(
     make_batch = make_batch or (lambda size: resize(sample, size))
     device = _device_of(training)
     used_bytes = count_bytes(training.all_tensors(), device)
-    given_bytes = read_bytes(memory_limit, "memory_limit") if memory_limit is not None else None
+    given_bytes = parse_bytes(memory_limit, "memory_limit") if memory_limit is not None else None
     limit_bytes = given_bytes or find_memory_limit(device, used_bytes)
-    max_step_s = read_seconds(max_step_time, "max_step_time")
+    max_step_s = parse_duration(max_step_time, "max_step_time")
     with _restored(state, training), _device_limit(device, given_bytes):
         benchmark = StepBenchmark(step, make_batch, training, device, limit_bytes)
         finder = _Finder(ranks, benchmark, limit_bytes, result, min_size, max_size)
@@ -225,7 +225,7 @@ class _Finder:
         self._result.largest = search.largest
         if not search.largest:
             raise InvalidInput(
-                f"Not even a batch of {low} fits in {say_bytes(self._result.limit_bytes)} on "
+                f"Not even a batch of {low} fits in {format_bytes(self._result.limit_bytes)} on "
                 f"every rank (its peak is {_format_peak(self._probes.get(low))}). Shard the model over more "
                 "ranks, use activation checkpointing, or shorten the sequences."
             )
@@ -301,7 +301,7 @@ class _Finder:
 
 
 def _format_peak(probe: Probe | None) -> str:
-    return say_bytes(probe.peak_bytes) if probe and probe.peak_bytes is not None else "more than available"
+    return format_bytes(probe.peak_bytes) if probe and probe.peak_bytes is not None else "more than available"
 
 
 def _print(

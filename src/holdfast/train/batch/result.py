@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from holdfast.errors import InvalidInput
-from holdfast.quantity import plural, say_bytes, say_seconds
+from holdfast.units import format_bytes, format_duration, plural
 
 _FULL_THROUGHPUT = 0.97  # of the best: steps of the same work differ by about 3 %
 
@@ -85,14 +85,14 @@ class BatchFit:
             return "no batch size found yet"
         lines = [f"{'batch':>8s} {'peak':>10s} {'step':>10s} {'samples/s':>10s}"]
         for one in self.probes:
-            peak = say_bytes(one.peak_bytes) if one.peak_bytes is not None else "-"
-            step = say_seconds(one.step_s) if one.step_s else "-"
+            peak = format_bytes(one.peak_bytes) if one.peak_bytes is not None else "-"
+            step = format_duration(one.step_s) if one.step_s else "-"
             rate = f"{one.throughput:.4g}" if one.step_s else "-"
             mark = "  <- chosen" if one.size == self.size else "" if one.fits else "  does not fit"
             lines.append(f"{one.size:8d} {peak:>10s} {step:>10s} {rate:>10s}{mark}")
         lines.append(
-            f"largest that fits in {say_bytes(self.limit_bytes)}: {self.largest}; chosen: {self.size}, the "
-            f"smallest within 3 % of the best throughput ({plural(self.world_size, 'rank')}, {self.note})"
+            f"largest that fits in {format_bytes(self.limit_bytes)}: {self.largest}; chosen: {self.size}, "
+            f"the smallest within 3 % of the best throughput ({plural(self.world_size, 'rank')}, {self.note})"
         )
         return "\n".join(lines)
 

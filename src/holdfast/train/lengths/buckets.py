@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.quantity import plural
 from holdfast.train.lengths.batches import Batches, fingerprint
+from holdfast.units import plural
 
 
 @final

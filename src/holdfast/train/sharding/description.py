@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.quantity import say_bytes
 from holdfast.train.sharding.mesh_layout import MeshLayout
+from holdfast.units import format_bytes
 
 _COLUMN = 36
 
@@ -111,7 +111,7 @@ def _draw(description: Description) -> str:
 
 
 def _head(found: Description) -> Iterator[str]:
-    size = f"{found.num_params:,} parameters, {say_bytes(found.num_bytes)}"
+    size = f"{found.num_params:,} parameters, {format_bytes(found.num_bytes)}"
     if found.layout is None:
         yield f"{found.kind}: {size}"
         return
@@ -122,8 +122,8 @@ def _head(found: Description) -> Iterator[str]:
     yield f"{found.kind} {layout}, on {found.device} over {found.backend}"
     share = found.local_bytes / found.num_bytes if found.num_bytes else 1.0
     yield (
-        f"  {size}; this rank holds {say_bytes(found.local_bytes)} ({share:.1%}) and gathers up to "
-        f"{say_bytes(found.gathered_bytes)} more"
+        f"  {size}; this rank holds {format_bytes(found.local_bytes)} ({share:.1%}) and gathers up to "
+        f"{format_bytes(found.gathered_bytes)} more"
     )
     yield from (f"  {line}" for line in _features(found, inner))
 
@@ -158,9 +158,8 @@ def _facts(node: ModuleNode) -> str:
         return f"{node.num_params:,}{tied}" if node.num_params or tied else ""
     unit = node.unit
     kept = "kept after forward" if unit.is_kept else "freed after forward"
-    sizes = (
-        f"{unit.num_params:,} parameters, {say_bytes(unit.local_bytes)} of {say_bytes(unit.num_bytes)} here"
-    )
+    own, whole = format_bytes(unit.local_bytes), format_bytes(unit.num_bytes)
+    sizes = f"{unit.num_params:,} parameters, {own} of {whole} here"
     return f"unit: {sizes}, {kept}{tied}"
 
 

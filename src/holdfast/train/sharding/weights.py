@@ -13,12 +13,12 @@ import xxhash
 from torch import nn
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
-from holdfast.quantity import plural
 from holdfast.rawbytes import view_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.state.sharding import is_dtensor, local_of, sharding_of
 from holdfast.train.sharding.units import plain_name
+from holdfast.units import plural
 
 WeightsLike: TypeAlias = "Mapping[str, torch.Tensor] | Checkpoint | str | os.PathLike[str]"
 """Source of weights: a state dict, a checkpoint, or the home of a run with its newest checkpoint."""

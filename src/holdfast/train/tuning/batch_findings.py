@@ -7,12 +7,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from holdfast.quantity import plural, say_bytes
 from holdfast.train.batch.learning_rates import format_rates, scale_rates
 from holdfast.train.lengths.padding import Padding, compare_paddings
 from holdfast.train.tuning.findings import Finding, TrialResult
 from holdfast.train.tuning.measurements import RowLengths, StepMeasurements
 from holdfast.train.tuning.verdict import MIN_GAIN
+from holdfast.units import format_bytes, plural
 
 _MIN_ROWS = 16
 _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or batch size
@@ -158,7 +158,7 @@ def fits_next(tried: Sequence[TrialResult], value: int, limit_bytes: int) -> boo
 
 
 def _memory(trial: TrialResult) -> str:
-    return "" if trial.peak_bytes is None else f", {say_bytes(trial.peak_bytes)} at the peak"
+    return "" if trial.peak_bytes is None else f", {format_bytes(trial.peak_bytes)} at the peak"
 
 
 def _multiple(widest: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from holdfast.quantity import plural, say_seconds
 from holdfast.train.tuning.measurements import (
     GraphMeasurements,
     HostSync,
@@ -15,6 +14,7 @@ from holdfast.train.tuning.measurements import (
     SyncMeasurements,
 )
 from holdfast.train.tuning.verdict import CompileVerdict, Throughput
+from holdfast.units import format_duration, plural
 
 MIN_WAIT_SHARE = 0.10
 """Smallest share of a step spent waiting for data that is a finding."""
@@ -78,17 +78,17 @@ def _sync_finding(sync: HostSync, syncs: SyncMeasurements, step_s: float) -> Fin
     count = f", {times:.0f} times" if times > 1.5 else ""
     where = " in the model" if sync.in_forward else ""
     if syncs.device == "cpu":
-        cost = f"{say_seconds(each_s)} per step" if each_s > _NOTICEABLE * step_s else "nothing"
+        cost = f"{format_duration(each_s)} per step" if each_s > _NOTICEABLE * step_s else "nothing"
         costs = f"{cost} on this CPU; on a GPU the host waits until the device has finished its queue"
     else:
-        costs = f"the host waits {say_seconds(each_s)} per step"
+        costs = f"the host waits {format_duration(each_s)} per step"
     return Finding(
         kind="sync",
         place=sync.place,
         seen=f"{sync.kind}{where} in {frequency}{count}{library}",
         costs=costs,
         change=_CHANGES.get(sync.kind, _OTHERWISE),
-        after=f"at best {say_seconds(max(0.0, step_s - each_s))} per step"
+        after=f"at best {format_duration(max(0.0, step_s - each_s))} per step"
         if each_s > _NOTICEABLE * step_s
         else "no wait",
         share=each_s / step_s if step_s else None,
@@ -190,12 +190,12 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
         f"{now.wait_share:.0%} of a step is spent waiting for the data loader "
         f"(num_workers={loader.num_workers})"
     )
-    costs = f"{say_seconds(waited_s)} of {say_seconds(now.step_s)} per step"
-    tried = ", ".join(f"{one.value}: {say_seconds(one.step_s)}" for one in trials if not one.failure)
+    costs = f"{format_duration(waited_s)} of {format_duration(now.step_s)} per step"
+    tried = ", ".join(f"{one.value}: {format_duration(one.step_s)}" for one in trials if not one.failure)
     best = min((one for one in trials if not one.failure), key=lambda one: one.step_s, default=None)
     if best is not None and best.step_s < now.step_s * (1 - max(now.noise, best.noise)):
         change = f"`num_workers={best.value}` (measured per step: {tried})."
-        after = f"{say_seconds(best.step_s)} per step, {best.wait_share:.0%} waiting (measured)"
+        after = f"{format_duration(best.step_s)} per step, {best.wait_share:.0%} waiting (measured)"
         return [Finding("input", loader.place, seen, costs, change, after, 1 - best.step_s / now.step_s)]
     if loader.is_iterable:
         reason = "its dataset is a stream: each worker reads all of it unless you divide it"
@@ -204,7 +204,7 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
             f"more workers are not faster here ({tried})" if tried else "other num_workers were not tried"
         )
     change = f"Do less work per sample: prepare the data once, before training ({reason})."
-    after = f"at best {say_seconds(now.step_s - waited_s)} per step"
+    after = f"at best {format_duration(now.step_s - waited_s)} per step"
     return [Finding("input", loader.sample_code or loader.place, seen, costs, change, after, now.wait_share)]
 
 
@@ -252,7 +252,7 @@ def find_compile(steps: StepMeasurements, verdicts: Sequence[CompileVerdict]) ->
     is_beaten = best is not None and best.speed_up >= own.speed_up * (1 + own.noise)
     if not (own.costs or own.failure or is_beaten or is_idle):
         return []
-    warm_up = say_seconds(own.warm_up_s)
+    warm_up = format_duration(own.warm_up_s)
     if own.failure:
         costs = "compiled steps fail"
     elif own.costs:
@@ -288,6 +288,5 @@ def format_verdict(verdict: CompileVerdict) -> str:
     name = NAMES[verdict.variant]
     if verdict.failure:
         return f"{name}: {verdict.failure}"
-    return (
-        f"{name} {verdict.speed_up:.2f}x, noise {verdict.noise:.0%}, warm-up {say_seconds(verdict.warm_up_s)}"
-    )
+    warm_up = format_duration(verdict.warm_up_s)
+    return f"{name} {verdict.speed_up:.2f}x, noise {verdict.noise:.0%}, warm-up {warm_up}"

@@ -13,7 +13,6 @@ from typing import Any
 
 from holdfast import host_memory
 from holdfast.errors import InvalidInput
-from holdfast.quantity import plural
 from holdfast.train.tuning import batch_findings, findings
 from holdfast.train.tuning.findings import Finding, TrialResult
 from holdfast.train.tuning.measurements import (
@@ -31,6 +30,7 @@ from holdfast.train.tuning.verdict import (
     judge_compile,
     measure_throughput,
 )
+from holdfast.units import plural
 
 QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 _DOUBLINGS = 5

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.node.spec import write_atomic
-from holdfast.quantity import plural, say_bytes
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.address import parse_address
+from holdfast.units import format_bytes, plural
 from holdfast.writeback.ownership import FOLDER
 
 _AT_ONCE = 8  # files
@@ -104,7 +104,7 @@ class Download:
         seconds = time.monotonic() - began_s
         self._tell(
             f"copied {self._url} to {self._to}: {plural(len(entries), 'file')}, "
-            f"{say_bytes(total)}, {seconds:.1f} s"
+            f"{format_bytes(total)}, {seconds:.1f} s"
         )
 
     def _listed(self) -> tuple[Store, list[Entry], bool]:
@@ -124,8 +124,8 @@ class Download:
         free = shutil.disk_usage(self._beside).free
         if num_bytes > free:
             raise RetryLater(
-                f"{self._url} holds {say_bytes(num_bytes)} that are not in {self._to} yet, but only "
-                f"{say_bytes(free)} are free on its disk. Nothing was copied. Free space, or use a mount."
+                f"{self._url} holds {format_bytes(num_bytes)} that are not in {self._to} yet, but only "
+                f"{format_bytes(free)} are free on its disk. Nothing was copied. Free space, or use a mount."
             )
 
     def _bring(self, store: Store, entries: list[Entry], targets: dict[str, Path], total: int) -> None:
@@ -155,7 +155,7 @@ class Download:
             self._told_s = time.monotonic()
             self._tell(
                 f"copying {self._url}: {num_files - num_left} of {plural(num_files, 'file')}, "
-                f"{say_bytes(self._num_bytes)} of {say_bytes(total)}"
+                f"{format_bytes(self._num_bytes)} of {format_bytes(total)}"
             )
 
     def _bring_one(self, store: Store, entry: Entry, beside: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ from holdfast.jobs.node.spec import write_atomic
 from holdfast.jobs.node.wakeup_pipe import wake
 from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import database
-from holdfast.quantity import say_seconds
+from holdfast.units import format_duration
 from holdfast.writeback import Mount, mount
 from holdfast.writeback.status import has_uploader
 
@@ -96,7 +96,7 @@ class Mounter:
                 say(f"mounting {spec.place} at {spec.key}")
             self._patiently(lambda spec=spec: self._bring_one(spec))
             if spec.kind is not MountKind.COPY:
-                say(f"mounted {spec.place} at {spec.key} in {say_seconds(time.monotonic() - began_s)}")
+                say(f"mounted {spec.place} at {spec.key} in {format_duration(time.monotonic() - began_s)}")
         write_atomic(self._folder / READY, "{}")
 
     def keep(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
+from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -13,31 +13,31 @@ from holdfast.quantity import read_bytes, read_seconds, say_bytes, say_seconds
     [("8GiB", 8 << 30), ("8GB", 8_000_000_000), ("512 MiB", 512 << 20), ("7", 7), (9, 9), ("1.5k", 1500)],
 )
 def test_sizes_are_read(text: str | int, num_bytes: int):
-    assert read_bytes(text, "memory") == num_bytes
+    assert parse_bytes(text, "memory") == num_bytes
 
 
 @pytest.mark.parametrize("value", ["", "many", -1, 0, True, "8 GiBs", 1.5])
 def test_bad_sizes_are_refused_by_name(value: object):
     with pytest.raises(InvalidInput, match="memory must be a size"):
-        read_bytes(value, "memory")  # pyright: ignore[reportArgumentType]
+        parse_bytes(value, "memory")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("10m", 600.0), ("250ms", 0.25), ("2h", 7200.0), ("1d", 86400.0), (3, 3.0)]
 )
 def test_durations_are_read(text: str | float, seconds: float):
-    assert read_seconds(text, "every") == seconds
+    assert parse_duration(text, "every") == seconds
 
 
 def test_quantities_are_said_for_people():
-    assert [say_bytes(n) for n in (0, 999, 1_500, 123_000_000, 1_500_000_000)] == [
+    assert [format_bytes(n) for n in (0, 999, 1_500, 123_000_000, 1_500_000_000)] == [
         "0 B",
         "999 B",
         "1.5 kB",
         "123 MB",
         "1.5 GB",
     ]
-    assert [say_seconds(s) for s in (0.0012, 3.44, 320, 7500, 100_000)] == [
+    assert [format_duration(s) for s in (0.0012, 3.44, 320, 7500, 100_000)] == [
         "1.2 ms",
         "3.4 s",
         "5 min 20 s",

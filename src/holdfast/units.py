@@ -18,7 +18,7 @@ MAX_SECONDS = 1e10
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def read_bytes(value: str | int, what: str) -> int:
+def parse_bytes(value: str | int, what: str) -> int:
     """Bytes in `8GiB` (binary), `8GB` (decimal) or a plain number.
 
     Raises:
@@ -33,7 +33,7 @@ def read_bytes(value: str | int, what: str) -> int:
     return value
 
 
-def read_seconds(value: str | float | datetime.timedelta, what: str) -> float:
+def parse_duration(value: str | float | datetime.timedelta, what: str) -> float:
     """Seconds in `10m`, `1.5h`, a timedelta or a plain number of seconds.
 
     Raises:
@@ -48,7 +48,7 @@ def read_seconds(value: str | float | datetime.timedelta, what: str) -> float:
     return float(value)
 
 
-def read_step(value: object, what: str) -> int:
+def parse_step(value: object, what: str) -> int:
     """Return a number of steps as a plain int.
 
     Args:
@@ -77,7 +77,7 @@ def read_step(value: object, what: str) -> int:
     )
 
 
-def say_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """`1.5 GB`, decimal, for people."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(num_bytes) < 999.5 or unit == "TB":
@@ -88,7 +88,7 @@ def say_bytes(num_bytes: float) -> str:
     raise AssertionError
 
 
-def say_seconds(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`1.2 ms`, `3.4 s`, `5 min 20 s`, `2 h 5 min`, `3 d 4 h`, for people."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"

@@ -24,7 +24,7 @@ settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the environment before any test module is imported; child processes inherit it."""
     for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
-        del os.environ[name]  # a developer's own settings, or a kill point left in the shell
+        del os.environ[name]  # a developer's own settings, or a failpoint left in the shell
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["HOLDFAST_NOTICES"] = "none"  # this machine may be a cloud's, which tests must not ask

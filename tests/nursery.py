@@ -212,7 +212,7 @@ def _become(command: dict[str, Any]) -> None:
     import types
     import warnings
 
-    from holdfast import killpoint
+    from holdfast import failpoint
 
     os.setsid()
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -221,7 +221,7 @@ def _become(command: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(command["env"])
-    importlib.reload(killpoint)  # reads the environment when it is imported
+    importlib.reload(failpoint)  # reads the environment when it is imported
     os.chdir(command["cwd"])
     given = command["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in given if path and path not in sys.path]

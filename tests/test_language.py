@@ -31,7 +31,7 @@ NOT_YET = {
     "stage",
     "state",
     "store",
-    "surroundings",
+    "environment",
     "testing",
 }
 

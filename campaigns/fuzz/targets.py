@@ -602,7 +602,7 @@ def _run_notice(data: bytes) -> None:
 
 
 def _run_progress(data: bytes) -> None:
-    from holdfast.surroundings import read_progress
+    from holdfast.environment import read_progress
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer
-    from holdfast.ending import leave
     from holdfast.errors import (
         Conflict,
         Corrupt,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     )
     from holdfast.keeper.save import Save
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
+    from holdfast.process_exit import leave
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
     from holdfast.train.batch import BatchFit, fit_batch
@@ -59,7 +59,7 @@ _PLACES = {
     "Unsupported": "errors",
     "describe": "train.sharding.inspection",
     "fit_batch": "train.batch",
-    "leave": "ending",
+    "leave": "process_exit",
     "open": "restore.checkpoint",
     "per_rank": "state",
     "replicated": "state",

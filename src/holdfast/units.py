@@ -1,4 +1,4 @@
-"""Conversion of sizes ("8GiB"), durations ("10m") and step numbers from and to what people write."""
+"""Sizes ("8GiB"), durations ("10m") and step numbers: parsed from and formatted as text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _NUMBER = r"\s{0,9}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,9}"
 _SIZE = re.compile(_NUMBER + r"([kmgtp]?)(i?)b?\s{0,9}", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(_NUMBER + r"(ms|s|sec|m|min|h|d)\s{0,9}", re.IGNORECASE | re.ASCII)
 MAX_STEP = 10**15 - 1
-"""The greatest step; every JSON reader holds integers up to here exactly."""
+"""Greatest step; every JSON reader represents integers up to here exactly."""
 MAX_SECONDS = 1e10
-"""A duration is shorter than this, 300 years."""
+"""Upper limit of durations, 300 years."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(value: str | int, what: str) -> int:
-    """Bytes in `8GiB` (binary), `8GB` (decimal) or a plain number.
+    """Return the bytes of `8GiB` (binary), `8GB` (decimal) or a plain number.
 
     Raises:
         InvalidInput: not a positive size; `what` names the argument.
@@ -34,7 +34,7 @@ def parse_bytes(value: str | int, what: str) -> int:
 
 
 def parse_duration(value: str | float | datetime.timedelta, what: str) -> float:
-    """Seconds in `10m`, `1.5h`, a timedelta or a plain number of seconds.
+    """Return the seconds of `10m`, `1.5h`, a timedelta or a plain number.
 
     Raises:
         InvalidInput: not a positive duration; `what` names the argument.
@@ -78,7 +78,7 @@ def parse_step(value: object, what: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`1.5 GB`, decimal, for people."""
+    """Return a size as text, such as `1.5 GB`, in decimal units."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(num_bytes) < 999.5 or unit == "TB":
             return (
@@ -89,7 +89,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`1.2 ms`, `3.4 s`, `5 min 20 s`, `2 h 5 min`, `3 d 4 h`, for people."""
+    """Return a duration as text: `1.2 ms`, `3.4 s`, `5 min 20 s`, `2 h 5 min` or `3 d 4 h`."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 60:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast import Checkpointer, killpoint
+from holdfast import Checkpointer, failpoint
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -162,8 +162,8 @@ def save_what_cannot_be_saved(rank: int, home: Path) -> str:
 
 def arm(point: str) -> None:
     """Have this process kill itself at "NAME:N"; the environment is read at import, which is over."""
-    killpoint._name, _, count = point.partition(":")
-    killpoint._left = int(count or 1)
+    failpoint._name, _, count = point.partition(":")
+    failpoint._left = int(count or 1)
 
 
 def fall_while_saving(rank: int, folder: str, home: Path) -> None:
@@ -179,7 +179,7 @@ def fall_while_saving(rank: int, folder: str, home: Path) -> None:
 
 
 def save_in_one_process(home: Path, step: int, kill_at: str) -> None:
-    """Save a number that tells the step, killed at a kill point if one is given."""
+    """Save a number that tells the step, killed at a failpoint if one is given."""
     arm(kill_at)
     dcp.save({"x": torch.full((2,), float(step))}, storage_writer=HoldfastWriter(home, step=step))
 

@@ -165,7 +165,7 @@ def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Pa
 
 
 def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
-    """Exit status of another process that saves `step`, killed at a kill point if one is given."""
+    """Exit status of another process that saves `step`, killed at a failpoint if one is given."""
     child = sharded.CONTEXT.Process(target=sharded.save_in_one_process, args=(home, step, kill_at))
     child.start()
     child.join(60)
@@ -452,7 +452,7 @@ def test_a_store_that_fails_leaves_no_checkpoint(
 
 
 def test_a_save_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None:
-    """At every kill point in turn, each with a home of its own; the next start saves the same step."""
+    """At every failpoint in turn, each with a home of its own; the next start saves the same step."""
     seen, point = set(), 0
     while True:
         point += 1

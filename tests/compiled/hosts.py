@@ -11,7 +11,7 @@ import torch._inductor.codecache  # as if something had been compiled
 import torch.distributed as dist
 
 import holdfast
-from holdfast.ending import leave
+from holdfast.process_exit import leave
 
 
 def main() -> None:

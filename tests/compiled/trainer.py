@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.ending import leave
+from holdfast.process_exit import leave
 
 
 def cpu_s() -> float:

@@ -45,14 +45,14 @@ class Forkserver:
 
 
 def _become(arguments: list[str], output: str, env: dict[str, str]) -> None:
-    from holdfast import killpoint
+    from holdfast import failpoint
 
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(env)
-    importlib.reload(killpoint)
+    importlib.reload(failpoint)
     try:
         main(arguments)
     except BaseException:  # noqa: BLE001 - gloo's threads may abort a process that ends in the usual way

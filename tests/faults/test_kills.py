@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from faults.playground import Playground
-from holdfast.killpoint import POINTS
+from holdfast.failpoint import POINTS
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast import killpoint
+from holdfast import failpoint
 from holdfast.checkpointer import pipeline
 from holdfast.stage import stager
 
@@ -62,8 +62,8 @@ def digest(objects: dict[str, object]) -> str:
 
 
 def signal_at(point: str) -> None:
-    """Have this process send itself SIGTERM when it first reaches a kill point."""
-    reached = killpoint.kill_point
+    """Have this process send itself SIGTERM when it first reaches a failpoint."""
+    reached = failpoint.failpoint
 
     def stand_in(name: str) -> None:
         nonlocal point
@@ -73,7 +73,7 @@ def signal_at(point: str) -> None:
         reached(name)
 
     for module in (stager, pipeline):
-        setattr(module, "kill_point", stand_in)  # noqa: B010 - a module's names are not declared
+        setattr(module, "failpoint", stand_in)  # noqa: B010 - a module's names are not declared
 
 
 def set_clock(offset_s: float) -> None:

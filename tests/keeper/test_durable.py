@@ -66,13 +66,13 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
     slow: set[threading.Thread] = set()
     threads: list[threading.Thread] = []
 
-    def kill_point(name: str) -> None:
+    def failpoint(name: str) -> None:
         if name == "store.linked" and threading.current_thread() in slow:
             slow.discard(threading.current_thread())
             visible.set()
             goes_on.wait(60)
 
-    monkeypatch.setattr(local, "kill_point", kill_point)
+    monkeypatch.setattr(local, "failpoint", failpoint)
 
     def run(act: Callable[[], object]) -> threading.Thread:
         thread = threading.Thread(target=act)

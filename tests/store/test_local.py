@@ -428,7 +428,7 @@ def _run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def _put_killed(home: Path, point: str, *, if_absent: bool, name: str = "d/a") -> None:
-    """Have another process killed at a kill point while it puts bytes of value 1 under `name`."""
+    """Have another process killed at a failpoint while it puts bytes of value 1 under `name`."""
     done = _run(
         f"""
 import mmap
@@ -485,7 +485,7 @@ def wait(point):
     if point == "store.synced":
         print(point, flush=True)
         sys.stdin.readline()
-local.kill_point = wait
+local.failpoint = wait
 LocalStore({str(tmp_path)!r}).put("d/a", b"x" * 5000)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}

@@ -18,6 +18,7 @@ from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
 from holdfast.checkpointer.takeover import claim_together
 from holdfast.checkpointer.tiers import Base, Tiers
 from holdfast.compiled import CompileCache, begin_sending, bring, warn_of_problems
+from holdfast.environment import report_progress
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
 from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
@@ -28,7 +29,6 @@ from holdfast.policy import Keep
 from holdfast.ranks import RankGroup
 from holdfast.restore.resume import Restored, restore_newest
 from holdfast.state import Load
-from holdfast.surroundings import tell_progress
 from holdfast.units import format_duration
 
 _log = logging.getLogger(__name__)
@@ -374,7 +374,7 @@ class Attempt:
     def report_progress(self, step: int) -> None:
         """Report the newest checkpoint to the job that this training is part of, if any."""
         if self._ranks.rank == 0:
-            tell_progress(self._tiers.home, step)
+            report_progress(self._tiers.home, step)
 
     def receive_stable(self, lowest: int, *, is_lacked: bool) -> None:
         """Process the ranks' exchange about the newest step that all of them have; see `StableStep`."""

@@ -24,7 +24,6 @@ from holdfast.checkpointer.position import Position
 from holdfast.checkpointer.tiers import Tiers
 from holdfast.checkpointer.trial import Trial
 from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent
-from holdfast.ending import leave, leave_at_exit
 from holdfast.errors import (
     PREEMPTED_STATUS,
     HoldfastError,
@@ -36,6 +35,7 @@ from holdfast.errors import (
 from holdfast.keeper import Save
 from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, single_policies
+from holdfast.process_exit import leave, leave_at_exit
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.restore.resume import Restored
 from holdfast.state import State, stepping

@@ -9,10 +9,10 @@ from functools import partial
 
 from holdfast.checkpointer.metrics import Metrics
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.failpoint import failpoint
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
 from holdfast.keeper import Images, Keeper, Save
-from holdfast.killpoint import kill_point
 from holdfast.ranks import RankGroup
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import Captured, State, catalog_of
@@ -148,7 +148,7 @@ class Pipeline:
             self.release(arena.number)
             save.mark_failed(error)  # last: whoever waits for it may save again at once
             return
-        kill_point("trainer.staged")
+        failpoint("trainer.staged")
         self._metrics.flush(keeper.tell_metrics, upto=save.step)  # first, so that they precede the commit
         try:
             keeper.submit(
@@ -168,7 +168,7 @@ class Pipeline:
             keeper.drop(save.step, str(error))
             save.mark_failed(error)
             return
-        kill_point("trainer.handed")
+        failpoint("trainer.handed")
         keeper.note("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
 
     # -- between saves ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from holdfast.environment import rehearsed
 from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
 from holdfast.format.run import Attempt
 from holdfast.home.attempts import newest_number
@@ -32,7 +33,6 @@ from holdfast.store import Store, open_store
 from holdfast.store.apart import check_apart
 from holdfast.store.nearest import Nearest
 from holdfast.store.place import absolute_place
-from holdfast.surroundings import rehearsed
 from holdfast.units import format_bytes, parse_bytes, parse_duration
 
 Duration = str | float | datetime.timedelta

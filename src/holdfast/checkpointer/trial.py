@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from holdfast.surroundings import TRIAL
+from holdfast.environment import TRIAL
 
 _MAX_DEPTH = 6  # of containers in a batch
 

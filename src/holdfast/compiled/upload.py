@@ -24,7 +24,7 @@ from holdfast.compiled.index import (
 )
 from holdfast.compiled.packs import divide, pack
 from holdfast.errors import Conflict
-from holdfast.killpoint import kill_point
+from holdfast.failpoint import failpoint
 from holdfast.store import Store
 from holdfast.units import format_bytes
 
@@ -136,7 +136,7 @@ class CacheUploader:
             return False
         with contextlib.suppress(Conflict):  # another host of this attempt uploaded the same bytes
             self._store.put(pack_name(self._key, self._attempt, files[0].pack), whole, if_absent=True)
-        kill_point("compiled.packed")
+        failpoint("compiled.packed")
         self._store.put(index_name(self._key, self._attempt, self._rank, index.number), text)
         if self._number:
             self._store.delete(index_name(self._key, self._attempt, self._rank, self._number))

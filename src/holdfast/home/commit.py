@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
+from holdfast.failpoint import failpoint
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format.hashes import digest
@@ -17,7 +18,6 @@ from holdfast.format.run import Refusal, document, parse
 from holdfast.home.attempts import check_claim, check_not_fenced, note_saved
 from holdfast.home.listing import missing_ranks
 from holdfast.home.writer import WriterId
-from holdfast.killpoint import kill_point
 from holdfast.store import Store
 
 
@@ -125,7 +125,7 @@ def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -
         # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
         # parts.
         _check_same(store, name, manifests.parse(text, name))
-    kill_point("keeper.manifest")
+    failpoint("keeper.manifest")
     try:
         check_not_fenced(store, writer.attempt)
     except Conflict:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.failpoint import failpoint
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
 from holdfast.home.deletion import delete_files
 from holdfast.home.listing import Id, files_of
-from holdfast.killpoint import kill_point
 from holdfast.policy import Keep, line_of
 from holdfast.store import Store
 
@@ -113,7 +113,7 @@ class ShareRetention:
         doomed = set(line.current) | {one for one in line.superseded if one[1] <= complete[1]}
         half_done = {one for one in files if one not in saved and one < complete}
         for one in sorted((doomed | half_done) - kept):
-            delete_files(self.store, files[one], on_deleted=lambda _: kill_point("keeper.retain"))
+            delete_files(self.store, files[one], on_deleted=lambda _: failpoint("keeper.retain"))
             yield Deleted(*one, was_complete=one in saved)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:
@@ -151,4 +151,4 @@ def passed_over(files: Mapping[Id, Sequence[str]]) -> set[Id]:
 def _pass_manifest(name: str) -> None:
     facts = names.parse(name)
     if facts and facts.kind == "manifest":
-        kill_point("keeper.retain")
+        failpoint("keeper.retain")

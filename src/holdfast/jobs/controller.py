@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+from holdfast.environment import read_progress
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.records import JobRequest
 from holdfast.jobs.state_machine import (
@@ -22,7 +23,6 @@ from holdfast.jobs.state_machine import (
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.tail import last_lines
 from holdfast.jobs.timers import Timers
-from holdfast.surroundings import read_progress
 
 LEAD_S = 30.0
 """Lead of a notice whose request has none."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from holdfast.environment import read_progress
 from holdfast.errors import Conflict
 from holdfast.jobs.engine import Engine, Job, Line
 from holdfast.jobs.node.folder import job_folder
@@ -16,7 +17,6 @@ from holdfast.jobs.node.removal import remove
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_folder import database, state_dir
 from holdfast.jobs.tail import FolderWatch, LineReader
-from holdfast.surroundings import read_progress
 
 
 class RecordedEngine(Engine):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, NotFound, RetryLater
+from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, DataFile, Part
@@ -21,7 +22,6 @@ from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.persist import has_image, verified_blocks
 from holdfast.keeper.rate import paced
-from holdfast.killpoint import kill_point
 from holdfast.store import Store
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
@@ -176,7 +176,7 @@ class Drain:
         while name not in (there := self._sizes(step)):
             document = cargo.manifest(there) if self._terms.rank == 0 else None
             if document is not None:
-                kill_point("keeper.drained")
+                failpoint("keeper.drained")
                 publish(self._home, self._terms.writer, step, name, document)
                 break
             if self._is_overtaken(one):
@@ -244,7 +244,7 @@ class Drain:
             self._home.put_parts(name, blocks, file.num_bytes)
         else:
             self._create(name, blocks, file)
-        kill_point("keeper.drained-file")
+        failpoint("keeper.drained-file")
         return file.num_bytes
 
     def _create(self, name: str, blocks: Iterator[memoryview], file: DataFile) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, InvalidInput, RetryLater
+from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
@@ -30,7 +31,6 @@ from holdfast.keeper.held import Image, offer
 from holdfast.keeper.persist import persist
 from holdfast.keeper.presence import Presence, living, process_start
 from holdfast.keeper.protocol import MAX_DETAIL, Message
-from holdfast.killpoint import kill_point
 from holdfast.policy import Keep
 from holdfast.store import Store, open_store
 
@@ -165,7 +165,7 @@ class Desk:
                 bytes_ = mmap.mmap(arena_fd, 0, access=mmap.ACCESS_READ)
                 self.arenas[job.arena] = Mapped(arena_fd, bytes_)
             self._forget_arenas(message["arenas"])
-        kill_point("keeper.received")
+        failpoint("keeper.received")
         self.jobs.append(job)
 
     def _forget_arenas(self, alive: list[int]) -> None:
@@ -424,11 +424,11 @@ class Work:
             frozen = self.frozen.persist(job.step, image, must_match=job.is_frozen_unchanged)
         name, image = names.data(job.step, terms.attempt, terms.rank), arena[: job.num_bytes]
         file = persist(self.store, name, image, bytes_per_s=terms.straight_bandwidth)
-        kill_point("keeper.data")
+        failpoint("keeper.data")
         self.history.settle()
         draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
         self._create_part(job.step, parts.finish(draft, file, frozen))
-        kill_point("keeper.part")
+        failpoint("keeper.part")
 
     def _create_part(self, step: int, text: bytes) -> None:
         name = names.part(step, self.terms.attempt, self.terms.rank)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.environment import NOTICES
 from holdfast.errors import InvalidInput
 from holdfast.notice import aws, azure, gcp
 from holdfast.notice.cloud import Cloud
-from holdfast.surroundings import NOTICES
 
 _DMI_FOLDER = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the same on every machine of that cloud

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import InvalidInput
-from holdfast.killpoint import kill_point
+from holdfast.failpoint import failpoint
 from holdfast.stage.arena import Arena
 from holdfast.stage.plan import Plan
 from holdfast.stage.repeats import Repeats
@@ -227,7 +227,7 @@ class Stager:
             else:
                 changed = self._copy_at_once(plan, eager, live, views)
             self.check_thread()  # another one may have begun its first step just now
-            kill_point("trainer.staging")
+            failpoint("trainer.staging")
             work = _Background(self, staging, plan, later, live, views, watch, changed, then)
             thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
             thread.start()

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.failpoint import failpoint
 from holdfast.format.names import check_size
-from holdfast.killpoint import kill_point
 from holdfast.store import direct
 from holdfast.store.contract import Buffer, Entry, Properties, Store, wrong_length
 from holdfast.store.lookup import (
@@ -127,9 +127,9 @@ class LocalStore(Store):
             try:
                 try:
                     write(fd)
-                    kill_point("store.written")
+                    failpoint("store.written")
                     os.fsync(fd)  # the data first: a name must never lead to bytes that a power cut takes
-                    kill_point("store.synced")
+                    failpoint("store.synced")
                     _publish(folder_fd, temp, target, name, if_absent=if_absent)
                 except BaseException:
                     with suppress(OSError):  # what brought us here says more; sweep() gets the file
@@ -493,13 +493,13 @@ def _refused(cannot: str, name: str, why: str) -> InvalidInput:
 def _publish(folder_fd: int, temp: str, target: Path, name: str, *, if_absent: bool) -> None:
     if not if_absent:
         os.replace(temp, target.name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-        kill_point("store.linked")
+        failpoint("store.linked")
         return
     try:
         _link(folder_fd, temp, folder_fd, target.name, target, name)  # refuses a name that is taken
     except FileExistsError:
         raise _taken(target, name) from None
-    kill_point("store.linked")
+    failpoint("store.linked")
     os.unlink(temp, dir_fd=folder_fd)
 
 

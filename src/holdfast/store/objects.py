@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.failpoint import failpoint
 from holdfast.format.names import check_size
-from holdfast.killpoint import kill_point
 from holdfast.store.address import AZURE, S3, Address, parse_address
 from holdfast.store.clients import Clients, check_process, load_library
 from holdfast.store.contract import Buffer, Entry, Properties, Store
@@ -80,14 +80,14 @@ class ObjectStore(Store):
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")
         self._logs.forget(name)
-        kill_point("store.written")
+        failpoint("store.written")
         if if_absent and len(view) <= CREATE_BYTES:
             self._create(name, view)
         else:
             if if_absent:
                 self._check_free(name)
             self._send(Request("write", name, len(view)), view)
-        kill_point("store.linked")
+        failpoint("store.linked")
 
     def put_parts(
         self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
@@ -102,7 +102,7 @@ class ObjectStore(Store):
         self._logs.forget(name)
         source = Segments(name, parts, num_bytes, self._part_bytes(num_bytes))
         request = Request("write", name, num_bytes, num_tries=1)
-        kill_point("store.written")
+        failpoint("store.written")
         try:
             # Not tried again as a whole: the parts are gone. The client tries each request again.
             self._upload(self._clients.get(patient=True), name, iter(source), num_bytes)
@@ -112,7 +112,7 @@ class ObjectStore(Store):
             if not isinstance(error, self._clients.refusals) or isinstance(error, HoldfastError):
                 raise
             raise self._retries.failure(request, classify(error)) from None
-        kill_point("store.linked")
+        failpoint("store.linked")
 
     def link(self, source: str, name: str) -> None:
         """See `Store.link`: the server copies, so the bytes are there twice, but are sent by nobody.

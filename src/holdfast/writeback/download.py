@@ -14,8 +14,8 @@ from pathlib import Path
 import xxhash
 
 from holdfast.errors import NotFound, RetryLater
+from holdfast.failpoint import failpoint
 from holdfast.format.hashes import digest
-from holdfast.killpoint import kill_point
 from holdfast.store import Entry, Store
 from holdfast.units import format_bytes
 from holdfast.writeback.files import Fingerprint
@@ -107,7 +107,7 @@ class Download:
         temp, target = self._folder / str(number), self._directory / entry.name
         try:
             found = self._download(entry, temp)
-            kill_point("writeback.fetched")
+            failpoint("writeback.fetched")
             return self._place(
                 temp, target, Downloaded(entry.name, Sent(Fingerprint.of(temp.stat()), found)), replaced
             )

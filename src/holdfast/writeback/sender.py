@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import xxhash
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, Unsupported
-from holdfast.killpoint import kill_point
+from holdfast.failpoint import failpoint
 from holdfast.store import Store
 from holdfast.units import format_duration
 from holdfast.writeback.config import UploaderConfig
@@ -137,7 +137,7 @@ class Sender:
     def _do(self, entry: Upload) -> None:
         if entry.version is None:
             self._store.delete(entry.name)
-            kill_point("writeback.sent")
+            failpoint("writeback.sent")
             self._queue.do(lambda order: order.mark_removed(entry))
             return
         try:
@@ -174,10 +174,10 @@ class Sender:
         sent = self._sent_already(entry, fingerprint) or self._copied(entry, fingerprint)
         if sent is None:
             sent = Sent(fingerprint, self._upload(entry, fd))
-            kill_point("writeback.sent")
+            failpoint("writeback.sent")
         done = Sent(fingerprint, sent.digest)
         self._queue.do(lambda order: order.mark_sent(entry, done))
-        kill_point("writeback.done")
+        failpoint("writeback.done")
         self._versions.drop(entry.number)
 
     def _wait_until_closed(self, entry: Upload, fd: int) -> bool:
@@ -208,7 +208,7 @@ class Sender:
             return None
         with suppress(Unsupported, NotFound):
             self._store.link(entry.source, entry.name)
-            kill_point("writeback.sent")
+            failpoint("writeback.sent")
             return source
         return None
 

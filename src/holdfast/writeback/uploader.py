@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
-from holdfast.killpoint import kill_point
+from holdfast.failpoint import failpoint
 from holdfast.store import open_store
 from holdfast.writeback.config import UploaderConfig
 from holdfast.writeback.files import (
@@ -361,7 +361,7 @@ class Uploader:
         self._queue.do(confirm_or_put)
         if is_settled[0]:
             self._versions.drop(number)
-        kill_point("writeback.noted")
+        failpoint("writeback.noted")
         if version.fingerprint.changed_ns == UNSETTLED and version.form == COPY:
             self._recheck[name] = time.monotonic() + _RECHECK_S
         else:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.failpoint import failpoint
 from holdfast.format.hashes import digest
-from holdfast.killpoint import kill_point
 from holdfast.writeback.files import SETTLE_NS, Fingerprint, is_being_written, is_settled, open_file
 from holdfast.writeback.journal import FOLDER
 from holdfast.writeback.upload_queue import COPY, HARD_LINK, PATH, Version
@@ -70,7 +70,7 @@ class KeptVersions:
             if is_other or is_being_written(fd) or is_closed_again():
                 self.drop(number)
                 return None
-        kill_point("writeback.captured")
+        failpoint("writeback.captured")
         return version
 
     def drop(self, number: int) -> None:

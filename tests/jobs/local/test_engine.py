@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.environment import read_progress, report_progress
 from holdfast.errors import Conflict, NotFound, RetryLater
 from holdfast.jobs.environment import (
     Node,
@@ -38,7 +39,6 @@ from holdfast.jobs.state_machine import (
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.tail import FolderWatch, LineReader
 from holdfast.jobs.timers import Timers
-from holdfast.surroundings import read_progress, tell_progress
 
 SPEC = JobSpec(num_nodes=2, num_gpus=0, has_setup=False, user="me", gpus=[[], []])
 NODE = Node("id", 3, "name", 2, 1, ("127.0.0.1", "127.0.0.2"), 4, "me", "/n", "/p", 30.0)
@@ -194,15 +194,15 @@ def test_only_the_topmost_processes_with_a_handler_are_signalled() -> None:
 
 def test_progress_is_the_greatest_step_of_each_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_progress(tmp_path / "progress") == {}
-    tell_progress("a", 1)  # nobody asks
+    report_progress("a", 1)  # nobody asks
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "progress"))
     for home, step in (("a", 5), ("a", 10), ("b", 1), ("a", 7)):
-        tell_progress(home, step)
+        report_progress(home, step)
     with (tmp_path / "progress").open("a") as file:
         file.write('torn {"home"\n[]\n{"home": "a"}\n')
     assert read_progress(tmp_path / "progress") == {"a": 10, "b": 1}
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "no" / "such" / "folder"))
-    tell_progress("a", 11)
+    report_progress("a", 11)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=10))

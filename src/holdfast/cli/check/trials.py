@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.cli.check.traces import Trace, read_trace
+from holdfast.environment import NOTICES, PROGRESS, REHEARSAL, TRIAL
 from holdfast.errors import InvalidInput
 from holdfast.format import names
-from holdfast.surroundings import NOTICES, PROGRESS, REHEARSAL, TRIAL
 
 _TAIL_LINES = 15
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.ending import leave
+from holdfast.process_exit import leave
 from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.compile_watcher import CompileWatcher
 from holdfast.train.tuning.graph_watcher import GraphWatcher

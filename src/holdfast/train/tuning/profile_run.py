@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.entry import command
+from holdfast.environment import NOTICES, PROGRESS, REHEARSAL
 from holdfast.errors import InvalidInput
-from holdfast.surroundings import NOTICES, PROGRESS, REHEARSAL
 from holdfast.train.tuning.measurements import from_plain
 
 T = TypeVar("T")

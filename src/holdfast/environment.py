@@ -1,4 +1,4 @@
-"""What a training and the job around it tell each other: names in the environment, and files they name."""
+"""Environment variables and files between a training process and the job that started it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rehearsed(place: str) -> str:
     return str(Path(folder) / hashlib.sha256(place.encode()).hexdigest()[:16])
 
 
-def tell_progress(home: str, step: int) -> None:
+def report_progress(home: str, step: int) -> None:
     """Tell the job, if there is one, that a checkpoint of `step` is there. It is never an error."""
     path = os.environ.get(PROGRESS)
     if not path:

@@ -3,7 +3,7 @@
 A test sets HOLDFAST_KILL_AT to "NAME" or "NAME:N"; the process then sends itself SIGKILL when it reaches
 that place for the Nth time (default first). HOLDFAST_KILL_MARK may name a file that is made by the kill: one
 that is there already prevents it, so that of several processes with this environment only one is killed.
-Unset, a kill point costs one comparison.
+Unset, a failpoint costs one comparison.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ POINTS = (
     "writeback.sent",  # the bucket has it, the journal does not know
     "writeback.done",  # the journal knows that it was sent, its kept version is still there
 )
-"""Every kill point there is; a crash test runs over all of them."""
+"""Every failpoint there is; a crash test runs over all of them."""
 
 _name, _, _count = os.environ.get("HOLDFAST_KILL_AT", "").partition(":")
 _left = int(_count or 1)
 _mark = os.environ.get("HOLDFAST_KILL_MARK")
 
 
-def kill_point(name: str) -> None:
+def failpoint(name: str) -> None:
     """Kill this process if the environment asks for it here."""
     global _left
     if name != _name:

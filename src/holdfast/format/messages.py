@@ -14,7 +14,7 @@ MAX_BYTES = 256 << 20
 """Longest message that is decoded. The longest in use hold the parts of a checkpoint, a few MB each."""
 
 _KINDS: dict[str, type[HoldfastError]] = {
-    kind.kind: kind
+    kind.__name__: kind  # not by `kind`: TimedOut inherits RetryLater's, MissingKey NotFound's
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, HoldfastError)
 }
@@ -56,7 +56,8 @@ def unpack(data: bytes | bytearray, sender: str) -> Any:
 
 def _packed(value: Any) -> dict[str, Any]:
     if isinstance(value, HoldfastError):
-        return {"error": [value.kind, str(value), value.step, value.rank, value.key]}
+        name = next(base.__name__ for base in type(value).__mro__ if base in _KINDS.values())
+        return {"error": [name, str(value), value.step, value.rank, value.key]}
     if type(value) is tuple:
         return {"tuple": [_packed(item) for item in value]}
     return {"value": encode(value, "message")}

@@ -33,8 +33,9 @@ def torch_dtype(name: str) -> torch.dtype:
         Unsupported: this torch has no such dtype.
     """
     if name not in _TORCH:
+        known = f" (torch.{TORCH_NAMES[name]})" if name in TORCH_NAMES else ""
         raise Unsupported(
-            f"A tensor is saved as {name} (torch.{TORCH_NAMES[name]}), which torch {torch.__version__} does "
+            f"A tensor is saved as {name}{known}, which torch {torch.__version__} does "
             "not have. It was not read. Install a newer torch to read it."
         )
     return _TORCH[name]

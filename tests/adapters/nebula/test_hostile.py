@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - its documented place
 
 from holdfast.adapters.nebula.circle import Circle
-from holdfast.errors import Corrupt, RetryLater
+from holdfast.errors import Corrupt, HoldfastError, MissingKey, NotFound, RetryLater, TimedOut
 from holdfast.format.messages import pack, unpack
 from nursery import shared
 
@@ -47,13 +47,16 @@ def test_what_another_process_puts_into_the_store_is_not_unpickled(tmp_path: Pat
         (1, "two", [3.5, None], {"a": (1, 2)}),
         ((("run", 3), None), b"\0\xff", float("inf"), 2**70),
         (None, RetryLater("not now", step=3, rank=1)),
+        (None, TimedOut("not now", step=3, rank=1)),
+        (None, NotFound("not now", step=3, rank=1)),
+        (None, MissingKey("not now", step=3, rank=1)),
         {1: {"x"}, "$odd": ()},
     ],
 )
 def test_messages_come_back_as_they_were(value: Any) -> None:
     found = unpack(pack(value), "rank 1")
-    if isinstance(value, tuple) and isinstance(value[-1], RetryLater):
-        assert (type(found[1]), str(found[1]), found[1].step) == (RetryLater, "not now", 3)
+    if isinstance(value, tuple) and isinstance(value[-1], HoldfastError):
+        assert (type(found[1]), str(found[1]), found[1].step) == (type(value[1]), "not now", 3)
     else:
         assert found == value
 

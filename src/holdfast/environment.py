@@ -12,17 +12,17 @@ from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
 
 NOTICES = "HOLDFAST_NOTICES"
-"""Where preemption notices come from, see `holdfast.notice.sources`."""
+"""Sources of preemption notices, see `holdfast.notice.sources`."""
 PROGRESS = "HOLDFAST_PROGRESS"
-"""File to which rank 0 appends a line for each durable save and restore; unset where nobody asks."""
+"""File that rank 0 appends a line to for each durable save and restore; set by a job."""
 TRIAL = "HOLDFAST_TRIAL"
 """File with the plan of a trial, see `holdfast.checkpointer.trial`; set only by `holdfast check`."""
 REHEARSAL = "HOLDFAST_REHEARSAL"
-"""Folder that stands for every home and local folder while a training is only rehearsed; else unset."""
+"""Folder that replaces every home and local folder during a rehearsal; else unset."""
 
 
 def rehearsed(place: str) -> str:
-    """The place itself, or in a rehearsal one that stands for it, where there is nothing yet.
+    """Return `place`, or during a rehearsal an empty folder in its stead.
 
     So a rehearsal neither reads the checkpoints of a real run nor claims an attempt of it.
     """
@@ -33,7 +33,7 @@ def rehearsed(place: str) -> str:
 
 
 def report_progress(home: str, step: int) -> None:
-    """Tell the job, if there is one, that a checkpoint of `step` is there. It is never an error."""
+    """Report a checkpoint of `step` to the job, if any. Failures are ignored."""
     path = os.environ.get(PROGRESS)
     if not path:
         return
@@ -47,7 +47,7 @@ def report_progress(home: str, step: int) -> None:
 
 
 def read_progress(path: Path) -> dict[str, int]:
-    """The greatest step told of each home; empty if nothing was told."""
+    """Return the greatest reported step of each home."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Pure decisions: is a save due, and which checkpoints stay. No I/O, no torch, the clock passed in."""
+"""Policies of saving and keeping: pure decisions, with the clock passed in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANY_FAILED = 3
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a save policy may look at."""
+    """Facts that a save policy decides from."""
 
     step: int  # optimizer steps completed
     now_s: float  # monotonic clock
@@ -32,14 +32,14 @@ class Pace:
 
 
 class Every(ABC):
-    """When to save. Policies compose with `|`: save when any of them is due."""
+    """Policy of when to save. Policies compose with `|`: a save is due when any of them is."""
 
     timed: bool = True
-    """Whether the answer depends on a clock; then rank 0 answers for all ranks."""
+    """True if the answer depends on a clock; then rank 0 decides for all ranks."""
 
     @abstractmethod
     def due(self, pace: Pace) -> bool:
-        """True if a save should be made after `pace.step`."""
+        """Return True if a save is due after `pace.step`."""
 
     def __or__(self, other: Every) -> Every:
         return AnyOf((self, other))
@@ -47,7 +47,7 @@ class Every(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(Every):
-    """Save after each multiple of `steps`."""
+    """Policy to save after each multiple of `steps`."""
 
     steps: int
     timed = False
@@ -59,7 +59,7 @@ class EverySteps(Every):
 
 @dataclass(frozen=True, slots=True)
 class EveryTime(Every):
-    """Save when `seconds` have passed since the last save."""
+    """Policy to save when `seconds` have passed since the last save."""
 
     seconds: float
 
@@ -70,7 +70,7 @@ class EveryTime(Every):
 
 @dataclass(frozen=True, slots=True)
 class EveryAuto(Every):
-    """Save as often as a budget allows: what saves cost, measured, stays under `budget` of all time.
+    """Policy to save as often as the measured cost stays within `budget` of all time.
 
     The first save comes after `first_steps` steps, to measure what one costs. A save is never due before
     the last one could have become durable.
@@ -89,7 +89,7 @@ class EveryAuto(Every):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(Every):
-    """Save when any of `policies` is due."""
+    """Policy to save when any of `policies` is due."""
 
     policies: tuple[Every, ...]
 
@@ -104,7 +104,7 @@ class AnyOf(Every):
 
 
 def every(value: int | str | datetime.timedelta | Every) -> Every:
-    """The save policy that a user's `every=` names: 500, "10m", a timedelta, "auto" or a policy.
+    """Return the policy of an `every=` argument: 500, "10m", a timedelta, "auto" or a policy.
 
     Raises:
         InvalidInput: none of these.
@@ -123,7 +123,7 @@ def every(value: int | str | datetime.timedelta | Every) -> Every:
 
 
 def single_policies(value: int | str | datetime.timedelta | Every) -> tuple[Every, ...]:
-    """The policies of which any being due makes a save due: those that look at a clock can be told apart.
+    """Return the single policies of an `every=` argument; a save is due when any of them is.
 
     Raises:
         InvalidInput: see `every`.
@@ -136,7 +136,7 @@ def single_policies(value: int | str | datetime.timedelta | Every) -> tuple[Ever
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints stay: the newest `last`, and all whose step is a multiple of `every` (if given).
+    """Retention policy: keeps the newest `last` checkpoints and each multiple of `every` steps.
 
     `last=None` keeps everything.
     """
@@ -153,7 +153,7 @@ class Keep:
             raise InvalidInput(f"keep_every must be at least 1 step, got {self.every}.")
 
     def kept(self, line: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """The checkpoints that stay.
+        """Return the checkpoints to keep.
 
         Args:
             line: (attempt, step) of complete checkpoints, newest first, none of them superseded.
@@ -169,14 +169,14 @@ Ancestors = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The complete checkpoints of a home as (attempt, step), newest first."""
+    """Complete checkpoints of a home as (attempt, step), newest first."""
 
     current: tuple[tuple[int, int], ...]  # the newest, and what it continues
     superseded: tuple[tuple[int, int], ...]  # left behind when a newer attempt began from an earlier step
 
 
 def line_of(found: Iterable[tuple[int, int]], newest: tuple[int, int], ancestors: Ancestors) -> Line:
-    """Tell the line that the newest checkpoint continues from what newer attempts left behind.
+    """Return the line of the newest checkpoint, apart from what newer attempts left behind.
 
     Args:
         found: (attempt, step) of complete checkpoints.
@@ -192,7 +192,7 @@ def line_of(found: Iterable[tuple[int, int]], newest: tuple[int, int], ancestors
 
 
 class Meter:
-    """Measures what saves cost: blocked time, waiting optimizers, steps slowed while one is in flight."""
+    """Meter of the cost of saves: blocked time, and steps slowed while a save is in flight."""
 
     def __init__(self) -> None:
         self.save_cost_s: float | None = None
@@ -202,14 +202,14 @@ class Meter:
         self._slowed_s = 0.0
 
     def step(self, seconds: float, *, in_flight: bool) -> None:
-        """One training step took `seconds`, without save() itself."""
+        """Add a training step that took `seconds`, without save() itself."""
         if not in_flight:
             self._idle.append(seconds)
         elif self._idle:
             self._slowed_s += seconds - statistics.median(self._idle)
 
     def saved(self, *, blocked_s: float, durable_s: float) -> None:
-        """A save has become durable; what steps lost since the last one is its cost."""
+        """Add a durable save; the time that steps have lost since the last one is its cost."""
         self._costs.append(max(0.0, blocked_s + self._slowed_s))
         self._slowed_s = 0.0
         self.save_cost_s = statistics.median(self._costs)
@@ -217,7 +217,7 @@ class Meter:
 
 
 class Overdue:
-    """Decides when to report that no save has succeeded for long.
+    """Alarm for when no save has succeeded for long.
 
     That is after 3 failed saves in a row, or when a save has been under way for 3 times the interval between
     saves and for a minute; and again whenever it has become twice as much.

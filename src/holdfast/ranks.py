@@ -1,4 +1,4 @@
-"""What the ranks of a run say to each other: rarely, in small values, and never during a save."""
+"""Communication of the ranks of a run: rare, in small values, and never during a save."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _T = TypeVar("_T")
 _PART_TIMEOUT = datetime.timedelta(seconds=30)
 _numbers = (
     itertools.count()
-)  # tells this process's Ranks apart; alike on every rank, since making one is collective
+)  # of the Ranks of this process; equal on every rank, since making one is collective
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RankGroup(ABC):
-    """The ranks that save together, as one of them sees it. Implementations are final.
+    """Group of ranks that save together, as one of them sees it. Implementations are final.
 
     Attributes:
-        rank: this rank's number among them.
-        world_size: how many they are.
+        rank: number of this rank.
+        world_size: number of ranks.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def gather(self, value: _T) -> list[_T]:
-        """The values of all ranks, by rank. Collective.
+        """Return the values of all ranks, by rank. Collective.
 
         Raises:
             RetryLater: a rank did not answer in time.
@@ -48,7 +48,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def share(self, value: _T) -> _T:
-        """Rank 0's value, on every rank. Collective.
+        """Return rank 0's value on every rank. Collective.
 
         Raises:
             RetryLater: rank 0 did not answer in time.
@@ -56,7 +56,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
-        """Say `flags` and `number` to all ranks, and hear what was said at the call before. Collective.
+        """Send flags and a number, and return the outcome of the call before. Collective.
 
         Returns:
             Each flag: whether it was true on any rank; and the lowest number.
@@ -64,7 +64,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def part(self) -> None:
-        """Take leave of the others, so that none is left in mid-sentence. Collective."""
+        """Complete the exchange under way and wait for every rank. Collective."""
 
     @abstractmethod
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
@@ -75,7 +75,7 @@ class RankGroup(ABC):
         """Start receiving a CPU tensor from a rank, which must call `send` for it."""
 
     def first_of(self, ranks: Collection[int], work: Callable[[], _T]) -> _T | None:
-        """Do `work` on some ranks; the result of the lowest of them on every rank, or None if there is none.
+        """Call `work` on some ranks, and return the result of the lowest one everywhere.
 
         Raises:
             HoldfastError: what any of them raised, on every rank.
@@ -95,14 +95,14 @@ class RankGroup(ABC):
         return results[min(ranks)][0] if ranks else None
 
     def all_here(self) -> bool:
-        """True if every rank runs on this host.
+        """Return True if every rank runs on this host.
 
         Ranks: collective.
         """
         return len(set(self.gather(_this_host()))) == 1
 
     def beside(self, folder: str) -> tuple[int, ...]:
-        """Ranks that see the same bytes in `folder` as this one, itself among them: those of this host.
+        """Return the ranks that share `folder` with this one, itself among them: those of this host.
 
         Ranks that name different folders see different bytes, on whatever hosts they are. On several hosts a
         folder of the same name counts as several.
@@ -115,7 +115,7 @@ class RankGroup(ABC):
 
 @final
 class Ranks(RankGroup):
-    """This rank among the others, over a gloo group of our own; alone where there is no process group.
+    """Ranks of torch.distributed, over a gloo group of our own; a single rank without it.
 
     Args:
         timeout_s: how long to wait for a rank that does not answer.
@@ -144,7 +144,7 @@ class Ranks(RankGroup):
             self._store = distributed_c10d._get_default_store()
 
     def gather(self, value: _T) -> list[_T]:
-        """The values of all ranks, by rank.
+        """Return the values of all ranks, by rank.
 
         Raises:
             RetryLater: a rank did not answer in time.
@@ -170,7 +170,7 @@ class Ranks(RankGroup):
         ]
 
     def share(self, value: _T) -> _T:
-        """Rank 0's value, on every rank.
+        """Return rank 0's value on every rank.
 
         Raises:
             RetryLater: rank 0 did not answer in time.
@@ -215,10 +215,10 @@ class Ranks(RankGroup):
         return work
 
     def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
-        """Say `flags` and `number` to all ranks, and hear what was said at the call before.
+        """Send flags and a number to all ranks; return the outcome of the last call.
 
-        The exchange runs beside the training step between two calls, so it costs next to nothing; the
-        price is that the answer is one call old. Alone, the answer is what is said.
+        The exchange runs in the background of the training step between two calls, so it costs next to
+        nothing, but the outcome is one call old. A single rank receives what it sends at once.
 
         Returns:
             Each flag: whether it was true on any rank; and the lowest number. At first no flag, and -1.
@@ -265,7 +265,7 @@ class Ranks(RankGroup):
         )
 
     def part(self) -> None:
-        """Finish the exchange under way and wait for every rank, so that none leaves another in mid-sentence.
+        """Complete the exchange under way and wait for every rank.
 
         gloo fails a collective that has done its work if the peer's process ends before this one has noticed
         that it has. So the last meeting is at the store, not in a collective; rank 0, which holds the store,

@@ -401,7 +401,7 @@ class Attempt:
             self.warn_if_overdue()
 
     def warn_if_overdue(self) -> None:
-        """Warn that no save has succeeded for long, and again each time that this takes twice as long."""
+        """Warn that no save has succeeded for long. Each further warning waits twice as long."""
         overdue = self.saves.overdue()
         if overdue is None:
             return
@@ -474,6 +474,6 @@ class Attempt:
 
 
 def describe_skipped(found: Restored) -> list[str]:
-    """Return a line for each checkpoint that a restore skipped, and for each that it repaired."""
+    """Return a line for each checkpoint that a restore skipped or repaired."""
     skipped = [f"passed over step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.passed]
     return [*skipped, *found.mended]

@@ -28,7 +28,7 @@ class Decision:
 
 
 class Cadence:
-    """Decides after each step whether a save is due, from policies, measured costs and received flags.
+    """Schedule of saves, from policies, measured costs and the flags of all ranks.
 
     Args:
         every: policies; a save is due when any of them is.
@@ -101,7 +101,7 @@ class Cadence:
         )
 
     def decide(self, step: int, now_s: float, received: Flags) -> Decision:
-        """Return the decision after `step`, from the flags of all ranks that were sent one step before."""
+        """Return the decision after `step`, from the flags that all ranks sent one step before."""
         sent_step, self._sent_step = (step if self._is_alone else self._sent_step), step
         is_new = self.saved_step < sent_step  # else a save has begun since the flags were sent
         self.home.receive(is_due=received.is_due_home, sent_step=sent_step)
@@ -120,7 +120,7 @@ class Cadence:
 
 
 class HomeCadence:
-    """Decides which saves are sent home.
+    """Schedule of the saves that are sent home.
 
     Args:
         every: policies; None if all saves are.

@@ -1,4 +1,4 @@
-"""Guard against a call that interrupts another call of its own thread and would wait for it for ever."""
+"""Guard against calls from signal handlers that would wait for the interrupted call for ever."""
 
 from __future__ import annotations
 

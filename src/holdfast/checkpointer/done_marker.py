@@ -1,4 +1,4 @@
-"""Marker object in home that a run has finished, and at which step."""
+"""Done marker: the object in home that records that the run has finished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DoneMarker:
 
     @property
     def step(self) -> int | None:
-        """Step at which the run has finished, as far as it was read or written here."""
+        """Final step of the run, as the marker was read; None without one."""
         return None if self._found is None else self._found.step
 
     def read(self) -> None:

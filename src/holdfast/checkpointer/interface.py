@@ -294,7 +294,7 @@ class Checkpointer:
         self._position.clear()
 
     def _save_rest(self) -> Save | None:
-        """Save the steps since the last save, if their number is known."""
+        """Save the steps since the last save, if they were counted."""
         last, step = self._attempt.saves.last, self._position.step_now()
         newest = last.step if last is not None else self._attempt.base_step or 0
         if step is None and self._position.step is not None:
@@ -307,7 +307,7 @@ class Checkpointer:
         return self._save(step, must=True)
 
     def _can_repeat(self, step: int) -> bool:
-        """Return True if the last save was torn, is of `step`, and may be repeated with the same number."""
+        """Return True if the last save is of `step`, was torn and may be repeated."""
         self._pipeline.stager.wait()
         saves = self._attempt.saves
         is_last = saves.last is not None and saves.last.step == step
@@ -337,7 +337,7 @@ class Checkpointer:
             return is_due
 
     def _exchange(self, step: int) -> bool:
-        """Exchange flags with the other ranks, and return True if all of them save this step."""
+        """Exchange flags with the other ranks; return True if all save this step."""
         attempt, saves, cadence = self._attempt, self._attempt.saves, self._cadence
         self._metrics.num_done, now_s = step, time.monotonic()
         cadence.end_step(now_s, in_flight=bool(saves.pending))
@@ -482,7 +482,7 @@ class Checkpointer:
         leave(0)
 
     def prepare(self) -> None:
-        """Prepare the staging memory now, so that the first save is as quick as the others.
+        """Prepare the staging memory, so that the first save is as quick as later ones.
 
         The loop of `steps` does this in the background, after its first step.
 
@@ -493,7 +493,7 @@ class Checkpointer:
             self._pipeline.prepare()
 
     def forget(self) -> None:
-        """Release the memory of the objects that were saved last, instead of at the next save.
+        """Release the memory of the last saved objects before the next save does.
 
         For states that are made for one save and removed from the mapping after it.
         """

@@ -30,7 +30,9 @@ def looping() -> Loop:
 
 
 def is_orderly(leaving: GeneratorExit, loop: Loop, around: BaseException | None) -> bool | None:
-    """Return True if a loop was left by `break`, `return`, `close()` or the end of another iterator.
+    """Return True if a loop was left in order, not by an exception.
+
+    In order means by `break`, `return`, `close()` or the end of another iterator.
 
     Call it in the generator that the loop runs over, in its handler of GeneratorExit. An exception that ends
     a loop drops the generator too, and is not visible in it. But the interpreter has by then recorded, in a
@@ -68,6 +70,6 @@ def _has_raised(frame: FrameType) -> bool:
 
 
 def _is_paused_generator(frame: FrameType) -> bool:
-    """Return True if a frame is a generator paused at a `yield`, where only GeneratorExit is raised."""
+    """Return True if a frame is a generator paused at a `yield`."""
     is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
     return is_generator and dis.opname[frame.f_code.co_code[frame.f_lasti]] in _PAUSES

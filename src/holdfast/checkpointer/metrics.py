@@ -78,7 +78,7 @@ class Metrics:
         return True
 
     def flush_if_due(self, send: Send) -> None:
-        """Send what has arrived, if the last batch is long ago or a whole batch is waiting."""
+        """Send what has arrived, if a batch is full or due."""
         now_s = time.monotonic()
         is_much = len(self._rows) * len(self._names) >= _MAX_BATCH
         if is_much or now_s - self._sent_s >= PERIOD_S:

@@ -37,7 +37,7 @@ class Pending:
 
     @property
     def is_torn(self) -> bool:
-        """True if the copy mixed two moments, as the stager or, for frozen tensors, the keeper has found."""
+        """True if the copy mixed two moments, as the stager or the keeper has detected."""
         error = self.save.failed
         by_keeper = self.staging.is_frozen_unchanged and isinstance(error, InvalidInput)
         return error is not None and (self.staging.torn or by_keeper)

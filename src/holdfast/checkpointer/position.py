@@ -38,7 +38,7 @@ class Position:
         self.step, self._mark_then = None, None
 
     def step_now(self) -> int | None:
-        """Return the step of the present state; None if it is not known."""
+        """Return the step of the present state; None if it cannot be determined."""
         if self.step is None or self._mark() == self._mark_then:
             return self.step
         return self.step + 1 if self._is_counted else None

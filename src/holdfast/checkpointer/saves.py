@@ -96,11 +96,11 @@ class Saves:
 
     @property
     def must_repeat(self) -> bool:
-        """True if the last save was torn, so that the next step is saved in its place."""
+        """True if the last save was torn: the next step replaces it."""
         return self._last is not None and self._last.is_torn
 
     def note_tear(self) -> None:
-        """Copy more at once for some saves, if the last one was torn on another rank only."""
+        """Copy more at once from now on, if only another rank's save was torn."""
         if self._last is not None:
             self._note_tear(self._last)
 
@@ -181,7 +181,7 @@ class Saves:
                     raise
 
     def _drop(self, save: Save) -> bool:
-        """Remove a save whose error is raised now, so that no later call raises it again."""
+        """Remove a save whose error is raised now and must not be raised again."""
         with self.lock:
             found = [one for one in self._pending if one.save is save]
             for one in found:

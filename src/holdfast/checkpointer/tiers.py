@@ -129,7 +129,7 @@ class Tiers:
 
     @property
     def is_far(self) -> bool:
-        """True if saves go straight to a store beyond this machine, which may not answer for a while."""
+        """True if saves go straight to a store beyond this machine."""
         return self.durable_stores()[0].properties.survives_host
 
     def durable_stores(self) -> list[Store]:
@@ -242,7 +242,7 @@ class Tiers:
         return finished
 
     def join(self, claim: Attempt, *, fresh: bool) -> None:
-        """Add a local folder of another host than rank 0's to the run and the attempt.
+        """Add the local folder of another host to the run and the attempt.
 
         Raises:
             InvalidInput: the folder holds another run; or `fresh`, but it holds files of checkpoints.

@@ -22,7 +22,7 @@ _MAX_DEPTH = 6  # of containers in a batch
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """Steps at which a trial saves, ends or is killed."""
+    """Plan of a trial: the steps that it saves, ends or is killed after."""
 
     folder: str  # for traces
     save_at: tuple[int, ...]

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._tensor
+import torch._utils
 
 import holdfast
 from campaigns.fuzz.bounded import run_case

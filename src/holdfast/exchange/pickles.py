@@ -212,8 +212,7 @@ class _Machine:
         kind, cls, key, _, num_items, view, *more = [*facts, *[None] * (6 - len(facts))]
         is_known = (kind, type(cls), type(key), type(num_items)) == ("storage", _Global, str, int)
         if not is_known or num_items < 0 or more:
-            message = "it refers to what is no storage"
-            raise ValueError(message)
+            raise ValueError("it does not refer to a storage")
         item_bytes = _STORAGE_BYTES.get(cls.rpartition(" ")[2].removesuffix("Storage"), 1)
         if key not in self._known:
             self._known[key] = cls, num_items
@@ -221,10 +220,10 @@ class _Machine:
         if self._known[key] != (cls, num_items):
             raise ValueError(f"it refers to the storage {key[:100]!r} as two sizes")
         if view is not None:  # a part of a storage: key, first element, elements
-            _, first, length = view if type(view) is _Tuple and len(view) == 3 else (None, None, None)
+            part: Any = view if type(view) is _Tuple and len(view) == 3 else (None, None, None)
+            _, first, length = part
             if not _are_counts([first, length]) or first + length > num_items:
-                message = "it refers to a part that is not inside its storage"
-                raise ValueError(message)
+                raise ValueError("it refers to a part that is not inside its storage")
             num_items = length
         return _Storage(items, num_items * item_bytes, item_bytes)
 

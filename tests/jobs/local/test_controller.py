@@ -125,7 +125,7 @@ def test_a_crash_loop_ends(harness: JobHarness) -> None:
     ended = harness.wait(job)
     assert ended.status is JobStatus.FAILED
     assert ended.step == 5
-    assert "no newer checkpoint" in ended.reason
+    assert "without a newer checkpoint" in ended.reason
 
 
 # -- kills -----------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from jobs.task.guide import SNIPPETS
 
 TOLD = {
     "accelerators": "read as the set {A100:1, A100-80GB:1, H100:1}",
-    "disk": "no disk is made; kept for other engines",
-    "efa": "settings of clouds and clusters; kept unchanged for other engines",
-    "gpudirect": "settings of clouds and clusters; kept unchanged for other engines",
+    "disk": "no disk is created; kept for other engines",
+    "efa": "settings of clouds and clusters; kept for other engines",
+    "gpudirect": "settings of clouds and clusters; kept for other engines",
 }
 
 

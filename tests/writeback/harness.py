@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.errors import NotFound
 from holdfast.store import open_store
 from holdfast.writeback import DirectoryStatus, Mount, mount, status_of
 from holdfast.writeback.ownership import FOLDER
@@ -52,7 +53,11 @@ class MountedDirectory:
     def bucket(self) -> dict[str, bytes]:
         """Return all objects of the bucket, except those of the mounts themselves."""
         names = [entry.name for entry in self.store.list() if not entry.name.startswith(FOLDER)]
-        return {name: self.store.get(name) for name in names}
+        found: dict[str, bytes] = {}
+        for name in names:
+            with suppress(NotFound):  # the uploader has deleted it since it was listed
+                found[name] = self.store.get(name)
+        return found
 
     def local(self) -> dict[str, bytes]:
         """Return all files of the directory."""

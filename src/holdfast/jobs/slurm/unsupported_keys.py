@@ -94,7 +94,7 @@ def _config(task: Task) -> Iterator[UnsupportedKey]:
     config: Any = task.document.get("config")
     for name in config if isinstance(config, Mapping) else ():
         if name != "slurm":
-            what = "settings of clouds and clusters; kept unchanged for other engines"
+            what = "settings of clouds and clusters; kept for other engines"
             yield UnsupportedKey(f"config.{name}", _line(task, f"config.{name}"), what)
 
 

@@ -1,4 +1,4 @@
-"""Which attempt a save belongs to: that of this trainer if it still may have the step, else a new one."""
+"""Attempt of a save: this trainer's own, or a new one if that may not have the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What all ranks of one save must agree on; the coordinator makes it."""
+    """Facts that all ranks of one save share; the coordinator makes them."""
 
     run: str
     step: int

@@ -28,7 +28,7 @@ INDEX = "@dcp"
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a reader must know of a checkpoint before it reads any other part than that of rank 0."""
+    """Index of the values of all ranks, read before any part but rank 0's."""
 
     ranks: dict[str, int]  # name of a value -> the rank whose part holds it
     paths: dict[str, tuple[str | int, ...]]  # places in the nested state dict that the names do not tell
@@ -71,7 +71,7 @@ class Index:
 
 
 def catalog_of(plans: Sequence[SavePlan]) -> bytes:
-    """The one catalog that all ranks' parts hold: what is in it once need not be said by every rank.
+    """Return the one catalog that the parts of all ranks share.
 
     Returns:
         Its text, see `catalog.catalog_text`.
@@ -108,7 +108,7 @@ def _check_alike(known: Piece, rows: Sequence[tuple[int, Box]], piece: Piece, ra
 
 
 def placed_in(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
-    """What a rank writes, in the order of the catalog.
+    """Return the pieces that a rank writes, in the order of the catalog.
 
     Raises:
         Unsupported: the planner has dropped or changed what was planned.
@@ -166,7 +166,7 @@ def _piece(item: WriteItem) -> Piece:
 
 
 def values_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-    """What a rank is to write beside tensors, as tagged JSON.
+    """Return the values that a rank writes beside tensors, as tagged JSON.
 
     Raises:
         InvalidInput: a value that cannot be written, named with its key.

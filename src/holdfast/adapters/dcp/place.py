@@ -1,4 +1,4 @@
-"""Which checkpoint is meant: a home and a step, from arguments or from the id that DCP passes on."""
+"""Place of a checkpoint: a home and a step, from arguments or from DCP's id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A home, in one spelling also after a change of directory, and a step; None if it was not said."""
+    """Home as an absolute path or URL, and a step; None where none was given."""
 
     home: str
     step: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]  # a developer's own settings, or a failpoint left in the shell
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts background commands like this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HOLDFAST_NOTICES"] = "none"  # this machine may be a cloud's, which tests must not ask
     os.environ["HOLDFAST_HOLD"] = "0"  # a test that wants a keeper to stay says so
     # Workers, ranks and keepers share few cores: more threads only make them wait for each other.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import os
 import pickle
@@ -69,6 +70,36 @@ def test_dcp_metadata_that_would_run_code_is_refused_and_named(tmp_path: Path) -
     (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(tmp_path / "in", Unsupported, "mkdir")
     assert not (tmp_path / "ran").exists()
+
+
+def member_by_getattr(self: enum.Enum, protocol: int) -> tuple[Any, ...]:
+    """Pickle a member of an enum as Python 3.11.0 to 3.11.4 do."""
+    return getattr, (type(self), self.name)
+
+
+def test_dcp_metadata_of_an_early_python_3_11_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", member_by_getattr)
+    make_dcp(tmp_path / "in")
+    assert b"getattr" in (tmp_path / "in" / ".metadata").read_bytes()
+    import_checkpoint(tmp_path / "in", tmp_path / "home")
+    assert "w" in holdfast.open(tmp_path / "home")
+
+
+def test_dcp_metadata_that_reads_attributes_of_other_objects_is_refused(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "in")
+    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
+    metadata.planner_data = Attribute()
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "in", Unsupported, "not an enum")
+
+
+class Attribute:
+    """Object that is pickled as an attribute of a set."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (set, "union")
 
 
 @pytest.mark.parametrize("key", ["w", "n"])

@@ -214,8 +214,9 @@ def test_keepers_that_keep_dying_fail_their_saves_and_later_ones_recover(
     check_saved(tmp_path / "home", 2, {"x": torch.ones(3)})
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_stopped_keeper_stops_no_training_and_is_replaced(tmp_path: Path) -> None:
+def test_a_stopped_keeper_stops_no_training_and_is_replaced(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """More messages than its socket has room for: none of them waits for it."""
     x = torch.arange(1000.0)
     with make_checkpointer(tmp_path / "home", {"x": x}, memory="1MiB", when_full="skip") as ckpt:
@@ -231,6 +232,7 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(tmp_path: Path) -> N
                 ckpt.record(loss=1.0)
         assert stopped.status() == psutil.STATUS_STOPPED, "training did not wait until it was replaced"
         pending = ckpt._attempt.saves.pending
+        request.getfixturevalue("quick")
         for save in pending:
             save.wait_durable(60)
         assert pid_of(ckpt) != stopped.pid

@@ -125,6 +125,24 @@ Tensor, Bytes, Index, Info, Chunk = map(record, ("Tensor", "Bytes", "Index", "In
 ChunkStorageMetadata."""
 _Other = record("Other")
 
+
+def _enum_member(kind: Any, name: Any) -> Record:
+    """Return the stand-in for a member of an enum that is not loaded.
+
+    Python 3.11.0 to 3.11.4 pickle a member as a call of `getattr` with the enum and the member's name.
+
+    Raises:
+        Unsupported: `kind` is not a stand-in for an enum.
+    """
+    if kind is not _Other or not isinstance(name, str):
+        raise Unsupported(
+            "A pickle reads an attribute of something that is not an enum. It was not loaded, and nothing of "
+            "it was run.",
+            key="builtins.getattr",
+        )
+    return _Other(name)
+
+
 DCP_NAMES: Names = {
     **_PLAIN,
     (_METADATA, "Metadata"): record("Metadata"),
@@ -145,6 +163,7 @@ DCP_NAMES: Names = {
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
     ("builtins", "set"): set,
+    ("builtins", "getattr"): _enum_member,
 }
 """All that a DCP `.metadata` needs."""
 

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
-from holdfast.policy import EveryAuto, EverySteps, EveryTime, Keep, Meter, Overdue, Pace, every, line_of
+from holdfast.policy import (
+    EveryAuto,
+    EverySteps,
+    EveryTime,
+    Keep,
+    Meter,
+    Overdue,
+    Pace,
+    best_first,
+    every,
+    line_of,
+)
 
 
 def pace(step: int, **facts: float) -> Pace:
@@ -88,6 +101,43 @@ def test_keep_always_keeps_the_newest_and_what_it_promises(
     assert line[0] in kept
     assert set(line[:last]) <= kept
     assert all(item in line[:last] or (keep_every and item[1] % keep_every == 0) for item in kept)
+
+
+@given(
+    ids,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(["min", "max"]),
+    st.lists(st.floats() | st.none(), min_size=30, max_size=30),
+)
+def test_keep_keeps_the_best_and_the_newest_and_nothing_else(
+    found: list[tuple[int, int]], last: int, best: int, mode: str, drawn: list[float | None]
+):
+    line = sorted(found, reverse=True)
+    values = {one: value for one, value in zip(line, drawn, strict=False) if value is not None}
+    kept = Keep(last, best=best, metric="loss", mode=mode).kept(line, values)
+    finite = sorted(value for value in values.values() if math.isfinite(value))
+    bound = (finite if mode == "min" else finite[::-1])[:best]
+    chosen = kept - set(line[:last])
+    assert set(line[:last]) <= kept
+    assert all(values[one] in bound for one in chosen)
+    assert len(chosen) <= best
+    assert all(any(values.get(one) == value for one in kept) for value in bound)
+
+
+def test_of_equal_values_the_newer_checkpoint_is_better():
+    line = [(2, 40), (1, 30), (1, 20), (1, 10)]
+    values = {(1, 10): 1.0, (1, 20): 1.0, (1, 30): 2.0}
+    assert best_first(line, values, "min") == [(1, 20), (1, 10), (1, 30)]
+    assert best_first(line, values, "max") == [(1, 30), (1, 20), (1, 10)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"best": 1}, {"best": 0, "metric": "loss"}, {"best": 1, "metric": "loss", "mode": "least"}]
+)
+def test_a_policy_of_the_best_that_makes_no_sense_is_refused(options: dict[str, Any]):
+    with pytest.raises(InvalidInput):
+        Keep(**options)
 
 
 def test_keep_none_keeps_everything():

@@ -86,6 +86,7 @@ def home_documents() -> dict[str, bytes]:
     store.put(names.history(1, 0), b"".join(dumps(line) + b"\n" for line in lines))
     store.put(names.DONE, run.document(run.Done("run-one", 2, 30, 1.5)))
     store.put(names.first_saved(2), run.document(run.Saved("run-one", 2, 30)))
+    store.put(names.metrics(20, 1), run.document(run.Metrics("run-one", 1, 20, {"loss": 0.5})))
     store.put(names.passed(20, 2), run.document(run.Passed("run-one", 2, 20, "why", 2.5)))
     return {entry.name: store.get(entry.name) for entry in store.list()}
 

@@ -61,7 +61,7 @@ def prepare(args: argparse.Namespace) -> tuple[str, dict[str, Tokens]]:
     if rank() == 0 and args.model == "small":
         try:
             # A row of the embedding means just this word.
-            words = holdfast.open(args.home / "run").values()["words"]
+            words = holdfast.open(args.home).values()["words"]
         except holdfast.NotFound:
             words = learn_words(text for pair in pairs["train"] for text in (pair.text, pair.summary))
     pairs, words = from_first((pairs, words))
@@ -70,7 +70,7 @@ def prepare(args: argparse.Namespace) -> tuple[str, dict[str, Tokens]]:
 
 
 def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device: str) -> None:
-    """Train to the end from where it stopped; the checkpoint with the best validation loss is kept apart."""
+    """Train to the end, from the last checkpoint. The one with the best validation loss is kept too."""
     # T5's blocks return views of what they compute; neither T5 nor this file changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     torch.manual_seed(args.seed)  # every rank draws the same weights, and keeps its part
@@ -84,12 +84,11 @@ def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device:
     torch.manual_seed(args.seed + 1 + rank())  # dropout differs from rank to rank
     curve = torch.zeros(total, device=device)  # the loss of every step, of all ranks
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "batches": batches}
-    state |= {"curve": holdfast.replicated(curve), "words": words, "best": float("inf")}
+    state |= {"curve": holdfast.replicated(curve), "words": words}
     stream = itertools.chain.from_iterable(batches for _ in itertools.count())
     bar = tqdm(total=total, desc="train", disable=None if rank() == 0 else True)
-    best = holdfast.Checkpointer(args.home / "best", {"model": model}, keep=1, signals=False, quiet=True)
-    with best, holdfast.Checkpointer(args.home / "run", state, every=args.every, memory="256MiB") as ckpt:
-        best.restore()  # goes on in its home; what the run restores below replaces these weights
+    keep = holdfast.Keep(last=2, best=1, metric="validation")
+    with holdfast.Checkpointer(args.home, state, every=args.every, keep=keep, memory="256MiB") as ckpt:
         for step in ckpt.steps(total):
             curve[step] = train_step(model, optimizer, data["train"].batch(next(stream), device))
             schedule.step()
@@ -98,9 +97,8 @@ def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device:
                 loss = validate(model, data["validation"], args.batch, device)
                 mean = curve[step + 1 - len(batches) : step + 1].mean()
                 tell(f"epoch {(step + 1) // len(batches)}: loss {mean:.4f}, validation {loss:.4f}")
-                if loss < state["best"]:
-                    state["best"] = loss
-                    best.save(step + 1)
+                ckpt.record(validation=loss)
+                ckpt.save(step + 1)  # of just the weights that were evaluated
     bar.close()
     if args.curve and rank() == 0:
         args.curve.write_text("\n".join(map(repr, curve.tolist())))
@@ -148,8 +146,8 @@ def validate(model: Any, tokens: Tokens, size: int, device: str) -> float:
 def test(args: argparse.Namespace, words: str, tokens: Tokens, device: str) -> None:
     """ROUGE of the best checkpoint, restored into a whole model on every rank; and some of its summaries."""
     model = make_model(args.model, dropout=0.0)
-    with holdfast.Checkpointer(args.home / "best", {"model": model}, signals=False, quiet=True) as best:
-        step = best.restore()
+    best = holdfast.open(args.home, best="validation")
+    best.load_into(model)
     model.to(device).eval()
     tokenizer = make_tokenizer(args.model, words)
     scorer, sums = RougeScorer(SCORES, use_stemmer=True), torch.zeros(len(SCORES))
@@ -166,7 +164,7 @@ def test(args: argparse.Namespace, words: str, tokens: Tokens, device: str) -> N
             scores = scorer.score(tokens.pairs[index].summary, text)
             sums += torch.tensor([scores[name].fmeasure for name in SCORES])
             shown.append((tokens.pairs[index].summary, text.strip()))
-    tell(f"the best checkpoint is that of step {step}; it sums up texts that it has not seen:")
+    tell(f"the best checkpoint is that of step {best.step}; it sums up texts that it has not seen:")
     for right, text in shown[:4]:
         tell(f"  {text}\n    (written: {right})")
     means = all_sums(sums.to(device)).cpu() / num
@@ -231,7 +229,7 @@ def read_arguments() -> argparse.Namespace:
     """What the caller wants."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--home", type=Path, default=Path("runs/t5"), help="a folder for two runs")
+    parser.add_argument("--home", type=Path, default=Path("runs/t5"), help="folder of the checkpoints")
     parser.add_argument("--way", choices=list(WAYS), default="zero3", help="how the model is spread")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--recompute", action="store_true", help="checkpoint activations")

@@ -31,7 +31,7 @@ MAX_TEXT_CHARS = 1 << 16
 
 _LONG_INTEGER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_MAX_NUMBER = 1.7e308
+MAX_NUMBER = 1.7e308
 _MAX_INTEGER = 2**64 - 1
 _T = TypeVar("_T")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
@@ -272,7 +272,7 @@ class Fields:
             Corrupt: it is missing, something else or too small.
         """
         value = self.value(name)
-        if type(value) not in (int, float) or not at_least <= value or abs(value) > _MAX_NUMBER:
+        if type(value) not in (int, float) or not at_least <= value or abs(value) > MAX_NUMBER:
             least = "" if at_least == -math.inf else f" of at least {at_least:g}"
             refuse(self.what, name, f"a finite number{least}", value)
         return float(value)
@@ -450,7 +450,7 @@ _ARRAYS: dict[Any, Any] = {tuple: tuple, list: list, frozenset: frozenset, set: 
 
 def _is_plain(hint: Any, value: Any) -> bool:
     if hint is float:
-        return type(value) in (int, float) and abs(value) <= _MAX_NUMBER
+        return type(value) in (int, float) and abs(value) <= MAX_NUMBER
     if hint is int:
         return type(value) is int and abs(value) <= _MAX_INTEGER
     return hint in (str, bool, type(None)) and type(value) is hint

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.format.messages import pack, unpack
@@ -55,11 +56,13 @@ class RankGroup(ABC):
         """
 
     @abstractmethod
-    def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
-        """Send flags and a number, and return the outcome of the call before. Collective.
+    def exchange_flags(
+        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        """Send flags and numbers, and return the outcome of the call before. Collective.
 
         Returns:
-            Each flag: whether it was true on any rank; and the lowest number.
+            For each flag whether it was true on any rank; and the lowest of each number.
         """
 
     @abstractmethod
@@ -126,7 +129,7 @@ class Ranks(RankGroup):
     def __init__(self, *, timeout_s: float) -> None:
         self.rank, self.world_size = 0, 1
         self._group: dist.ProcessGroup | None = None
-        self._pulse: tuple[torch.Tensor, dist.Work] | None = None
+        self._exchange: tuple[torch.Tensor, dist.Work] | None = None  # under way
         self._timeout_s = timeout_s
         self._number = next(_numbers)
         if dist.is_available() and dist.is_initialized():
@@ -214,14 +217,18 @@ class Ranks(RankGroup):
         assert work is not None
         return work
 
-    def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
-        """Send flags and a number to all ranks; return the outcome of the last call.
+    @override
+    def exchange_flags(
+        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        """Send flags and numbers to all ranks; return the outcome of the last call.
 
         The exchange runs in the background of the training step between two calls, so it costs next to
         nothing, but the outcome is one call old. A single rank receives what it sends at once.
 
         Returns:
-            Each flag: whether it was true on any rank; and the lowest number. At first no flag, and -1.
+            For each flag whether it was true on any rank; and the lowest of each number. At first no flag is
+            true, and each number is -1.
 
         Raises:
             InvalidInput: the ranks are at different steps.
@@ -230,31 +237,30 @@ class Ranks(RankGroup):
         Ranks: collective; every rank calls it at the same steps.
         """
         if self._group is None:
-            return flags, number
-        heard = self._finish_pulse(len(flags))
-        said = torch.tensor([step, -step, -number, *flags], dtype=torch.int64)
-        work = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            return flags, numbers
+        received = self._finish_exchange(len(flags), len(numbers))
+        sent = torch.tensor([step, -step, *(-number for number in numbers), *flags], dtype=torch.int64)
+        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._pulse = (said, work)
-        return heard
+        self._exchange = (sent, work)
+        return received
 
-    def _finish_pulse(self, num_flags: int) -> tuple[tuple[bool, ...], int]:
-        if self._pulse is None:
-            return (False,) * num_flags, -1
-        (said, work), self._pulse = self._pulse, None
+    def _finish_exchange(self, num_flags: int, num_numbers: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        if self._exchange is None:
+            return (False,) * num_flags, (-1,) * num_numbers
+        (reduced, work), self._exchange = self._exchange, None
         try:
             work.wait()
         except RuntimeError as error:
             raise self._silent(error) from error
-        highest, lowest, least, *flags = said.tolist()
+        highest, lowest, *rest = reduced.tolist()
         if highest != -lowest:
             raise InvalidInput(
                 f"The ranks are at different steps: the first at {-lowest}, the last at {highest}. Every "
-                "rank must "
-                "call should_save() after each step, with the same number.",
+                "rank must call should_save() after each step, with the same number.",
                 rank=self.rank,
             )
-        return tuple(bool(flag) for flag in flags), -least
+        return tuple(map(bool, rest[num_numbers:])), tuple(-number for number in rest[:num_numbers])
 
     def _silent(self, error: RuntimeError) -> RetryLater:
         return RetryLater(
@@ -276,7 +282,7 @@ class Ranks(RankGroup):
         """
         if self._group is None:
             return
-        self._finish_pulse(0)
+        self._finish_exchange(0, 0)
         with contextlib.suppress(dist.DistError):  # a rank that is gone; nothing is left to be lost
             self._meet("here", range(self.world_size))
             self._meet("gone", range(self.world_size) if self.rank == 0 else ())

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,13 @@ class Receiver:
     def __init__(self) -> None:
         self.batches: list[tuple[list[int], dict[str, list[Number]]]] = []
 
-    def __call__(self, steps: list[int], values: dict[str, list[Number]]) -> None:
-        self.batches.append((steps, values))
+        self.updates: list[tuple[int, dict[str, float]]] = []
+
+    def tell_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
+        self.batches.append((steps, {name: list(column) for name, column in values.items()}))
+
+    def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.updates.append((step, dict(metrics)))
 
 
 def read_metrics(home: Path) -> list[dict[str, Any]]:

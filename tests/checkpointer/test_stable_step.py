@@ -9,7 +9,7 @@ from holdfast.checkpointer.stable_step import StableStep
 
 
 class World:
-    """Ranks that exchange values as `Ranks.pulse` does: each receives what was sent at the call before."""
+    """Ranks that exchange values as `Ranks.exchange_flags` does: one call late."""
 
     def __init__(self, num_ranks: int) -> None:
         self.ranks = [StableStep() for _ in range(num_ranks)]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from cli.conftest import Command, flip, save
 from holdfast.format import names
+from holdfast.home.metrics import write_metrics
+from holdfast.home.writer import WriterId
 from holdfast.store import open_store
 from making import make_home
 
@@ -154,3 +156,59 @@ def test_a_folder_of_another_run_is_no_local_folder(holdfast: Command, home: Pat
     said = holdfast("ls", home, "--local", tmp_path / "other")
     assert said.status == 2
     assert "another run" in said.err
+
+
+def write_losses(home: Path, losses: dict[tuple[int, int], float]) -> None:
+    for (step, attempt), loss in losses.items():
+        writer = WriterId("run-one", attempt, 0, 2)
+        write_metrics(open_store(home), writer, step, {"loss": loss, "lr": 0.1})
+
+
+def test_sorts_by_a_metric_and_shows_its_values(holdfast: Command, home: Path) -> None:
+    write_losses(home, {(100, 1): 2.5, (200, 1): 0.125, (250, 2): float("nan")})
+    lines = holdfast("ls", home, "--sort", "loss").out.splitlines()
+    assert lines[0].split()[:5] == ["STEP", "ATTEMPT", "RANKS", "LOSS", "SIZE"]
+    assert [line.split()[:4] for line in lines[1:5]] == [
+        ["200", "1", "2", "0.125"],
+        ["100", "1", "2", "2.5"],
+        ["300", "2", "2", "-"],
+        ["250", "2", "2", "nan"],
+    ]
+    reverse = holdfast("ls", home, "--sort", "loss", "--reverse").out.splitlines()
+    assert [line.split()[0] for line in reverse[1:5]] == ["100", "200", "300", "250"]
+    oldest_first = holdfast("ls", home, "--reverse").out.splitlines()
+    assert [line.split()[0] for line in oldest_first[1:5]] == ["100", "200", "250", "300"]
+
+
+def test_json_has_the_metrics_of_each_checkpoint(holdfast: Command, home: Path) -> None:
+    write_losses(home, {(200, 1): 0.125, (250, 2): float("nan")})
+    rows = holdfast("ls", home, "--json", "--sort", "loss").json["checkpoints"]
+    assert [(row["step"], row["metrics"]) for row in rows] == [
+        (200, {"loss": 0.125, "lr": 0.1}),
+        (300, {}),
+        (250, {"loss": "nan", "lr": 0.1}),
+        (100, {}),
+    ]
+
+
+def test_a_metric_that_was_never_recorded_is_refused_with_those_that_were(
+    holdfast: Command, home: Path
+) -> None:
+    write_losses(home, {(200, 1): 0.125})
+    said = holdfast("ls", home, "--sort", "los")
+    assert said.status != 0
+    assert "no checkpoint" in said.err.lower()
+    assert "loss, lr" in said.err
+
+
+def test_damaged_metrics_are_shown_as_missing(holdfast: Command, home: Path) -> None:
+    write_losses(home, {(100, 1): 2.5, (200, 1): 0.125})
+    flip(home / names.metrics(200, 1))
+    lines = holdfast("ls", home, "--sort", "loss").out.splitlines()
+    assert [line.split()[:4] for line in lines[1:3]] == [["100", "1", "2", "2.5"], ["300", "2", "2", "-"]]
+
+
+def test_rm_deletes_metrics_with_their_checkpoint(holdfast: Command, home: Path) -> None:
+    write_losses(home, {(200, 1): 0.125})
+    assert holdfast("rm", home, "--step", "200", "--yes").status == 0
+    assert not (home / names.step_dir(200)).exists()

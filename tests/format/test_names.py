@@ -21,6 +21,7 @@ def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
         names.data(step, attempt, rank): Parsed("data", step, attempt, rank),
         names.frozen(step, attempt, rank): Parsed("frozen", step, attempt, rank),
         names.part(step, attempt, rank): Parsed("part", step, attempt, rank),
+        names.metrics(step, attempt): Parsed("metrics", step, attempt),
         names.attempt(attempt): Parsed("attempt", attempt=attempt),
         f"{names.step_dir(step)}/stray.txt": Parsed("step-other", step),
         names.step_dir(step): Parsed("step-other", step),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from format.drawing import run_ids
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
-from holdfast.format.run import Attempt, Done, Run, document, parse
+from holdfast.format.run import Attempt, Done, Metrics, Run, document, parse
 from holdfast.format.sealed import dumps, seal
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
@@ -42,6 +44,28 @@ def test_a_changed_byte_is_found(value: Run | Attempt | Done, data: st.DataObjec
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Corrupt):
         parse_as(value, bytes(damaged))
+
+
+@given(st.dictionaries(text, st.floats(allow_subnormal=True)))
+def test_metrics_come_back_also_those_that_are_no_finite_numbers(values: dict[str, float]) -> None:
+    found = parse(Metrics, document(Metrics("id", 3, 500, values)), "doc")
+    assert (found.run, found.attempt, found.step) == ("id", 3, 500)
+    assert found.values.keys() == values.keys()
+    for name, value in values.items():
+        same_sign = math.copysign(1, value) == math.copysign(1, found.values[name])
+        is_huge = abs(value) > 1.7e308 and math.isinf(found.values[name]) and same_sign
+        assert (
+            found.values[name] == value or is_huge or (math.isnan(value) and math.isnan(found.values[name]))
+        )
+
+
+@pytest.mark.parametrize("values", [[], {"loss": None}, {"loss": "1"}, {"loss": True}, {"loss": [1]}])
+def test_metrics_that_are_not_numbers_are_corrupt(values: object) -> None:
+    text = dumps(
+        {"format": "holdfast-metrics", "version": 1, "run": "id", "attempt": 1, "step": 5, "values": values}
+    )
+    with pytest.raises(Corrupt):
+        parse(Metrics, seal(text), "doc")
 
 
 def test_kinds_are_not_mixed_up() -> None:

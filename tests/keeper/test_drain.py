@@ -15,6 +15,8 @@ from holdfast.format import names
 from holdfast.home.documents import read_manifest, read_part
 from holdfast.home.history import History
 from holdfast.home.listing import candidates, list_home
+from holdfast.home.metrics import read_metrics, write_metrics
+from holdfast.home.writer import WriterId
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.drain import Drain, Drained
 from holdfast.keeper.persist import verified_blocks
@@ -362,3 +364,50 @@ def test_a_part_that_another_has_put_into_home_is_not_replaced() -> None:
     told = bench.next_told()
     assert isinstance(told.error, Corrupt)
     assert bench.home.get(name) == b"another writer's"
+
+
+def put_metrics(store: FaultyStore, step: int, loss: float) -> None:
+    write_metrics(store, WriterId("run-one", 1, 0, 1), step, {"loss": loss})
+
+
+def test_metrics_come_home_before_the_manifest_and_again_when_they_change() -> None:
+    bench = Bench((10, 20))
+    put_metrics(bench.near, 10, 2.0)
+    bench.drain.update_metrics(1, 10)  # it is not in home: they come with it
+    bench.drain.submit(1, 10)
+    bench.next_told()
+    puts = [call.name for call in bench.home.calls("put") if call.name.startswith("step-")]
+    assert puts[0] == names.metrics(10, 1)
+    assert puts[-1] == names.manifest(10, 1)
+    put_metrics(bench.near, 10, 1.0)
+    put_metrics(bench.near, 20, 0.5)
+    bench.drain.update_metrics(1, 10)
+    bench.drain.update_metrics(1, 20)
+    bench.drain.close()
+    assert read_metrics(bench.home, 10, 1) == {"loss": 1.0}
+    assert bench.home.size(names.metrics(20, 1)) is None
+
+
+def test_the_best_are_not_forgotten_for_newer_ones() -> None:
+    bench = Bench((10, 20, 30, 40))
+    gate = bench.near.hold("get")
+    bench.drain.submit(1, 10)
+    assert gate.reached.wait(WAIT_S)
+    bench.drain.set_best({(1, 20)})
+    bench.drain.submit(1, 30)
+    bench.drain.submit(1, 40)
+    assert bench.drain.needed() == {(1, 10), (1, 20), (1, 30), (1, 40)}
+    gate.opened.set()
+    assert [bench.next_told().step for _ in range(3)] == [10, 40, 20]
+    bench.drain.set_best({(1, 20), (1, 40)})  # both are there
+    bench.drain.close()
+    assert bench.in_home() == [(1, 40), (1, 20), (1, 10)]
+    assert bench.told.empty()
+
+
+def test_a_best_checkpoint_that_does_not_come_home_is_given_up() -> None:
+    bench = Bench((10,))
+    bench.drain.set_best({(1, 99)})
+    assert isinstance(bench.next_told().error, NotFound)
+    assert bench.drain.needed() == set()
+    bench.drain.close()

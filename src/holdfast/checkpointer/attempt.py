@@ -15,6 +15,7 @@ from holdfast.checkpointer.done_marker import DoneMarker
 from holdfast.checkpointer.metrics import Metrics
 from holdfast.checkpointer.pipeline import Order, Pipeline
 from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
+from holdfast.checkpointer.scores import Scores
 from holdfast.checkpointer.takeover import claim_together
 from holdfast.checkpointer.tiers import Base, Tiers
 from holdfast.compiled import CompileCache, begin_sending, bring, warn_of_problems
@@ -56,6 +57,7 @@ class Selection:
     strict: bool
     only: Collection[str] | None
     rename: Mapping[str, str] | Callable[[str], str] | None
+    best: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Attempt:
         self._marks: list[tuple[Sequence[Passed], tuple[int, int] | None]] = []
         self._guarantee: str | None = None
         self._has_noted_end = False
+        self._scores = Scores(shared.options.keep, is_alone=shared.ranks.world_size == 1)
 
     @property
     def base_step(self) -> int | None:
@@ -170,6 +173,9 @@ class Attempt:
             keep_every=options.keep.every,
             commit_timeout_s=options.commit_timeout_s,
             linger_s=min(30.0, options.commit_timeout_s),
+            keep_best=options.keep.best,
+            keep_metric=options.keep.metric,
+            keep_mode=options.keep.mode,
             **self._tiers.terms,
         )
 
@@ -200,7 +206,7 @@ class Attempt:
         """
         _, local_ranks = self._meet()
         if self.keeper is not None:
-            self._shared.metrics.flush(self.keeper.tell_metrics)  # before its history goes back
+            self._shared.metrics.flush(self.keeper)  # before its history goes back
         elif self._tiers.local is not None:
             self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
         is_scattered = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
@@ -234,6 +240,7 @@ class Attempt:
                 world_size=self._ranks.world_size,
                 group=self._ranks,
                 step=selection.step,
+                best=options.keep if selection.best else None,
                 num_threads=options.num_read_threads,
                 share_reads=options.share_reads,
                 rank_from=options.rank_from,
@@ -382,6 +389,19 @@ class Attempt:
         if step is not None and keeper is not None and keeper.terms.is_scattered:
             keeper.tell_complete(keeper.terms.attempt, step)
 
+    def send_score(self) -> int:
+        """Return the value of the last save's metric, for the exchange of the ranks; see `Scores`."""
+        if self._tiers.local is None or self.saves.last is None:
+            return self._scores.send(None, None)
+        step, metric = self.saves.last.step, self._shared.options.keep.metric
+        return self._scores.send(step, self._shared.metrics.value_of_save(step, metric))
+
+    def receive_score(self, number: int) -> None:
+        """Process the ranks' exchange about the last save's metric: the best saves are sent home."""
+        best = self._scores.receive(number)
+        if best is not None and self.keeper is not None:
+            self.keeper.send_best(best)
+
     # -- problems and waits ----------------------------------------------------------------------------------
 
     def surface(self) -> None:
@@ -457,7 +477,7 @@ class Attempt:
         """Write into the history how this attempt ends; only the first call counts."""
         if self.keeper is None:
             return
-        self._shared.metrics.flush(self.keeper.tell_metrics)
+        self._shared.metrics.flush(self.keeper)
         if not self._has_noted_end:
             self._has_noted_end = True
             self.keeper.note("ended", step=self._shared.cadence.saved_step, detail=reason)

@@ -154,8 +154,9 @@ class Checkpointer:
         """Reason why the run has to stop, agreed by all ranks; None while it need not."""
         self._quiet = quiet
         self._compiled = self._open_compile_cache(tiers, compile_cache, trust_home)
+        self._keep = keep if isinstance(keep, Keep) else Keep(keep, keep_every)
         options = AttemptOptions(
-            keep=keep if isinstance(keep, Keep) else Keep(keep, keep_every),
+            keep=self._keep,
             commit_timeout_s=parse_duration(commit_timeout, "commit_timeout"),
             max_failures=max_failures,
             take_over=take_over,
@@ -194,6 +195,8 @@ class Checkpointer:
         )
         self._selection: Selection | None = None  # of a `restore` that `steps` repeats
         self._position = Position(lambda: (self._pipeline.stager.num_steps, self._pipeline.objects.marks()))
+        self._saved = Position(lambda: (self._pipeline.stager.num_steps, self._pipeline.objects.marks()))
+        """Step of the last save, as long as training has not changed the state since."""
         self._trial = Trial.of_environment()
         self._pid, self._calls = os.getpid(), CallGuard()
         self._closed = self._has_reviewed = False
@@ -274,7 +277,7 @@ class Checkpointer:
         if asked is None:
             found = self.restore()
         else:
-            found = self.restore(asked.step, strict=asked.strict, rename=asked.rename)
+            found = self.restore(asked.step, best=asked.best, strict=asked.strict, rename=asked.rename)
         self._selection = None
         return found
 
@@ -352,9 +355,10 @@ class Checkpointer:
             lacks_proposal=lacks_proposal,
             is_torn=saves.must_repeat,
         )
-        values, lowest = self._ranks.pulse(step, flags, newest)
+        values, (lowest, score) = self._ranks.exchange_flags(step, flags, (newest, attempt.send_score()))
         received = Flags(*values)
         attempt.receive_stable(lowest, is_lacked=received.lacks_proposal)
+        attempt.receive_score(score)
         decision = cadence.decide(step, now_s, received)
         if decision.is_repeat:
             saves.note_tear()
@@ -369,10 +373,13 @@ class Checkpointer:
         """Record metrics of a step in the history, such as `record(loss=loss, lr=lr)`. Rank 0's count.
 
         The report draws them as one curve across all attempts. A tensor on a device is read when its value
-        has arrived; no step waits for it.
+        has arrived; no step waits for it. A checkpoint keeps the values of its own step, or else the newest
+        since the save before; see `Keep`.
 
         Args:
-            step: optimizer steps completed; by default the one that is running.
+            step: optimizer steps completed; by default the one that is running. For a checkpoint, values
+                without a step that are recorded after `save`, before training changes the state, count for
+                the step that was saved.
             values: a number, or a tensor of one element, by name. The last value of a name and step counts.
 
         Raises:
@@ -384,13 +391,16 @@ class Checkpointer:
         """
         self._check_process()
         with self._calls.guard("record()"):
+            of_save = self._saved.step_now() if step is None else None
             step = self._metrics.num_done + 1 if step is None else parse_step(step, "record()")
+            if of_save is None:
+                self._saved.clear()
             if self._trial is not None:
                 self._trial.note("recorded", {name: repr(float(one)) for name, one in values.items()}, step)
             if self._ranks.rank == 0:
-                self._metrics.add(step, values)
+                self._metrics.add(step, values, of_save=of_save)
                 if self._attempt.keeper is not None:
-                    self._metrics.flush_if_due(self._attempt.keeper.tell_metrics)
+                    self._metrics.flush_if_due(self._attempt.keeper)
 
     def _stop(self, step: int) -> None:
         """End a preempted run: wait until everything is durable, then raise SystemExit."""
@@ -458,6 +468,8 @@ class Checkpointer:
     def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
         self._check_process()
         save = self._attempt.save(step, must=must, to_home=to_home)
+        if self._ranks.rank == 0:
+            self._saved.reach(step)
         if not (self._has_reviewed or save.skipped):
             self._has_reviewed = True
             self._review()
@@ -547,6 +559,7 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
+        best: bool = False,
         strict: bool = True,
         only: Collection[str] | None = None,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
@@ -558,6 +571,8 @@ class Checkpointer:
 
         Args:
             step: restore this step and no other.
+            best: restore the checkpoint with the best value of the metric in `keep=Keep(metric=...)`. The
+                next best is tried where one is damaged. Training continues from it as from `step`.
             strict: refuse a checkpoint whose names differ from the state's.
             only: top-level keys of the state to restore; the others stay as they are.
             rename: saved names to names in the state: a map of prefixes, or a function.
@@ -571,7 +586,7 @@ class Checkpointer:
             RetryLater: the newest checkpoint, or that of `step`, could not be read for `restore_patience`.
             Denied: a store refuses access.
             InvalidInput: the checkpoint does not fit the state; the message lists the differences.
-            NotFound: `step` has no checkpoint.
+            NotFound: `step` has no checkpoint; or `best`, but no checkpoint has a value of the metric.
 
         Ranks: collective; all ranks restore the same checkpoint.
         Blocks: until the state is restored.
@@ -579,7 +594,9 @@ class Checkpointer:
         self._check_process()
         with self._calls.guard("restore()", alone=True):
             step = None if step is None else parse_step(step, "restore()")
-            selection = Selection(step, strict, only, rename)
+            if best:
+                self._check_best(step)
+            selection = Selection(step, strict, only, rename, best)
             if self._attempt.saves.last is not None:
                 self._attempt = self._attempt.go_back()  # checkpoints of both must not mix
             found = self._attempt.restore(selection)
@@ -588,12 +605,22 @@ class Checkpointer:
                 return None
             self._show_restored(found)
             self._position.clear()  # the state is no longer that of the step which a loop has reached
-            self._metrics.num_done = found.step
+            self._metrics.restart(found.step)
+            self._saved.clear()
             if self._trial is not None:
                 self._trial.note("restored", found.step)
             self._cadence.restart(found.step, time.monotonic())
             self._attempt.report_progress(found.step)
             return found.step
+
+    def _check_best(self, step: int | None) -> None:
+        if step is not None:
+            raise InvalidInput("restore() takes step= or best=True, not both.")
+        if self._keep.metric is None:
+            raise InvalidInput(
+                "restore(best=True) needs a metric: give the Checkpointer "
+                'keep=Keep(best=1, metric="loss", mode="min"), and call record(loss=...).'
+            )
 
     def _show_restored(self, found: Restored) -> None:
         for line in describe_skipped(found):

@@ -6,11 +6,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
+from holdfast.checkpointer.save_metrics import SaveMetrics
 from holdfast.errors import InvalidInput
+from holdfast.format.run import encode_metric
 from holdfast.stage import Coming, take
 
 PERIOD_S = 2.0
@@ -26,8 +28,22 @@ _MAX_WAITING = 20_000  # values that no keeper has received; older ones are drop
 
 Number = float | str | None
 """A finite number, "nan", "inf" or "-inf"; None where a step has no value of that name."""
-Send = Callable[[list[int], dict[str, list[Number]]], None]
-"""Function that sends a batch: steps, and for each name a value per step."""
+
+
+class Receiver(Protocol):
+    """Receiver of recorded metrics."""
+
+    def tell_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
+        """Receive a batch: steps, and for each name a value per step."""
+        ...
+
+    def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Receive the metrics of a save that were recorded after it was submitted."""
+        ...
+
+
+_Row = tuple[int, int, dict[str, float]]
+"""Step of the values, step of the save that they are about, and the values."""
 
 
 class Metrics:
@@ -41,14 +57,41 @@ class Metrics:
 
     def __init__(self) -> None:
         self.num_done = 0
-        self._rows: deque[tuple[int, dict[str, float | Coming]]] = deque()
+        self._rows: deque[tuple[int, int, dict[str, float | Coming]]] = deque()  # step, step of its save
+        self._saves = SaveMetrics()
         self._names: set[str] = set()
         self._num_recorded = 0
         self._sent_s = -math.inf
         self._lock = threading.Lock()
 
-    def add(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
+    def restart(self, step: int) -> None:
+        """Continue from `step`, which was restored: what is recorded now belongs to the next one."""
+        with self._lock:
+            self.num_done, self._saves = step, SaveMetrics()
+
+    def begin_save(self, step: int) -> None:
+        """Record that a save of `step` begins."""
+        with self._lock:
+            self.num_done = step
+            self._saves.begin_save(step)
+
+    def of_save(self, step: int) -> dict[str, float]:
+        """Return the metrics of a save that is submitted now. Call `flush` with its step before."""
+        with self._lock:
+            return self._saves.send(step)
+
+    def value_of_save(self, step: int, metric: str | None) -> float | None:
+        """Return the value of a metric that a save has so far; None without one."""
+        with self._lock:
+            return self._saves.value(step, metric or "")
+
+    def add(self, step: int, values: Mapping[str, SupportsFloat], *, of_save: int | None = None) -> None:
         """Add the values of a step.
+
+        Args:
+            step: optimizer steps completed.
+            values: by name.
+            of_save: the save that they are about; by default that of the step.
 
         Raises:
             InvalidInput: a value is not a number, a name is not valid, or there are too many.
@@ -59,10 +102,13 @@ class Metrics:
             return
         self._num_recorded += len(numbers)
         with self._lock:
-            if self._rows and self._rows[-1][0] == step:
-                self._rows[-1][1].update(numbers)
+            key = step, step if of_save is None else of_save
+            if self._rows and self._rows[-1][:2] == key:
+                self._rows[-1][2].update(numbers)
             else:
-                self._rows.append((step, numbers))
+                self._rows.append((*key, numbers))
+            if key[1] <= self._saves.newest:
+                self._sent_s = -math.inf  # a save waits for them
             while len(self._rows) * max(1, len(self._names)) > _MAX_WAITING:
                 self._rows.popleft()
 
@@ -77,37 +123,40 @@ class Metrics:
             self._names.add(name)
         return True
 
-    def flush_if_due(self, send: Send) -> None:
+    def flush_if_due(self, receiver: Receiver) -> None:
         """Send what has arrived, if a batch is full or due."""
         now_s = time.monotonic()
         is_much = len(self._rows) * len(self._names) >= _MAX_BATCH
         if is_much or now_s - self._sent_s >= PERIOD_S:
             self._sent_s = now_s
-            self.flush(send, upto=-1)
+            self.flush(receiver, upto=-1)
 
-    def flush(self, send: Send, *, upto: int | None = None) -> None:
+    def flush(self, receiver: Receiver, *, upto: int | None = None) -> None:
         """Send what was recorded, in order.
 
         Args:
-            send: function that sends a batch.
+            receiver: receives the batches.
             upto: send later steps only as far as their values have arrived; None to wait for all.
 
         Blocks: for the values up to that step that are still on a device.
         """
         with self._lock:  # held while sending, which keeps the order
             while rows := self._next(upto):
-                send([step for step, _ in rows], _columns(rows))
+                receiver.tell_metrics([step for step, _, _ in rows], _columns(rows))
                 for _ in rows:
                     self._rows.popleft()
+                changed = [self._saves.add(of_save, values) for _, of_save, values in rows]
+                for step in sorted({step for step in changed if step is not None}):
+                    receiver.update_metrics(step, self._saves.send(step))
 
-    def _next(self, upto: int | None) -> list[tuple[int, dict[str, float]]]:
+    def _next(self, upto: int | None) -> list[_Row]:
         """Return the next rows that can be sent at once."""
-        found: list[tuple[int, dict[str, float]]] = []
-        for step, values in islice(self._rows, max(1, _MAX_BATCH // max(1, len(self._names)))):
+        found: list[_Row] = []
+        for step, of_save, values in islice(self._rows, max(1, _MAX_BATCH // max(1, len(self._names)))):
             must_wait = upto is None or step <= upto
             if not must_wait and not all(_has_arrived(value) for value in values.values()):
                 break
-            found.append((step, {name: _read(value) for name, value in values.items()}))
+            found.append((step, of_save, {name: _read(value) for name, value in values.items()}))
         return found
 
 
@@ -127,12 +176,10 @@ def _read(value: float | Coming) -> float:
         return math.nan
 
 
-def _columns(rows: list[tuple[int, dict[str, float]]]) -> dict[str, list[Number]]:
-    names = dict.fromkeys(name for _, values in rows for name in values)
-    return {name: [_encode(values.get(name)) for _, values in rows] for name in names}
+def _columns(rows: list[_Row]) -> dict[str, list[Number]]:
+    names = dict.fromkeys(name for _, _, values in rows for name in values)
+    return {name: [_encode(values.get(name)) for _, _, values in rows] for name in names}
 
 
 def _encode(value: float | None) -> Any:
-    if value is None or math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return None if value is None else encode_metric(value)

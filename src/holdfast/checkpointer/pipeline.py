@@ -100,7 +100,7 @@ class Pipeline:
         if arena is None:
             return None
         self.watch_optimizers()
-        self._metrics.num_done = order.save.step
+        self._metrics.begin_save(order.save.step)
         order.save.num_bytes = plan.num_bytes
         submit = partial(self._submit, order=order, plan=plan, draft=draft, keeper=keeper)
         try:
@@ -149,7 +149,7 @@ class Pipeline:
             save.mark_failed(error)  # last: whoever waits for it may save again at once
             return
         failpoint("trainer.staged")
-        self._metrics.flush(keeper.tell_metrics, upto=save.step)  # first, so that they precede the commit
+        self._metrics.flush(keeper, upto=save.step)  # first, so that they precede the commit
         try:
             keeper.submit(
                 save,
@@ -159,6 +159,7 @@ class Pipeline:
                 images=_images(plan, staging),
                 draft=draft,
                 to_home=order.to_home,
+                metrics=self._metrics.of_save(save.step),
             )
         except OSError as failure:
             self.release(arena.number)

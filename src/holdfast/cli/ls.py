@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 
 from holdfast.cli.homes import open_home, open_tiers, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_json, print_table, print_text, say_age
+from holdfast.errors import NotFound
 from holdfast.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
 from holdfast.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast ls runs/gpt
 holdfast ls runs/gpt --all
+holdfast ls runs/gpt --sort loss
 holdfast ls s3://bucket/run --local /nvme/run
 holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
 """
@@ -29,6 +32,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--local", metavar="DIR", help="this host's local folder: show what is there too, and where each is"
     )
+    parser.add_argument(
+        "--sort",
+        metavar="METRIC",
+        help="show the values of a recorded metric, lowest first, such as loss; see --reverse",
+    )
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
     add_json(parser)
 
 
@@ -41,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
         store, home, tiers = open_tiers(args.home, args.local)
         inventory = take_inventory(store, home, read_run_id(store), tiers)
     rows = [row for row in inventory.rows if args.all or row.state not in (SUPERSEDED, INCOMPLETE)]
+    if args.sort is not None:
+        rows = _sorted_by_metric(rows, args.sort, store.url, reverse=args.reverse)
+    elif args.reverse:
+        rows.reverse()
     if args.json:
         shown = [row.as_json() for row in rows]
         print_json({"home": store.url, "run": inventory.run_id, "checkpoints": shown})
@@ -48,10 +61,11 @@ def run(args: argparse.Namespace) -> int:
     if rows:
         columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE")
         where = () if args.local is None else ("TIERS",)
+        metric = () if args.sort is None else (args.sort,)
         print_table(
-            (*columns, *where),
-            (_cells(row, where) for row in rows),
-            right=columns[:4],
+            (*columns[:3], *map(str.upper, metric), *columns[3:], *where),
+            (_cells(row, metric, where) for row in rows),
+            right=(*columns[:4], *map(str.upper, metric)),
             text="TIERS" if where else None,
             spare=("RANKS", "ATTEMPT"),
         )
@@ -61,11 +75,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cells(row: Row, where: tuple[str, ...]) -> tuple[str, ...]:
+def _sorted_by_metric(rows: list[Row], metric: str, url: str, *, reverse: bool) -> list[Row]:
+    """Return rows by the value of a metric, those without a number last.
+
+    Raises:
+        NotFound: no checkpoint has the metric.
+    """
+    if rows and not any(metric in row.metrics for row in rows):
+        known = ", ".join(sorted({name for row in rows for name in row.metrics})) or "none"
+        raise NotFound(
+            f"No checkpoint in {url} has a value of {metric!r}. Recorded metrics of checkpoints: {known}. "
+            "Values are those given to record() for the step of a save.",
+            key=metric,
+        )
+    values = {id(row): row.metrics.get(metric, math.nan) for row in rows}
+    with_value = [row for row in rows if not math.isnan(values[id(row)])]
+    without = [row for row in rows if math.isnan(values[id(row)])]
+    return [*sorted(with_value, key=lambda row: values[id(row)], reverse=reverse), *without]
+
+
+def _cells(row: Row, metric: tuple[str, ...], where: tuple[str, ...]) -> tuple[str, ...]:
     return (
         str(row.step),
         str(row.attempt),
         "-" if row.ranks is None else str(row.ranks),
+        *(f"{row.metrics[name]:.6g}" if name in row.metrics else "-" for name in metric),
         format_bytes(row.num_bytes),
         say_age(row.created_unix_s),
         f"{row.state}, newest" if row.is_newest else row.state,

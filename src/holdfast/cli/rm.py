@@ -174,6 +174,6 @@ def delete(store: Store, inventory: Inventory, row: Row) -> None:
     Blocks: until the removal is durable.
     """
     key = row.step, row.attempt
-    notes = names.refusal(*key), names.passed(*key)
+    notes = names.refusal(*key), names.metrics(*key), names.passed(*key)
     delete_files(store, [*inventory.home.saved[key].names, *notes])
     store.sweep(f"{names.step_dir(row.step)}/")  # what a killed writer left there is in no listing

@@ -1,17 +1,18 @@
-"""The small sealed documents of a run: run, claim, proof of saves, done, refusal, note of a restore."""
+"""Small sealed documents of a run: run, claim, proof of saves, done, refusal, note of a restore, metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from holdfast.documents import Fields
+from holdfast.documents import MAX_NUMBER, Fields
 from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_SMALL_BYTES, MAX_STEP, RUN_ID
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.versions import Versions
 
-_T = TypeVar("_T", "Run", "Attempt", "Saved", "Emptied", "Done", "Refusal", "Passed")
+_T = TypeVar("_T", "Run", "Attempt", "Saved", "Emptied", "Done", "Refusal", "Passed", "Metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,32 @@ class Passed:
     noted_unix_s: float
 
 
-def document(value: Run | Attempt | Saved | Emptied | Done | Refusal | Passed) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """`step-NNNNNNNN/metrics-aNNNN.json`: the metrics of a checkpoint, such as its loss."""
+
+    run: str
+    attempt: int
+    step: int
+    values: Mapping[str, float]
+
+    def members(self) -> dict[str, Any]:
+        """Return its members for JSON, which has no NaN and no infinity."""
+        values = {name: encode_metric(value) for name, value in self.values.items()}
+        return {"run": self.run, "attempt": self.attempt, "step": self.step, "values": values}
+
+
+def encode_metric(value: float) -> float | str:
+    """Return a metric for JSON: the number, or "nan", "inf" or "-inf"."""
+    if abs(value) <= MAX_NUMBER:
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def document(value: Run | Attempt | Saved | Emptied | Done | Refusal | Passed | Metrics) -> bytes:
     """The sealed document of a value."""
-    return seal(dumps({**VERSIONS[type(value)].header, **asdict(value)}))
+    members = value.members() if isinstance(value, Metrics) else asdict(value)
+    return seal(dumps({**VERSIONS[type(value)].header, **members}))
 
 
 def parse(cls: type[_T], text: bytes, what: str) -> _T:
@@ -157,6 +181,22 @@ def _passed(body: Fields) -> dict[str, Any]:
     }
 
 
+def _metrics(body: Fields) -> dict[str, Any]:
+    values = body.fields("values")
+    return {
+        "run": body.text("run", pattern=RUN_ID),
+        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
+        "step": body.integer("step", at_most=MAX_STEP),
+        "values": {name: _metric(values, name) for name in values.members},
+    }
+
+
+def _metric(values: Fields, name: str) -> float:
+    if isinstance(values.members[name], str):
+        return float(values.choice(name, ("nan", "inf", "-inf")))
+    return values.number(name)
+
+
 def _saved(body: Fields) -> dict[str, Any]:
     return {
         "run": body.text("run", pattern=RUN_ID),
@@ -173,4 +213,5 @@ VERSIONS: dict[type, Versions[Callable[[Fields], dict[str, Any]]]] = {
     Done: Versions("holdfast-done", written=1, parsers={1: _done}),
     Refusal: Versions("holdfast-refusal", written=1, parsers={1: _refusal}),
     Passed: Versions("holdfast-passed", written=1, parsers={1: _passed}),
+    Metrics: Versions("holdfast-metrics", written=1, parsers={1: _metrics}),
 }

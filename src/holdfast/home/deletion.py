@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from holdfast.format import names
 from holdfast.store import Store
 
-_ORDER = {"manifest": 0, "part": 1, "refusal": 2, "frozen": 3, "data": 4, "passed": 5}
+_ORDER = {"manifest": 0, "part": 1, "refusal": 2, "frozen": 3, "data": 4, "metrics": 5, "passed": 6}
 
 
 def delete_files(

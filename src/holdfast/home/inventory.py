@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
+from holdfast.format.run import encode_metric
 from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
+from holdfast.home.metrics import read_metrics
 from holdfast.home.skipped import read_reason
 from holdfast.policy import Line, line_of
 from holdfast.store import Store
@@ -37,10 +39,12 @@ class Row:
     base_step: int | None
     reason: str | None  # what is wrong, beyond the state
     tiers: tuple[str, ...] = ()  # where it is, nearest first, if several places were listed
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # recorded for its step
 
     def as_json(self) -> dict[str, Any]:
         """Return its members for JSON; `tiers` only if several places were listed."""
         members = asdict(self)
+        members["metrics"] = {name: encode_metric(value) for name, value in self.metrics.items()}
         if not self.tiers:
             del members["tiers"]
         return members
@@ -105,8 +109,20 @@ def take_inventory(
         else row
         for row in rows
     )
-    placed = (replace(row, tiers=_tiers_of(row, tiers or {})) for row in rows)
+    placed = (
+        replace(row, tiers=_tiers_of(row, tiers or {}), metrics=_metrics_of(store, home, row)) for row in rows
+    )
     return Inventory(home, run_id, tuple(placed))
+
+
+def _metrics_of(store: Store, home: Listing, row: Row) -> dict[str, float]:
+    """Return the metrics of a checkpoint; {} where they are damaged."""
+    if not home.saved[row.step, row.attempt].has_metrics:
+        return {}
+    try:
+        return read_metrics(store, row.step, row.attempt)
+    except (Corrupt, Unsupported):
+        return {}
 
 
 def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class ListedSave:
     data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
     was_passed: bool = False  # a restore has skipped it, see `holdfast.home.skipped`
+    has_metrics: bool = False  # see `holdfast.home.metrics`
 
     @property
     def is_committed(self) -> bool:
@@ -32,13 +33,14 @@ class ListedSave:
 
     @property
     def names(self) -> list[str]:
-        """Names of its manifest, parts and data files."""
+        """Names of its manifest, parts, data files and metrics."""
         key = self.step, self.attempt
         return [
             *([names.manifest(*key)] if self.is_committed else []),
             *(names.part(*key, rank) for rank in self.parts),
             *(names.data(*key, rank) for rank in self.data),
             *(names.frozen(*key, rank) for rank in self.frozen),
+            *([names.metrics(*key)] if self.has_metrics else []),
         ]
 
     @property
@@ -96,15 +98,15 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
     attempts: list[int] = []
     foreign: list[str] = []
     saved: dict[tuple[int, int], ListedSave] = {}
-    passed: list[tuple[int, int]] = []
+    notes: list[names.Parsed] = []
     for entry, facts in scan(store) if step is None else scan_step(store, step):
         if facts.kind == "attempt":
             attempts.append(facts.attempt)
             continue
         if facts.kind == "refusal":
             continue  # a message between keepers
-        if facts.kind == "passed":
-            passed.append((facts.step, facts.attempt))
+        if facts.kind in ("passed", "metrics"):
+            notes.append(facts)
             continue
         if facts.kind == "step-other":
             foreign.append(entry.name)
@@ -115,9 +117,10 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
         else:
             files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
             files[facts.rank] = entry.num_bytes
-    for key in passed:
-        if key in saved:  # else only the note about it is left
-            saved[key].was_passed = True
+    for facts in notes:
+        if noted := saved.get((facts.step, facts.attempt)):  # else only the note about it is left
+            noted.was_passed |= facts.kind == "passed"
+            noted.has_metrics |= facts.kind == "metrics"
     return Listing(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
 
 

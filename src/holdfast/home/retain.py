@@ -14,6 +14,7 @@ from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
 from holdfast.home.deletion import delete_files
 from holdfast.home.listing import Id, files_of
+from holdfast.home.metrics import read_metrics
 from holdfast.policy import Keep, line_of
 from holdfast.store import Store
 
@@ -36,6 +37,11 @@ class Retention:
         self.store = store
         self.keep = keep
         self._readable: set[Id] = set()
+        self._metrics: dict[Id, Mapping[str, float] | None] = {}  # None: unreadable
+
+    def note_metrics(self, found: Id, metrics: Mapping[str, float]) -> None:
+        """Record the metrics that were just written for a checkpoint."""
+        self._metrics[found] = metrics
 
     def apply(self, newest: Id, ancestors: Ancestors, in_work: Collection[Id]) -> Iterator[Deleted]:
         """Delete what the policy does not keep, now that `newest` is complete.
@@ -56,13 +62,15 @@ class Retention:
         self._readable.add(newest)  # it need not be read back
         counted = (found for found in complete - passed if self._is_readable(found))
         line = line_of(counted, newest, ancestors)
-        kept = self.keep.kept(line.current) | {newest} | set(in_work) | passed
+        values, unknown = self._values(line.current, files)
+        kept = self.keep.kept(line.current, values) | {newest} | set(in_work) | passed | unknown
         doomed = {found for found in line.current if found not in kept}
         doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
         half_done = {found for found in files if found not in complete and found < newest} - kept
         for found in sorted(doomed | half_done):
             delete_files(self.store, files[found], on_deleted=_pass_manifest)
             self._readable.discard(found)
+            self._metrics.pop(found, None)
             yield Deleted(*found, was_complete=found in complete)
 
     def _is_readable(self, found: Id) -> bool:
@@ -75,6 +83,23 @@ class Retention:
                 return False
             self._readable.add(found)
         return True
+
+    def _values(
+        self, line: Sequence[Id], files: Mapping[Id, Sequence[str]]
+    ) -> tuple[dict[Id, float], set[Id]]:
+        """Return the metric's value by checkpoint, and the checkpoints with unreadable values."""
+        metric = self.keep.metric
+        if self.keep.best is None or metric is None:
+            return {}, set()
+        for found in line:
+            if found not in self._metrics and names.metrics(found[1], found[0]) in files[found]:
+                try:
+                    self._metrics[found] = read_metrics(self.store, found[1], found[0])
+                except (Corrupt, Unsupported):
+                    self._metrics[found] = None
+        known = {found: self._metrics[found] for found in line if found in self._metrics}
+        values = {found: metrics[metric] for found, metrics in known.items() if metrics and metric in metrics}
+        return values, {found for found, metrics in known.items() if metrics is None}
 
 
 class ShareRetention:
@@ -106,7 +131,7 @@ class ShareRetention:
         """
         files = files_of(self.store, self._is_chosen)
         passed = passed_over(files)
-        saved = {one for one, its_names in files.items() if any(name.endswith(".json") for name in its_names)}
+        saved = {one for one, its_names in files.items() if any(_is_described(name) for name in its_names)}
         older = [one for one in saved - passed if one <= complete]
         line = line_of(older, complete, self._ancestors(files.get(complete, [])))
         kept = self.keep.kept(line.current) | {complete} | set(needed) | passed
@@ -119,7 +144,8 @@ class ShareRetention:
     def _is_chosen(self, facts: names.Parsed) -> bool:
         if facts.kind == "passed":
             return True
-        rank = 0 if facts.kind in ("manifest", "refusal") else facts.rank  # left by one host on its own
+        # Manifests are left by one host on its own. Metrics are written by rank 0.
+        rank = 0 if facts.kind in ("manifest", "refusal", "metrics") else facts.rank
         return self._is_mine(rank)
 
     def _ancestors(self, its_names: list[str]) -> Ancestors:
@@ -146,6 +172,12 @@ def passed_over(files: Mapping[Id, Sequence[str]]) -> set[Id]:
     }
     attempts = sorted({attempt for attempt, _ in found}, reverse=True)[:_MAX_PASSED_ATTEMPTS]
     return {one for one in found if one[0] in attempts}
+
+
+def _is_described(name: str) -> bool:
+    """Return True for a document that is written after the data files which it describes."""
+    facts = names.parse(name)
+    return facts is not None and facts.kind in ("part", "manifest")
 
 
 def _pass_manifest(name: str) -> None:

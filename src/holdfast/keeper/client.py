@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from holdfast import errors
 from holdfast.entry import command
 from holdfast.errors import HoldfastError, RetryLater
+from holdfast.format.run import encode_metric
 from holdfast.keeper import protocol
 from holdfast.keeper.config import IGNORED_SIGNALS, KeeperConfig
 from holdfast.keeper.outbox import Outbox
@@ -57,6 +59,7 @@ class _Pending:
     images: Images
     draft: bytes
     to_home: bool
+    metrics: Mapping[str, float]
     notes: tuple[Message, ...] = ()  # that have to be written before it is
     persisted: bool = False
 
@@ -91,6 +94,7 @@ class Keeper:
         self._towards_home: dict[int, Save] = {}  # committed nearby, wanted in home
         self._held: set[int] = set()  # arenas that the keeper still reads
         self._complete: tuple[int, int] | None = None  # what was told last
+        self._best: list[int] = []  # steps of the best saves, as they were sent last
         self._unsaved: deque[Message] = deque(maxlen=_MAX_UNSAVED)  # notes since the last save
         self._closing = False
         self._goodbye = False
@@ -120,6 +124,7 @@ class Keeper:
         images: Images,
         draft: bytes,
         to_home: bool = True,
+        metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Hand a staged save over.
 
@@ -128,11 +133,12 @@ class Keeper:
             images: where in the arena the files are.
             draft: the rank's part without its file facts, see `format.part.draft`.
             to_home: drain it, if there is a nearer tier.
+            metrics: of the checkpoint, on rank 0.
         """
         with self._lock:
             notes = tuple(self._unsaved)
             self._unsaved.clear()
-            pending = _Pending(save, arena, arena_fd, images, draft, to_home, notes)
+            pending = _Pending(save, arena, arena_fd, images, draft, to_home, metrics, notes)
             self._pending[save.step] = pending
             self._held.add(arena)
             self._send_save(pending, arenas)
@@ -149,6 +155,7 @@ class Keeper:
                 "arenas": arenas,
                 "to_home": pending.to_home,
                 "again": again,
+                "metrics": _encode_metrics(pending.metrics),
                 **asdict(pending.images),
             }
             self._keeper.outbox.send(message, (pending.arena_fd, draft_fd), sent=pending.save.mark_staged)
@@ -172,6 +179,12 @@ class Keeper:
         with self._lock:
             self._complete = attempt, step
             self._send({"op": "known", "attempt": attempt, "step": step})
+
+    def send_best(self, steps: list[int]) -> None:
+        """Send the steps of this attempt's best saves, which have to come home."""
+        with self._lock:
+            self._best = steps
+            self._send({"op": "best", "steps": steps})
 
     def note(
         self,
@@ -208,6 +221,10 @@ class Keeper:
             values: of each step, by name.
         """
         self._tell_surely({**_note("metrics", max(steps)), "members": {"steps": steps, "values": values}})
+
+    def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Replace the metrics of a save that was submitted before."""
+        self._tell_surely({"op": "metrics", "step": step, "metrics": _encode_metrics(metrics)})
 
     def _tell_surely(self, message: Message) -> None:
         """Send something that a successor is told again, unless a save that came after it is persisted."""
@@ -389,6 +406,8 @@ class Keeper:
             self._send(message)
         for step in self._towards_home:
             self.drain_other(self.terms.attempt, step)
+        if self._best:
+            self.send_best(self._best)
         if self._complete is not None:
             self.tell_complete(*self._complete)
 
@@ -500,6 +519,10 @@ def _note(
         "detail": detail,
         "tier": tier,
     }
+
+
+def _encode_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: encode_metric(value) for name, value in metrics.items()}
 
 
 _let_go: dict[int, Keeper] = {}

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from holdfast.documents import decode_dataclass
 from holdfast.home.writer import WriterId
+from holdfast.policy import Keep
 
 # Whoever stops a run wants its last save finished, so what stops trainers does not stop keepers. SIGKILL
 # does.
@@ -37,11 +38,19 @@ class KeeperConfig:
     hold_s: float = 0.0  # how long what is in memory is offered to the next attempt after the trainer's death
     num_retries: int = 2  # tries after the first, when the store fails
     retry_s: float = 0.5  # pause before the first of them; doubles
+    keep_best: int | None = None  # how many of the best checkpoints stay in home
+    keep_metric: str | None = None  # by which metric
+    keep_mode: str = "min"
 
     @property
     def writer(self) -> WriterId:
         """Identity of the rank that it serves."""
         return WriterId(self.run, self.attempt, self.rank, self.world_size)
+
+    @property
+    def keep(self) -> Keep:
+        """Retention policy of home."""
+        return Keep(self.keep_last, self.keep_every, self.keep_best, self.keep_metric, self.keep_mode)
 
     @property
     def near(self) -> str:

@@ -17,6 +17,7 @@ from holdfast.home.attempts import check_not_fenced
 from holdfast.home.commit import check_not_refused, publish
 from holdfast.home.history import History
 from holdfast.home.listing import Id, scan
+from holdfast.home.metrics import copy_metrics
 from holdfast.keeper.cargo import Cargo, Share, Sizes, Whole
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.frozen import FrozenFile
@@ -57,6 +58,9 @@ class Drain:
         self._near, self._home, self._terms, self._history = near, home, terms, history
         self._done = done
         self._due: set[Id] = set()
+        self._best: set[Id] = set()  # copied when nothing is due; not forgotten for newer ones
+        self._arrived: set[Id] = set()
+        self._new_metrics: set[Id] = set()  # checkpoints whose metrics have changed since they were copied
         self._working_on: Id | None = None
         self._closing = False
         self._has_older_histories = False  # home has, of this rank
@@ -71,10 +75,22 @@ class Drain:
             self._due.add((attempt, step))
             self._changed.notify_all()
 
+    def set_best(self, found: set[Id]) -> None:
+        """Have these checkpoints copied too, whatever newer ones become due; replaces those set before."""
+        with self._changed:
+            self._best = found - self._arrived
+            self._changed.notify_all()
+
+    def update_metrics(self, attempt: int, step: int) -> None:
+        """Have the metrics of a checkpoint copied again, if it is in home."""
+        with self._changed:
+            self._new_metrics.add((attempt, step))
+            self._changed.notify_all()
+
     def needed(self) -> set[Id]:
         """Checkpoints that the near tier must not lose yet."""
         with self._changed:
-            return self._due | ({self._working_on} if self._working_on else set())
+            return self._due | self._best | ({self._working_on} if self._working_on else set())
 
     def close(self) -> None:
         """End when all that is due is in home.
@@ -85,6 +101,7 @@ class Drain:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self._copy_new_metrics()
         self._copy_history()  # what was told since the last checkpoint came home
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -106,6 +123,7 @@ class Drain:
                         self._due.add(one)
                     else:
                         failing_since_s = None
+                        self._best.discard(one)
                     self._working_on = None
                 self._done(Drained(*one, error=error, is_over=not retry))
                 if isinstance(error, Conflict):  # fenced: the newer attempt drains
@@ -119,6 +137,9 @@ class Drain:
                 failing_since_s = None
                 with self._changed:
                     self._working_on = None
+                    if drained is not None:
+                        self._best.discard(one)
+                        self._arrived.add(one)
                 if drained is not None:
                     self._done(drained)
                     self._copy_history()
@@ -139,12 +160,20 @@ class Drain:
             raise Internal(message, step=one[1]) from error
 
     def _take_newest(self) -> Id | None:
-        """The newest that is due; older ones are forgotten. None when all is over."""
+        """Return the newest that is due, else of the best. Older due ones are forgotten. None at the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted() or self._new_metrics or self._closing)
+                if self._wanted() or self._closing:
+                    break
+            self._copy_new_metrics()
         with self._changed:
-            self._changed.wait_for(lambda: self._due or self._closing)
-            self._working_on = max(self._due, default=None)
+            self._working_on = max(self._wanted(), default=None)
             self._due.clear()
             return self._working_on
+
+    def _wanted(self) -> set[Id]:
+        return self._due or self._best
 
     def _is_overtaken(self, one: Id) -> bool:
         """Whether this rank should leave a checkpoint whose other files are still missing.
@@ -171,6 +200,10 @@ class Drain:
         cargo = self._cargo(attempt, step)
         check_not_fenced(self._home, self._terms.attempt)
         there = self._sizes(step)
+        if 0 in cargo.ranks:  # before the manifest: a complete checkpoint has its metrics
+            with self._changed:
+                self._new_metrics.discard(one)
+            copy_metrics(self._near, self._home, step, attempt)
         num_bytes = sum(self._copy_rank(attempt, step, rank, there) for rank in cargo.ranks)
         news_s, before = time.monotonic(), there
         while name not in (there := self._sizes(step)):
@@ -272,6 +305,15 @@ class Drain:
             raise (NotFound if self._terms.is_scattered else RetryLater)(message, step=step)
         with self._changed:
             self._changed.wait(min(max(0.1 * waited_s, 0.02), 2.0))
+
+    def _copy_new_metrics(self) -> None:
+        """Copy metrics that have changed; a failure is forgotten, since the next change sends all again."""
+        with self._changed:
+            changed, self._new_metrics = self._new_metrics, set[Id]()
+        for attempt, step in changed:
+            with contextlib.suppress(HoldfastError):
+                if self._home.size(names.manifest(step, attempt)) is not None:  # else they are copied with it
+                    copy_metrics(self._near, self._home, step, attempt)
 
     def _copy_history(self) -> None:
         """Bring this attempt's log home; it is for people, so a failure waits for the next time."""

@@ -10,8 +10,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, InvalidInput, RetryLater
 from holdfast.failpoint import failpoint
@@ -22,6 +22,7 @@ from holdfast.home.attempts import check_claim, check_not_fenced
 from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse
 from holdfast.home.history import History
 from holdfast.home.listing import Id, missing_ranks, newest_committed
+from holdfast.home.metrics import write_metrics
 from holdfast.home.retain import Deleted, Retention, ShareRetention
 from holdfast.keeper import protocol
 from holdfast.keeper.config import KeeperConfig
@@ -54,6 +55,7 @@ class Job:
     ancestors: Ancestors | None = None  # known once it is committed
     draft_fd: int = -1  # -1: persisted already, only the commit is left
     to_home: bool = True  # it is to be drained
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # on rank 0
     was_sent: bool = False  # to a keeper of this rank that has died since
     hopeless: RetryLater | None = None  # why it will never be committed
     received_s: float = 0.0
@@ -92,6 +94,8 @@ class Desk:
         self.notes: deque[Message] = deque()
         self.drains: deque[Id] = deque()  # that the trainer wants in home
         self.drops: deque[Message] = deque()  # saves that this rank has no copy of
+        self.metrics: deque[Message] = deque()  # metrics of saves that were received before
+        self.best: set[int] | None = None  # steps of the best saves, not yet taken
         self.known: deque[Id] = deque()  # that are complete although this host's folder does not show it
         self.arenas: dict[int, Mapped] = {}
         self.arena_in_use = 0  # being persisted
@@ -145,6 +149,12 @@ class Desk:
         if message["op"] == "drop":
             self.drops.append(message)
             return
+        if message["op"] == "metrics":
+            self.metrics.append(message)
+            return
+        if message["op"] == "best":
+            self.best = set(message["steps"])
+            return
         if message["op"] == "known":
             self.known.append((message["attempt"], message["step"]))
             return
@@ -158,6 +168,7 @@ class Desk:
             job.frozen_at, job.frozen_bytes = message["frozen_at"], message["frozen_bytes"]
             job.is_frozen_unchanged = message["is_frozen_unchanged"]
             job.to_home = message["to_home"]
+            job.metrics = _decode_metrics(message["metrics"])
             arena_fd, job.draft_fd = fds
             if job.arena in self.arenas:
                 os.close(arena_fd)
@@ -192,8 +203,7 @@ class Work:
         self.store = _open_patiently(terms.near, desk)
         self.history = History(self.store, terms.writer)
         self.frozen = FrozenFile(self.store, terms)
-        keep = Keep(terms.keep_last, terms.keep_every)
-        self.retention = Retention(self.store, keep if terms.local is None else Keep(terms.keep_local))
+        self.retention = Retention(self.store, terms.keep if terms.local is None else Keep(terms.keep_local))
         self.share: ShareRetention | None = None
         if terms.is_scattered:
             self.share = ShareRetention(self.store, Keep(terms.keep_local), terms.is_mine)
@@ -202,12 +212,15 @@ class Work:
         self.drain: Drain | None = None
         if terms.local is not None:
             self.home = _open_patiently(terms.home, desk)
-            self.home_retention = Retention(self.home, keep)
+            self.home_retention = Retention(self.home, terms.keep)
             self.drain = Drain(self.store, self.home, terms, self.history, self._after_drain)
             self.is_home_failing = False
         self.newest: Job | None = None  # that this keeper saw committed; not always the last
         self.wanted_home: set[Id] = set()  # to be drained as soon as they are committed
         self.untold: list[Message] = []  # drops that other ranks have not been told of, as the store failed
+        self.best: set[Id] = set()  # saves of this attempt that have to come home
+        self.newest_drained: Drained | None = None
+        self.unwritten: dict[int, Message] = {}  # metrics by step, as the store failed
         self.unseen: list[Id] = []  # wanted in home, while the near tier cannot be looked at
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
@@ -224,6 +237,8 @@ class Work:
             self._take_drains()
             self._take_drops()
             self._take_known()
+            self._update_metrics(job)
+            self._update_best()
             if is_over:
                 break
             if job is not None:
@@ -303,10 +318,57 @@ class Work:
                 self.history.record("committed", step=one[1], tier=self.tier, detail=_TOLD_BY_ALL)
             self.retain_due.append(Job(one[1]))
 
+    def _update_metrics(self, next_job: Job | None) -> None:
+        """Write metrics that were recorded after their save was submitted.
+
+        Args:
+            next_job: the save that is persisted next, which is not in the queue any more.
+        """
+        changed, self.unwritten = self.unwritten, {}
+        while self.desk.metrics:
+            message = self.desk.metrics.popleft()
+            changed[message["step"]] = message
+        for step, message in changed.items():
+            metrics = _decode_metrics(message["metrics"])
+            queued = [job for job in (next_job, *self.desk.jobs) if job is not None and job.step == step]
+            for job in queued:
+                job.metrics = metrics  # they are written with it
+            try:
+                if not queued:
+                    self._replace_metrics(step, metrics)
+            except _PASSING:
+                self.unwritten[step] = message
+
+    def _replace_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.store.size(names.part(step, self.terms.attempt, self.terms.rank)) is None:
+            return  # the save has failed, or was deleted
+        one = self.terms.attempt, step
+        write_metrics(self.store, self.terms.writer, step, metrics)
+        self.retention.note_metrics(one, metrics)
+        if self.drain is not None:
+            self.home_retention.note_metrics(one, metrics)
+            self.drain.update_metrics(*one)
+        elif self.terms.keep_best is not None and self.newest is not None:
+            self.retain_due.append(self.newest)
+
+    def _update_best(self) -> None:
+        """Have the best saves copied home, also those that are not due there."""
+        steps, self.desk.best = self.desk.best, None
+        if steps is None or self.drain is None:
+            return
+        self.best = {(self.terms.attempt, step) for step in steps}
+        self._send_best_home()
+
+    def _send_best_home(self) -> None:
+        assert self.drain is not None
+        with contextlib.suppress(*_PASSING):  # the next change of the best saves sends them
+            self.drain.set_best({one for one in self.best if self._is_near(*one)})
+
     def _next_job(self) -> Job | None:
         desk = self.desk
         with desk.changed:
-            is_idle = not (desk.jobs or desk.notes or desk.drains or desk.drops or desk.known)
+            waiting = desk.jobs, desk.notes, desk.drains, desk.drops, desk.known, desk.metrics
+            is_idle = not any(waiting) and desk.best is None
             if is_idle and (self.waiting or not desk.trainer_gone):
                 desk.changed.wait(self._pause_s())
             if not desk.jobs:
@@ -318,7 +380,7 @@ class Work:
 
     def _pause_s(self) -> float | None:
         if not self.waiting:
-            return _LAST_LOOK_S if self.unseen or self.untold else None
+            return _LAST_LOOK_S if self.unseen or self.untold or self.unwritten else None
         return max(0.0, min(job.next_look_s for job in self.waiting) - time.monotonic())
 
     def _write_notes(self) -> None:
@@ -426,6 +488,9 @@ class Work:
         file = persist(self.store, name, image, bytes_per_s=terms.straight_bandwidth)
         failpoint("keeper.data")
         self.history.settle()
+        if job.metrics:  # before the part: a complete checkpoint has its metrics
+            write_metrics(self.store, terms.writer, job.step, job.metrics)
+            self.retention.note_metrics((terms.attempt, job.step), job.metrics)
         draft = os.pread(job.draft_fd, os.fstat(job.draft_fd).st_size, 0)
         self._create_part(job.step, parts.finish(draft, file, frozen))
         failpoint("keeper.part")
@@ -548,6 +613,8 @@ class Work:
         if self.drain is not None and (job.to_home or one in self.wanted_home):
             self.wanted_home.discard(one)
             self.drain.submit(*one)
+        elif self.drain is not None and one in self.best:
+            self._send_best_home()
         retains = self.terms.rank == 0 and self.share is None and self.retention.keep.last is not None
         if retains and self.newest is not None:
             # As of the newest: an older save may have waited longer for another rank's part, and seen from
@@ -619,9 +686,11 @@ class Work:
             self.desk.changed.notify_all()
 
     def _retain_home(self, drained: Drained) -> None:
-        newest = drained.attempt, drained.step
+        newest = self.newest_drained
+        if newest is None or (drained.attempt, drained.step) > (newest.attempt, newest.step):
+            self.newest_drained = newest = drained
         with self._telling_retain_trouble(Job(drained.step), tier="home"):
-            old = self.home_retention.apply(newest, drained.ancestors, set())
+            old = self.home_retention.apply((newest.attempt, newest.step), newest.ancestors, set())
             self._delete_old(self.home, old, "home")
 
     @contextlib.contextmanager
@@ -666,6 +735,10 @@ class Work:
                 "history_trouble": trouble,
             }
         )
+
+
+def _decode_metrics(values: Mapping[str, float | str]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
 
 
 def _check_step(step: object) -> None:

@@ -79,7 +79,7 @@ def _receive_packet(end: socket.socket) -> tuple[bytes, list[int], int, Any]:
         return socket.recv_fds(end, MAX_PACKET_BYTES, MAX_FDS)
 
 
-_COUNT, _COUNT_OR_NONE, _NUMBER, _TEXT, _TEXT_OR_NONE, _FLAG, _COUNTS = range(7)
+_COUNT, _COUNT_OR_NONE, _NUMBER, _TEXT, _TEXT_OR_NONE, _FLAG, _COUNTS, _METRICS = range(8)
 _MEMBERS = {
     **dict.fromkeys(("attempt", "arena", "bytes", "frozen_at"), _COUNT),
     **dict.fromkeys(("step", "frozen_bytes"), _COUNT_OR_NONE),
@@ -87,7 +87,8 @@ _MEMBERS = {
     **dict.fromkeys(("op", "event", "detail", "tier", "kind", "terms"), _TEXT),
     "history_trouble": _TEXT_OR_NONE,
     **dict.fromkeys(("to_home", "is_frozen_unchanged", "goodbye"), _FLAG),
-    "arenas": _COUNTS,
+    **dict.fromkeys(("arenas", "steps"), _COUNTS),
+    "metrics": _METRICS,
 }
 _NEEDED = {
     "save": (
@@ -103,6 +104,8 @@ _NEEDED = {
     **dict.fromkeys(("drain", "known"), ("attempt", "step")),
     "commit": ("step",),
     "drop": ("step", "detail"),
+    "metrics": ("step", "metrics"),
+    "best": ("steps",),
     "note": ("event",),
     "close": ("goodbye",),
     "released": ("arena",),
@@ -145,6 +148,10 @@ def _is_of(kind: int, value: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value)
     if kind == _FLAG:
         return type(value) is bool
+    if kind == _METRICS:  # as `format.run.encode_metric` writes them
+        return type(value) is dict and all(
+            type(one) in (int, float) or one in ("nan", "inf", "-inf") for one in value.values()
+        )
     return type(value) is list and all(type(item) is int and item >= 0 for item in value)
 
 

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from holdfast.errors import Corrupt, HoldfastError, MissingKey, NotFound
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, MissingKey, NotFound
 from holdfast.format import values as value_format
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
 from holdfast.format.run import Run
 from holdfast.home.documents import read_manifest, read_run
 from holdfast.home.listing import candidates
+from holdfast.home.metrics import read_metrics, read_values
 from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Passed
+from holdfast.policy import best_first, check_mode, line_of
 from holdfast.restore import export as exporting
 from holdfast.restore import verify as verifying
 from holdfast.restore.parts import Parts
@@ -104,6 +106,16 @@ class Checkpoint:
     def created(self) -> float:
         """Unix time of the commit, in seconds, by the clock of the machine that committed."""
         return self.manifest.created_unix_s
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics that were recorded for this checkpoint, such as its loss, by name.
+
+        Raises:
+            Corrupt: their document is damaged.
+            Unsupported: it was written by a newer format.
+            RetryLater: the store failed.
+        """
+        return read_metrics(self._store, self.step, self.attempt)
 
     def keys(self) -> list[str]:
         """Names of all tensors, tied ones included."""
@@ -373,6 +385,8 @@ def open(
     step: int | None = None,
     attempt: int | None = None,
     *,
+    best: str | None = None,
+    mode: str = "min",
     patience: str | float | datetime.timedelta = "20s",
 ) -> Checkpoint:
     """Open a checkpoint for reading; needs no model, runs no code from it, does not import torch.
@@ -381,11 +395,14 @@ def open(
         home: path or URL of a run's checkpoints.
         step: which step; default the newest complete checkpoint whose manifest can be read.
         attempt: which attempt's, if several saved that step; default the newest.
+        best: name of a metric; opens the checkpoint with its best value, of those that the newest continues.
+        mode: "min" if lower values of `best` are better, "max" if higher ones are.
         patience: how long what cannot be read is tried again, as seconds or "2m". An older checkpoint is
             never opened because a newer one could not be read.
 
     Raises:
-        NotFound: no complete checkpoint there, or none of that step.
+        NotFound: no complete checkpoint there, or none of that step, or none with a value of `best`.
+        InvalidInput: `best` with `step` or `attempt`, or an unknown `mode`.
         Corrupt: none of the checkpoints that match has a manifest that can be read.
         Unsupported: written by a newer format, or a kind of store that this version does not read.
         RetryLater: the store failed until the patience ended.
@@ -393,6 +410,9 @@ def open(
 
     Blocks: while the store does not answer, for `patience`.
     """
+    if best is not None and (step, attempt) != (None, None):
+        raise InvalidInput("open() takes best= or a step and an attempt, not both.")
+    check_mode(mode)
     store = home if isinstance(home, Store) else open_store(home)
     waits = Patience(_limit_s(store, patience), haste.say)
     every = candidates(list_patiently(store, waits))
@@ -410,6 +430,14 @@ def open(
     def take(of_attempt: int, of_step: int) -> Manifest:
         return read_manifest(store, of_step, of_attempt, run_id)
 
+    if best is not None:
+        newest = next(usable(matching, take, url=store.url, patience=waits, on_passed=note), None)
+        if newest is not None:
+            line = line_of(every, (newest.attempt, newest.step), newest.ancestors).current
+            values = waits.spend(store.url, lambda: read_values(store, best, line))
+            matching = best_first(line, values, mode)
+        if not matching:
+            raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
     for manifest in usable(matching, take, url=store.url, patience=waits, on_passed=note):
         return Checkpoint(store, manifest, tuple(passed))
     raise errors[0]

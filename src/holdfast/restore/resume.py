@@ -27,9 +27,11 @@ from holdfast.format.part import Ancestors
 from holdfast.home.documents import check_listed, read_manifest, read_run
 from holdfast.home.listing import Listing, candidates, list_home
 from holdfast.home.losses import check_no_losses, find_losses
+from holdfast.home.metrics import read_values
 from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.home.recovery import merge_in_memory, merge_saved, recover_commit
 from holdfast.home.skipped import Passed
+from holdfast.policy import Keep, best_first, line_of
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import Job, ReadStats, read
@@ -38,7 +40,7 @@ from holdfast.restore.share import Exchange, Lending, read_shared
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
 from holdfast.store.nearest import Nearest
-from holdfast.units import format_duration
+from holdfast.units import format_duration, plural
 
 _PASSABLE = (Corrupt, NotFound, Unsupported, RetryLater)
 """What speaks against a checkpoint; any other error speaks against the caller or us, and is raised.
@@ -139,6 +141,7 @@ def restore_newest(
     world_size: int,
     group: Group,
     step: int | None = None,
+    best: Keep | None = None,
     num_threads: int | None = None,
     on_bytes: Callable[[int], None] | None = None,
     share_reads: bool = False,
@@ -165,6 +168,7 @@ def restore_newest(
         world_size: number of ranks that restore; need not be the number that saved.
         group: the ranks that restore.
         step: restore this step and no other; the attempts that saved it are tried newest first.
+        best: restore the best checkpoint by the metric of this policy.
         num_threads: threads that read, hash and copy; None for what suits the places that are nearest.
         on_bytes: called with the bytes of each read when it is done; never by two threads at once.
         share_reads: have each chunk read by one of the ranks that need it, which passes it on to the others.
@@ -182,7 +186,7 @@ def restore_newest(
         What was restored; None if the home holds no checkpoint, so that training starts afresh.
 
     Raises:
-        NotFound: there is no checkpoint of `step`.
+        NotFound: there is no checkpoint of `step`; or `best`, but none has a finite value of the metric.
         Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
             Or there is none, but signs that there were.
             Or what can be restored does not hold tensors that a damaged one had already been read into.
@@ -216,32 +220,28 @@ def restore_newest(
         scattered=scattered,
         whole={(attempt, number) for attempt, number in survey["whole"]},
     )
+    if best is not None:
+        every = _order_by_value(one, every, best, store if rank == 0 else own_local, patience)
     kinds = [Denied.kind] * len(passed)
     lines: dict[int, dict[int, int]] = {}  # attempt -> the last step of each attempt that it continues
     for attempt, number in every:
         behind = _attempts_resumed_before(attempt, number, lines)
-        if step is None and behind:
+        if step is None and best is None and behind:
             base = list(lines[behind[0]].values())[-1:] or [0]
             reason = f"superseded: attempt {behind[0]} went on from step {base[0]}"
             passed.append(Passed(number, attempt, reason, is_superseded=True))
             kinds.append("superseded")
             continue
-        tried = one.attempt(number, attempt)
-        while tried.is_unread and group.share(patience.lasts()):
-            patience.pause(f"step {number} of attempt {attempt}", tried.reason)
-            tried = one.attempt(number, attempt)
+        tried = _try_patiently(one.attempt, number, attempt, patience, group)
         if tried.is_unread:
             with suppress(HoldfastError):  # an older one may be asked for by its number next
                 mark([Passed(number, attempt, tried.reason)], None)
             if tried.ancestors is not None:
                 lines[attempt] = dict(tried.ancestors)
-            older = [
-                s
-                for a, s in every
-                if (a, s) < (attempt, number) and not _attempts_resumed_before(a, s, lines)
-            ]
+            left = every[every.index((attempt, number)) + 1 :] if step is None else ()
+            older = [s for a, s in left if best is not None or not _attempts_resumed_before(a, s, lines)]
             newest = Passed(number, attempt, tried.reason)
-            raise _unread(store.url, newest, patience.spent_s, older if step is None else (), one.touched)
+            raise _unread(store.url, newest, patience.spent_s, older, one.touched)
         patience.reset()
         if tried.kinds:
             passed.append(Passed(number, attempt, tried.reason))
@@ -273,6 +273,17 @@ def restore_newest(
         check_no_losses(survey["losses"], store.url)
         return None
     raise _none_good(store.url, passed, kinds, one.touched, step)
+
+
+def _try_patiently(
+    call: Callable[[int, int], _Tried], step: int, attempt: int, patience: Patience, group: Group
+) -> _Tried:
+    """Try a candidate, and again while some rank cannot read it and rank 0's patience lasts."""
+    tried = call(step, attempt)
+    while tried.is_unread and group.share(patience.lasts()):
+        patience.pause(f"step {step} of attempt {attempt}", tried.reason)
+        tried = call(step, attempt)
+    return tried
 
 
 def _make_durable(store: Store, step: int, rank: int) -> None:
@@ -455,6 +466,69 @@ def _choose(
     return [pair for pair in every if pair[1] == step], passed
 
 
+def _order_by_value(
+    one: _Restore, every: list[tuple[int, int]], keep: Keep, store: Store | None, patience: Patience
+) -> list[tuple[int, int]]:
+    """Return the checkpoints that the newest one continues and that have a value, best first.
+
+    Raises:
+        NotFound: there are checkpoints, but none has a finite value.
+        HoldfastError: a rank could not read its tiers.
+    """
+    if not every:
+        return every
+    values = _gather_values(store, every, keep.metric or "", one.group, patience)
+    newest = _find_ancestors(one, every, patience)
+    found = best_first(line_of(every, *newest).current, values, keep.mode)
+    if not found:
+        raise NotFound(
+            f"{one.url} holds {plural(len(every), 'checkpoint')}, but none has a finite value of "
+            f"{keep.metric!r}. Values are those given to record() for the step of a save. Nothing was "
+            f"restored. `holdfast ls {one.url} --sort {keep.metric}` lists them."
+        )
+    return found
+
+
+def _gather_values(
+    store: Store | None, every: Sequence[tuple[int, int]], metric: str, group: Group, patience: Patience
+) -> dict[tuple[int, int], float]:
+    """Return the value of a metric by checkpoint, as the tiers of all ranks have it.
+
+    Raises:
+        HoldfastError: a rank could not read its tiers.
+    """
+    result, found = _Result(), dict[tuple[int, int], float]()
+    with _stage(result):
+        if store is not None:
+            found = patience.spend(store.url, lambda: read_values(store, metric, every))
+    rows = group.gather([result.wire(), [[*one, repr(value)] for one, value in found.items()]])
+    for rank, ((kind, text, _), _) in enumerate(rows):
+        if kind and result.error is not None:
+            raise result.error
+        if kind:
+            raise _KINDS.get(kind, HoldfastError)(f"Rank {rank} could not read metrics: {text}", rank=rank)
+    return {(attempt, step): float(value) for _, theirs in reversed(rows) for attempt, step, value in theirs}
+
+
+def _find_ancestors(
+    one: _Restore, every: Sequence[tuple[int, int]], patience: Patience
+) -> tuple[tuple[int, int], Ancestors]:
+    """Return the newest checkpoint that can be opened, with its ancestors.
+
+    Raises:
+        RetryLater: the newest checkpoint could not be read.
+        Corrupt: none can be opened.
+    """
+    for attempt, number in every:
+        tried = _try_patiently(one.look, number, attempt, patience, one.group)
+        if tried.is_unread:
+            raise RetryLater(f"Step {number} of attempt {attempt} could not be read: {tried.reason}")
+        patience.reset()
+        if not tried.kinds and tried.ancestors is not None:
+            return (attempt, number), tried.ancestors
+    return every[0], ()
+
+
 def _tell_lacking(
     lacking: Mapping[tuple[int, int], list[int]], restored: tuple[int, int], say: Callable[[str], None]
 ) -> None:
@@ -503,6 +577,7 @@ class _Restore:
         whole: Collection[tuple[int, int]],
     ) -> None:
         self.touched: set[str] = set()  # names of targets that may hold bytes of a checkpoint passed over
+        self.group, self.url = group, store.url
         self._store = store
         self._state_load = state_load
         self._rank = rank
@@ -521,6 +596,13 @@ class _Restore:
 
         The cheap checks are agreed on before any rank changes anything live.
         """
+        return self._attempt(step, attempt, only_look=False)
+
+    def look(self, step: int, attempt: int) -> _Tried:
+        """Open one candidate without restoring it, or learn on all ranks why not."""
+        return self._attempt(step, attempt, only_look=True)
+
+    def _attempt(self, step: int, attempt: int, *, only_look: bool) -> _Tried:
         result, lines = _Result(), []
         spread = self._scattered.get((attempt, step))
         told = None if spread is None else self._exchange_parts(spread)
@@ -539,7 +621,7 @@ class _Restore:
             source = self._source(manifest)
             values = [parts.part(rank).values for rank in parts.structures(source)]
         against, ancestors = self._agree(result, lines)
-        if against:
+        if against or only_look:
             return _Tried(*_reason(against), ancestors=ancestors)
         loading, jobs = self._plan(result, manifest, values, parts)
         if self._share_reads or spread is not None:

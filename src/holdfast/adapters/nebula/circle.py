@@ -86,8 +86,10 @@ class Circle(RankGroup):
             time.sleep(_POLL_S)
         return self._store.get(key)
 
-    def pulse(self, step: int, flags: tuple[bool, ...], number: int = -1) -> tuple[tuple[bool, ...], int]:
-        """See `RankGroup.pulse`; only for a rank that is alone.
+    def exchange_flags(
+        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        """See `RankGroup.exchange_flags`; only for a rank that is alone.
 
         Raises:
             Unsupported: there are several.
@@ -95,7 +97,7 @@ class Circle(RankGroup):
         if self.world_size > 1:
             message = "Ranks that meet at a store do not agree beside every step."
             raise Unsupported(message)
-        return flags, number
+        return flags, numbers
 
     def part(self) -> None:
         """See `RankGroup.part`; nobody is ever left in mid-sentence at a store."""

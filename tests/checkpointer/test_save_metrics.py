@@ -1,0 +1,83 @@
+"""A save has the metrics of its step, or the newest since the save before, whenever they were recorded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from holdfast.checkpointer.save_metrics import SaveMetrics
+from holdfast.checkpointer.scores import Scores
+from holdfast.policy import Keep
+
+
+def test_a_save_gets_the_newest_values_since_the_save_before() -> None:
+    saves = SaveMetrics()
+    saves.add(8, {"loss": 3.0, "lr": 0.1})
+    saves.add(9, {"loss": 2.0})
+    saves.begin_save(10)
+    saves.begin_save(20)
+    assert saves.send(10) == {"loss": 2.0, "lr": 0.1}
+    assert saves.send(20) == {"loss": 2.0, "lr": 0.1}  # the save before may have failed: it was not sent
+    saves.begin_save(30)
+    assert saves.send(30) == {}
+
+
+def test_a_value_of_a_later_step_does_not_count() -> None:
+    saves = SaveMetrics()
+    saves.begin_save(10)
+    saves.add(11, {"loss": 1.0})
+    saves.add(10, {"loss": 5.0})
+    assert saves.send(10) == {"loss": 5.0}
+
+
+def test_a_late_value_is_reported_with_the_step_of_its_save() -> None:
+    saves = SaveMetrics()
+    saves.begin_save(10)
+    saves.send(10)
+    saves.begin_save(20)
+    assert saves.add(20, {"loss": 2.0}) is None  # it was not sent yet
+    saves.send(20)
+    assert saves.add(10, {"loss": 1.0}) == 10
+    assert saves.add(10, {"loss": 1.0}) is None
+    assert saves.add(19, {"loss": 9.0}) is None  # the value of the step itself counts
+    assert saves.add(21, {"loss": 9.0}) is None
+    assert saves.value(10, "loss") == 1.0
+    assert saves.value(20, "loss") == 2.0
+    assert saves.value(20, "lr") is None
+
+
+def test_a_value_is_replaced_by_a_later_one_of_the_same_step() -> None:
+    saves = SaveMetrics()
+    saves.add(10, {"loss": 2.0})
+    saves.add(10, {"loss": 1.0})
+    saves.begin_save(10)
+    assert saves.send(10) == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("value", [1.5, -1.5, 0.0, -0.0, 1.7e308, -1.7e308, 5e-324])
+def test_every_rank_receives_the_value_of_rank_0(value: float) -> None:
+    keep = Keep(last=1, best=1, metric="loss")
+    ranks = [Scores(keep, is_alone=False) for _ in range(2)]
+    assert [rank.receive(min(rank.send(10, None) for rank in ranks)) for rank in ranks] == [None, None]
+    lowest = min(ranks[0].send(10, value), ranks[1].send(10, None))
+    assert [rank.receive(-1) for rank in ranks] == [None, None]  # of the exchange before
+    again = min(ranks[0].send(10, value), ranks[1].send(10, None))
+    assert again == lowest
+    assert [rank.receive(lowest) for rank in ranks] == [[10], [10]]
+    for rank in ranks:
+        rank.send(20, None)
+    assert [rank.receive(lowest) for rank in ranks] == [None, None]  # nothing has changed
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_what_is_no_finite_number_is_not_among_the_best(value: float | None) -> None:
+    alone = Scores(Keep(last=1, best=1, metric="loss"), is_alone=True)
+    assert alone.receive(alone.send(10, value)) is None
+
+
+def test_the_best_steps_are_returned_when_they_change() -> None:
+    alone = Scores(Keep(last=1, best=2, metric="acc", mode="max"), is_alone=True)
+    values = {10: 1.0, 20: 3.0, 30: 2.0, 40: 0.5, 50: 4.0}
+    found = [alone.receive(alone.send(step, value)) for step, value in values.items()]
+    assert found == [[10], [20, 10], [20, 30], None, [50, 20]]

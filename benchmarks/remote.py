@@ -31,8 +31,10 @@ from holdfast.restore.read import Job, Want, read
 from holdfast.store.address import parse_address
 from holdfast.store.clients import Clients
 from holdfast.store.objects import READ_BYTES, ObjectStore
-from holdfast.testing.servers import ministack
 from holdfast.units import format_bytes, parse_bytes
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.servers import ministack
 
 HERE = Path(__file__).resolve().parent
 RATIO_GOAL = 0.9

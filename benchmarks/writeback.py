@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "src"))
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent)]
 
 from holdfast.store import Store, open_store  # noqa: E402
-from holdfast.testing.faultproxy import FaultProxy  # noqa: E402
-from holdfast.testing.servers import BUCKET, Server, ministack  # noqa: E402
+from holdfast.testing.fault_proxy import FaultProxy  # noqa: E402
 from holdfast.writeback import mount  # noqa: E402
+from tests.servers import BUCKET, Server, ministack  # noqa: E402
 
 MB = 1 << 20
 SKYPILOT_FLAGS = [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from holdfast.testing.faultproxy import FaultProxy
-from holdfast.testing.servers import Server, ministack
+from holdfast.testing.fault_proxy import FaultProxy
+from servers import Server, ministack
 
 ROOT = Path(__file__).parent.parent
 CLOUD_VARIABLES = [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]

@@ -16,10 +16,8 @@ MAX_WORDS = 15
 
 # Parts of src/holdfast whose docstrings are not rewritten yet. Only remove names.
 NOT_YET = {
-    "adapters",
     "cli",
     "documents",
-    "exchange",
     "format",
     "keeper",
     "privacy",
@@ -28,7 +26,6 @@ NOT_YET = {
     "stage",
     "state",
     "store",
-    "testing",
 }
 
 RULES = {

@@ -216,7 +216,7 @@ def save_dcp(folder: Path, branch: int, first: int, last: int, keep: int) -> Non
 
 def import_file(folder: Path, branch: int, first: int, last: int, keep: int) -> None:
     """Import a file of torch.save."""
-    from holdfast.exchange.arrival import import_checkpoint
+    from holdfast.exchange.importer import import_checkpoint
 
     source = folder.parent / "source.pt"
     torch.save(state_of(branch, last), source)

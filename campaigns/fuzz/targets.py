@@ -544,9 +544,9 @@ def _records() -> dict[str, Callable[[], Any]]:
         return NodeSpec("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, {}, 30.0)
 
     def tag_plan() -> Any:
-        from holdfast.adapters.nebula.board import Plan
+        from holdfast.adapters.nebula.tag_coordinator import TagPlan
 
-        return Plan((0, 1), 5, True, None, True)
+        return TagPlan((0, 1), 5, True, None, True)
 
     return {
         "keeper-terms": keeper_terms,
@@ -612,7 +612,7 @@ def _run_progress(data: bytes) -> None:
 
 
 def _run_marker(data: bytes) -> None:
-    from holdfast.adapters.nebula.markers import _FIRST_LINE, Marker
+    from holdfast.adapters.nebula.marker import _FIRST_LINE, Marker
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(_FIRST_LINE.encode() + data)
@@ -646,12 +646,12 @@ def _kind_seeds() -> list[bytes]:
 
 
 def _run_kinds(data: bytes) -> None:
-    from holdfast.adapters.nebula.packing import unpack
-    from holdfast.adapters.nebula.shelf import reading
+    from holdfast.adapters.nebula.packed_value import unpack
+    from holdfast.adapters.nebula.tag_index import checked_metadata
     from holdfast.documents import decode
 
     found = decode(data, "kinds")
-    with reading("model"):
+    with checked_metadata("model"):
         kinds = [(tuple(path), kind, detail) for path, kind, detail in found]
         unpack({"a": {"x": 1}, "b": [{"y": 2}]}, kinds)
 
@@ -873,7 +873,7 @@ _CLI_WORDS = (
 
 
 def _run_import(kind: str, name: str, data: bytes) -> None:
-    from holdfast.exchange.arrival import import_checkpoint
+    from holdfast.exchange.importer import import_checkpoint
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-import-"))
     try:
@@ -937,7 +937,7 @@ def _mutate_torch(data: bytes, chance: random.Random) -> bytes:
     """Change the pickle in an archive (sizes, strides, numbers), write the archive again."""
     import zipfile
 
-    from holdfast.exchange.archive import DAMAGED
+    from holdfast.exchange.torch_archive import DAMAGED
 
     if not chance.randrange(4):
         return mutate_bytes(data, chance)

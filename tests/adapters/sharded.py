@@ -1,4 +1,4 @@
-"""What ranks of the DCP tests do: make a sharded model with its optimizer, save it through DCP, load it."""
+"""Code of the ranks in the DCP tests: make a sharded model and optimizer, save and load them with DCP."""
 
 # torch documents dcp.save and dcp.load, but does not list them as exported.
 # pyright: reportPrivateImportUsage=false
@@ -32,13 +32,13 @@ NUMBERS = {"lr": 0.5, "betas": (0.9, 0.95), "name": "run", "blob": b"\x00\xff", 
 
 
 def make_model() -> nn.Module:
-    """A model whose rows divide evenly by no number of ranks above one."""
+    """Model whose rows do not divide evenly by any number of ranks above one."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(11, 7), nn.LayerNorm(7), nn.Linear(7, 3))
 
 
 def shard(model: nn.Module, layout: str) -> nn.Module:
-    """The model over all ranks: "fsdp", "hsdp" (groups of 2), "ddp", "tp", or "tp+fsdp" (strided shards)."""
+    """Shard the model over all ranks: "fsdp", "hsdp" (groups of 2), "ddp", "tp" or "tp+fsdp" (strided)."""
     world = dist.get_world_size()
     if layout == "ddp":
         return replicate(model)
@@ -53,7 +53,7 @@ def shard(model: nn.Module, layout: str) -> nn.Module:
 
 
 def shard_over_tensors(model: nn.Module, *, with_fsdp: bool) -> nn.Module:
-    """The first layer cut by rows, the last one by columns; with FSDP over groups of 2 on top if asked."""
+    """Split the first layer by rows and the last by columns, and optionally apply FSDP over groups of 2."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2) if with_fsdp else (1, world), mesh_dim_names=("dp", "tp"))
     layers = {
@@ -67,7 +67,7 @@ def shard_over_tensors(model: nn.Module, *, with_fsdp: bool) -> nn.Module:
 
 
 def make_state(*, layout: str, trained: bool) -> dict[str, Any]:
-    """A nested state as torchtitan makes it; untrained it holds other numbers everywhere."""
+    """Return a nested state like torchtitan's. An untrained one has different numbers everywhere."""
     model = make_model()
     if not trained:
         for parameter in model.parameters():
@@ -90,7 +90,7 @@ def make_state(*, layout: str, trained: bool) -> dict[str, Any]:
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dicts and lists, tensors whole and as lists of numbers."""
+    """Return every leaf of nested dicts and lists, with whole tensors as lists of numbers."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from flat(value, f"{path}.{key}")
@@ -105,7 +105,7 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def save(rank: int, home: Path, layout: str, step: int = 5) -> dict[str, Any]:
-    """Save a trained state; what it holds, gathered without the checkpoint."""
+    """Save a trained state; return its values, gathered without the checkpoint."""
     state = make_state(layout=layout, trained=True)
     kept = dict(flat(state))
     dcp.save(state, storage_writer=HoldfastWriter(home, step=step))
@@ -113,14 +113,14 @@ def save(rank: int, home: Path, layout: str, step: int = 5) -> dict[str, Any]:
 
 
 def load(rank: int, home: Path, layout: str) -> dict[str, Any]:
-    """Load the newest checkpoint into an untrained state; what that then holds."""
+    """Load the newest checkpoint into an untrained state; return the values of the state."""
     state = make_state(layout=layout, trained=False)
     dcp.load(state, storage_reader=HoldfastReader(home))
     return dict(flat(state))
 
 
 def save_by_checkpointer(rank: int, home: Path) -> dict[str, Any]:
-    """Save a sharded model with a Checkpointer; what it holds."""
+    """Save a sharded model with a Checkpointer; return its values."""
     model = shard(make_model(), "fsdp")
     with Checkpointer(home, {"model": model}, signals=False, quiet=True) as ckpt:
         ckpt.save(1)
@@ -128,14 +128,14 @@ def save_by_checkpointer(rank: int, home: Path) -> dict[str, Any]:
 
 
 def load_model(rank: int, home: Path, layout: str) -> dict[str, Any]:
-    """Load only the model of the newest checkpoint; what it then holds."""
+    """Load only the model of the newest checkpoint; return its values."""
     state = {"model": make_state(layout=layout, trained=False)["model"]}
     dcp.load(state, storage_reader=HoldfastReader(home))
     return dict(flat(state))
 
 
 def save_async(rank: int, home: Path, kind: str) -> dict[str, Any]:
-    """An async save, after whose staging the state is spoilt; then a plain save beside it."""
+    """Start an async save, change the state after staging, then save again."""
     state = make_state(layout="fsdp", trained=True)
     kept = dict(flat(state))
     kinds = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)  # torch 2.6 has threads only
@@ -151,7 +151,7 @@ def save_async(rank: int, home: Path, kind: str) -> dict[str, Any]:
 
 
 def save_what_cannot_be_saved(rank: int, home: Path) -> str:
-    """A save in which one rank meets a value that no checkpoint holds; what DCP says."""
+    """Save with a value on one rank that cannot be saved; return DCP's error."""
     state = {"table": torch.ones(3), "odd": {"thing": object()}}
     try:
         dcp.save(state, storage_writer=HoldfastWriter(home, step=5))
@@ -161,13 +161,13 @@ def save_what_cannot_be_saved(rank: int, home: Path) -> str:
 
 
 def arm(point: str) -> None:
-    """Have this process kill itself at "NAME:N"; the environment is read at import, which is over."""
+    """Let this process kill itself at failpoint "NAME:N", after the environment has been read."""
     failpoint._name, _, count = point.partition(":")
     failpoint._left = int(count or 1)
 
 
 def fall_while_saving(rank: int, folder: str, home: Path) -> None:
-    """Save step 9 on two ranks; rank 1 is killed when its data file is durable and its part is not."""
+    """Save step 9 on two ranks; kill rank 1 when its data file is durable, but its part is not."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     state = make_state(layout="fsdp", trained=True)
     if rank == 1:
@@ -179,13 +179,13 @@ def fall_while_saving(rank: int, folder: str, home: Path) -> None:
 
 
 def save_in_one_process(home: Path, step: int, kill_at: str) -> None:
-    """Save a number that tells the step, killed at a failpoint if one is given."""
+    """Save the step as a value; the process is killed at a failpoint, if given."""
     arm(kill_at)
     dcp.save({"x": torch.full((2,), float(step))}, storage_writer=HoldfastWriter(home, step=step))
 
 
 def choose_apart(rank: int, home: Path) -> str:
-    """Load while the ranks see different newest checkpoints; what DCP says."""
+    """Load while the ranks find different newest checkpoints; return DCP's error."""
     target = {"table": torch.zeros(3, 4)}
     try:
         dcp.load(target, storage_reader=HoldfastReader(home, step=1 + rank))

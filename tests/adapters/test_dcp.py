@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` over Holdfast in one process: what is saved, loaded, refused and found."""
+"""`torch.distributed.checkpoint` with Holdfast in one process: saves, loads, refusals and searches."""
 
 # torch documents dcp.save and dcp.load, but does not list them as exported.
 # pyright: reportPrivateImportUsage=false
@@ -30,8 +30,8 @@ from adapters import sharded
 from adapters.sharded import NUMBERS, flat, make_state
 from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
-from holdfast.adapters.dcp.documents import Index
-from holdfast.adapters.dcp.place import Place
+from holdfast.adapters.dcp.documents import ValueIndex
+from holdfast.adapters.dcp.target import Target
 from holdfast.errors import ResumeWarning
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates, list_home
@@ -46,13 +46,13 @@ def save(state: dict[str, Any], home: Path, step: int, **options: Any) -> None:
 
 
 def number(home: Path) -> torch.Tensor:
-    """What the newest checkpoint holds under "x"."""
+    """Return the value of "x" in the newest checkpoint."""
     state = {"x": torch.zeros(2)}
     dcp.load(state, storage_reader=HoldfastReader(home))
     return state["x"]
 
 
-def test_a_nested_state_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_nested_state_round_trips(tmp_path: Path) -> None:
     saved, found = make_state(layout="", trained=True), make_state(layout="", trained=False)
     assert dict(flat(found)) != dict(flat(saved))
     save(saved, tmp_path, 5)
@@ -60,7 +60,7 @@ def test_a_nested_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert dict(flat(found)) == dict(flat(saved))
 
 
-def test_what_is_saved_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = make_state(layout="", trained=True)
     save(state, tmp_path, 5)
     found = holdfast.open(tmp_path)
@@ -97,7 +97,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}".replace("torch.", ""),
 )
-def test_every_kind_of_tensor_comes_back(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_every_kind_of_tensor_round_trips(tmp_path: Path, tensor: torch.Tensor) -> None:
     save({"x": tensor}, tmp_path, 1)
     found = {"x": torch.zeros(tensor.shape, dtype=tensor.dtype)}
     dcp.load(found, storage_reader=HoldfastReader(tmp_path))
@@ -109,14 +109,14 @@ def test_every_kind_of_tensor_comes_back(tmp_path: Path, tensor: torch.Tensor) -
     )
 
 
-def test_it_loads_into_another_dtype_and_into_strided_memory(tmp_path: Path) -> None:
+def test_a_tensor_is_loaded_into_another_dtype_and_into_strided_memory(tmp_path: Path) -> None:
     save({"x": torch.arange(6.0).reshape(2, 3)}, tmp_path, 1)
     found = {"x": torch.zeros(3, 2, dtype=torch.float64).T}
     dcp.load(found, storage_reader=HoldfastReader(tmp_path))
     assert found["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_metadata_tells_dcp_what_there_is_and_where_it_stands(tmp_path: Path) -> None:
+def test_metadata_lists_tensors_values_and_paths(tmp_path: Path) -> None:
     save({"a": {"b.c": torch.ones(2, 3)}, "items": [torch.ones(1), 5]}, tmp_path, 1)
     found = HoldfastReader(tmp_path).read_metadata()
     entries = found.state_dict_metadata
@@ -129,7 +129,7 @@ def test_metadata_tells_dcp_what_there_is_and_where_it_stands(tmp_path: Path) ->
 
 
 def test_a_state_can_be_rebuilt_from_the_checkpoint_alone(tmp_path: Path) -> None:
-    """DCP's own planner for that is what its converters use."""
+    """DCP's converters use its planner for this."""
     saved = {"a": {"b.c": torch.ones(2, 3), "d": {"e": 1}}, "items": [torch.ones(1), 5]}
     save(saved, tmp_path, 1)
     found: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def test_the_tensors_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
-    """Frozen ones stand in a second file."""
+    """Frozen tensors are in a second file."""
     model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(3, 2), "trained": torch.nn.Linear(3, 2)})
     model["alias"] = model["frozen"]
     model["frozen"].requires_grad_(False)
@@ -165,7 +165,7 @@ def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Pa
 
 
 def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
-    """Exit status of another process that saves `step`, killed at a failpoint if one is given."""
+    """Return the exit status of another process that saves `step`, killed at a failpoint if given."""
     child = sharded.CONTEXT.Process(target=sharded.save_in_one_process, args=(home, step, kill_at))
     child.start()
     child.join(60)
@@ -186,12 +186,12 @@ def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
         ("memory://gpt/step-2", ("memory://gpt", 2)),
     ],
 )
-def test_an_id_names_a_home_and_perhaps_a_step(text: str, expected: tuple[str, int]) -> None:
-    found = Place.of("/home", 3).at(text)
+def test_a_checkpoint_id_is_a_home_and_optionally_a_step(text: str, expected: tuple[str, int]) -> None:
+    found = Target.of("/home", 3).at(text)
     assert (found.home, found.step) == expected
 
 
-def test_an_id_overrides_the_arguments_for_one_save(tmp_path: Path) -> None:
+def test_a_checkpoint_id_overrides_the_arguments_for_one_save(tmp_path: Path) -> None:
     writer = HoldfastWriter(tmp_path / "a", step=1)
     dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "b" / "step-7", storage_writer=writer)
     assert holdfast.open(tmp_path / "b").step == 7
@@ -204,13 +204,13 @@ def test_an_id_overrides_the_arguments_for_one_save(tmp_path: Path) -> None:
 
 
 def test_a_save_without_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="No step was given"):
+    with pytest.raises(CheckpointException, match="The step is missing"):
         dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.5])
-def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(holdfast.InvalidInput, match="step must be"):
         HoldfastWriter(tmp_path, step=step)
 
@@ -222,7 +222,7 @@ def test_steps_of_one_trainer_are_one_attempt(tmp_path: Path) -> None:
     assert number(tmp_path).tolist() == [3, 3]
 
 
-def test_saving_an_earlier_step_again_supersedes_what_came_after_it(
+def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
@@ -236,8 +236,8 @@ def test_saving_an_earlier_step_again_supersedes_what_came_after_it(
     assert holdfast.open(tmp_path).attempt == 2
 
 
-def test_going_back_twice_continues_what_the_newest_came_from(tmp_path: Path) -> None:
-    """An attempt is restored from one checkpoint of one attempt; steps with the same number are no kin."""
+def test_going_back_twice_continues_the_line_of_the_newest(tmp_path: Path) -> None:
+    """An attempt continues one checkpoint of one attempt, not others with the same step."""
     for step in (1, 2, 3):
         save({"x": torch.full((2,), float(step))}, tmp_path, step)
     for step in (2, 4):
@@ -275,7 +275,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert number(tmp_path).tolist() == [1, 1]
 
 
-def test_a_trainer_whose_home_was_taken_over_is_told_so(tmp_path: Path) -> None:
+def test_a_save_raises_after_another_trainer_has_taken_over_the_home(tmp_path: Path) -> None:
     save({"x": torch.ones(2)}, tmp_path, 1)
     assert save_elsewhere(tmp_path, 2) == 0
     with pytest.raises(CheckpointException, match="Attempt 2 has taken over this home"):
@@ -292,19 +292,19 @@ def test_a_writer_can_be_pickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({"a": {"b": object()}}, r"a\.b is a builtins\.object"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, "a cannot be saved: the safetensors format has no"),
-        ({"a": torch.eye(2).to_sparse()}, "a cannot be saved: it has no dense memory"),
+        ({"a": torch.eye(2).to_sparse()}, "a cannot be saved: it does not have dense memory"),
         ({"x@r1": torch.zeros(2)}, "reserved"),
         ({"@dcp": 1}, "reserved"),
     ],
 )
-def test_what_cannot_be_saved_is_named_and_leaves_no_checkpoint(
-    tmp_path: Path, state: dict[str, Any], said: str
+def test_a_state_that_cannot_be_saved_is_named_and_leaves_no_checkpoint(
+    tmp_path: Path, state: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointException, match=said):
+    with pytest.raises(CheckpointException, match=message):
         save(state, tmp_path, 1)
     with pytest.raises(holdfast.NotFound):
         holdfast.open(tmp_path)
@@ -333,7 +333,7 @@ def test_a_save_without_collectives_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_regions_of_a_tensor_on_one_rank_are_refused(tmp_path: Path) -> None:
-    """Only a planner of one's own asks for that."""
+    """Only a custom planner makes such plans."""
 
     class Halves(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
@@ -355,7 +355,7 @@ def test_two_regions_of_a_tensor_on_one_rank_are_refused(tmp_path: Path) -> None
 
 
 def plans_of(*states: dict[str, torch.Tensor]) -> list[SavePlan]:
-    """The plan of each rank that has one of these states, before the ranks know of each other."""
+    """Return the local plan of each rank that has one of these states."""
     plans = []
     for state in states:
         planner = DefaultSavePlanner()
@@ -365,7 +365,7 @@ def plans_of(*states: dict[str, torch.Tensor]) -> list[SavePlan]:
 
 
 @pytest.mark.parametrize(
-    ("states", "said"),
+    ("states", "message"),
     [
         (
             ({"x": torch.ones(2)}, {"x": torch.ones(2)}),
@@ -373,26 +373,26 @@ def plans_of(*states: dict[str, torch.Tensor]) -> list[SavePlan]:
         ),
         (
             ({"y": torch.ones(1), "x": torch.ones(2)}, {"x": torch.ones(3)}),
-            r"Ranks disagree about x: rank 0 has F32\[2\], rank 1 has F32\[3\]\. Nothing was written",
+            r"Ranks have different tensors x: rank 0 has F32\[2\], rank 1 has F32\[3\]\. Nothing was written",
         ),
     ],
     ids=["overlap", "shape"],
 )
 def test_plans_that_do_not_fit_together_are_refused_before_anything_is_written(
-    tmp_path: Path, states: tuple[dict[str, torch.Tensor], ...], said: str
+    tmp_path: Path, states: tuple[dict[str, torch.Tensor], ...], message: str
 ) -> None:
-    """Only a planner that leaves replicas in the plans brings that about."""
-    with pytest.raises(holdfast.InvalidInput, match=said):
+    """Only a planner that keeps replicas in the plans makes such plans."""
+    with pytest.raises(holdfast.InvalidInput, match=message):
         HoldfastWriter(tmp_path, step=1).prepare_global_plan(plans_of(*states))
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_home_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="holds no complete checkpoint"):
+def test_loading_from_an_empty_home_raises(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="has no complete checkpoint"):
         number(tmp_path)
 
 
-def test_a_missing_step_is_told_with_those_there_are(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_step_lists_the_others(tmp_path: Path) -> None:
     save({"x": torch.ones(2)}, tmp_path, 4)
     with pytest.raises(CheckpointException, match=r"no complete checkpoint of step 9.*newest first: 4"):
         dcp.load({"x": torch.zeros(2)}, storage_reader=HoldfastReader(tmp_path, step=9))
@@ -406,7 +406,7 @@ def data_file(home: Path, step: int) -> Path:
     return found
 
 
-def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected_and_named(tmp_path: Path) -> None:
     save({"x": torch.ones(100)}, tmp_path, 1)
     path = data_file(tmp_path, 1)
     content = bytearray(path.read_bytes())
@@ -416,7 +416,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
         dcp.load({"x": torch.zeros(100)}, storage_reader=HoldfastReader(tmp_path))
 
 
-def test_a_checkpoint_with_a_missing_file_is_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_missing_file_is_skipped(tmp_path: Path) -> None:
     save({"x": torch.ones(2)}, tmp_path, 1)
     save({"x": torch.zeros(2)}, tmp_path, 2)
     data_file(tmp_path, 2).unlink()
@@ -427,7 +427,7 @@ def test_a_checkpoint_with_a_missing_file_is_passed_over(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("which", ["safetensors", "rank-00000-a0001.json", "manifest"])
-def test_a_store_that_fails_leaves_no_checkpoint(
+def test_a_save_that_fails_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     """The disk fills up at the data file, at the part or at the manifest."""
@@ -451,8 +451,8 @@ def test_a_store_that_fails_leaves_no_checkpoint(
     assert holdfast.open(tmp_path).attempt == 1 + first_left_files, "files of the first try are not mixed in"
 
 
-def test_a_save_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None:
-    """At every failpoint in turn, each with a home of its own; the next start saves the same step."""
+def test_a_save_killed_at_any_point_leaves_all_or_nothing(tmp_path: Path) -> None:
+    """Each failpoint has its own home; the next start saves the same step."""
     seen, point = set(), 0
     while True:
         point += 1
@@ -473,11 +473,11 @@ def test_a_save_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"values": {"a": 1}, "paths": {}}', '{"values": {"a": 0}}'])
-def test_a_checkpoint_whose_index_cannot_be_read_is_passed_over(
+def test_a_checkpoint_whose_index_cannot_be_read_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     save({"x": torch.ones(2), "a": 5}, tmp_path, 1)
-    monkeypatch.setattr(Index, "text", lambda self: text)
+    monkeypatch.setattr(ValueIndex, "text", lambda self: text)
     save({"x": torch.zeros(2), "a": 6}, tmp_path, 2)
     with pytest.raises(holdfast.Corrupt, match=r"rank-00000-a0001\.json has an index of values that cannot"):
         HoldfastReader(tmp_path, step=2).read_metadata()

@@ -1,4 +1,4 @@
-"""The guide's decorators, with the guide's own examples; killed, damaged and called wrongly."""
+"""The guide's decorators with its own examples, kills, damage and wrong calls."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run(folder: Path, code: str, *words: str, **env: str) -> subprocess.Complete
 
 
 class Functions:
-    """A decorated pair that saves and loads a number, and remembers its calls."""
+    """Decorated functions that save and load a number, and record their calls."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder, self.calls = folder, []
@@ -113,8 +113,8 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_guides_examples_do_what_the_guide_says(tmp_path: Path):
-    """Save and load with each of its three pairs; the older steps are pruned with their metadata."""
+def test_the_examples_of_the_guide_work(tmp_path: Path):
+    """Each of the three pairs saves and loads; older steps are deleted with their metadata."""
     code = """
 for step in range(8):
     model.weight.data.fill_(step)
@@ -156,8 +156,8 @@ torch.save = save
 """
 
 
-def test_a_kill_while_a_step_is_written_falls_back_to_the_one_before(tmp_path: Path):
-    """The torn file of step 3 is there, and is not taken for a checkpoint."""
+def test_a_kill_during_a_save_falls_back_to_the_previous_step(tmp_path: Path):
+    """The truncated file of step 3 exists, but is not a checkpoint."""
     done = run(tmp_path, KILL_IN_SAVE + TRAIN, "6")
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (tmp_path / "checkpoints" / "training_3.pt").exists()
@@ -211,7 +211,7 @@ def run_plain(folder: Path, *words: str, **env: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize("point", ["store.written", "store.synced", "store.linked"])
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_kill_while_the_metadata_is_written_leaves_a_step_whole_or_absent(
+def test_a_kill_while_the_metadata_is_written_leaves_a_step_complete_or_missing(
     tmp_path: Path, point: str, count: int
 ):
     done = run_plain(tmp_path, "5", HOLDFAST_KILL_AT=f"{point}:{count}")
@@ -222,20 +222,20 @@ def test_a_kill_while_the_metadata_is_written_leaves_a_step_whole_or_absent(
     assert not [name for name in names(tmp_path / "checkpoints") if name.startswith(".")]
 
 
-def test_a_step_that_is_saved_again_survives_a_kill_of_that(tmp_path: Path):
-    """The old file makes way for the new one only when the new one is whole."""
+def test_a_step_survives_a_kill_while_it_is_saved_again(tmp_path: Path):
+    """The old file is replaced only when the new one is complete."""
     assert run_plain(tmp_path, "4").returncode == 0
     assert run_plain(tmp_path, "4", "again").returncode == -signal.SIGKILL
     done = run_plain(tmp_path, "5")
     assert done.stdout == "start 4\n", done.stderr
 
 
-def test_nothing_saved_is_none_and_calls_nothing(functions: Functions):
+def test_loading_without_a_checkpoint_returns_none_without_a_call(functions: Functions):
     assert functions.load(0) is None
     assert functions.calls == []
 
 
-def test_results_are_passed_on_and_nothing_runs_twice(functions: Functions):
+def test_results_are_returned_and_nothing_runs_twice(functions: Functions):
     assert functions.save(1, 10) == "saved 1"
     assert functions.save(step=2, value=20) == "saved 2"
     assert functions.load(step=0) == (2, 20)
@@ -267,8 +267,8 @@ def test_damage_of_the_newest_falls_back_to_the_next(functions: Functions, damag
     assert functions.load(0) == (3, 33)
 
 
-def test_if_none_verifies_that_is_an_error(functions: Functions):
-    """The run must not begin anew unnoticed."""
+def test_an_error_is_raised_if_all_steps_are_damaged(functions: Functions):
+    """A run must not silently start from scratch."""
     for step in (1, 2):
         functions.save(step, step)
         (functions.folder / f"model_{step}.pt").write_bytes(b"damaged")
@@ -278,7 +278,7 @@ def test_if_none_verifies_that_is_an_error(functions: Functions):
     assert ("load", 1) not in functions.calls
 
 
-def test_errors_of_a_save_are_raised_and_leave_what_was_there(tmp_path: Path):
+def test_errors_of_a_save_propagate_and_keep_the_earlier_step(tmp_path: Path):
     calls = []
 
     @save_checkpoint(save_dir=str(tmp_path))
@@ -301,8 +301,8 @@ def test_errors_of_a_save_are_raised_and_leave_what_was_there(tmp_path: Path):
     assert load(0) == "new False"
 
 
-def test_errors_of_a_load_are_raised_at_once(functions: Functions):
-    """A model of another shape is no reason to load an older step into half of it."""
+def test_errors_of_a_load_propagate(functions: Functions):
+    """A model of another shape must not fall back to an older step."""
     functions.save(1, 1)
     functions.save(2, 2)
     tried = []
@@ -317,7 +317,7 @@ def test_errors_of_a_load_are_raised_at_once(functions: Functions):
     assert tried == [2]
 
 
-def test_a_missing_file_elsewhere_is_no_reason_to_fall_back(functions: Functions, tmp_path: Path):
+def test_a_missing_file_in_another_folder_does_not_fall_back(functions: Functions, tmp_path: Path):
     functions.save(1, 1)
 
     @load_checkpoint(save_dir=str(functions.folder))
@@ -328,8 +328,8 @@ def test_a_missing_file_elsewhere_is_no_reason_to_fall_back(functions: Functions
         load(0)
 
 
-def test_a_step_that_another_function_did_not_reach_is_passed_over(tmp_path: Path):
-    """Killed between the save of the model and that of the optimizer: the step before is loaded."""
+def test_a_step_without_the_file_of_another_function_is_skipped(tmp_path: Path):
+    """After a kill between the saves of model and optimizer, the previous step is loaded."""
     a, b = Functions(tmp_path), []
 
     @save_checkpoint(save_dir=str(tmp_path))
@@ -350,8 +350,8 @@ def test_a_step_that_another_function_did_not_reach_is_passed_over(tmp_path: Pat
 
 
 @pytest.mark.parametrize("max_checkpoints", [1, 2])
-def test_pruning_keeps_the_newest_and_never_what_was_just_saved(tmp_path: Path, max_checkpoints: int):
-    """Also after going back, when the step just saved is not the greatest."""
+def test_pruning_keeps_the_newest_steps_and_the_one_just_saved(tmp_path: Path, max_checkpoints: int):
+    """This also holds after going back, when the step just saved is not the greatest."""
     functions = Functions(tmp_path, max_checkpoints=max_checkpoints)
     for step in (5, 10, 15):
         functions.save(step, step)
@@ -364,7 +364,7 @@ def test_pruning_keeps_the_newest_and_never_what_was_just_saved(tmp_path: Path, 
     assert len(names(tmp_path)) == 2 * max_checkpoints
 
 
-def test_metadata_says_what_was_saved(functions: Functions):
+def test_metadata_describes_the_save(functions: Functions):
     functions.save(1, 1)
     facts = json.loads((functions.folder / "checkpoint_step_1_metadata.json").read_text())
     assert facts["step"] == 1
@@ -373,8 +373,8 @@ def test_metadata_says_what_was_saved(functions: Functions):
     assert facts["files"]["model_1.pt"]["num_bytes"] == (functions.folder / "model_1.pt").stat().st_size
 
 
-def test_what_the_guides_own_code_saved_is_loaded(tmp_path: Path):
-    """Its metadata has no hashes; a file of it that does not load is passed over, as the guide has it."""
+def test_checkpoints_of_the_guides_own_code_are_loaded(tmp_path: Path):
+    """Its metadata has no hashes; a file that does not load is skipped, as in the guide."""
     for step in (1, 2):
         torch.save(step * 10, tmp_path / f"checkpoint_step_{step}.pt")
         (tmp_path / f"checkpoint_step_{step}_metadata.json").write_text(
@@ -398,7 +398,7 @@ def test_a_file_without_the_step_in_its_name_is_refused(tmp_path: Path):
         save(3)
 
 
-def test_steps_may_have_folders_and_leading_zeros(tmp_path: Path):
+def test_file_names_may_have_folders_and_leading_zeros(tmp_path: Path):
     @save_checkpoint(save_dir=str(tmp_path), max_checkpoints=2)
     def save(step: int) -> None:
         folder = tmp_path / f"step-{step:06}"
@@ -419,12 +419,12 @@ def test_steps_may_have_folders_and_leading_zeros(tmp_path: Path):
 
 
 @pytest.mark.parametrize("step", [-1, True, "5", 1.5])
-def test_a_step_is_a_whole_number(functions: Functions, step: Any):
+def test_a_step_must_be_a_whole_number(functions: Functions, step: Any):
     with pytest.raises(InvalidInput, match="whole number"):
         functions.save(step, 1)
 
 
-def test_without_a_step_the_function_is_just_called(functions: Functions):
+def test_without_a_step_the_function_is_only_called(functions: Functions):
     assert functions.save(None, 1) == "saved None"  # type: ignore[arg-type]
     assert functions.load(0) is None
 
@@ -432,5 +432,5 @@ def test_without_a_step_the_function_is_just_called(functions: Functions):
 def test_arguments_are_checked():
     with pytest.raises(InvalidInput, match="max_checkpoints"):
         save_checkpoint("checkpoints", max_checkpoints=0)
-    with pytest.raises(InvalidInput, match="takes no arguments"):
+    with pytest.raises(InvalidInput, match="has no arguments"):
         load_checkpoint("checkpoints")(lambda: None)()

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` over Holdfast on several ranks: layouts, async saves, failures."""
+"""`torch.distributed.checkpoint` with Holdfast on several ranks: layouts, async saves, failures."""
 
 # torch documents dcp.save and dcp.load, but does not list them as exported.
 # pyright: reportPrivateImportUsage=false
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 
 def check(found: list[Any], expected: list[Any]) -> None:
-    """Every rank has what the first one that saved had, and nothing is missing."""
+    """Assert that every rank has the values that were saved, and nothing is missing."""
     assert isinstance(expected[0], dict), expected[0]
     assert len(expected[0]) > 20
     for one in found:
@@ -47,7 +47,7 @@ def check(found: list[Any], expected: list[Any]) -> None:
     ],
     ids=str,
 )
-def test_any_layout_loads_what_another_saved(
+def test_any_layout_loads_a_save_of_any_other(
     tmp_path: Path, saving: tuple[int, str], loading: tuple[int, str]
 ) -> None:
     kept = run_ranks(saving[0], sharded.save, tmp_path, saving[1])
@@ -64,7 +64,7 @@ def test_any_layout_loads_what_another_saved(
 @pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp+fsdp"])
 def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> None:
-    """So the manifest does not grow with tensors times ranks; shards without elements are left out."""
+    """The manifest does not grow with tensors times ranks; empty shards are omitted."""
     assert isinstance(run_ranks(4, sharded.save, tmp_path, layout)[0], dict)
     store = open_store(tmp_path)
     manifest = read_manifest(store, 5, 1, None)
@@ -76,10 +76,10 @@ def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> No
 
 @pytest.mark.fsdp2_on_cpu
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_only_parts_that_hold_what_is_wanted_are_read(
+def test_only_parts_with_wanted_tensors_are_read(
     tmp_path: Path,
 ) -> None:
-    """Others may be damaged."""
+    """The other parts may be damaged."""
     kept = run_ranks(4, sharded.save, tmp_path, "fsdp")[0]
     cut = read_manifest(open_store(tmp_path), 5, 1, None).tensors["model.2.bias"].cut
     assert cut is not None
@@ -116,8 +116,8 @@ def test_each_byte_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.fsdp2_on_cpu
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
-def test_an_async_save_holds_what_was_there_when_it_began(tmp_path: Path, kind: str) -> None:
-    """Thread or process, it is one attempt with the plain save after it."""
+def test_an_async_save_has_the_state_at_its_start(tmp_path: Path, kind: str) -> None:
+    """In a thread or a process, it is of the same attempt as the plain save after it."""
     kept = run_ranks(2, sharded.save_async, tmp_path, kind)
     assert isinstance(kept[0], dict), kept[0]
     opened = holdfast.open(tmp_path, step=6)
@@ -136,7 +136,7 @@ def test_a_value_that_cannot_be_saved_is_named_on_every_rank(tmp_path: Path) -> 
         holdfast.open(tmp_path)
 
 
-def test_ranks_that_choose_different_checkpoints_load_none(tmp_path: Path) -> None:
+def test_ranks_that_choose_different_checkpoints_load_nothing(tmp_path: Path) -> None:
     for step in (1, 2):
         assert isinstance(run_ranks(2, sharded.save, tmp_path, "ddp", step)[0], dict)
     for one in run_ranks(2, sharded.choose_apart, tmp_path):

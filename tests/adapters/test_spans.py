@@ -1,4 +1,4 @@
-"""Regions of saved tensors: what is read along, and that what is wanted arrives, whatever the shapes."""
+"""Regions of saved tensors: the spans that are read, and the values, for any shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.adapters.dcp.gather import sinks
+from holdfast.adapters.dcp.sinks import make_sinks
 from holdfast.adapters.dcp.spans import Span, spans
 from holdfast.errors import InvalidInput
 from holdfast.format.layout import Piece
@@ -20,7 +20,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @st.composite
 def boxes(draw: st.DrawFn) -> Box:
-    """A shape, and offsets and lengths of a box in it that is not empty."""
+    """Draw a shape, and offsets and lengths of a non-empty box in it."""
     shape = draw(st.lists(st.integers(1, 7), max_size=4))
     offsets = [draw(st.integers(0, size - 1)) for size in shape]
     lengths = [draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
@@ -32,8 +32,8 @@ def region(tensor: torch.Tensor, offsets: tuple[int, ...], lengths: tuple[int, .
 
 
 @given(boxes(), st.integers(0, 60), st.integers(1, 9), st.sampled_from([torch.float32, torch.float64]))
-def test_the_region_arrives(box: Box, max_gap: int, step: int, dtype: torch.dtype) -> None:
-    """Through views of any length, in dense and in transposed targets, of the saved or another dtype."""
+def test_the_region_is_read_into_the_target(box: Box, max_gap: int, step: int, dtype: torch.dtype) -> None:
+    """This holds for views of any length, dense and transposed targets, and any dtype."""
     shape, offsets, lengths = box
     source = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     piece = Piece.whole("x", "F32", shape)
@@ -42,7 +42,7 @@ def test_the_region_arrives(box: Box, max_gap: int, step: int, dtype: torch.dtyp
         torch.full(lengths, -1, dtype=dtype),
         torch.full(lengths[::-1], -1, dtype=dtype).permute(tuple(reversed(range(len(lengths))))),
     ):
-        for at, num_bytes, sink in sinks(piece, offsets, lengths, target, max_gap_bytes=max_gap):
+        for at, num_bytes, sink in make_sinks(piece, offsets, lengths, target, max_gap_bytes=max_gap):
             for start in range(0, num_bytes, step):
                 stop = min(start + step, num_bytes)
                 sink.write(start, memoryview(content)[at + start : at + stop])
@@ -50,7 +50,7 @@ def test_the_region_arrives(box: Box, max_gap: int, step: int, dtype: torch.dtyp
 
 
 @given(boxes(), st.integers(0, 60))
-def test_nothing_is_read_twice_and_no_large_gap_is_read_along(box: Box, max_gap: int) -> None:
+def test_nothing_is_read_twice_and_large_gaps_are_skipped(box: Box, max_gap: int) -> None:
     shape, offsets, lengths = box
     wanted = region(torch.arange(math.prod(shape)).reshape(shape), offsets, lengths).flatten().tolist()
     found = list(spans(shape, offsets, lengths, max_gap))
@@ -64,11 +64,11 @@ def test_nothing_is_read_twice_and_no_large_gap_is_read_along(box: Box, max_gap:
     assert len(read) <= len(wanted) + along
 
 
-def test_columns_are_one_stretch_where_chunks_hold_many_rows_and_several_where_rows_are_large() -> None:
+def test_columns_are_one_span_for_small_rows_and_several_for_large_rows() -> None:
     assert list(spans((4, 10), (1, 2), (2, 3), max_gap=7)) == [Span(12, 13, (0, 0), (2, 3))]
     assert [one.start for one in spans((4, 10), (1, 2), (2, 3), max_gap=6)] == [12, 22]
 
 
 def test_a_target_of_another_shape_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"x is to be loaded as \[2\] into a tensor of \[3\]"):
-        next(sinks(Piece.whole("x", "F32", (4,)), (0,), (2,), torch.zeros(3), max_gap_bytes=0))
+    with pytest.raises(InvalidInput, match=r"x has shape \[2\], but the tensor to load it into \[3\]"):
+        next(make_sinks(Piece.whole("x", "F32", (4,)), (0,), (2,), torch.zeros(3), max_gap_bytes=0))

@@ -17,7 +17,7 @@ from holdfast.cli.demo.proof import claims
 from holdfast.cli.demo.story import Blow, Ending, Outcome, Start
 from holdfast.errors import InvalidInput
 from holdfast.store import open_store
-from holdfast.testing.servers import ministack
+from servers import ministack
 
 
 def arguments(*words: str) -> argparse.Namespace:

@@ -48,7 +48,7 @@ def test_trouble_is_2_and_damage_is_1(holdfast: Command, source: Path, tmp_path:
     (tmp_path / "notes.txt").write_text("hello")
     said = holdfast("import", tmp_path / "notes.txt", tmp_path / "run")
     assert said.status == 2
-    assert "Looked for" in said.err
+    assert "Supported are" in said.err
     assert holdfast("import", tmp_path / "gone", tmp_path / "run").status == 2
     os.truncate(source, 200)
     assert holdfast("import", source, tmp_path / "run").status == 1

@@ -16,7 +16,7 @@ from holdfast.compiled.index import FOLDER, IndexName, PackName, parse_name
 from holdfast.compiled.upload import CacheUploader
 from holdfast.errors import RetryLater
 from holdfast.store import Store, open_store
-from holdfast.testing.faulty import FaultyStore
+from holdfast.testing.faulty_store import FaultyStore
 
 KEY = "0123456789abcdef" * 2
 FACTS = {"cpu": "flags: avx2"}

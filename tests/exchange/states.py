@@ -1,4 +1,4 @@
-"""States that the tests of exchange move about: every dtype, no elements, no dimensions, tied, strided."""
+"""States for the tests of exchange: every dtype, no elements, no dimensions, tied, strided."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (
 
 
 def tensor_of(name: str, *shape: int) -> torch.Tensor:
-    """A tensor of a dtype with any bits in it, except that booleans are 0 or 1."""
+    """Return a tensor of a dtype with random bits; booleans are 0 or 1."""
     dtype = getattr(torch, name)
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 2 if name == "bool" else 256, (count,), dtype=torch.uint8)
@@ -24,7 +24,7 @@ def tensor_of(name: str, *shape: int) -> torch.Tensor:
 
 
 def model() -> dict[str, torch.Tensor]:
-    """A state dict of a module, with two names for one tensor."""
+    """Return a module's state dict with two names for one tensor."""
     found = {f"layer.{name}": tensor_of(name, 3, 5) for name in DTYPES}
     found["scale"] = torch.tensor(2.5)
     found["none"] = torch.zeros(0, 7)
@@ -36,7 +36,7 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def training() -> dict[str, Any]:
-    """All that a training loop would save with torch.save."""
+    """Return everything that a training loop would save with torch.save."""
     moments = {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 5)}, 1: {"step": torch.tensor(3.0)}}
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1], "foreach": None}]
     return {
@@ -51,7 +51,7 @@ def training() -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """True if two trees are equal in kind, structure and every bit of every tensor."""
+    """Return True if two trees are equal in type, structure and every bit of every tensor."""
     if isinstance(a, torch.Tensor):
         return (
             isinstance(b, torch.Tensor)
@@ -66,6 +66,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Fail, naming the tensors, unless two dicts of tensors are the same, whatever their order."""
+    """Assert that two dicts have the same tensors in any order, and name those that differ."""
     assert set(found) == set(expected)
     assert [name for name in expected if not same(found[name], expected[name])] == []

@@ -1,4 +1,4 @@
-"""DCP as its users call it: stock torch, nothing of ours."""
+"""DCP as its users call it: stock torch without Holdfast."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 
 def save_dcp(state: dict[str, Any], folder: Path) -> None:
-    """`dcp.save` by one process."""
+    """Call `dcp.save` in one process."""
     save(state, storage_writer=FileSystemWriter(folder))
 
 
 def load_dcp(target: dict[str, Any], folder: Path, reader: Any = None) -> None:
-    """`dcp.load` in place, by one process; the reader is DCP's own by default."""
+    """Call `dcp.load` in one process, with DCP's own reader by default."""
     load(target, storage_reader=reader or FileSystemReader(folder))

@@ -1,4 +1,4 @@
-"""Import and export of what is larger than the memory they may use, in processes of their own."""
+"""Import and export of checkpoints larger than the memory limit, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import json, sys, re
 from pathlib import Path
 import torch, torch.distributed.checkpoint
 import holdfast
-from holdfast.exchange.arrival import import_checkpoint
-from holdfast.exchange.departure import export_checkpoint
+from holdfast.exchange.importer import import_checkpoint
+from holdfast.exchange.exporter import export_checkpoint
 
 def bytes_of(field):
     found = re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())
@@ -46,7 +46,7 @@ print(json.dumps([into, out]))
 
 
 def make(kind: str, folder: Path) -> Path:
-    """A source of `NUM_BYTES`: a large tensor and many small ones."""
+    """Write a source of `NUM_BYTES` with a large tensor and many small ones."""
     side = 9 << 9
     big = torch.arange(side * side, dtype=torch.int32).view(side, side)
     rest = (NUM_BYTES - big.nbytes) // 64

@@ -1,4 +1,4 @@
-"""Tensors of a file of torch.save are inside their storages, and an archive has one reading."""
+"""Tensors in a file of torch.save must be inside their storages, and its archive must be unambiguous."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import torch._utils
 import holdfast
 from campaigns.fuzz.bounded import run_case
 from holdfast.errors import Corrupt
-from holdfast.exchange.archive import find_tensor
-from holdfast.exchange.arrival import import_checkpoint
+from holdfast.exchange.importer import import_checkpoint
+from holdfast.exchange.torch_archive import locate_tensor
 from holdfast.exchange.torch_files import load_bytes
 
 FAR = 1 << 31
@@ -37,14 +37,14 @@ PLACES = {
 
 
 class _Storage:
-    """The storage of four elements that `_pickled` refers to."""
+    """Storage of four elements that `_pickled` refers to."""
 
     def __init__(self, num_items: int, key: str = "0") -> None:
         self.facts = ("storage", torch.FloatStorage, key, "cpu", num_items)
 
 
 class _Made:
-    """An object that is pickled as the call of a function."""
+    """Object that is pickled as a function call."""
 
     def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
         self.reduced = (function, arguments) if state is None else (function, arguments, state)
@@ -107,7 +107,7 @@ def _check_refused(data: bytes, tmp_path: Path) -> None:
 
 
 @both
-def test_the_file_of_these_tests_is_read(tmp_path: Path, legacy: bool) -> None:
+def test_an_unchanged_file_is_read(tmp_path: Path, legacy: bool) -> None:
     (tmp_path / "a.pt").write_bytes(_file({"w": _tensor(1, (3,), (1,))}, legacy=legacy))
     import_checkpoint(tmp_path / "a.pt", tmp_path / "home", under="model")
     assert torch.equal(holdfast.open(tmp_path / "home")["model.w"], torch.tensor([1.0, 2.0, 3.0]))
@@ -115,33 +115,35 @@ def test_the_file_of_these_tests_is_read(tmp_path: Path, legacy: bool) -> None:
 
 @both
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_tensor_that_is_not_inside_its_storage_is_refused(
+def test_a_tensor_outside_its_storage_is_refused(
     tmp_path: Path, place: tuple[Any, Any, Any], legacy: bool
 ) -> None:
-    """Torch enlarges the storage, by gigabytes if the offset says so."""
+    """Torch would enlarge the storage, by gigabytes if the offset is large."""
     _check_refused(_file({"w": _tensor(*place)}, legacy=legacy), tmp_path)
 
 
 @both
-def test_a_size_that_is_changed_after_it_was_written_is_refused(tmp_path: Path, legacy: bool) -> None:
+def test_a_size_larger_than_the_storage_is_refused(tmp_path: Path, legacy: bool) -> None:
     for size in ([FAR], {FAR: 1}, _Made(torch.Size, (FAR,))):
         _check_refused(_file({"w": _tensor(0, size, (1,))}, legacy=legacy), tmp_path)
 
 
 @both
 def test_a_storage_larger_than_its_bytes_is_refused(tmp_path: Path, legacy: bool) -> None:
-    """In an archive that is not mapped, torch reads beyond the end of the record."""
+    """Torch would read beyond the end of the record in an archive that is not mapped."""
     _check_refused(_file({"w": _tensor(0, (200,), (1,), num_items=200)}, legacy=legacy), tmp_path)
 
 
 @both
-def test_a_storage_that_is_named_with_two_sizes_is_refused(tmp_path: Path, legacy: bool) -> None:
+def test_a_storage_with_two_sizes_is_refused(tmp_path: Path, legacy: bool) -> None:
     two = {"a": _tensor(0, (1,), (1,), num_items=1), "b": _tensor(0, (4,), (1,), num_items=4)}
     _check_refused(_file(two, legacy=legacy), tmp_path)
 
 
 @both
-def test_a_tensor_that_another_call_makes_is_compared_with_its_storage(tmp_path: Path, legacy: bool) -> None:
+def test_a_tensor_from_another_rebuild_function_is_compared_with_its_storage(
+    tmp_path: Path, legacy: bool
+) -> None:
     rebuild: Any = torch._utils._rebuild_tensor_v2
     inner = (_Storage(4), FAR, (2,), (1,), False, OrderedDict())
     subclass = _Made(torch._tensor._rebuild_from_type_v2, rebuild, torch.Tensor, inner, {})
@@ -159,8 +161,8 @@ def test_a_tensor_that_another_call_makes_is_compared_with_its_storage(tmp_path:
         _check_refused(_file({"w": made}, legacy=legacy), tmp_path)
 
 
-def test_items_of_an_older_kind_in_a_dcp_checkpoint_are_checked_too() -> None:
-    """They were given to torch unchecked."""
+def test_legacy_items_in_a_dcp_checkpoint_are_checked_too() -> None:
+    """Legacy files inside DCP items are checked before torch loads them."""
     with pytest.raises(Corrupt, match="needs more than"):
         load_bytes(_file(_tensor(FAR, (2,), (1,)), legacy=True), "an item")
 
@@ -229,16 +231,14 @@ def _with_extra(extra: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("make", AMBIGUOUS.values(), ids=AMBIGUOUS)
-def test_an_archive_that_can_be_read_in_two_ways_is_refused(
-    tmp_path: Path, make: Callable[[], bytes]
-) -> None:
-    """Torch could load another pickle than the one that was checked."""
+def test_an_ambiguous_archive_is_refused(tmp_path: Path, make: Callable[[], bytes]) -> None:
+    """Torch could load a different pickle than the one that was checked."""
     _check_refused(make(), tmp_path)
     (tmp_path / "item").write_bytes(make())
     with pytest.raises(Corrupt):
-        find_tensor(tmp_path / "item", 0, len(make()))
+        locate_tensor(tmp_path / "item", 0, len(make()))
 
 
 @pytest.mark.parametrize("data", [_archive(HARMLESS), _with_zip64(0)], ids=["plain", "zip64"])
-def test_an_archive_with_one_reading_is_read(data: bytes) -> None:
+def test_an_unambiguous_archive_is_read(data: bytes) -> None:
     assert load_bytes(data, "an item") == {"n": 1}

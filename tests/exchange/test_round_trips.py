@@ -1,4 +1,4 @@
-"""What goes in comes out again, through every format, in every bit."""
+"""Checkpoints imported and exported in every format keep every bit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import holdfast
 from exchange.states import check, model, same, training
 from exchange.stock import load_dcp, save_dcp
-from holdfast.exchange.arrival import import_checkpoint
-from holdfast.exchange.departure import export_checkpoint
+from holdfast.exchange.exporter import export_checkpoint
+from holdfast.exchange.importer import import_checkpoint
 from holdfast.format import names
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[dict[str, Any], Path]:
-    """A training's state, and the file in which torch saved it."""
+    """Training state, and the file of torch.save with it."""
     state = training()
     torch.save(state, tmp_path / "state.pt")
     return state, tmp_path / "state.pt"
 
 
-def test_torch_goes_in_and_out(saved: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_torch_files_round_trip(saved: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     state, path = saved
     done = import_checkpoint(path, tmp_path / "home", step=12)
     assert (done.kind, done.step) == ("torch", 12)
@@ -57,7 +57,7 @@ def test_torch_goes_in_and_out(saved: tuple[dict[str, Any], Path], tmp_path: Pat
         assert found["model"]["head"].data_ptr() == found["model"]["layer.float32"].data_ptr()
 
 
-def test_a_bare_state_dict_comes_out_as_it_was(tmp_path: Path) -> None:
+def test_a_bare_state_dict_round_trips(tmp_path: Path) -> None:
     state = model()
     torch.save(state, tmp_path / "model.pt")
     import_checkpoint(tmp_path / "model.pt", tmp_path / "home")
@@ -67,7 +67,7 @@ def test_a_bare_state_dict_comes_out_as_it_was(tmp_path: Path) -> None:
     check(torch.load(tmp_path / "out.pt", weights_only=True), state)
 
 
-def test_dcp_goes_in_and_stock_dcp_loads_what_comes_out(tmp_path: Path) -> None:
+def test_dcp_round_trips_and_stock_dcp_loads_it(tmp_path: Path) -> None:
     state = training()
     save_dcp(state, tmp_path / "in")
     done = import_checkpoint(tmp_path / "in", tmp_path / "home")
@@ -94,7 +94,7 @@ def test_dcp_goes_in_and_stock_dcp_loads_what_comes_out(tmp_path: Path) -> None:
     assert all(same(whole[0][key], whole[1][key]) for key in whole[0])
 
 
-def test_safetensors_goes_in_and_out(tmp_path: Path) -> None:
+def test_safetensors_round_trips(tmp_path: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in model().items() if name != "head"}
     save_file(state, tmp_path / "in.safetensors")
     done = import_checkpoint(tmp_path / "in.safetensors", tmp_path / "home", under="model")
@@ -106,7 +106,7 @@ def test_safetensors_goes_in_and_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 200, "1GB"])
-def test_hugging_face_goes_in_and_out(tmp_path: Path, max_shard_bytes: int | str) -> None:
+def test_hugging_face_folders_round_trip(tmp_path: Path, max_shard_bytes: int | str) -> None:
     state = model()
     torch.save(state, tmp_path / "in.pt")
     import_checkpoint(tmp_path / "in.pt", tmp_path / "home")
@@ -133,8 +133,8 @@ def test_stock_torch_loads_the_hugging_face_folder_and_reshards_it(tmp_path: Pat
     check(target, {name: state[name] for name in target})
 
 
-def test_old_torch_files_and_sharded_bin_folders_go_in(tmp_path: Path) -> None:
-    """Hugging Face's older folders: pickles of before 1.6, and an index of several files."""
+def test_old_torch_files_and_sharded_bin_folders_are_imported(tmp_path: Path) -> None:
+    """Older Hugging Face folders have pickles of torch before 1.6, and an index of several files."""
     state = {name: tensor for name, tensor in model().items() if "uint" not in name and "8" not in name}
     names = sorted(state)
     old = tmp_path / "old"
@@ -153,8 +153,8 @@ def test_old_torch_files_and_sharded_bin_folders_go_in(tmp_path: Path) -> None:
         check(holdfast.open(tmp_path / f"{folder.name}-home").tensors(), state)
 
 
-def test_a_training_run_goes_out_to_torch_as_torch_would_take_it(tmp_path: Path) -> None:
-    """The model's part is a state dict, the optimizer's is by parameter name; the rest are plain values."""
+def test_a_training_run_is_exported_so_that_torch_loads_it(tmp_path: Path) -> None:
+    """The model is a state dict, the optimizer is by parameter name, and the rest are plain values."""
     linear = torch.nn.Linear(4, 3)
     net = torch.nn.Sequential(linear, torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(net.parameters())
@@ -189,8 +189,8 @@ def test_an_imported_model_is_restored_into_a_training_run(tmp_path: Path) -> No
     assert holdfast.open(tmp_path / "run").step == 41
 
 
-def test_a_value_that_holds_tensors_comes_out_of_dcp(tmp_path: Path) -> None:
-    """DCP keeps a tuple with tensors in it as one opaque item."""
+def test_a_value_with_tensors_is_imported_from_dcp(tmp_path: Path) -> None:
+    """DCP stores a tuple that contains tensors as one opaque item."""
     state = {"pair": (torch.ones(2), 3), "w": torch.zeros(1)}
     save_dcp(dict(state), tmp_path / "in")
     import_checkpoint(tmp_path / "in", tmp_path / "home")
@@ -198,8 +198,8 @@ def test_a_value_that_holds_tensors_comes_out_of_dcp(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "out.pt", weights_only=True)["pair"], state["pair"])
 
 
-def test_sharded_dcp_is_put_together(tmp_path: Path) -> None:
-    """Chunks along both dimensions, one of them not contiguous in its item, become whole tensors."""
+def test_sharded_dcp_tensors_are_joined(tmp_path: Path) -> None:
+    """Chunks along both dimensions, one of them not contiguous in its item, are joined to whole tensors."""
     whole = torch.randn(6, 8)
     _save_sharded(tmp_path / "in", whole)
     import_checkpoint(tmp_path / "in", tmp_path / "home")
@@ -207,7 +207,7 @@ def test_sharded_dcp_is_put_together(tmp_path: Path) -> None:
 
 
 def _save_sharded(folder: Path, whole: torch.Tensor) -> None:
-    """A DCP checkpoint of one tensor in four chunks, made with DCP's own classes."""
+    """Write a DCP checkpoint of one tensor in four chunks with DCP's own classes."""
     import pickle
 
     from torch.distributed.checkpoint import metadata as kinds
@@ -232,8 +232,8 @@ def _save_sharded(folder: Path, whole: torch.Tensor) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_the_files_of_a_step_are_a_source_too(tmp_path: Path) -> None:
-    """Files that say which region they hold are put together, as DCP's Hugging Face writer leaves them."""
+def test_the_files_of_a_holdfast_step_can_be_imported(tmp_path: Path) -> None:
+    """Files whose metadata describe regions are joined, like those of DCP's Hugging Face writer."""
     store = open_store(tmp_path / "run")
     make_home(store)
     whole = torch.randn(6, 8)
@@ -260,7 +260,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", list(VALUES))
-def test_values_of_every_kind_come_out_where_weights_only_takes_them(tmp_path: Path, kind: str) -> None:
+def test_values_of_every_kind_are_exported_for_weights_only_loading(tmp_path: Path, kind: str) -> None:
     store = MemoryStore()
     make_home(store)
     make_checkpoint(store, 1, 1, [{}], values=[{"all": VALUES[kind]}])

@@ -14,8 +14,8 @@ import pytest
 from faults.playground import TOTAL, Playground
 from holdfast.format import names
 from holdfast.store import Store, open_store
-from holdfast.testing.faultproxy import FaultProxy
-from holdfast.testing.servers import Server, ministack
+from holdfast.testing.fault_proxy import FaultProxy
+from servers import Server, ministack
 
 WAYS = ("diskless", "tiered")
 EACH_WAY = ("tiered", pytest.param("diskless", marks=pytest.mark.slow))
@@ -85,7 +85,7 @@ def test_training_goes_on_while_the_bucket_does_not_answer(playground: Playgroun
     options = ("--step-s", "0.01", "--memory", "1MB", *bucket.options(way))
     child = playground.start(*options, total=600, **bucket.env)
     playground.wait_for(lambda: playground.complete(bucket.url), "a checkpoint in the bucket")
-    bucket.proxy.order("503", times=None)
+    bucket.proxy.inject("503", times=None)
     seen = playground.num_steps()
     playground.wait_for(lambda: playground.num_steps() > seen + 250, "steps without a bucket")
     bucket.proxy.clear()
@@ -101,7 +101,7 @@ def test_a_bucket_that_stays_away_is_an_error_in_the_end(playground: Playground,
     options = ("--step-s", "0.01", "--patience", "0.5s", *bucket.options())
     child = playground.start(*options, total=100_000, **bucket.env)
     playground.wait_for(lambda: playground.complete(bucket.url), "a checkpoint in the bucket")
-    bucket.proxy.order("503", times=None)
+    bucket.proxy.inject("503", times=None)
     assert child.wait() == 1, child.said()
     bucket.proxy.clear()
     assert "RetryLater" in child.said()
@@ -140,7 +140,7 @@ def test_lost_answers_and_broken_connections_are_no_failures(
     """Every few requests fail in some way, commits among them; nothing is lost and nothing is said."""
     for nth, fault in enumerate(("reset-after", "503", "reset-before", "truncate", "500"), start=3):
         for again in range(6):
-            bucket.proxy.order(fault, nth=nth * 5 + again * 37)
+            bucket.proxy.inject(fault, nth=nth * 5 + again * 37)
     playground.finish(*bucket.options(), **bucket.env)
     assert playground.final() == uninterrupted
     assert playground.complete(bucket.url)[0] == (1, TOTAL)

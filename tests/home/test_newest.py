@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast.adapters import nebula, recipe
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
-from holdfast.adapters.nebula import current, shelf
+from holdfast.adapters.nebula import default_session, tag_index
 from holdfast.cli import main
 from holdfast.errors import Denied, ResumeWarning, RetryLater
 from holdfast.store import direct, local
@@ -89,7 +89,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for step in (OLDER, NEWEST):
         nebula.Checkpoint(f"global_step{step}", 1).save("model", torch.full((2,), float(step)))
     nebula.flush_persistence()
-    current.end()
+    default_session.end()
     return {name: root / name for name in ("plain", "dcp", "nebula")}
 
 
@@ -124,7 +124,7 @@ def listed_by_nebula(home: Path) -> int:
 
 def next_after_nebula(home: Path) -> int | None:
     store = local.LocalStore(home)
-    return shelf.Shelf(str(home), [shelf.Tier("home", store)]).last_step()
+    return tag_index.TagIndex(str(home), [tag_index.Tier("home", store)]).last_step()
 
 
 CHOOSERS: dict[str, tuple[str, Callable[[Path], int | None]]] = {
@@ -141,7 +141,7 @@ CHOOSERS: dict[str, tuple[str, Callable[[Path], int | None]]] = {
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Patience of a moment instead of two minutes."""
-    for module in ("holdfast.adapters.dcp.reader", "holdfast.adapters.nebula.shelf", recipe.__name__):
+    for module in ("holdfast.adapters.dcp.reader", "holdfast.adapters.nebula.tag_index", recipe.__name__):
         monkeypatch.setattr(f"{module}.LIMIT_S", 0.3)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
@@ -166,9 +166,9 @@ def test_a_newest_that_cannot_be_read_is_never_passed_over(
         with pytest.raises(RetryLater if number in PASSING else Denied):
             choose(home)
         assert disk.failed
-    current.end()
+    default_session.end()
     assert choose(home) == NEWEST, "nothing was deleted or marked for good"
-    current.end()
+    default_session.end()
 
 
 @pytest.mark.usefixtures("hurried")
@@ -190,7 +190,7 @@ def test_an_error_that_passes_costs_no_step(
         disk = Disk(patch, NEWEST, number, 1, call)
         assert choose(home) == NEWEST
         assert disk.failed == 1
-    current.end()
+    default_session.end()
 
 
 @pytest.mark.usefixtures("hurried")
@@ -210,7 +210,7 @@ def test_bytes_that_cannot_be_read_are_not_called_damaged(
             with pytest.raises(RetryLater, match=f"Step {NEWEST} of attempt 1"):
                 choose(home)
         assert disk.failed
-    current.end()
+    default_session.end()
 
 
 @pytest.mark.usefixtures("hurried")

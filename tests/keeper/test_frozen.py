@@ -213,7 +213,7 @@ def test_what_other_ranks_and_half_done_saves_have_left_is_passed_over() -> None
     store.put(names.part(3, 1, 0), document[:-1])
     store.put(names.part(4, 1, 0), parts.finish(draft(4, 1), DataFile(0, 65536, "")))
     store.put(names.frozen(9, 1, 1), b"of another rank")
-    store.forget()
+    store.clear_calls()
     persist_frozen(FrozenFile(store, make_terms(attempt=2)), 5)
     assert store.get(names.frozen(5, 2, 0)) == make_image()
     assert len(calls(store, "link")) == 1

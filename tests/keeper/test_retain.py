@@ -153,7 +153,7 @@ def test_a_store_that_fails_anywhere_leaves_only_what_verifies() -> None:
     for method in ("delete", "get", "list"):
         for nth in range(1, 20):
             store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
-            store.forget()
+            store.clear_calls()
             store.fail(method, RetryLater("gone for a moment"), nth=nth)
             retention = Retention(store, Keep(2))
             try:
@@ -172,7 +172,7 @@ def test_a_store_that_fails_anywhere_leaves_only_what_verifies() -> None:
 
 def test_deleting_begins_with_the_manifest() -> None:
     store = make_store((1, 10, ()), (1, 20, ()))
-    store.forget()
+    store.clear_calls()
     list(Retention(store, Keep(1)).apply((1, 20), (), ()))
     deleted = [call.name for call in store.calls("delete")]
     assert deleted[0] == names.manifest(10, 1)

@@ -265,7 +265,7 @@ def test_boxes_of_other_ranks_are_not_even_looked_at(case: tuple[tuple[int, ...]
     store = FaultyStore(MemoryStore())
     made = save_cut(store, random_tensor(torch.float32, shape), cut)
     for box in wanted:
-        store.forget()
+        store.clear_calls()
         fill(store, made, {"t": Target(torch.zeros(box.lengths), box)}, 0)
         needed = {rank for rank, _ in cut.touching(box, shape)} if box.num_items else set()
         assert {call.name for call in store.calls("get")} == {names.part(1, 1, rank) for rank in needed}
@@ -322,7 +322,7 @@ def test_frozen_and_other_tensors_of_a_rank_come_from_their_two_files() -> None:
         (["base"], {names.frozen(1, 1, 0)}),
         (["w", "base", "alias"], {names.data(1, 1, 0), names.frozen(1, 1, 0)}),
     ):
-        store.forget()
+        store.clear_calls()
         targets = {name: torch.zeros_like(held[made.tied.get(name, name)]) for name in wanted}
         fill(store, made, targets, 0)
         assert {call.name for call in store.calls("read_into")} == files

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.testing.servers import Server
+from servers import Server
 
 numbers = itertools.count()
 

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ceph import ceph_rgw
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.store import Entry, Store, open_store
 from holdfast.store.objects import CREATE_BYTES, READ_BYTES, ObjectStore
 from holdfast.testing import StoreSuite
-from holdfast.testing.ceph import ceph_rgw
-from holdfast.testing.faultproxy import FaultProxy
-from holdfast.testing.servers import Server, azurite, install_azurite
+from holdfast.testing.fault_proxy import FaultProxy
+from servers import Server, azurite, install_azurite
 
 PART_BYTES = 5 << 20
 Home = Callable[..., str]
@@ -132,20 +132,20 @@ def test_a_large_object_is_sent_in_parts_and_read_in_ranges(home: Home, proxy: F
     store = open_store(home(port=proxy.port, part_bytes=str(PART_BYTES)))
     data = big(2 * PART_BYTES + READ_BYTES + 17)
     store.put("a/large", data)
-    parts = [one for one in proxy.exchanges("PUT") if "partNumber" in one.target]
+    parts = [one for one in proxy.requests("PUT") if "partNumber" in one.target]
     assert len(parts) == 4
-    proxy.forget()
+    proxy.clear_requests()
     room = memoryview(bytearray(len(data) - 5))
     store.read_into("a/large", 5, room)
     assert room == data[5:]
-    assert len(proxy.exchanges("GET")) == -(-len(room) // READ_BYTES)
+    assert len(proxy.requests("GET")) == -(-len(room) // READ_BYTES)
     assert store.get("a/large") == data
 
 
 def test_a_small_object_is_one_request(home: Home, proxy: FaultProxy) -> None:
     store = open_store(home(port=proxy.port))
     store.put("a", b"x" * 100_000)
-    assert len(proxy.exchanges()) == 1
+    assert len(proxy.requests()) == 1
 
 
 def test_parts_of_a_large_object_are_streamed(home: Home, proxy: FaultProxy) -> None:
@@ -161,7 +161,7 @@ def test_parts_of_a_large_object_are_streamed(home: Home, proxy: FaultProxy) -> 
 
     store.put_parts("a", parts(), len(data))
     assert store.get("a") == data
-    assert sum("partNumber" in one.target for one in proxy.exchanges("PUT")) == 4
+    assert sum("partNumber" in one.target for one in proxy.requests("PUT")) == 4
 
 
 @pytest.mark.parametrize("found", [2 * PART_BYTES, 4 * PART_BYTES])
@@ -183,7 +183,7 @@ def test_a_streams_own_error_is_raised_and_the_upload_taken_back(home: Home, pro
     with pytest.raises(Corrupt) as caught:
         store.put_parts("a", parts(), 3 * PART_BYTES)
     assert caught.value is damage
-    assert any("uploadId" in one.target for one in proxy.exchanges("DELETE"))
+    assert any("uploadId" in one.target for one in proxy.requests("DELETE"))
     assert list(store.list()) == []
 
 

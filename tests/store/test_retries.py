@@ -15,7 +15,7 @@ from holdfast.format import names
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import Job, Want, read
 from holdfast.store import Store, open_store
-from holdfast.testing.faultproxy import FaultProxy
+from holdfast.testing.fault_proxy import FaultProxy
 from making import make_checkpoint
 
 PART_BYTES = 5 << 20
@@ -36,12 +36,12 @@ def behind(home: Home) -> Store:
 
 
 def faults(proxy: FaultProxy) -> int:
-    return sum(one.fault is not None for one in proxy.exchanges())
+    return sum(one.fault is not None for one in proxy.requests())
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_put_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
-    proxy.order(fault, method="PUT", times=2, after_bytes=1000)
+    proxy.inject(fault, method="PUT", times=2, after_bytes=1000)
     store.put("a", b"x" * 100_000)
     assert behind.get("a") == b"x" * 100_000
     assert faults(proxy) == 2
@@ -52,7 +52,7 @@ def test_a_create_survives_and_knows_its_own(
     store: Store, behind: Store, proxy: FaultProxy, fault: str
 ) -> None:
     """Also where the answer was lost, and the next try is told that the name is taken: by us."""
-    proxy.order(fault, method="PUT", times=2, after_bytes=1000)
+    proxy.inject(fault, method="PUT", times=2, after_bytes=1000)
     store.put("a", b"x" * 10_000, if_absent=True)
     assert behind.get("a") == b"x" * 10_000
     assert faults(proxy) == (1 if fault == "reset-after" else 2)
@@ -63,7 +63,7 @@ def test_a_create_of_a_taken_name_is_a_conflict_whatever_breaks(
     store: Store, behind: Store, proxy: FaultProxy, fault: str
 ) -> None:
     behind.put("a", b"somebody else's")
-    proxy.order(fault, method="PUT", times=1, after_bytes=5)
+    proxy.inject(fault, method="PUT", times=1, after_bytes=5)
     with pytest.raises(Conflict):
         store.put("a", b"one of our own", if_absent=True)
     assert behind.get("a") == b"somebody else's"
@@ -73,8 +73,8 @@ def test_a_create_of_a_taken_name_is_a_conflict_whatever_breaks(
 def test_a_lost_answer_is_cleared_up_although_reading_back_fails_too(
     store: Store, behind: Store, proxy: FaultProxy
 ) -> None:
-    proxy.order("reset-after", method="PUT")
-    proxy.order("503", method="GET")
+    proxy.inject("reset-after", method="PUT")
+    proxy.inject("503", method="GET")
     store.put("manifest.json", b"id 1", if_absent=True)
     assert behind.get("manifest.json") == b"id 1"
     assert faults(proxy) == 2
@@ -83,7 +83,7 @@ def test_a_lost_answer_is_cleared_up_although_reading_back_fails_too(
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_part_of_an_upload_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
     data = os.urandom(2 * PART_BYTES + 5)
-    proxy.order(fault, method="PUT", target="partNumber", times=2, after_bytes=1000)
+    proxy.inject(fault, method="PUT", target="partNumber", times=2, after_bytes=1000)
     store.put("a", data)
     assert behind.get("a") == data
     assert faults(proxy) == 2
@@ -95,7 +95,7 @@ def test_begin_and_end_of_an_upload_survive(
     store: Store, behind: Store, proxy: FaultProxy, fault: str, target: str
 ) -> None:
     data = os.urandom(PART_BYTES + 5)
-    proxy.order(fault, method="POST", target=target)
+    proxy.inject(fault, method="POST", target=target)
     store.put("a", data)
     assert behind.get("a") == data
     assert faults(proxy) == 1
@@ -105,9 +105,9 @@ def test_begin_and_end_of_an_upload_survive(
 def test_a_read_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
     data = os.urandom(3 << 20)
     behind.put("a", data)
-    proxy.order(fault, method="GET", times=2, after_bytes=1 << 20)
+    proxy.inject(fault, method="GET", times=2, after_bytes=1 << 20)
     assert store.get("a") == data
-    proxy.order(fault, method="GET", times=2, after_bytes=1 << 20)
+    proxy.inject(fault, method="GET", times=2, after_bytes=1 << 20)
     room = memoryview(bytearray(len(data) - 10))
     store.read_into("a", 10, room)
     assert room == data[10:]
@@ -120,7 +120,7 @@ def test_looking_listing_and_deleting_survive(
 ) -> None:
     behind.put("a", b"x")
     for method in ("HEAD", "GET", "DELETE"):
-        proxy.order(fault, method=method)
+        proxy.inject(fault, method=method)
     assert store.size("a") == 1
     assert [entry.name for entry in store.list()] == ["a"]
     store.delete("a")
@@ -131,7 +131,7 @@ def test_looking_listing_and_deleting_survive(
 @pytest.mark.parametrize("fault", ["503", "reset-before"])
 def test_a_server_side_copy_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
     behind.put("a", b"x" * 1000)
-    proxy.order(fault, method="PUT")
+    proxy.inject(fault, method="PUT")
     store.link("a", "b")
     assert behind.get("b") == b"x" * 1000
     assert faults(proxy) == 1
@@ -139,8 +139,8 @@ def test_a_server_side_copy_survives(store: Store, behind: Store, proxy: FaultPr
 
 def test_a_stall_is_cut_off_and_tried_again(home: Home, behind: Store, proxy: FaultProxy) -> None:
     store = open_store(home(port=proxy.port, timeout="60", request_timeout="500ms"))
-    proxy.order("stall", method="PUT", seconds=600)
-    proxy.order("stall", method="GET", seconds=600)
+    proxy.inject("stall", method="PUT", seconds=600)
+    proxy.inject("stall", method="GET", seconds=600)
     store.put("a", b"x")
     assert store.get("a") == b"x"
     assert faults(proxy) == 2
@@ -152,7 +152,7 @@ def test_a_dead_store_is_given_up_and_everything_stays(
 ) -> None:
     store = open_store(home(port=proxy.port, timeout="300ms", part_bytes=str(PART_BYTES)))
     behind.put("a", b"old")
-    proxy.order("503", times=None)
+    proxy.inject("503", times=None)
     calls: list[Callable[[], object]] = [
         lambda: store.put("a", bytes(num_bytes)),
         lambda: store.put_parts("a", iter([bytes(num_bytes)]), num_bytes),
@@ -180,13 +180,13 @@ def test_the_message_names_object_limit_and_cause_and_no_keys(
     store = open_store(home(port=proxy.port, timeout="500ms"))
     for fault, code, kind in (("503", "", RetryLater), ("403", "InvalidAccessKeyId", Denied)):
         proxy.clear()
-        proxy.order(fault, times=None, code=code)
+        proxy.inject(fault, times=None, code=code)
         with pytest.raises(kind, match="a/b") as caught:
             store.put("a/b", b"x")
         assert "HIDE" not in str(caught.value)
         assert fault in str(caught.value)
     proxy.clear()
-    proxy.order("503", times=None)
+    proxy.inject("503", times=None)
     with pytest.raises(RetryLater, match=r"limit 500.0 ms"):
         store.put("a/b", b"x")
 
@@ -218,7 +218,7 @@ def test_keys_that_expire_and_come_back_are_read_anew(
     write("OLDKEY")
     store = open_store(home(port=proxy.port, timeout="5"))
     store.put("a", b"1")
-    proxy.order("403", header="Credential=OLDKEY", times=None, code="ExpiredToken")
+    proxy.inject("403", header="Credential=OLDKEY", times=None, code="ExpiredToken")
     with pytest.raises(Denied, match=r"ExpiredToken.*credentials.*renew") as caught:
         store.put("a", b"2")
     assert "HIDE" not in str(caught.value)
@@ -228,17 +228,17 @@ def test_keys_that_expire_and_come_back_are_read_anew(
 
 
 def test_a_full_quota_is_no_matter_of_keys(store: Store, proxy: FaultProxy) -> None:
-    proxy.order("403", method="PUT", code="QuotaExceeded", times=None)
+    proxy.inject("403", method="PUT", code="QuotaExceeded", times=None)
     with pytest.raises(RetryLater, match="QuotaExceeded") as caught:
         store.put("a", b"x")
     assert "credentials" not in str(caught.value)
-    assert len(proxy.exchanges("PUT")) == 1  # trying again would not help
+    assert len(proxy.requests("PUT")) == 1  # trying again would not help
 
 
 def test_a_body_that_was_spoilt_on_the_way_up_is_sent_again(
     store: Store, behind: Store, proxy: FaultProxy
 ) -> None:
-    proxy.order("corrupt-request", method="PUT", after_bytes=500)
+    proxy.inject("corrupt-request", method="PUT", after_bytes=500)
     store.put("a", b"x" * 1000)
     assert behind.get("a") == b"x" * 1000
     assert faults(proxy) == 1
@@ -262,7 +262,7 @@ def test_a_byte_that_was_flipped_on_the_way_down_is_caught_by_its_hash(
     part, name = Parts(behind, made).part(0), names.data(1, 1, 0)
     image = behind.get(name)
     taker = Taker(len(image))
-    proxy.order("corrupt", method="GET", target="safetensors", after_bytes=5000)
+    proxy.inject("corrupt", method="GET", target="safetensors", after_bytes=5000)
     with pytest.raises(Corrupt, match="damaged in chunk"):
         read(store, [Job(part, [Want(0, len(image), taker)])])
     assert faults(proxy) == 1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.faultproxy import FaultProxy
-from holdfast.testing.servers import Server
+from holdfast.testing.fault_proxy import FaultProxy
+from servers import Server
 from writeback.harness import MountedDirectory
 
 _numbers = itertools.count()

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from holdfast.testing.faultproxy import FaultProxy
+from holdfast.testing.fault_proxy import FaultProxy
 from writeback.harness import MountedDirectory, wait_for
 
 LARGE = 12 << 20  # sent in parts
@@ -165,7 +165,7 @@ def test_after_failures_of_the_bucket_everything_arrives_in_order(
     remote: MountedDirectory, proxy: FaultProxy
 ):
     """Errors, broken connections and lost responses are reported while they last."""
-    proxy.order("503", times=None)
+    proxy.inject("503", times=None)
     for number in range(3):
         remote.write(f"file-{number}", os.urandom(1000))
     wait_for(lambda: "Uploading file-0 has failed" in remote.status().trouble, "the failure to be reported")
@@ -175,7 +175,7 @@ def test_after_failures_of_the_bucket_everything_arrives_in_order(
     assert remote.bucket() == {}
     proxy.clear()
     for fault in ("reset-before", "reset-after", "reset-request"):
-        proxy.order(fault, method="PUT", times=1)
+        proxy.inject(fault, method="PUT", times=1)
     assert remote.drained() == remote.local()
     assert remote.status().trouble == ""
 

@@ -1,1 +1,1 @@
-"""Other people's front doors: interfaces of other libraries, with Holdfast's checkpoints behind them."""
+"""Adapters: interfaces of other libraries that store their state in Holdfast checkpoints."""

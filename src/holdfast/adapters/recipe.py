@@ -1,4 +1,4 @@
-"""SkyPilot's training guide has decorators `save_checkpoint` and `load_checkpoint`; these keep their word."""
+"""Decorators `save_checkpoint` and `load_checkpoint` of SkyPilot's training guide, crash-safe."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _BLOCK_BYTES = 8 << 20
-_BEFORE = ".before-"  # begins the names that files of a step have while the step is saved again
+_BEFORE = ".before-"  # prefix of a step's files while the step is saved again
 
 
 def save_checkpoint(
     save_dir: str, max_checkpoints: int = 5, checkpoint_prefix: str = "checkpoint"
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Decorate a function that saves a step into files below `save_dir`; their names must hold the step.
+    """Decorate a function that saves a step into files below `save_dir`. File names must contain the step.
 
-    The function is called once. When it has returned, its files are made durable and hashed, and only then
-    `{prefix}_step_{step}_metadata.json` appears, which makes the step exist: a function that was killed half
-    way has saved nothing, and a step that was there before is still there. What the function raises is
-    raised.
+    The function is called once. After it returns, its files are hashed and made durable. Only then
+    `{prefix}_step_{step}_metadata.json` is written, which completes the step. If the function is killed, an
+    earlier version of the step is kept. Its exceptions propagate.
 
     Args:
-        save_dir: made if it is not there.
-        max_checkpoints: how many steps are kept; the one just saved always is.
-        checkpoint_prefix: keeps several series in one directory apart. Functions with the same one save
-            different files of the same checkpoint.
+        save_dir: folder of the checkpoints, created if it does not exist.
+        max_checkpoints: number of steps to keep. The step that was just saved is always kept.
+        checkpoint_prefix: prefix that separates several series in one folder. Functions with the same
+            prefix save different files of the same checkpoint.
 
     Returns:
-        The decorator. The step is the argument called `step`, or the first; with None nothing is noted.
+        The decorator. The step is the argument `step`, or else the first one. With None, nothing is recorded.
 
     Raises:
-        InvalidInput: by the decorated function: no step, or no file with the step in its name was written.
-        RetryLater: by the decorated function: the disk is full, or failed.
+        InvalidInput: raised by the decorated function if the step is invalid, or no file with the step in
+            its name was written.
+        RetryLater: raised by the decorated function if the disk is full or fails.
 
-    Ranks: for one process at a time; ranks that save their own files need prefixes of their own.
+    Ranks: one process at a time. Ranks that save their own files need different prefixes.
     Source: the training guide in SkyPilot's documentation, "Robust checkpointing with error handling".
     """
     if max_checkpoints < 1:
-        raise InvalidInput(f"max_checkpoints must be at least 1, got {max_checkpoints}.")
+        raise InvalidInput(f"max_checkpoints must be at least 1, not {max_checkpoints}.")
 
     def decorate(func: Callable[_P, _T]) -> Callable[_P, _T]:
         signature = inspect.signature(func)
@@ -65,12 +65,12 @@ def save_checkpoint(
 
         @functools.wraps(func)
         def save(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            step = given.get(name)
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            step = arguments.get(name)
             if step is None:
                 return func(*args, **kwargs)
             series = _Series(Path(save_dir), checkpoint_prefix)
-            result = series.save(_checked(step), lambda: func(*args, **kwargs), _model_type(given))
+            result = series.save(_check_step(step), lambda: func(*args, **kwargs), _model_type(arguments))
             series.prune(max_checkpoints, step)
             return result
 
@@ -82,26 +82,25 @@ def save_checkpoint(
 def load_checkpoint(
     save_dir: str, checkpoint_prefix: str = "checkpoint"
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T | None]]:
-    """Decorate a function that loads a step which `save_checkpoint` saved.
+    """Decorate a function that loads a step saved with `save_checkpoint`.
 
-    It is called with the newest step whose files all match their hashes, whatever step it was given, and what
-    it returns or raises is returned or raised. Steps that do not verify are passed over with a warning, and
-    so are those that lack a file which the function asks for: another function may have been killed before it
-    saved that.
+    The function is called with the newest step whose files match their hashes, instead of the given step.
+    Damaged steps are skipped with a warning. Steps without a file that the function needs are skipped too,
+    because another function may have been killed before it saved that file.
 
     Args:
-        save_dir: as for `save_checkpoint`.
-        checkpoint_prefix: as for `save_checkpoint`.
+        save_dir: folder of `save_checkpoint`.
+        checkpoint_prefix: prefix of `save_checkpoint`.
 
     Returns:
-        The decorator. The decorated function returns None, and is not called, if nothing was ever saved.
+        The decorator. The decorated function returns None, without a call, if no step was ever saved.
 
     Raises:
-        Corrupt: by the decorated function: there are checkpoints, and none of them verifies.
-        RetryLater, Denied: by the decorated function: the newest step could not be read for 2 minutes. It may
-            be whole, so no older one is loaded in its place.
+        Corrupt: raised by the decorated function if all checkpoints are damaged.
+        RetryLater, Denied: raised by the decorated function if the newest step could not be read for 2
+            minutes. It may be intact, so an older one is not loaded.
 
-    Source: as for `save_checkpoint`.
+    Source: like `save_checkpoint`.
     """
 
     def decorate(func: Callable[_P, _T]) -> Callable[_P, _T | None]:
@@ -125,7 +124,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of a step."""
+    """Size and hash of a file of a step."""
 
     num_bytes: int
     xxh3: str
@@ -133,7 +132,10 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """A step. `files` - by path below the directory; None where the guide's own code wrote it, unhashed."""
+    """Metadata of a step.
+
+    `files` are by path in the folder; None if the guide's own code wrote it without hashes.
+    """
 
     step: int
     timestamp: str
@@ -145,7 +147,7 @@ class _Metadata:
 
 
 class _Series:
-    """The checkpoints of one prefix in one directory."""
+    """Checkpoints of one prefix in a folder."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder, self._prefix = folder, prefix
@@ -155,17 +157,17 @@ class _Series:
     # -- save ------------------------------------------------------------------------------------------------
 
     def save(self, step: int, write: Callable[[], _T], model_type: str) -> _T:
-        """Have a step written, and make it exist."""
+        """Call `write` for a step, then complete the step."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._store.sweep(f"{self._prefix}_step_")
         earlier = self._earlier(step)
         self._move_away(earlier)
         try:
-            seen = self._looks(step)
+            seen = self._stat_files(step)
             result = write()
-            files = {name: self._made_durable(name) for name in self._written(step, seen)}
+            files = {name: self._make_durable(name) for name in self._new_files(step, seen)}
         except BaseException:
-            self._move_back(earlier)  # a kill leaves it to whoever loads
+            self._move_back(earlier)  # after a kill, the next load does this
             raise
         kept = [name for name in earlier if name not in files]
         self._move_back(kept)
@@ -178,18 +180,19 @@ class _Series:
         return result
 
     def prune(self, max_checkpoints: int, newest: int) -> None:
-        """Delete the oldest steps beyond the limit; never `newest`, which was just saved and hashed."""
+        """Delete the oldest steps beyond the limit, but never `newest`, which was just saved."""
         older = [step for step in sorted(self._steps()) if step != newest]
         doomed = older[: max(0, len(older) + 1 - max_checkpoints)]
         kept = {name for step in {*older, newest} - set(doomed) for name in self._names(step)}
         for step in doomed:
             names = self._names(step)
-            self._store.delete(self._metadata_name(step))  # first, so that nothing incomplete is ever visible
+            # The metadata first, so that an incomplete step is never visible.
+            self._store.delete(self._metadata_name(step))
             for name in set(names) - kept:
                 self._store.delete(name)
 
     def _earlier(self, step: int) -> dict[str, _File]:
-        """The files of the step if it was saved before and is whole."""
+        """Return the files of the step if it was saved before and is intact."""
         with suppress(NotFound, Corrupt):
             metadata = self._read(step)
             if metadata.files is not None and not self._fault(metadata):
@@ -209,18 +212,19 @@ class _Series:
         path = self._folder / name
         return path.with_name(_BEFORE + path.name)
 
-    def _written(self, step: int, seen: dict[str, tuple[int, int, int]]) -> list[str]:
-        """The files of the step that are new or changed."""
-        written = sorted(name for name, look in self._looks(step).items() if seen.get(name) != look)
+    def _new_files(self, step: int, seen: dict[str, tuple[int, int, int]]) -> list[str]:
+        """Return the files of the step that are new or changed."""
+        written = sorted(name for name, look in self._stat_files(step).items() if seen.get(name) != look)
         if not written:
             raise InvalidInput(
-                f"The function saved step {step}, but wrote no file below {self._folder} whose name holds "
-                f"{step}. Name files by their step, such as model_{step}.pt, so that none is overwritten."
+                f"The function for step {step} did not write a file in {self._folder} with {step} in its "
+                f"name. Include the step in file names, such as model_{step}.pt, so that no file is "
+                "overwritten."
             )
         return written
 
-    def _looks(self, step: int) -> dict[str, tuple[int, int, int]]:
-        """How the files look that may be of a step."""
+    def _stat_files(self, step: int) -> dict[str, tuple[int, int, int]]:
+        """Return size, modification time and inode of the files that may belong to a step."""
         has_step = re.compile(rf"(?<!\d)0*{step}(?!\d)")
         looks = {}
         for path in self._folder.rglob("*"):
@@ -233,8 +237,8 @@ class _Series:
                         looks[name] = info.st_size, info.st_mtime_ns, info.st_ino
         return looks
 
-    def _made_durable(self, name: str) -> _File:
-        """Fsync and hash a file; a name is durable when its directory is, which the metadata's put does."""
+    def _make_durable(self, name: str) -> _File:
+        """Fsync and hash a file. Putting the metadata makes its folder durable."""
         path = self._folder / name
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -244,12 +248,12 @@ class _Series:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-        return _hashed(path)
+        return _hash_file(path)
 
     # -- load ------------------------------------------------------------------------------------------------
 
     def load(self, call: Callable[[int], _T]) -> _T | None:
-        """Call with the newest step that verifies; None if there is none at all."""
+        """Call the function with the newest valid step. Returns None if no step exists."""
         faults = []
         patience = Patience(LIMIT_S, logger.warning)
         steps = patience.spend(str(self._folder), lambda: sorted(self._steps(), reverse=True))
@@ -261,38 +265,36 @@ class _Series:
             if not fault:
                 logger.info("Loaded checkpoint from step %d", step)
                 return result
-            logger.warning("Step %d was passed over: %s", step, fault)
+            logger.warning("Step %d was skipped: %s", step, fault)
             faults.append(f"step {step}: {fault}")
         if faults:
             raise Corrupt(
                 f"None of the {len(faults)} checkpoints in {self._folder} can be loaded: "
-                f"{'; '.join(faults)}. Nothing was loaded. To begin anew, move them away."
+                f"{'; '.join(faults)}. Nothing was loaded. To start from scratch, move them away."
             )
         logger.warning("No checkpoints found in %s", self._folder)
         return None
 
     def _examine(self, step: int) -> tuple[_Metadata | None, str]:
-        """Return a step's metadata, and the reason why it must be passed over; "" if its files are right.
+        """Return a step's metadata, and the reason to skip it or "".
 
         Raises:
-            RetryLater: a file could not be read, so nothing is known of the step.
+            RetryLater: a file could not be read, so the state of the step is unknown.
             Denied: access is refused.
         """
-        with self._telling_apart(step):
+        with self._convert_errors(step):
             try:
                 metadata = self._read(step)
             except (Corrupt, NotFound) as error:
                 return None, str(error)
-            if (
-                metadata.files is None
-            ):  # nothing to compare with, but a failure to read would look like damage
-                for name in self._looks(step):
-                    _found(self._folder / name)
+            if metadata.files is None:  # without hashes, but a failure to read would look like damage
+                for name in self._stat_files(step):
+                    _hash_if_present(self._folder / name)
             return metadata, self._fault(metadata)
 
     @contextmanager
-    def _telling_apart(self, step: int | None = None) -> Iterator[None]:
-        """Turn errors of the operating system into ours."""
+    def _convert_errors(self, step: int | None = None) -> Iterator[None]:
+        """Convert errors of the operating system to errors of Holdfast."""
         try:
             yield
         except HoldfastError:
@@ -303,7 +305,7 @@ class _Series:
             raise kind(f"{what} could not be read: {error.strerror or error}.", step=step) from error
 
     def _try(self, metadata: _Metadata, call: Callable[[int], _T]) -> tuple[_T | None, str]:
-        """Return what loading a step returned, or the reason why it was passed over."""
+        """Return the result of loading a step, or the reason to skip it."""
         step = metadata.step
         if metadata.files is None:
             return self._try_unverified(step, call)
@@ -315,17 +317,17 @@ class _Series:
             return None, f"it has no {error.filename}"
 
     def _try_unverified(self, step: int, call: Callable[[int], _T]) -> tuple[_T | None, str]:
-        """Load a step of the guide's own code, which tells of damage only by failing to load."""
-        logger.warning("Step %d was saved without hashes; it is loaded unverified", step)
+        """Load a step of the guide's own code, whose damage only shows when loading fails."""
+        logger.warning("Step %d was saved without hashes and is loaded unverified", step)
         try:
             return call(step), ""
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                raise  # nothing is known of its bytes
+                raise  # its bytes could not be read
             return None, f"it has no hashes, and could not be loaded: {error!r}"
 
     def _steps(self) -> Iterator[int]:
-        with self._telling_apart(), suppress(FileNotFoundError):
+        with self._convert_errors(), suppress(FileNotFoundError):
             for path in self._folder.iterdir():
                 if found := self._is_metadata.fullmatch(path.name):
                     yield int(found[1])
@@ -333,16 +335,16 @@ class _Series:
     def _read(self, step: int) -> _Metadata:
         name = self._metadata_name(step)
         try:
-            facts = decode_object(self._store.get(name), name)
+            fields = decode_object(self._store.get(name), name)
             files = None
-            if "files" in facts:
-                found = facts.fields("files")
+            if "files" in fields:
+                found = fields.fields("files")
                 rows = {key: found.fields(key) for key in found.members}
                 files = {
                     key: _File(one.integer("num_bytes"), one.text("xxh3", max_chars=64))
                     for key, one in rows.items()
                 }
-            return _Metadata(step, str(facts.value("timestamp")), str(facts.value("model_type")), files)
+            return _Metadata(step, str(fields.value("timestamp")), str(fields.value("model_type")), files)
         except Corrupt as error:
             raise Corrupt(f"{self._folder / name} cannot be read: {error}", step=step) from error
 
@@ -353,10 +355,10 @@ class _Series:
         return []
 
     def _fault(self, metadata: _Metadata) -> str:
-        """What is wrong with a step's files; brings back those of a save that was not redone."""
+        """Return the fault of a step's files, or "". Files of a save that did not finish are restored."""
         for name, wanted in (metadata.files or {}).items():
-            found = _found(self._folder / name)
-            if found != wanted and _found(self._before(name)) == wanted:
+            found = _hash_if_present(self._folder / name)
+            if found != wanted and _hash_if_present(self._before(name)) == wanted:
                 self._move_back([name])
             elif found is None:
                 return f"{name} is missing"
@@ -373,14 +375,14 @@ class _Series:
         return f"{self._prefix}_step_{step}_metadata.json"
 
 
-def _found(path: Path) -> _File | None:
+def _hash_if_present(path: Path) -> _File | None:
     try:
-        return _hashed(path)
+        return _hash_file(path)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
 
 
-def _hashed(path: Path) -> _File:
+def _hash_file(path: Path) -> _File:
     hashed, num_bytes = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -389,20 +391,19 @@ def _hashed(path: Path) -> _File:
     return _File(num_bytes, hashed.hexdigest())
 
 
-def _checked(step: object) -> int:
+def _check_step(step: object) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InvalidInput(f"A step is a whole number from 0 on, got {step!r}.")
+        raise InvalidInput(f"A step must be a whole number from 0 on, not {step!r}.")
     return step
 
 
 def _step_name(signature: inspect.Signature) -> str:
     names = list(signature.parameters)
     if not names:
-        message = "The decorated function takes no arguments; it needs one called `step`."
-        raise InvalidInput(message)
+        raise InvalidInput("The decorated function has no arguments. It needs one named `step`.")
     return "step" if "step" in names else names[0]
 
 
-def _model_type(given: dict[str, Any]) -> str:
-    model = given.get("model", next(iter([*given.values()][1:]), None))
+def _model_type(arguments: dict[str, Any]) -> str:
+    model = arguments.get("model", next(iter([*arguments.values()][1:]), None))
     return type(model).__name__

@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export."""
-    from holdfast.exchange.departure import export_checkpoint  # not above: help must not wait for it
+    from holdfast.exchange.exporter import export_checkpoint  # not above: help must not wait for it
 
     store, _ = open_home(args.home)
     checkpoint = open_checkpoint(store, args.step, args.attempt)

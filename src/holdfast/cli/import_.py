@@ -49,7 +49,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import."""
-    from holdfast.exchange.arrival import import_checkpoint  # not above: help must not wait for it
+    from holdfast.exchange.importer import import_checkpoint  # not above: help must not wait for it
 
     with byte_bar("import") as bar:
         done = import_checkpoint(

@@ -1,1 +1,21 @@
-"""Other formats <-> checkpoints: import and export, streaming, with the memory of a few chunks."""
+"""Import from and export to other formats: torch.save, DCP, safetensors, Hugging Face folders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.exchange.exporter import Exported, export_checkpoint
+    from holdfast.exchange.importer import Imported, import_checkpoint
+
+__all__ = ["Exported", "Imported", "export_checkpoint", "import_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:  # each imports what only it needs
+    if name in ("Exported", "export_checkpoint"):
+        from holdfast.exchange import exporter as module
+    elif name in ("Imported", "import_checkpoint"):
+        from holdfast.exchange import importer as module
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)

@@ -1,4 +1,4 @@
-"""Reads folders of torch.distributed.checkpoint: its metadata by an allow-list, its items by ranges."""
+"""Reader of DCP folders: metadata with a list of allowed names, items by ranges."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
 
+from typing_extensions import override
+
 from holdfast.documents import read_integers
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.exchange import allowlist
-from holdfast.exchange.archive import find_tensor
-from holdfast.exchange.offer import FileRegion, Offer, Offered, Region, read_range
-from holdfast.exchange.selection import select
-from holdfast.exchange.torch_files import MemoryRegion, load_bytes, offer_tree
-from holdfast.exchange.trees import is_state_dict, is_told_by_names
+from holdfast.exchange import safe_unpickler
+from holdfast.exchange.prefixes import select
+from holdfast.exchange.source import FileRegion, Region, Source, SourceTensor, read_range
+from holdfast.exchange.torch_archive import locate_tensor
+from holdfast.exchange.torch_files import MemoryRegion, load_bytes, open_tree
+from holdfast.exchange.trees import is_named_tensor, is_state_dict
 from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.limits import MAX_DIMS
@@ -25,57 +27,59 @@ METADATA = ".metadata"
 _DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
-def offer_folder(folder: Path, *, only: Iterable[str] | None = None) -> Offered:
-    """What a DCP checkpoint offers.
+def open_folder(folder: Path, *, only: Iterable[str] | None = None) -> Source:
+    """Open a DCP checkpoint.
 
     Args:
-        folder: what `dcp.save` was given.
-        only: prefixes of the keys that are looked at; None for all.
+        folder: checkpoint id that was passed to `dcp.save`.
+        only: prefixes of the keys to open; None for all.
 
     Raises:
-        Unsupported: its metadata or a value needs a class that is not on the list, or it was compressed.
-        Corrupt: it is damaged, or a file is missing.
-        NotFound: it holds nothing under a prefix.
+        Unsupported: the metadata or a value needs a class that is not allowed, or the checkpoint is
+            compressed.
+        Corrupt: the checkpoint is damaged, or a file is missing.
+        NotFound: the checkpoint has no key with a prefix of `only`.
     """
     path = folder / METADATA
-    data = _whole(path)
-    metadata = allowlist.load(data, allowlist.DCP_NAMES, str(path))
+    data = _read_file(path)
+    metadata = safe_unpickler.load(data, safe_unpickler.DCP_NAMES, str(path))
     try:
-        return _Folder(folder, metadata.facts, num_bytes=len(data)).offer(only)
+        return _Folder(folder, metadata.fields, num_bytes=len(data)).open(only)
     except _DAMAGED as error:
-        message = f"{path} is no metadata that this version of Holdfast knows: {error!r}."
-        raise Corrupt(message, key=str(path)) from error
+        raise Corrupt(
+            f"{path} is not metadata that this version of Holdfast can read: {error!r}.", key=str(path)
+        ) from error
 
 
-def _whole(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     return bytes(read_range(path, 0, path.stat().st_size))
 
 
 class _Folder:
-    """The metadata of a DCP checkpoint, looked at."""
+    """Parsed metadata of a DCP checkpoint."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any], *, num_bytes: int) -> None:
-        self._left = num_bytes  # chunks that may be listed: lists of them can be shared
+    def __init__(self, folder: Path, fields: dict[str, Any], *, num_bytes: int) -> None:
+        self._max_chunks = num_bytes  # chunks that may be listed, because a pickle can share lists of them
         self._folder = folder
-        self._kinds: dict[str, allowlist.Record] = facts["state_dict_metadata"]
-        self._paths: dict[str, tuple[Any, ...]] = facts.get("planner_data") or {}
-        self._items: dict[tuple[str, tuple[int, ...] | None], allowlist.Record] = {}
-        for index, info in facts["storage_data"].items():
-            offset = index.facts.get("offset")
-            self._items[index.facts["fqn"], None if offset is None else tuple(offset)] = info
+        self._entries: dict[str, safe_unpickler.StandIn] = fields["state_dict_metadata"]
+        self._paths: dict[str, tuple[Any, ...]] = fields.get("planner_data") or {}
+        self._items: dict[tuple[str, tuple[int, ...] | None], safe_unpickler.StandIn] = {}
+        for index, info in fields["storage_data"].items():
+            offset = index.fields.get("offset")
+            self._items[index.fields["fqn"], None if offset is None else tuple(offset)] = info
 
-    def offer(self, only: Iterable[str] | None) -> Offered:
-        """The tensors and values under some prefixes."""
-        tensors: list[Offer] = []
+    def open(self, only: Iterable[str] | None) -> Source:
+        """Return the tensors and values with some prefixes."""
+        tensors: list[SourceTensor] = []
         tied: dict[str, str] = {}
         flat: dict[str, Any] = {}
-        for name in select(self._kinds, only, str(self._folder)):
-            kind = self._kinds[name]
-            if isinstance(kind, allowlist.Tensor):
-                tensors.append(self._tensor(name, kind))
+        for name in select(self._entries, only, str(self._folder)):
+            entry = self._entries[name]
+            if isinstance(entry, safe_unpickler.Tensor):
+                tensors.append(self._tensor(name, entry))
                 flat[name] = TensorRef(name)
                 continue
-            inner = offer_tree({name: self._value(name)})
+            inner = open_tree({name: self._value(name)})
             tensors += inner.tensors
             tied |= inner.tied
             flat[name] = inner.values.get(name, TensorRef(name))
@@ -85,59 +89,62 @@ class _Folder:
         values = {
             key: {} if is_state_dict(key, tree) else tree
             for key, tree in nested.items()
-            if not is_told_by_names(key, tree)
+            if not is_named_tensor(key, tree)
         }
-        return Offered(tuple(tensors), tied, values)
+        return Source(tuple(tensors), tied, values)
 
-    def _tensor(self, name: str, kind: allowlist.Record) -> Offer:
-        shape = tuple(kind.facts["size"])
-        properties = kind.facts["properties"]
-        torch_name = properties.row[0] if properties.row else properties.facts["dtype"]
-        dtype = allowlist.DTYPE_NAMES.get(torch_name)
+    def _tensor(self, name: str, entry: safe_unpickler.StandIn) -> SourceTensor:
+        shape = tuple(entry.fields["size"])
+        properties = entry.fields["properties"]
+        torch_name = properties.args[0] if properties.args else properties.fields["dtype"]
+        dtype = safe_unpickler.DTYPE_NAMES.get(torch_name)
         if dtype is None:
-            message = f"{name} is of dtype {torch_name}, which no checkpoint can hold."
-            raise Unsupported(message, key=name)
-        self._left -= len(kind.facts["chunks"])
-        if self._left < 0:
-            message = "it lists more chunks than it has bytes"
-            raise ValueError(message)
+            raise Unsupported(f"{name} has dtype {torch_name}, which a checkpoint cannot hold.", key=name)
+        self._max_chunks -= len(entry.fields["chunks"])
+        if self._max_chunks < 0:
+            raise ValueError("it lists more chunks than it has bytes")
         read_integers(list(shape), max_items=MAX_DIMS)
-        boxes = [Box(tuple(c.facts["offsets"]), tuple(c.facts["sizes"])) for c in kind.facts["chunks"]]
+        boxes = [Box(tuple(c.fields["offsets"]), tuple(c.fields["sizes"])) for c in entry.fields["chunks"]]
         for box in boxes:
             if not box.is_inside(shape):
                 raise ValueError(f"a chunk of {name} at {box} is not inside {shape}")
         if sum(box.num_items for box in boxes) != math.prod(shape):
-            message = f"The chunks of {name} do not cover its shape {list(shape)} once. It is damaged."
-            raise Corrupt(message, key=name)
+            raise Corrupt(
+                f"The chunks of {name} do not cover its shape {list(shape)} exactly once. The source is "
+                "damaged.",
+                key=name,
+            )
         regions = [
-            ItemRegion(*self._place(name, box.offsets), dtype, box, name) for box in boxes if box.num_items
+            ItemRegion(*self._range_of(name, box.offsets), dtype, box, name) for box in boxes if box.num_items
         ]
-        return Offer(name, dtype, shape, tuple(regions))
+        return SourceTensor(name, dtype, shape, tuple(regions))
 
     def _value(self, name: str) -> Any:
-        path, start, length = self._place(name, None)
+        path, start, length = self._range_of(name, None)
         return load_bytes(bytes(read_range(path, start, length)), f"{name} in {path.name}")
 
-    def _place(self, name: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
+    def _range_of(self, name: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
         info = self._items.get((name, offset))
         if info is None:
-            raise Corrupt(f"{METADATA} does not say where {name} at {offset} is. It is damaged.", key=name)
-        if info.facts.get("transform_descriptors"):
-            how = ", ".join(map(str, info.facts["transform_descriptors"]))
-            raise Unsupported(
-                f"{name} was transformed ({how}) when it was saved; only plain items can be read."
+            raise Corrupt(
+                f"{METADATA} does not list the file of {name} at {offset}. It is damaged.", key=name
             )
-        relative, start, length = (info.facts[key] for key in ("relative_path", "offset", "length"))
+        if info.fields.get("transform_descriptors"):
+            transforms = ", ".join(map(str, info.fields["transform_descriptors"]))
+            raise Unsupported(
+                f"{name} was transformed ({transforms}) when it was saved. Only plain items can be read."
+            )
+        relative, start, length = (info.fields[key] for key in ("relative_path", "offset", "length"))
         if Path(relative).is_absolute() or ".." in Path(relative).parts or min(start, length) < 0:
-            raise Corrupt(f"{METADATA} says that {name} is in {relative!r}, which cannot be.", key=name)
+            raise Corrupt(f"{METADATA} has an invalid path for {name}: {relative!r}.", key=name)
         return self._folder / relative, start, length
 
 
 @final
 class ItemRegion(Region):
-    """A chunk of a DCP checkpoint: a `torch.save` of one tensor in a range of a file.
+    """Chunk of a DCP checkpoint: a `torch.save` of one tensor in a range of a file.
 
-    Where the tensor lies is looked up at the first read. One that is not plain is loaded whole, each time.
+    The first read locates the tensor. A tensor that is not contiguous is loaded whole by every read.
     """
 
     def __init__(self, path: Path, start: int, length: int, dtype: str, box: Box, name: str) -> None:
@@ -149,15 +156,15 @@ class ItemRegion(Region):
         self._name = name
         self._region: FileRegion | None = None
 
+    @override
     def read(self, box: Box) -> memoryview:
-        """See `Region.read`."""
         if self._region is not None:
             return self._region.read(box)
-        place = find_tensor(self._path, self._start, self._length)
-        if place is None:
+        location = locate_tensor(self._path, self._start, self._length)
+        if location is None:
             return self._load().read(box)
-        self._check(place.dtype, place.shape)
-        self._region = FileRegion(self._path, place.start, self.box, ITEM_BYTES[self._dtype])
+        self._check(location.dtype, location.shape)
+        self._region = FileRegion(self._path, location.start, self.box, ITEM_BYTES[self._dtype])
         return self._region.read(box)
 
     def _load(self) -> MemoryRegion:
@@ -170,15 +177,16 @@ class ItemRegion(Region):
 
     def _check(self, dtype: str, shape: tuple[int, ...]) -> None:
         if (dtype, shape) != (self._dtype, self.box.lengths):
-            message = (
-                f"{self._path.name} holds {dtype}{list(shape)} for {self._name} at {list(self.box.offsets)}, "
-                f"but {METADATA} says {self._dtype}{list(self.box.lengths)}: files of two saves are mixed."
+            raise Corrupt(
+                f"{self._path.name} contains {dtype}{list(shape)} for {self._name} at "
+                f"{list(self.box.offsets)}, but {METADATA} lists {self._dtype}{list(self.box.lengths)}: "
+                "files of two saves are mixed.",
+                key=self._name,
             )
-            raise Corrupt(message, key=self._name)
 
 
 def _nest(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """The tree that was flattened when it was saved; a key without a path stays as it is."""
+    """Rebuild the tree that DCP flattened. A key without a path stays at the top."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         *parents, last = paths.get(name, (name,))
@@ -190,7 +198,10 @@ def _nest(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, 
 
 
 def _as_lists(node: Any) -> Any:
-    """Dicts whose keys are numbers were lists: torch keeps a dict's own keys as texts."""
+    """Convert dicts with numeric keys to lists.
+
+    DCP flattens lists so, and converts a dict's own keys to strings.
+    """
     if type(node) not in (dict, collections.OrderedDict):
         return node
     if node and all(type(key) is int for key in node):

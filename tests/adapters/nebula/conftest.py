@@ -1,4 +1,4 @@
-"""Each test in this folder has temporary folders of its own, and ends the session that it began."""
+"""Each test in this folder has its own temporary folders, and ends its session."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.adapters.nebula import current
+from holdfast.adapters.nebula import default_session
 
 
 @pytest.fixture(autouse=True)
 def own_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Near copies of one test are none of another's."""
+    """Give each test its own near copies."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield
-    current.end()
+    default_session.end()
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> str:
-    """A home that nobody has used."""
+    """Return a new home."""
     return str(tmp_path / "home")

@@ -1,4 +1,4 @@
-"""Runs the scripts beside this file as processes of their own: alone, or as ranks of a process group."""
+"""Runner of the scripts in this folder, alone or as ranks of a process group."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ LIMIT_S = 300
 
 
 def run(script: str, *args: object, status: int = 0, env: dict[str, str] | None = None) -> str:
-    """What a script prints; it must end with a status."""
+    """Run a script and return its output. Asserts its exit status."""
     done = shared().run(_command(script, args), env={**os.environ, **(env or {})}, timeout_s=LIMIT_S)
     assert done.returncode == status, done.stderr
     return done.stdout
 
 
 def run_ranks(count: int, *args: object, script: str = "ranks", dies: bool = False) -> list[list[str]]:
-    """The lines that each of some ranks of a script has printed, by rank.
+    """Run ranks of a script and return the printed lines by rank.
 
     Args:
-        count: how many ranks.
-        args: of the script.
-        script: its name.
-        dies: rank 1 is killed on the way, and the others with it, as a launcher does.
+        count: number of ranks.
+        args: arguments of the script.
+        script: name of the script.
+        dies: whether rank 1 is killed, and the others with it, as by a launcher.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

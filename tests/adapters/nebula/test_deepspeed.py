@@ -1,4 +1,4 @@
-"""DeepSpeed itself trains with its "nebula" block, is killed, and goes on."""
+"""DeepSpeed trains with its "nebula" block, is killed, and resumes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = [
 ]
 
 
-def said(ranks: list[list[str]], word: str) -> list[str]:
-    """The line of each rank that begins with a word; DeepSpeed prints others."""
+def lines_of(ranks: list[list[str]], word: str) -> list[str]:
+    """Return the line of each rank that begins with a word, without DeepSpeed's own lines."""
     return [next(line for line in lines if line.startswith(word)) for lines in ranks]
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_killed_run_resumes_bit_for_bit(
     home: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZERO_STAGE", stage)
@@ -35,8 +35,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     whole = run_ranks(2, home + "-whole", tmp_path / "whole", 4, 0, script="zero")
     run_ranks(2, home, tmp_path / "ds", 4, 2, script="zero", dies=True)
     resumed = run_ranks(2, home, tmp_path / "ds", 4, 0, script="zero")
-    assert said(resumed, "start") == ["start 2"] * 2
-    assert said(resumed, "weights") == said(whole, "weights")
+    assert lines_of(resumed, "start") == ["start 2"] * 2
+    assert lines_of(resumed, "weights") == lines_of(whole, "weights")
     checkpoint = holdfast.open(home)
     assert checkpoint.world_size == 2
     assert checkpoint.verify().is_good

@@ -1,4 +1,4 @@
-"""Other users of a machine: nothing that they can put in a trainer's way runs as code."""
+"""Files and messages of other users of a machine never run as code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - its documented place
 
-from holdfast.adapters.nebula.circle import Circle
+from holdfast.adapters.nebula.store_ranks import StoreRanks
 from holdfast.errors import Corrupt, HoldfastError, MissingKey, NotFound, RetryLater, TimedOut
 from holdfast.format.messages import pack, unpack
 from nursery import shared
 
 
 class _Bomb:
-    """An object whose pickle runs a command when it is loaded."""
+    """Object whose pickle runs a command when it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -28,15 +28,15 @@ class _Bomb:
         return (os.mkdir, (str(self.mark),))
 
 
-def test_what_another_process_puts_into_the_store_is_not_unpickled(tmp_path: Path) -> None:
-    """Whoever reaches the port of torch's TCPStore can write to it."""
+def test_values_in_the_store_are_not_unpickled(tmp_path: Path) -> None:
+    """Any process that reaches the port of torch's TCPStore can write to it."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stranger = TCPStore("127.0.0.1", server.port, is_master=False)
-    circle = Circle(server, "holdfast/nebula/x", (0, 1), 0, timeout_s=20)
+    ranks = StoreRanks(server, "holdfast/nebula/x", (0, 1), 0, timeout_s=20)
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
     stranger.set("holdfast/nebula/x/0/1", base64.b64encode(bomb).decode())
     with pytest.raises(Corrupt, match="message from rank 1 is not Holdfast's"):
-        circle.gather("mine")
+        ranks.gather("mine")
     assert not (tmp_path / "ran").exists()
 
 
@@ -53,7 +53,7 @@ def test_what_another_process_puts_into_the_store_is_not_unpickled(tmp_path: Pat
         {1: {"x"}, "$odd": ()},
     ],
 )
-def test_messages_come_back_as_they_were(value: Any) -> None:
+def test_messages_round_trip(value: Any) -> None:
     found = unpack(pack(value), "rank 1")
     if isinstance(value, tuple) and isinstance(value[-1], HoldfastError):
         assert (type(found[1]), str(found[1]), found[1].step) == (type(value[1]), "not now", 3)
@@ -78,13 +78,13 @@ def test_messages_come_back_as_they_were(value: Any) -> None:
         b'{"tuple":7}',
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes) -> None:
+def test_an_invalid_message_is_refused(data: bytes) -> None:
     with pytest.raises(Corrupt, match="rank 1"):
         unpack(data, "rank 1")
 
 
 def test_a_file_that_deepspeed_would_unpickle_is_refused(tmp_path: Path) -> None:
-    """`enable_nebula_load: false` leads to DeepSpeed's own files, which may come from anybody."""
+    """`enable_nebula_load: false` loads DeepSpeed's own files, which are not trusted."""
     package = tmp_path / "site" / "deepspeed" / "runtime" / "checkpoint_engine"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):
@@ -113,7 +113,7 @@ from pathlib import Path
 import holdfast
 from holdfast.adapters.nebula import deepspeed
 engine = deepspeed.HoldfastCheckpointEngine(
-    deepspeed.Block(persistent_storage_path=sys.argv[1], enable_nebula_load=False)
+    deepspeed.NebulaBlock(persistent_storage_path=sys.argv[1], enable_nebula_load=False)
 )
 bad = Path(sys.argv[2])
 print("ones", engine.load(str(bad.with_name("good.pt")))["module"]["w"].tolist())

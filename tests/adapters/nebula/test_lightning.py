@@ -1,4 +1,4 @@
-"""Lightning's trainer saves through the plugin and the callback, and goes on from what it saved."""
+"""Lightning's trainer saves with the plugin and the callback, and resumes from these checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 import holdfast.adapters.nebula as nm
-from holdfast.adapters.nebula import current
+from holdfast.adapters.nebula import default_session
 
 pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
 pytestmark = [
@@ -48,12 +48,12 @@ def make_model() -> Any:
     return Model()
 
 
-def test_the_callback_saves_and_a_run_goes_on_from_its_path(home: str, tmp_path: Path) -> None:
+def test_the_callback_saves_and_a_run_resumes_from_its_path(home: str, tmp_path: Path) -> None:
     config = {"persistent_storage_path": home, "persistent_time_interval": 3600}
     callback = nm.NebulaCallback(dirpath=tmp_path / "ckpt", save_last=True, config_params=config)
     model = make_model()
     make_trainer(tmp_path, 2, callbacks=[callback]).fit(model)
-    current.end()
+    default_session.end()
     checkpoint = holdfast.open(home)
     assert checkpoint.verify().is_good
     assert torch.equal(checkpoint["checkpoint.state_dict.layer.weight"], model.layer.weight)
@@ -73,10 +73,10 @@ def test_the_callback_saves_and_a_run_goes_on_from_its_path(home: str, tmp_path:
             trainer.fit(again, ckpt_path=path)
             assert trainer.global_step == 24
             assert torch.equal(again.layer.weight, whole.layer.weight)
-        current.end()
+        default_session.end()
 
 
-def test_the_plugin_alone_saves_where_it_is_told(home: str, tmp_path: Path) -> None:
+def test_the_plugin_alone_saves_to_its_path(home: str, tmp_path: Path) -> None:
     nm.init(home)
     trainer = make_trainer(tmp_path, 1, plugins=[nm.NebulaCheckpointIO()], enable_checkpointing=False)
     model = make_model()
@@ -93,6 +93,6 @@ def test_the_plugin_alone_saves_where_it_is_told(home: str, tmp_path: Path) -> N
     assert resumed.global_step == 16
 
 
-def test_ordinary_files_are_loaded_as_ever(tmp_path: Path) -> None:
+def test_ordinary_files_are_loaded(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "plain.ckpt")
     assert nm.NebulaCheckpointIO().load_checkpoint(tmp_path / "plain.ckpt")["epoch"] == 3

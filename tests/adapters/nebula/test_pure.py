@@ -1,4 +1,4 @@
-"""Tags, keys and memory: what is decided without looking anywhere."""
+"""Pure functions for tags, keys, memory and settings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.adapters.nebula.buffer import Buffer, image_bytes
-from holdfast.adapters.nebula.packing import pack, unpack
-from holdfast.adapters.nebula.settings import read_settings
+from holdfast.adapters.nebula.memory_budget import MemoryBudget, image_bytes
+from holdfast.adapters.nebula.packed_value import pack, unpack
+from holdfast.adapters.nebula.settings import make_settings
 from holdfast.adapters.nebula.tags import goes_back, key_of, named_step, next_step
 from holdfast.errors import InvalidInput
 from holdfast.format.layout import Piece, lay_out
@@ -27,12 +27,12 @@ GB = 1 << 30
         ("global_step5x", None),
     ],
 )
-def test_a_tag_names_a_step_or_none(tag: str, step: int | None) -> None:
+def test_the_step_of_a_tag(tag: str, step: int | None) -> None:
     assert named_step(tag) == step
 
 
 @given(st.lists(st.one_of(st.integers(0, 50).map("global_step{}".format), st.text(max_size=3)), max_size=30))
-def test_steps_always_rise_and_are_those_of_their_tags_where_these_rise(tags: list[str]) -> None:
+def test_steps_increase_and_are_those_of_increasing_tags(tags: list[str]) -> None:
     last: int | None = None
     for tag in tags:
         step, named = next_step(tag, last), named_step(tag)
@@ -42,7 +42,7 @@ def test_steps_always_rise_and_are_those_of_their_tags_where_these_rise(tags: li
         last = step
 
 
-def test_going_back_needs_a_load_and_a_step_that_was() -> None:
+def test_going_back_needs_a_load_and_an_earlier_step() -> None:
     assert goes_back("global_step20", last=30, loaded=10)
     assert goes_back("global_step10", last=30, loaded=10)
     assert not goes_back("global_step40", last=30, loaded=10), "it was only looked at"
@@ -52,29 +52,29 @@ def test_going_back_needs_a_load_and_a_step_that_was() -> None:
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=20))
-def test_every_name_has_a_key_of_its_own_that_can_be_one(names: list[str]) -> None:
+def test_every_name_has_its_own_valid_key(names: list[str]) -> None:
     keys = [key_of(name) for name in [*names, "rng", "nebula", "%72ng"]]
     assert len(set(keys)) == len({*names, "rng", "nebula", "%72ng"})
     assert not any(set("/@") & set(key) or key in ("", "rng", "nebula") for key in keys)
 
 
-def test_one_process_has_the_whole_buffer_and_several_share_half_of_it() -> None:
-    """The figures of Nebula's documentation: of 200 MB, each of 4 processes has 25."""
+def test_one_process_has_the_whole_budget_and_several_share_half_of_it() -> None:
+    """In Nebula's documentation, each of 4 processes has 25 MB of 200 MB."""
     limit = {"NEBULA_MEMORY_BUFFER_SIZE": "200000000"}
-    assert Buffer.read({**limit, "LOCAL_WORLD_SIZE": "4"}, GB).cap_bytes == 25_000_000
-    assert Buffer.read(limit, GB).cap_bytes == 200_000_000
-    assert Buffer.read({}, 8 * GB).cap_bytes == 4 * GB
-    assert Buffer.read({"LOCAL_WORLD_SIZE": "2"}, 8 * GB).cap_bytes == 2 * GB
+    assert MemoryBudget.from_environment({**limit, "LOCAL_WORLD_SIZE": "4"}, GB).cap_bytes == 25_000_000
+    assert MemoryBudget.from_environment(limit, GB).cap_bytes == 200_000_000
+    assert MemoryBudget.from_environment({}, 8 * GB).cap_bytes == 4 * GB
+    assert MemoryBudget.from_environment({"LOCAL_WORLD_SIZE": "2"}, 8 * GB).cap_bytes == 2 * GB
 
 
 @pytest.mark.parametrize("name", ["NEBULA_MEMORY_BUFFER_SIZE", "LOCAL_WORLD_SIZE"])
-def test_a_variable_that_is_no_number_is_refused_by_name(name: str) -> None:
+def test_a_variable_that_is_not_a_number_is_named_in_the_error(name: str) -> None:
     with pytest.raises(InvalidInput, match=name):
-        Buffer.read({name: "plenty"}, GB)
+        MemoryBudget.from_environment({name: "plenty"}, GB)
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=50))
-def test_what_is_said_to_be_needed_is_enough(sizes: list[int]) -> None:
+def test_the_required_number_of_bytes_is_enough(sizes: list[int]) -> None:
     tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     pieces = [Piece.whole(f"model.layer.{i}.weight", "U8", (size,)) for i, size in enumerate(sizes)]
     assert lay_out(pieces, 0).file_bytes <= image_bytes(tensors)
@@ -90,7 +90,7 @@ plain = st.recursive(
 
 
 @given(plain)
-def test_plain_values_are_packed_as_themselves(value: object) -> None:
+def test_plain_values_are_packed_unchanged(value: object) -> None:
     packed = pack(value, "value")
     assert packed.kinds == []
     assert unpack(packed.tree, packed.kinds) == value
@@ -107,6 +107,6 @@ def test_a_list_that_contains_itself_is_refused() -> None:
     ("path", "interval", "keep"),
     [(["a"], 1, 2), (("a", "b"), 1, 2), ("a", -1, 2), ("a", "x", 2), ("a", 1, 0)],
 )
-def test_settings_that_cannot_be_are_refused(path: object, interval: object, keep: int) -> None:
+def test_invalid_settings_are_refused(path: object, interval: object, keep: int) -> None:
     with pytest.raises(InvalidInput):
-        read_settings(path, interval, keep, None, {})
+        make_settings(path, interval, keep, None, {})

@@ -1,4 +1,4 @@
-"""Several ranks: one that saves for all, all that commit, each with some files; kills, carelessness."""
+"""Several ranks: one saves, all commit, each saves some files, kills, mistakes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.ranks
 
 
 def run_ranks(count: int, *args: object, dies: bool = False) -> list[list[dict[str, Any]]]:
-    """What each rank has said."""
+    """Run ranks and return the lines of each."""
     return [[json.loads(line) for line in lines] for lines in running.run_ranks(count, *args, dies=dies)]
 
 
-def test_one_rank_saves_for_all_and_nobody_waits_for_the_others(home: str) -> None:
+def test_one_rank_saves_without_waiting_for_the_others(home: str) -> None:
     run_ranks(2, home, "only_first", 3, 3, "raw", dies=True)
     found = run_ranks(2, home, "only_first", 4, 0, "raw")
     assert found == [[{"tag": "global_step3", "rank": 0}]] * 2
@@ -39,8 +39,8 @@ def test_ranks_save_their_parts_into_one_checkpoint_and_load_their_own(home: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all_commit", "counted"])
-def test_ranks_that_are_killed_in_mid_save_find_a_whole_checkpoint(home: str, mode: str) -> None:
-    """The next start waits half a minute for a keeper whose checkpoint will never be whole."""
+def test_ranks_killed_during_a_save_find_a_complete_checkpoint(home: str, mode: str) -> None:
+    """The next start waits half a minute for a keeper whose checkpoint cannot be completed."""
     run_ranks(2, home, mode, 3, 2, "raw", dies=True)
     found = run_ranks(2, home, mode, 4, 0, "raw")
     tags = {one["tag"] for (one,) in found}
@@ -50,15 +50,15 @@ def test_ranks_that_are_killed_in_mid_save_find_a_whole_checkpoint(home: str, mo
 
 
 @pytest.mark.slow
-def test_the_ranks_that_have_files_are_those_of_the_checkpoint(home: str) -> None:
+def test_ranks_with_files_are_the_ranks_of_the_checkpoint(home: str) -> None:
     run_ranks(3, home, "some", 2, 0, "raw")
     assert holdfast.open(home).world_size == 2
     found = run_ranks(3, home, "some", 2, 0, "raw")
     assert [one["rank"] for (one,) in found] == [0, 0, 2], "a rank that has none takes the lowest's"
 
 
-def test_a_second_rank_that_saves_uncounted_is_told_so(home: str) -> None:
-    said = [line for lines in run_ranks(2, home, "careless", 1, 0, "raw") for line in lines]
-    assert len(said) == 1
-    assert "num_of_files was not given" in said[0]["refused"]
+def test_an_uncounted_save_on_a_second_rank_raises(home: str) -> None:
+    message = [line for lines in run_ranks(2, home, "careless", 1, 0, "raw") for line in lines]
+    assert len(message) == 1
+    assert "num_of_files was not given" in message[0]["refused"]
     assert holdfast.open(home).world_size == 1

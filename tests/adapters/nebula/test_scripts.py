@@ -1,4 +1,4 @@
-"""Scripts that were written for Nebula, run as they are but for the line that imports it."""
+"""Scripts written for Nebula run unchanged except for the import."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_the_samples_of_the_documentation_run(home: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_save_bit_for_bit(home: str) -> None:
-    """It is killed as soon as save() has returned: the keeper finishes what it was handed."""
+def test_a_killed_run_resumes_from_its_last_save_bit_for_bit(home: str) -> None:
+    """The run is killed right after save() returns; the keeper completes the checkpoint."""
     whole = run("train", 6, 0, env={WHERE: home + "-whole"}).split()
     run("train", 6, 3, status=-signal.SIGKILL, env={WHERE: home})
     resumed = run("train", 6, 0, env={WHERE: home}).split()
@@ -30,8 +30,8 @@ def test_a_killed_run_goes_on_from_its_last_save_bit_for_bit(home: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_only_near_when_a_run_is_killed_is_found(home: str) -> None:
-    """With an hour between persists, home has nothing yet."""
+def test_a_checkpoint_only_in_near_tiers_is_found_after_a_kill(home: str) -> None:
+    """With an interval of an hour, home is still empty."""
     run("train", 4, 2, status=-signal.SIGKILL, env={WHERE: home, INTERVAL: "3600"})
     resumed = run("train", 4, 0, env={WHERE: home, INTERVAL: "3600"}).split()
     assert resumed[:2] == ["start", "2"]
@@ -39,10 +39,10 @@ def test_what_is_only_near_when_a_run_is_killed_is_found(home: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_looks_in_all_places_by_hand_finds_the_newest(home: str) -> None:
+def test_a_script_that_searches_all_tiers_itself_finds_the_newest(home: str) -> None:
     assert run("mainz", home, "global_step7").split() == ["none"]
     import holdfast.adapters.nebula as nm
-    from holdfast.adapters.nebula import current
+    from holdfast.adapters.nebula import default_session
 
     nm.init(home, 3600)
     for step in (7, 8):
@@ -54,5 +54,5 @@ def test_a_script_that_looks_in_all_places_by_hand_finds_the_newest(home: str) -
         "the tag that is noted, though near"
     )
     assert run("mainz", home, "global_step9").split() == ["global_step7"], "else what is persisted"
-    current.end()
+    default_session.end()
     assert run("mainz", home, "global_step9").split() == ["global_step8"]

@@ -1,4 +1,4 @@
-"""Tags, versions, going back, damage, memory: what a session does in one process."""
+"""A session in one process: tags, versions, going back, damage, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import holdfast
 import holdfast.adapters.nebula as nm
-from holdfast.adapters.nebula import current
+from holdfast.adapters.nebula import default_session
 from holdfast.errors import Corrupt, InvalidInput, NotFound, SaveWarning, Unsupported
 
 
@@ -42,27 +42,27 @@ def damage(home: str, step: int) -> None:
 # -- beginning -----------------------------------------------------------------------------------------------
 
 
-def test_without_a_place_nothing_is_saved_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_without_a_home_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEBULA_PERSISTENT_STORAGE_PATH", raising=False)
     with pytest.raises(InvalidInput, match="NEBULA_PERSISTENT_STORAGE_PATH"):
         nm.Checkpoint("global_step1")
 
 
-def test_the_environment_is_enough(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_alone_configures_a_session(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEBULA_PERSISTENT_STORAGE_PATH", home)
     save("global_step3", {"a": 1})
     nm.flush_persistence()
     assert holdfast.open(home).step == 3
 
 
-def test_a_comma_behind_the_path_is_seen_and_taken(home: str) -> None:
+def test_a_comma_after_the_path_is_accepted_with_a_warning(home: str) -> None:
     with pytest.warns(SaveWarning, match="comma"):
         nm.init((home,))
     save("global_step1", {"a": 1})
     assert load("global_step1") == {"a": 1}
 
 
-def test_init_with_the_same_place_goes_on_and_with_another_one_ends_the_session(home: str) -> None:
+def test_init_with_the_same_home_keeps_the_session_and_another_home_ends_it(home: str) -> None:
     nm.init(home)
     half = nm.Checkpoint("global_step1", 2)
     half.save("a", 1)
@@ -73,7 +73,7 @@ def test_init_with_the_same_place_goes_on_and_with_another_one_ends_the_session(
     assert nm.get_latest_checkpoint().tag == ""
 
 
-def test_where_nothing_is_a_search_finds_nothing_and_loading_says_so(home: str) -> None:
+def test_a_search_of_an_empty_home_finds_nothing_and_loading_raises(home: str) -> None:
     nm.init(home)
     latest = nm.get_latest_checkpoint()
     assert latest.tag == ""
@@ -87,14 +87,14 @@ def test_where_nothing_is_a_search_finds_nothing_and_loading_says_so(home: str) 
 
 
 @pytest.mark.parametrize("bad", ["", None, 5])
-def test_a_tag_is_a_text(home: str, bad: Any) -> None:
+def test_a_tag_must_be_a_string(home: str, bad: Any) -> None:
     nm.init(home)
     with pytest.raises(InvalidInput, match="tag must be a string"):
         nm.Checkpoint(bad)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, "2"])
-def test_a_number_of_files_is_a_number(home: str, bad: Any) -> None:
+def test_a_number_of_files_must_be_a_number(home: str, bad: Any) -> None:
     nm.init(home)
     with pytest.raises(InvalidInput, match="num_of_files"):
         nm.Checkpoint("global_step1", bad)
@@ -103,7 +103,7 @@ def test_a_number_of_files_is_a_number(home: str, bad: Any) -> None:
 # -- completing ----------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_exists_when_all_its_files_do(home: str) -> None:
+def test_a_checkpoint_exists_when_all_its_files_are_saved(home: str) -> None:
     nm.init(home)
     checkpoint = nm.Checkpoint("global_step10", 2)
     checkpoint.save("a", {"n": 1})
@@ -111,7 +111,7 @@ def test_a_checkpoint_exists_when_all_its_files_do(home: str) -> None:
     checkpoint.save("b", {"n": 2})
     latest = nm.get_latest_checkpoint()
     assert (latest.tag, latest.load("a"), latest.load("b")) == ("global_step10", {"n": 1}, {"n": 2})
-    with pytest.raises(NotFound, match=r"'c'; it has \['a', 'b'\]"):
+    with pytest.raises(NotFound, match=r"'c'. It has \['a', 'b'\]"):
         latest.load("c")
 
 
@@ -127,13 +127,13 @@ def test_commit_completes_a_tag(home: str, count: int) -> None:
     assert load("global_step10", "b") == 2
 
 
-def test_a_commit_of_nothing_is_none(home: str) -> None:
+def test_a_commit_of_nothing_warns(home: str) -> None:
     nm.init(home)
     with pytest.warns(SaveWarning, match="nothing to complete"):
         assert nm.Checkpoint("global_step10", -2).commit() is False
 
 
-def test_what_was_saved_may_be_changed_at_once(home: str) -> None:
+def test_saved_objects_may_be_changed_at_once(home: str) -> None:
     nm.init(home)
     checkpoint = nm.Checkpoint("global_step1", 2)
     values = [torch.arange(1000.0), torch.arange(1000.0)]
@@ -147,21 +147,21 @@ def test_what_was_saved_may_be_changed_at_once(home: str) -> None:
 def test_the_file_that_completes_a_tag_is_not_copied_twice(
     home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies are counted where they are made: of two files only the first is kept aside."""
-    from holdfast.adapters.nebula.packing import Packed
+    """Of two files only the first is copied before the save."""
+    from holdfast.adapters.nebula.packed_value import Packed
 
-    kept, copy = [], Packed.kept
-    monkeypatch.setattr(Packed, "kept", lambda self: kept.append(self.tree) or copy(self))
+    copied, copy = [], Packed.copied
+    monkeypatch.setattr(Packed, "copied", lambda self: copied.append(self.tree) or copy(self))
     nm.init(home)
     checkpoint = nm.Checkpoint("global_step1", 2)
     checkpoint.save("a", {"x": torch.ones(3)})
-    assert len(kept) == 1
+    assert len(copied) == 1
     checkpoint.save("b", {"x": torch.ones(3)})
     save("global_step2", {"x": torch.ones(3)})
-    assert len(kept) == 1
+    assert len(copied) == 1
 
 
-def test_a_file_that_comes_late_makes_a_version_that_holds_both(home: str) -> None:
+def test_a_late_file_makes_a_version_with_both(home: str) -> None:
     nm.init(home)
     checkpoint = nm.Checkpoint("global_step10")
     checkpoint.save("a", {"t": torch.ones(2)})
@@ -172,7 +172,7 @@ def test_a_file_that_comes_late_makes_a_version_that_holds_both(home: str) -> No
     assert latest.load("b") == {"n": 2}
 
 
-def test_a_step_that_is_complete_is_not_saved_again_and_it_says_so(home: str) -> None:
+def test_a_complete_step_is_not_saved_again_and_warns(home: str) -> None:
     nm.init(home)
     save("global_step10", {"n": 1})
     with pytest.warns(SaveWarning, match="not saved again"):
@@ -180,18 +180,18 @@ def test_a_step_that_is_complete_is_not_saved_again_and_it_says_so(home: str) ->
     assert load("global_step10") == {"n": 1}
 
 
-def test_a_tag_that_is_no_step_can_be_saved_again_and_the_newest_is_found(home: str) -> None:
+def test_a_tag_without_a_step_can_be_saved_again_and_the_newest_is_found(home: str) -> None:
     nm.init(home)
     for number in range(3):
         save("best", {"n": number})
     assert load("best") == {"n": 2}
 
 
-def test_a_tag_that_never_came_to_completion_is_told_at_the_end(home: str) -> None:
+def test_a_tag_that_was_never_complete_warns_at_the_end(home: str) -> None:
     nm.init(home)
     nm.Checkpoint("global_step1", 2).save("a", 1)
     with pytest.warns(SaveWarning, match=r"global_step1 was never complete.*'a'"):
-        current.end()
+        default_session.end()
 
 
 # -- steps ---------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_tags_become_steps(home: str) -> None:
     assert [load(tag)["tag"] for tag in steps] == list(steps)
 
 
-def test_a_list_tells_what_there_is(home: str) -> None:
+def test_checkpoints_are_listed(home: str) -> None:
     nm.init(home, 3600)
     save("global_step1", {"t": torch.ones(1000)})
     one = json.loads(json.dumps(nm.list_checkpoints()))["global_step1"]
@@ -222,7 +222,7 @@ def test_a_list_tells_what_there_is(home: str) -> None:
     assert nm.get_latest_checkpoint(home).tag == "global_step1"
 
 
-def test_everything_that_is_near_comes_home_when_it_is_asked_for(home: str) -> None:
+def test_flush_copies_near_checkpoints_to_home(home: str) -> None:
     nm.init(home, 3600, 3)
     for step in (1, 2, 3):
         save(f"global_step{step}", {"n": step})
@@ -230,7 +230,7 @@ def test_everything_that_is_near_comes_home_when_it_is_asked_for(home: str) -> N
     assert [one["tiers"] for one in nm.list_checkpoints().values()] == [["local", "home"]] * 3
 
 
-def test_near_checkpoints_are_as_many_as_was_asked_for(home: str, tmp_path: Path) -> None:
+def test_near_tiers_keep_the_given_number_of_checkpoints(home: str, tmp_path: Path) -> None:
     nm.init(home, 3600, 2, local=tmp_path / "near")
     for step in range(1, 6):
         save(f"global_step{step}", {"n": step})
@@ -241,7 +241,7 @@ def test_near_checkpoints_are_as_many_as_was_asked_for(home: str, tmp_path: Path
     assert list(nm.list_checkpoints()) == ["global_step5", "global_step4"]
 
 
-def test_after_going_back_a_tag_is_saved_anew(home: str) -> None:
+def test_after_going_back_a_tag_is_saved_again(home: str) -> None:
     nm.init(home)
     for step in (10, 20, 30):
         save(f"global_step{step}", {"n": step})
@@ -254,7 +254,7 @@ def test_after_going_back_a_tag_is_saved_anew(home: str) -> None:
     assert nm.get_latest_checkpoint().load("model") == {"n": 31}
 
 
-def test_to_look_at_an_old_checkpoint_is_not_to_go_back(home: str) -> None:
+def test_loading_an_old_checkpoint_alone_is_not_going_back(home: str) -> None:
     nm.init(home)
     for step in (10, 20):
         save(f"global_step{step}", {"n": step})
@@ -265,11 +265,11 @@ def test_to_look_at_an_old_checkpoint_is_not_to_go_back(home: str) -> None:
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_new_start_goes_on_from_what_it_loaded_or_from_the_newest(home: str, looks: bool) -> None:
+def test_a_new_start_continues_the_loaded_checkpoint_or_the_newest(home: str, looks: bool) -> None:
     nm.init(home)
     for step in (10, 20):
         save(f"global_step{step}", {"n": step})
-    current.end()
+    default_session.end()
     nm.init(home)
     if looks:
         load("global_step10")
@@ -278,10 +278,10 @@ def test_a_new_start_goes_on_from_what_it_loaded_or_from_the_newest(home: str, l
     assert holdfast.open(home).manifest.ancestors == ((1, 10 if looks else 20),)
 
 
-def test_what_a_start_goes_on_from_is_not_saved_again(home: str) -> None:
+def test_the_base_of_a_start_is_not_saved_again(home: str) -> None:
     nm.init(home)
     save("global_step10", {"n": 10})
-    current.end()
+    default_session.end()
     nm.init(home)
     nm.get_latest_checkpoint().load("model")
     with pytest.warns(SaveWarning, match="not saved again"):
@@ -293,14 +293,14 @@ def test_what_a_start_goes_on_from_is_not_saved_again(home: str) -> None:
 # -- damage --------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_is_passed_over_and_it_says_why(home: str) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(home: str) -> None:
     nm.init(home)
     for step in (1, 2):
         save(f"global_step{step}", {"t": torch.full((100,), float(step))})
-    current.end()
+    default_session.end()
     damage(home, 2)
     nm.init(home)
-    with pytest.warns(SaveWarning, match=r"global_step1 is taken.*step 2 of attempt 1"):
+    with pytest.warns(SaveWarning, match=r"global_step1 is used.*step 2 of attempt 1"):
         latest = nm.get_latest_checkpoint()
     assert latest.tag == "global_step1"
     assert latest.load("model")["t"][0] == 1
@@ -308,21 +308,21 @@ def test_a_damaged_newest_is_passed_over_and_it_says_why(home: str) -> None:
         load("global_step2")
 
 
-def test_if_all_are_damaged_nothing_begins_from_zero_unnoticed(home: str) -> None:
+def test_an_error_is_raised_if_all_checkpoints_are_damaged(home: str) -> None:
     nm.init(home)
     save("global_step1", {"t": torch.ones(100)})
-    current.end()
+    default_session.end()
     damage(home, 1)
     nm.init(home)
-    with pytest.raises(Corrupt, match="none of them verifies"):
+    with pytest.raises(Corrupt, match="all of them are damaged"):
         nm.get_latest_checkpoint()
 
 
-def test_a_near_copy_that_is_damaged_is_mended_from_home(home: str, tmp_path: Path) -> None:
+def test_a_damaged_near_copy_is_read_from_home(home: str, tmp_path: Path) -> None:
     near = tmp_path / "near"
     nm.init(home, 3600, local=near)
     save("global_step1", {"t": torch.ones(100)})
-    current.end()
+    default_session.end()
     damage(str(near), 1)
     nm.init(home, 3600, local=near)
     assert nm.get_latest_checkpoint().load("model")["t"].sum() == 100
@@ -331,7 +331,7 @@ def test_a_near_copy_that_is_damaged_is_mended_from_home(home: str, tmp_path: Pa
 # -- memory --------------------------------------------------------------------------------------------------
 
 
-def test_what_the_buffer_has_no_room_for_is_refused_with_the_number_that_would_do(
+def test_a_save_over_budget_is_refused_with_the_number_that_suffices(
     home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", "200000")
@@ -340,7 +340,7 @@ def test_what_the_buffer_has_no_room_for_is_refused_with_the_number_that_would_d
     save("global_step1", {"t": torch.ones(100)})
     with pytest.raises(InvalidInput, match=r"NEBULA_MEMORY_BUFFER_SIZE to at least (\d+)") as caught:
         save("global_step2", {"t": torch.ones(100_000)})
-    current.end()
+    default_session.end()
     needed = str(caught.value).rpartition("at least ")[2].partition(";")[0]
     monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", needed)
     nm.init(home)
@@ -351,7 +351,7 @@ def test_what_the_buffer_has_no_room_for_is_refused_with_the_number_that_would_d
 # -- values --------------------------------------------------------------------------------------------------
 
 
-def test_modules_and_optimizers_come_back_as_their_state_dicts(home: str) -> None:
+def test_modules_and_optimizers_are_loaded_as_their_state_dicts(home: str) -> None:
     nm.init(home)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -370,7 +370,7 @@ def test_modules_and_optimizers_come_back_as_their_state_dicts(home: str) -> Non
         _ = found["model"].forward
 
 
-def test_values_of_many_kinds_come_back_as_they_were(home: str) -> None:
+def test_values_of_many_kinds_round_trip(home: str) -> None:
     nm.init(home)
     shared = torch.arange(6.0).reshape(2, 3)
     value = {
@@ -405,7 +405,7 @@ def test_partitions_may_have_any_name(home: str, name: str) -> None:
     assert torch.equal(load("global_step1", name)["t"], torch.ones(2))
 
 
-def test_what_no_checkpoint_holds_is_refused_by_its_path_and_nothing_is_taken(home: str) -> None:
+def test_a_value_that_cannot_be_saved_is_refused_by_its_path(home: str) -> None:
     nm.init(home)
     checkpoint = nm.Checkpoint("global_step1", 2)
     checkpoint.save("a", 1)
@@ -417,7 +417,7 @@ def test_what_no_checkpoint_holds_is_refused_by_its_path_and_nothing_is_taken(ho
     assert load("global_step1", "b") == 2
 
 
-def test_tensors_go_where_map_location_says(home: str) -> None:
+def test_tensors_are_loaded_to_map_location(home: str) -> None:
     nm.init(home)
     save("global_step1", {"t": torch.ones(4)})
     asked = []
@@ -432,7 +432,7 @@ def test_tensors_go_where_map_location_says(home: str) -> None:
     assert load("global_step1", map_location="meta")["t"].device.type == "meta"
 
 
-def test_the_path_of_the_latest_is_a_file_of_torch_and_made_once(home: str) -> None:
+def test_the_path_of_the_latest_checkpoint_is_a_torch_file_that_is_written_once(home: str) -> None:
     nm.init(home)
     save("global_step1", {"t": torch.ones(4), "args": argparse.Namespace(lr=0.1)}, "checkpoint")
     path = nm.get_latest_checkpoint_path("checkpoint", home)
@@ -448,10 +448,10 @@ def test_the_path_of_the_latest_is_a_file_of_torch_and_made_once(home: str) -> N
     assert nm.get_latest_checkpoint_path("checkpoint") != path
 
 
-def test_no_warning_is_given_where_nothing_is_wrong(home: str) -> None:
+def test_a_normal_run_does_not_warn(home: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nm.init(home)
         save("global_step1", {"t": torch.ones(4)})
         nm.get_latest_checkpoint().load("model")
-        current.end()
+        default_session.end()

@@ -15,8 +15,8 @@ from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
 from holdfast.jobs.status import JobStatus
 from holdfast.store import open_store
 from holdfast.store.address import parse_address
-from holdfast.testing.servers import Server
 from jobs.harness import JobHarness
+from servers import Server
 
 HAS_FUSE = bool(shutil.which("rclone") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK))
 needs_fuse = pytest.mark.skipif(not HAS_FUSE, reason="needs rclone, fusermount3 and /dev/fuse")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.adapters.nebula import lightning
-from holdfast.adapters.nebula.markers import Marker
+from holdfast.adapters.nebula.marker import Marker
 from holdfast.entry import command
 from holdfast.errors import InvalidInput
 from holdfast.jobs.node.skyignore import ignored_paths

@@ -16,11 +16,11 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.status import JobStatus
 from holdfast.store import Store, open_store
-from holdfast.testing.faultproxy import FaultProxy
-from holdfast.testing.servers import Server
+from holdfast.testing.fault_proxy import FaultProxy
 from holdfast.writeback import status_of
 from holdfast.writeback.ownership import FOLDER
 from jobs.harness import JobHarness
+from servers import Server
 
 _numbers = itertools.count()
 SAVES = """
@@ -319,7 +319,7 @@ def test_a_bucket_is_copied_once_for_all_attempts(
     place.store.put("data/a/large", large)
     place.store.put("data/b", b"small")
     place.store.put("data/empty", b"")
-    proxy.order("truncate", method="GET", target="large", after_bytes=100_000)
+    proxy.inject("truncate", method="GET", target="large", after_bytes=100_000)
     source = place.url.replace("?", "/data?")
     job = harness.submit(
         "cat in/b one; echo mine > in/b; ls -l in/a; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75; cat in/b",

@@ -1,4 +1,4 @@
-"""Storage for `torch.distributed.checkpoint`: its `save`, `async_save` and `load` over Holdfast's format."""
+"""Storage for `torch.distributed.checkpoint`: `save`, `async_save` and `load` in Holdfast's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From DCP's plans to the documents of a checkpoint: the catalog, the index of values, a rank's part."""
+"""Documents of a checkpoint from DCP's plans: catalog, index of values, part of a rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from holdfast.adapters.dcp.claim import Claim
-from holdfast.adapters.dcp.rules import rule_of
+from holdfast.adapters.dcp.rules import find_rule
+from holdfast.adapters.dcp.save_claim import SaveClaim
 from holdfast.documents import decode_object, read_as, refuse
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import part, values
@@ -23,42 +23,44 @@ from holdfast.format.part import DataFile
 from holdfast.state.tensors import NAMES
 
 INDEX = "@dcp"
-"""Key in the values of rank 0 under which the index of all ranks' values is kept."""
+"""Key of the index of all ranks' values, in the values of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    """Index of the values of all ranks, read before any part but rank 0's."""
+class ValueIndex:
+    """Index of the values of all ranks. A reader needs only rank 0's part for it."""
 
-    ranks: dict[str, int]  # name of a value -> the rank whose part holds it
-    paths: dict[str, tuple[str | int, ...]]  # places in the nested state dict that the names do not tell
+    ranks: dict[str, int]
+    """Rank whose part has a value, by its name."""
+    paths: dict[str, tuple[str | int, ...]]
+    """Paths in the nested state dict that are not the names split at dots."""
 
     @classmethod
-    def of(cls, plans: Sequence[SavePlan]) -> Index:
-        """The index of what all ranks are to write."""
+    def of(cls, plans: Sequence[SavePlan]) -> ValueIndex:
+        """Return the index of the values in all ranks' plans."""
         ranks: dict[str, int] = {}
         paths: dict[str, tuple[str | int, ...]] = {}
         for rank, plan in enumerate(plans):
-            places = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+            paths_of_plan = plan.planner_data if isinstance(plan.planner_data, dict) else {}
             for item in plan.items:
                 name = item.index.fqn
                 if item.type == WriteItemType.BYTE_IO:
                     ranks.setdefault(name, rank)
-                place = tuple(places.get(name, (name,)))
-                if place != tuple(name.split(".")):
-                    paths.setdefault(name, place)
+                path = tuple(paths_of_plan.get(name, (name,)))
+                if path != tuple(name.split(".")):
+                    paths.setdefault(name, path)
         return cls(ranks, paths)
 
     def text(self) -> str:
-        """JSON, kept as a string so that it is one line wherever values are shown."""
+        """Return the index as a JSON string, which is one line wherever values are shown."""
         return json.dumps({"values": self.ranks, "paths": self.paths}, ensure_ascii=False)
 
     @classmethod
-    def parse(cls, text: object, world_size: int) -> Index:
-        """The index in the text that one of `world_size` ranks keeps.
+    def parse(cls, text: object, world_size: int) -> ValueIndex:
+        """Parse the index of a save by `world_size` ranks.
 
         Raises:
-            Corrupt: it is something else.
+            Corrupt: the text is not an index.
         """
         if type(text) is not str:
             refuse("the values", "the index", "a text", text)
@@ -70,25 +72,25 @@ class Index:
         )
 
 
-def catalog_of(plans: Sequence[SavePlan]) -> bytes:
-    """Return the one catalog that the parts of all ranks share.
+def make_catalog(plans: Sequence[SavePlan]) -> bytes:
+    """Return the catalog that the parts of all ranks share.
 
     Returns:
-        Its text, see `catalog.catalog_text`.
+        The text from `catalog.catalog_text`.
 
     Raises:
-        InvalidInput: a reserved name, or ranks' regions that do not cover a tensor exactly once.
-        Unsupported: a dtype that cannot be saved, or several regions of one tensor on one rank.
+        InvalidInput: a name is reserved, or the ranks' regions do not cover a tensor exactly once.
+        Unsupported: a dtype cannot be saved, or one rank has several regions of a tensor.
     """
     found: dict[str, tuple[Piece, list[tuple[int, Box]]]] = {}
     for rank, plan in enumerate(plans):
-        for _, piece in pieces_of(plan, rank):
-            known, rows = found.setdefault(piece.name, (piece, []))
-            _check_alike(known, rows, piece, rank)
+        for _, piece in planned_pieces(plan, rank):
+            first, rows = found.setdefault(piece.name, (piece, []))
+            _check_same_tensor(first, rows, piece, rank)
             rows.append((rank, Box(piece.offsets, piece.lengths)))
     tensors: dict[str, Tensor] = {}
     for name, (piece, rows) in found.items():
-        cut = rule_of(piece.shape, rows)
+        cut = find_rule(piece.shape, rows)
         tensors[name] = Tensor(piece.dtype, piece.shape, cut, tuple(rank for rank, _ in rows))
     text = catalog_text(Catalog(tensors, {}))
     try:
@@ -98,40 +100,43 @@ def catalog_of(plans: Sequence[SavePlan]) -> bytes:
     return text
 
 
-def _check_alike(known: Piece, rows: Sequence[tuple[int, Box]], piece: Piece, rank: int) -> None:
-    if (known.dtype, known.shape) != (piece.dtype, piece.shape):
-        message = (
-            f"Ranks disagree about {piece.name}: rank {rows[0][0]} has {known.dtype}{list(known.shape)}, "
-            f"rank {rank} has {piece.dtype}{list(piece.shape)}. Nothing was written."
+def _check_same_tensor(first: Piece, rows: Sequence[tuple[int, Box]], piece: Piece, rank: int) -> None:
+    if (first.dtype, first.shape) != (piece.dtype, piece.shape):
+        raise InvalidInput(
+            f"Ranks have different tensors {piece.name}: rank {rows[0][0]} has "
+            f"{first.dtype}{list(first.shape)}, rank {rank} has {piece.dtype}{list(piece.shape)}. Nothing "
+            "was written.",
+            rank=rank,
+            key=piece.name,
         )
-        raise InvalidInput(message, rank=rank, key=piece.name)
 
 
-def placed_in(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
+def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
     """Return the pieces that a rank writes, in the order of the catalog.
 
     Raises:
-        Unsupported: the planner has dropped or changed what was planned.
+        Unsupported: the planner has dropped or changed an item.
     """
-    items = {item.index.fqn: item for item in plan.items if item.type != WriteItemType.BYTE_IO}
-    placed: list[tuple[WriteItem, Piece]] = []
+    by_name = {item.index.fqn: item for item in plan.items if item.type != WriteItemType.BYTE_IO}
+    items: list[tuple[WriteItem, Piece]] = []
     for name, tensor, box in parse_catalog(catalog, "the catalog of this save").written_by(rank):
-        if name not in items:
-            message = (
-                f"Rank {rank} was to write {name}, but its planner's finish_plan() has dropped it. The save "
-                "was given up. Let the planner return the plan that it is given."
+        if name not in by_name:
+            raise Unsupported(
+                f"Rank {rank} should write {name}, but its planner's finish_plan() has dropped it. The save "
+                "was cancelled. The planner must return the plan that it receives.",
+                rank=rank,
+                key=name,
             )
-            raise Unsupported(message, rank=rank, key=name)
-        placed.append((items[name], Piece(name, tensor.dtype, tensor.shape, box.offsets, box.lengths)))
-    return placed
+        items.append((by_name[name], Piece(name, tensor.dtype, tensor.shape, box.offsets, box.lengths)))
+    return items
 
 
-def pieces_of(plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
-    """The tensors that a rank is to write. A shard without elements of a tensor that has some is left out.
+def planned_pieces(plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
+    """Return the tensors that a rank is to write. Empty shards of tensors with elements are left out.
 
     Raises:
-        InvalidInput: a reserved name.
-        Unsupported: a dtype that cannot be saved, or several regions of one tensor on one rank.
+        InvalidInput: a name is reserved.
+        Unsupported: a dtype cannot be saved, or one rank has several regions of a tensor.
     """
     found: dict[str, tuple[WriteItem, Piece]] = {}
     for item in plan.items:
@@ -142,12 +147,13 @@ def pieces_of(plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
         if not piece.num_bytes and 0 not in piece.shape:
             continue
         if piece.name in found:
-            message = (
+            raise Unsupported(
                 f"Rank {rank} is to write two regions of {piece.name}, at {list(piece.offsets)} and at "
                 f"{list(found[piece.name][1].offsets)}. A rank can write one region of a tensor. Nothing was "
-                "written."
+                "written.",
+                rank=rank,
+                key=piece.name,
             )
-            raise Unsupported(message, rank=rank, key=piece.name)
         found[piece.name] = item, piece
     return list(found.values())
 
@@ -157,20 +163,20 @@ def _piece(item: WriteItem) -> Piece:
     assert data is not None
     dtype = NAMES.get(data.properties.dtype)
     if dtype is None:
-        message = (
+        raise Unsupported(
             f"{name} cannot be saved: the safetensors format has no dtype for {data.properties.dtype}. "
-            "Nothing was written."
+            "Nothing was written.",
+            key=name,
         )
-        raise Unsupported(message, key=name)
     return Piece(name, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
 
 
-def values_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-    """Return the values that a rank writes beside tensors, as tagged JSON.
+def encode_values(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+    """Return the values that a rank writes, as tagged JSON.
 
     Raises:
-        InvalidInput: a value that cannot be written, named with its key.
-        Unsupported: the planner does not give objects but only pickles of them.
+        InvalidInput: a value cannot be saved.
+        Unsupported: the planner returns pickles instead of objects.
     """
     encoded: dict[str, Any] = {}
     for item in plan.items:
@@ -178,36 +184,37 @@ def values_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
             continue
         name = item.index.fqn
         if name == INDEX:
-            message = f"The key {INDEX!r} is reserved by the checkpoint format; rename it."
-            raise InvalidInput(message, key=name)
+            raise InvalidInput(
+                f"The key {INDEX!r} is reserved by the checkpoint format. Rename it.", key=name
+            )
         look_up = getattr(planner, "lookup_object", None)
         if look_up is None:
-            message = (
-                f"{name} is no tensor, and {type(planner).__name__} can give it only as a pickle, which a "
-                "checkpoint never holds. Use DefaultSavePlanner or a subclass of it."
+            raise Unsupported(
+                f"{name} is not a tensor, and {type(planner).__name__} returns it only as a pickle, which is "
+                "never saved. Use DefaultSavePlanner or a subclass of it.",
+                key=name,
             )
-            raise Unsupported(message, key=name)
         encoded[name] = values.encode(look_up(item.index), name)
     return encoded
 
 
-def part_document(
-    claim: Claim,
+def make_part(
+    claim: SaveClaim,
     rank: int,
     catalog: bytes,
     starts: tuple[int, ...],
     file: DataFile,
     encoded: dict[str, Any],
 ) -> bytes:
-    """The part of a rank.
+    """Return the part document of a rank.
 
     Args:
-        claim: what the ranks agree on.
-        rank: the rank.
-        catalog: what all ranks write, see `catalog_of`.
-        starts: byte at which each piece of this rank begins, in the order of the catalog.
+        claim: identity of the save.
+        rank: rank of the part.
+        catalog: catalog from `make_catalog`.
+        starts: first byte of each of the rank's pieces, in the order of the catalog.
         file: size and hashes of the data file.
-        encoded: the rank's values as tagged JSON.
+        encoded: values of the rank as tagged JSON.
     """
     draft = part.draft(
         run=claim.run,

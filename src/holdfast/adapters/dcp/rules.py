@@ -1,4 +1,4 @@
-"""The rule by which a tensor was cut, found from the boxes that ranks are to write; pure."""
+"""Cut rule of a tensor, found from the boxes that ranks write; pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 
 
 class _Even(NamedTuple):
-    """An even cut: its splits, and the boxes' indices in the order of `Cut.ranks`."""
+    """Even cut: its splits, and the boxes' indices in the order of `Cut.ranks`."""
 
     splits: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
 
 
 class _Region(NamedTuple):
-    """A part of a tensor, and the numbers of the boxes that begin in it."""
+    """Part of a tensor, and the indices of the boxes that begin in it."""
 
     box: Box
     inside: tuple[int, ...]
@@ -27,12 +27,12 @@ class _Region(NamedTuple):
         return {boxes[index].offsets[dim] for index in self.inside}
 
 
-def rule_of(shape: tuple[int, ...], rows: Sequence[tuple[int, Box]]) -> AnyCut:
-    """How a tensor is cut: as a rule if there is one, which costs the less the more tensors share it.
+def find_rule(shape: tuple[int, ...], rows: Sequence[tuple[int, Box]]) -> AnyCut:
+    """Return the cut of a tensor, as a rule if possible. Tensors that share a rule cost less.
 
     Args:
-        shape: of the tensor.
-        rows: (rank, box), at least one.
+        shape: shape of the tensor.
+        rows: (rank, box) pairs, at least one.
     """
     rows = sorted(rows, key=lambda row: (row[1], row[0]))
     even = _even(shape, tuple(box for _, box in rows))
@@ -49,7 +49,7 @@ def _even(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> _Even | None:
 
 
 def _split(regions: Sequence[_Region], boxes: tuple[Box, ...]) -> _Even | None:
-    """Return the splits that cut every one of `regions` into its boxes; None if there are none."""
+    """Return the splits that cut every region into its boxes, or None."""
     first, *others = regions
     if len(first.inside) == 1:
         is_whole = all(len(one.inside) == 1 and boxes[one.inside[0]] == one.box for one in regions)
@@ -64,7 +64,7 @@ def _split(regions: Sequence[_Region], boxes: tuple[Box, ...]) -> _Even | None:
 
 
 def _first_splits(region: _Region, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
-    """Yield each (dim, parts) that may come first: many parts before few."""
+    """Yield each (dim, parts) that may be the first split, most parts first."""
     for dim in range(len(region.box.lengths)):
         starts = region.starts(boxes, dim)
         for parts in range(len(starts), 1, -1):  # one split into many rather than many into few
@@ -73,20 +73,23 @@ def _first_splits(region: _Region, boxes: tuple[Box, ...]) -> Iterator[tuple[int
 
 
 def _may_split(region: _Region, dim: int, parts: int, starts: set[int]) -> bool:
-    """Return True if a box begins at each of the parts, and the parts can have equally many boxes."""
+    """Return True if a region may be split so.
+
+    Each of the parts needs a box that begins in it, and equally many boxes.
+    """
     start, length = region.box.offsets[dim], region.box.lengths[dim]
     edges = range(start, start + length, -(-length // parts)) if length else ()
     return len(region.inside) % parts == 0 and len(edges) == parts and starts.issuperset(edges)
 
 
 def _chunks(region: _Region, boxes: tuple[Box, ...], dim: int, parts: int) -> Iterator[_Region]:
-    """Yield each part of a region that is split, with the boxes that begin in it."""
+    """Yield each part of a split region, with the boxes that begin in it."""
     box = region.box
     size = -(-box.lengths[dim] // parts)
     members: list[list[int]] = [[] for _ in range(parts)]
     for index in region.inside:
         members[(boxes[index].offsets[dim] - box.offsets[dim]) // size].append(index)
     cut = Cut(((dim, parts),), tuple(range(parts)))
-    for which, chunk in cut.boxes(box.lengths):
+    for number, chunk in cut.boxes(box.lengths):
         at = tuple(a + b for a, b in zip(box.offsets, chunk.offsets, strict=True))
-        yield _Region(Box(at, chunk.lengths), tuple(members[which]))
+        yield _Region(Box(at, chunk.lengths), tuple(members[number]))

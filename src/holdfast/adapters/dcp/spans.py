@@ -1,4 +1,4 @@
-"""Which bytes of a saved region hold a smaller region of it: as few stretches as reading allows; pure."""
+"""Byte ranges of a saved region that contain a smaller region: as few as possible; pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """A stretch of a row-major tensor that begins and ends with elements of a wanted box.
+    """Range of a row-major tensor that begins and ends with elements of a wanted box.
 
-    `at` and `lengths` say which part of the wanted box it holds, counted from that box's corner. Inside the
-    stretch its elements stand as the strides of the tensor say.
+    `at` and `lengths` are the part of the wanted box in it, relative to that box. Within the span, its
+    elements have the strides of the tensor.
     """
 
     start: int  # element of the tensor
@@ -21,12 +21,12 @@ class Span(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """True if there is nothing in it but wanted elements."""
+        """True if the span contains only wanted elements."""
         return self.num_items == math.prod(self.lengths)
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements from one index to the next along each dimension of a row-major tensor."""
+    """Return the strides of a row-major tensor, in elements."""
     strides = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -36,13 +36,13 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def spans(
     shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], max_gap: int
 ) -> Iterator[Span]:
-    """The stretches that hold a box that is not empty.
+    """Yield the spans of a box that is not empty.
 
     Args:
-        shape: of the row-major tensor.
-        offsets: where the box begins in it.
-        lengths: of the box.
-        max_gap: elements that are better read along than passed over.
+        shape: shape of the row-major tensor.
+        offsets: start of the box in it.
+        lengths: shape of the box.
+        max_gap: maximum gap, in elements, that is read rather than skipped.
     """
     yield from _split(strides_of(shape), offsets, lengths, (0,) * len(shape), 0, max_gap)
 
@@ -55,9 +55,9 @@ def _split(
     dim: int,
     max_gap: int,
 ) -> Iterator[Span]:
-    """Split along the first dimension from `dim` on that has more than one index, if its gaps are large.
+    """Split along the first dimension from `dim` on with large gaps.
 
-    Gaps further in are never larger, so one that is small ends it.
+    Gaps of inner dimensions are never larger, so the recursion ends at a small one.
     """
     while dim < len(lengths) and lengths[dim] == 1:
         dim += 1

@@ -1,12 +1,12 @@
-"""Nebula's interface over Holdfast's checkpoints, so that scripts written for it run with another import."""
+"""Nebula's interface over Holdfast's checkpoints. Scripts for Nebula need only another import."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast.adapters.nebula.current import init
-from holdfast.adapters.nebula.handle import Checkpoint
+from holdfast.adapters.nebula.checkpoint import Checkpoint
+from holdfast.adapters.nebula.default_session import init
 from holdfast.adapters.nebula.interface import (
     flush_persistence,
     get_checkpoint,
@@ -32,12 +32,11 @@ __all__ = [
     "use_for_deepspeed",
 ]
 
-_LATER = {"NebulaCallback": "lightning", "NebulaCheckpointIO": "lightning", "use_for_deepspeed": "deepspeed"}
+_LAZY = {"NebulaCallback": "lightning", "NebulaCheckpointIO": "lightning", "use_for_deepspeed": "deepspeed"}
 
 
 def __getattr__(name: str) -> Any:
-    """What needs another library, imported when it is first asked for."""
-    if name not in _LATER:
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    """Return a name that needs another library, imported on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's `"nebula"` block: a checkpoint engine that DeepSpeed takes for Nebula's."""
+"""DeepSpeed's `"nebula"` block: a checkpoint engine in place of Nebula's."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.nebula.current import init
-from holdfast.adapters.nebula.handle import Checkpoint
+from holdfast.adapters.nebula.checkpoint import Checkpoint
+from holdfast.adapters.nebula.default_session import init
 from holdfast.adapters.nebula.interface import get_checkpoint, get_latest_checkpoint
-from holdfast.adapters.nebula.markers import Marker
-from holdfast.adapters.nebula.settings import place_of
+from holdfast.adapters.nebula.marker import Marker
+from holdfast.adapters.nebula.settings import parse_location
 from holdfast.adapters.nebula.tags import EXPLICIT
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.exchange.torch_files import load
 
-_ASKED_FOR = "torch_nebula"
+_PACKAGE = "torch_nebula"
 _ENGINES = "deepspeed.runtime.checkpoint_engine"
 _BLOCK = "nebula"
 _RENAMED = {"nebula_load_path": "load_path"}
@@ -29,7 +29,7 @@ _NEWEST = (None, "latest", "latest_universal")
 
 
 def _engine_class() -> Any:
-    """DeepSpeed's own base of all engines; without DeepSpeed, a class that does nothing."""
+    """Return DeepSpeed's base class of engines, or `object` without DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
         return object
     return importlib.import_module(f"{_ENGINES}.checkpoint_engine").CheckpointEngine
@@ -39,30 +39,28 @@ _CheckpointEngine: Any = _engine_class()
 
 
 def use_for_deepspeed() -> None:
-    """Have DeepSpeed use Holdfast where its configuration says `"nebula": {"enabled": true, ...}`.
+    """Use Holdfast for DeepSpeed configurations with `"nebula": {"enabled": true, ...}`.
 
-    To be called before `deepspeed.initialize`. Versions of DeepSpeed that know the block import a package
-    `torch_nebula` and have an engine for it: that name is bound to Nebula's interface as Holdfast has it,
-    and the engine is replaced by the one below. Later versions refuse the block: they are made to take it
-    again.
+    Call it before `deepspeed.initialize`. Versions of DeepSpeed that support the block import a package
+    `torch_nebula` and have an engine for it. This function installs Holdfast's interface under that name
+    and replaces the engine. Later versions refuse the block; this function adds it again.
 
     Raises:
-        Unsupported: there is no DeepSpeed.
+        Unsupported: DeepSpeed is not installed.
     """
     if _CheckpointEngine is object:
-        message = "DeepSpeed is not installed here; pip install deepspeed."
-        raise Unsupported(message)
-    sys.modules.setdefault(_ASKED_FOR, importlib.import_module("holdfast.adapters.nebula"))
-    place = f"{_ENGINES}.nebula_checkpoint_engine"
-    if importlib.util.find_spec(place) is not None:
-        engines: Any = importlib.import_module(place)
+        raise Unsupported("DeepSpeed is not installed: pip install deepspeed.")
+    sys.modules.setdefault(_PACKAGE, importlib.import_module("holdfast.adapters.nebula"))
+    module = f"{_ENGINES}.nebula_checkpoint_engine"
+    if importlib.util.find_spec(module) is not None:
+        engines: Any = importlib.import_module(module)
         engines.NebulaCheckpointEngine = HoldfastCheckpointEngine
     else:
-        _bring_back()
+        _restore_block()
 
 
-def _bring_back() -> None:
-    """Have a DeepSpeed that has dropped the block take it again."""
+def _restore_block() -> None:
+    """Add the block to a version of DeepSpeed that has dropped it."""
     config: Any = importlib.import_module("deepspeed.runtime.config")
     engine: Any = importlib.import_module("deepspeed.runtime.engine")
     getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}).pop(_BLOCK, None)
@@ -73,15 +71,15 @@ def _bring_back() -> None:
     def create_checkpoint_engine(config_params: Any, *args: Any, **kwargs: Any) -> Any:
         block = (getattr(config_params, "_param_dict", None) or {}).get(_BLOCK) or {}
         if block.get("enabled"):
-            return HoldfastCheckpointEngine(Block.read(block))
+            return HoldfastCheckpointEngine(NebulaBlock.parse(block))
         return make(config_params, *args, **kwargs)
 
     engine.create_checkpoint_engine = create_checkpoint_engine
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """The `"nebula"` block, with its defaults."""
+class NebulaBlock:
+    """`"nebula"` block of DeepSpeed's configuration, with its defaults."""
 
     persistent_storage_path: str | None = None
     persistent_time_interval: float = 100
@@ -90,29 +88,30 @@ class Block:
     load_path: str | None = None
 
     @classmethod
-    def read(cls, block: Mapping[str, Any]) -> Block:
-        """The block in a configuration.
+    def parse(cls, block: Mapping[str, Any]) -> NebulaBlock:
+        """Parse the block of a configuration.
 
         Raises:
-            InvalidInput: it has a member that the block does not have.
+            InvalidInput: the block has an unknown member.
         """
         given = {_RENAMED.get(name, name): value for name, value in block.items() if name != "enabled"}
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(given.keys() - known):
-            message = (
-                f"The nebula block of DeepSpeed's configuration has no {unknown}; it has {sorted(known)}."
+        names = {one.name for one in fields(cls)}
+        if unknown := sorted(given.keys() - names):
+            raise InvalidInput(
+                f"The nebula block of DeepSpeed's configuration cannot have {unknown}. It can have "
+                f"{sorted(names)}.",
+                key=unknown[0],
             )
-            raise InvalidInput(message, key=unknown[0])
         return cls(**given)
 
 
 class HoldfastCheckpointEngine(_CheckpointEngine):
-    """Saves what DeepSpeed's ranks hand it as one checkpoint per tag, and loads it verified.
+    """Checkpoint engine that saves the files of all ranks as one checkpoint per tag.
 
-    At DeepSpeed's own paths there are small files that say where the state is: DeepSpeed looks for them.
+    Small marker files at DeepSpeed's own paths refer to the state, because DeepSpeed searches for them.
 
     Args:
-        config_params: the block: a `Block`, or what DeepSpeed has made of it.
+        config_params: a `NebulaBlock`, or DeepSpeed's object for the block.
     """
 
     def __init__(self, config_params: Any = None) -> None:
@@ -120,55 +119,57 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
         home = config_params.persistent_storage_path
         interval_s = config_params.persistent_time_interval
         init(home, interval_s, config_params.num_of_version_in_retention)
-        self._home = place_of(home)
+        self._home = parse_location(home)
         self._load_path = config_params.load_path or home
         self._reads_here = bool(config_params.enable_nebula_load)
         self._first_tag: str | None = None
         self._checkpoint: Checkpoint | None = None
 
     def create(self, info: Any) -> None:
-        """Begin a checkpoint; `info` is a tag, or has one."""
+        """Begin a checkpoint. `info` is a tag, or has an attribute `tag`."""
         self._checkpoint = Checkpoint(_tag_of(info), EXPLICIT)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Take what is to stand at `path`; what belongs to no tag, a 16-bit model, is saved with torch.
+        """Save the state for `path`. Files without a tag, such as a 16-bit model, are saved with torch.
 
         Raises:
-            InvalidInput, Unsupported: something in it cannot be saved, named by its key path.
-            HoldfastError: this save failed, or one before it.
+            InvalidInput, Unsupported: an object cannot be saved. The message has its key path.
+            HoldfastError: this save failed, or an earlier one.
         """
-        place, checkpoint = Path(path), self._checkpoint
-        if checkpoint is None or place.parent.name != checkpoint.tag:
+        file, checkpoint = Path(path), self._checkpoint
+        if checkpoint is None or file.parent.name != checkpoint.tag:
             torch.save(state_dict, path)
             return
-        checkpoint.save(place.name, state_dict)
-        Marker(self._home, checkpoint.tag, place.name).write(place)
+        checkpoint.save(file.name, state_dict)
+        Marker(self._home, checkpoint.tag, file.name).write(file)
 
     def commit(self, info: Any) -> bool:
-        """Complete the checkpoint that was begun."""
+        """Complete the current checkpoint."""
         checkpoint = self._checkpoint
         return checkpoint is not None and checkpoint.commit()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What was saved for `path`: of its tag, else of the newest checkpoint; or a file of torch's.
+        """Load the state for `path`: from its tag, the newest checkpoint, or a file of torch.
 
         Raises:
-            NotFound: there is none.
-            Corrupt: damage was found.
-            Unsupported: loading the file of torch's could run code.
+            NotFound: the checkpoint does not exist.
+            Corrupt: the checkpoint is damaged.
+            Unsupported: loading the file of torch could run code.
         """
-        place = Path(path)
-        tag = place.parent.name
+        file = Path(path)
+        tag = file.parent.name
         is_first = self._first_tag in (None, tag)
-        if place.is_file() and Marker.read(place) is None and (not self._reads_here and is_first):
+        if file.is_file() and Marker.read(file) is None and (not self._reads_here and is_first):
             self._first_tag = tag
-            return load(place, map_location=map_location, mmap=False)
+            return load(file, map_location=map_location, mmap=False)
         checkpoint = self._find(tag)
         if checkpoint is None:
-            message = f"There is no checkpoint {tag!r} in {self._load_path} or nearer, and no other one."
-            raise NotFound(message, key=tag)
+            raise NotFound(
+                f"{self._load_path} and the nearer tiers have no checkpoint {tag!r}, and no other one.",
+                key=tag,
+            )
         self._first_tag = ""
-        return checkpoint.load(place.name, map_location)
+        return checkpoint.load(file.name, map_location)
 
     def _find(self, tag: str) -> Checkpoint | None:
         found = None if tag in _NEWEST else get_checkpoint(tag, self._load_path)

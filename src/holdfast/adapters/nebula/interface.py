@@ -1,4 +1,4 @@
-"""Nebula's functions that look for checkpoints, and the one that waits until they are persisted."""
+"""Nebula's functions that search for checkpoints, and `flush_persistence`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.nebula.current import session, session_for
-from holdfast.adapters.nebula.handle import Checkpoint
-from holdfast.adapters.nebula.shelf import Volume
+from holdfast.adapters.nebula.checkpoint import Checkpoint
+from holdfast.adapters.nebula.default_session import session, session_for
+from holdfast.adapters.nebula.tag_index import TaggedCheckpoint
 from holdfast.adapters.nebula.tags import key_of
 from holdfast.errors import NotFound
 from holdfast.exchange.trees import make_plain
@@ -22,117 +22,124 @@ from holdfast.restore.placing import placed_file
 
 
 def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoint | None:
-    """The checkpoint of a tag from the nearest tier, or the newest if there is no tag; None if there is none.
+    """Return the nearest checkpoint of a tag, or the newest without a tag, or None.
 
     Args:
-        tag: its tag.
-        persist_path: where to look; by default in all tiers of the session. If it is the session's own home,
-            nearer tiers are looked through too: they hold the same bytes.
+        tag: tag of the checkpoint.
+        persist_path: home to search; by default all tiers of the session. If it is the session's own home,
+            the nearer tiers are searched too, because they have the same bytes.
 
     Raises:
         RetryLater: a store failed.
     """
-    here = session_for(persist_path)
-    volume = here.find(tag, persist_path) if tag else here.newest(persist_path)
-    return None if volume is None else Checkpoint.found(here, volume)
+    current = session_for(persist_path)
+    tagged = current.find(tag, persist_path) if tag else current.newest(persist_path)
+    return None if tagged is None else Checkpoint.found(current, tagged)
 
 
 def get_latest_checkpoint(persist_path: Any = None) -> Checkpoint:
-    """The newest checkpoint of which every byte verifies; one with the tag "" if there is none at all.
+    """Return the newest checkpoint with valid bytes. Its tag is "" if none exists.
 
-    What is passed over for damage is told in a SaveWarning.
+    A SaveWarning names the checkpoints that are skipped because of damage.
 
     Args:
-        persist_path: where it must be complete; by default in any tier of the session, memory included.
+        persist_path: home in which the checkpoint must be complete; by default any tier of the session,
+            memory included.
 
     Raises:
-        Corrupt: there are checkpoints, but all are damaged.
+        Corrupt: all checkpoints are damaged.
         RetryLater: a store failed.
 
-    Ranks: not collective; each rank reads and verifies the whole.
+    Ranks: not collective. Each rank reads and verifies the whole checkpoint.
     Blocks: until the checkpoint has been read once.
     """
-    here = session_for(persist_path)
-    return Checkpoint.found(here, here.newest(persist_path))
+    current = session_for(persist_path)
+    return Checkpoint.found(current, current.newest(persist_path))
 
 
 def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = None) -> str:
-    """Path of a file of `torch.save` with a partition of the newest checkpoint; "" if there is no checkpoint.
+    """Write a partition of the newest checkpoint to a file of `torch.save`.
 
-    The file is written into a folder of this user's below the temporary one, and written again only for
-    another checkpoint. `torch.load(path, weights_only=True)` takes it.
+    Returns its path, or "" without a checkpoint.
+
+    The file is in a private folder in the temporary folder, and is only written once per checkpoint.
+    `torch.load(path, weights_only=True)` loads it.
 
     Args:
-        name: the partition.
+        name: name of the partition.
         persist_path: as in `get_latest_checkpoint`.
 
     Raises:
-        NotFound: the newest checkpoint has no such partition.
-        Corrupt: there are checkpoints, but all are damaged.
+        NotFound: the newest checkpoint does not have the partition.
+        Corrupt: all checkpoints are damaged.
         RetryLater: a store failed.
 
     Blocks: until the file is durable.
     """
-    volume = session_for(persist_path).newest(persist_path)
-    if volume is None:
+    tagged = session_for(persist_path).newest(persist_path)
+    if tagged is None:
         return ""
-    index = volume.index_of(name, 0)
+    index = tagged.index_of(name, 0)
     if index is None:
-        message = f"{volume.tag} has no partition {name!r}; it has {volume.names()}."
-        raise NotFound(message, step=volume.step, key=name)
-    path = _cached(volume, name)
+        raise NotFound(
+            f"{tagged.tag} has no partition {name!r}. It has {tagged.names()}.", step=tagged.step, key=name
+        )
+    path = _file_path(tagged, name)
     if not path.exists():
         for folder in (path.parent.parent.parent, path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
-        tree = make_plain(volume.packed(name, index).tree, torch.Tensor)
+        tree = make_plain(tagged.packed(name, index).tree, torch.Tensor)
         with placed_file(path, overwrite=True) as partial:
             torch.save(tree, partial)
     return str(path)
 
 
-def _cached(volume: Volume, name: str) -> Path:
-    # Anybody may make a folder below the temporary one first, and a run's id may be any text.
+def _file_path(tagged: TaggedCheckpoint, name: str) -> Path:
+    # Other users may create folders in the temporary folder, and a run's id may be any string.
     root = private_folder(Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}") / "exports"
-    manifest = volume.checkpoint.manifest
+    manifest = tagged.checkpoint.manifest
     run = digest(manifest.run.encode())
     return root / run / f"a{manifest.attempt:04d}-step{manifest.step}" / key_of(name)
 
 
 def list_checkpoints(persist_path: Any = None) -> dict[str, dict[str, Any]]:
-    """What there is, newest first, by tag; can be written as JSON.
+    """Return all checkpoints by tag, newest first, as plain values.
 
-    Of each tag: `step`, `attempt`, `bytes`, `files` (partitions), `tiers` (of memory, local and home) and
-    `saved` (Unix time in seconds).
+    Each has `step`, `attempt`, `bytes`, `files` (partitions), `tiers` (memory, local or home) and `saved`
+    (Unix time in seconds).
 
     Args:
-        persist_path: where; by default in all tiers of the session.
+        persist_path: home to list; by default all tiers of the session.
 
     Raises:
         RetryLater: a store failed.
     """
-    told: dict[str, dict[str, Any]] = {}
-    for volume in session_for(persist_path).shelf(persist_path).volumes():
-        checkpoint = volume.checkpoint
-        facts = {
-            "step": volume.step,
+    found: dict[str, dict[str, Any]] = {}
+    for tagged in session_for(persist_path).index(persist_path).checkpoints():
+        checkpoint = tagged.checkpoint
+        entry = {
+            "step": tagged.step,
             "attempt": checkpoint.attempt,
             "bytes": checkpoint.manifest.data_bytes,
-            "files": volume.names(),
-            "tiers": list(volume.tiers),
+            "files": tagged.names(),
+            "tiers": list(tagged.tiers),
             "saved": checkpoint.created,
         }
-        told.setdefault(volume.tag, facts)
-    return json.loads(json.dumps(told))
+        found.setdefault(tagged.tag, entry)
+    return json.loads(json.dumps(found))
 
 
 def flush_persistence(tag: str | None = None) -> None:
-    """Wait until a checkpoint is in home, due or not; without a tag, all that near tiers hold.
+    """Wait until a checkpoint is in home, even if it is not due.
+
+    Without a tag, wait for all checkpoints in near tiers.
 
     Raises:
-        NotFound: there is no such checkpoint.
-        HoldfastError: the newest save failed, or home has failed for too long.
+        NotFound: the checkpoint does not exist.
+        HoldfastError: the newest save failed, or the home has failed for too long.
 
-    Ranks: not collective, but every rank that saves has to call it before what is not due gets home.
-    Blocks: until then.
+    Ranks: not collective, but a checkpoint that is not due is copied only after every rank that saves has
+        called it.
+    Blocks: until the checkpoint is in home.
     """
     session().flush(tag)

@@ -1,4 +1,4 @@
-"""Lightning's front doors to Nebula: a checkpoint I/O plugin, and ModelCheckpoint that brings it along."""
+"""Integration with Lightning: a checkpoint I/O plugin, and a ModelCheckpoint that uses it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.nebula.current import has_session, init, session, session_for
+from holdfast.adapters.nebula.default_session import has_session, init, session, session_for
 from holdfast.adapters.nebula.interface import get_checkpoint
-from holdfast.adapters.nebula.markers import Marker
+from holdfast.adapters.nebula.marker import Marker
 from holdfast.adapters.nebula.tags import named_step
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.store.endpoints import check_endpoint
 
 PARTITION = "checkpoint"
-"""The partition that holds what Lightning saves."""
+"""Partition of the state from Lightning."""
 
 
 def _classes() -> tuple[Any, Any]:
-    """Lightning's TorchCheckpointIO and ModelCheckpoint, of whichever package is installed.
+    """Return TorchCheckpointIO and ModelCheckpoint of the installed Lightning package.
 
-    Both packages may be there, and their classes are strangers to each other: the one that is loaded is
-    meant.
+    If both packages are installed, the one that is already imported is used, because their classes are
+    different.
     """
     names = ("lightning.pytorch", "pytorch_lightning")
     loaded = [name for name in names if name in sys.modules]
@@ -37,11 +37,10 @@ def _classes() -> tuple[Any, Any]:
 
 
 class _Missing:
-    """Stands for a class of Lightning where there is none."""
+    """Placeholder for a class of Lightning if it is not installed."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        message = "Neither lightning nor pytorch_lightning is installed here; pip install lightning."
-        raise Unsupported(message)
+        raise Unsupported("Neither lightning nor pytorch_lightning is installed: pip install lightning.")
 
 
 _TorchCheckpointIO: Any
@@ -50,10 +49,10 @@ _TorchCheckpointIO, _ModelCheckpoint = _classes()
 
 
 class NebulaCheckpointIO(_TorchCheckpointIO):
-    """Keeps what Lightning saves in Holdfast checkpoints: `Trainer(plugins=[NebulaCheckpointIO()])`.
+    """Checkpoint I/O plugin for Holdfast: `Trainer(plugins=[NebulaCheckpointIO()])`.
 
-    At Lightning's path there is a small file that says which checkpoint is meant. What it loads may be such a
-    file, or an ordinary one. Each save is tagged with its global step.
+    A small marker file at Lightning's path refers to the checkpoint. Loading accepts markers and ordinary
+    files. Each save is tagged with its global step.
     """
 
     def save_checkpoint(
@@ -62,35 +61,35 @@ class NebulaCheckpointIO(_TorchCheckpointIO):
         """Save a checkpoint for a path.
 
         Args:
-            checkpoint: what Lightning has collected.
-            path: where Lightning expects it.
-            storage_options: `is_best`: wait until it is in home; `persist_path`: write it into a file of
-                `torch.save` there too, or into one in that folder.
+            checkpoint: state from Lightning.
+            path: path at which Lightning expects the checkpoint.
+            storage_options: `is_best`: wait until the checkpoint is in home. `persist_path`: also write it
+                to this file or folder with `torch.save`.
 
         Raises:
-            InvalidInput, Unsupported: something in it cannot be saved, named by its key path.
-            HoldfastError: this save failed, or one before it.
+            InvalidInput, Unsupported: an object cannot be saved. The message has its key path.
+            HoldfastError: this save failed, or an earlier one.
 
-        Blocks: for the copy; with `is_best` until it is in home.
+        Blocks: for the copy; with `is_best` until the checkpoint is in home.
         """
         options = _options(storage_options)
-        here, place = session(), Path(path).absolute()
-        tag = _tag_of(checkpoint, place)
-        here.save(tag, PARTITION, checkpoint, 1, label=str(place))
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Marker(here.home, tag, PARTITION).write(place)
+        current, target = session(), Path(path).absolute()
+        tag = _tag_of(checkpoint, target)
+        current.save(tag, PARTITION, checkpoint, 1, label=str(target))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Marker(current.home, tag, PARTITION).write(target)
         if options.get("is_best"):
-            here.flush(tag)
+            current.flush(tag)
         if (persist_path := options.get("persist_path")) is not None:
             file = Path(persist_path)
-            super().save_checkpoint(checkpoint, file / place.name if file.is_dir() else file)
+            super().save_checkpoint(checkpoint, file / target.name if file.is_dir() else file)
 
     def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """What was saved for a path, verified; or what an ordinary file holds.
+        """Load the checkpoint of a path, verified, or an ordinary file.
 
         Raises:
-            NotFound: there is neither.
-            Corrupt: damage was found.
+            NotFound: the checkpoint or file does not exist.
+            Corrupt: the checkpoint is damaged.
         """
         marker = Marker.read(path)
         if marker is None:
@@ -99,26 +98,26 @@ class NebulaCheckpointIO(_TorchCheckpointIO):
         return _load(marker, str(Path(path).absolute()), map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove what stands at a path; the checkpoint itself stays, see `holdfast rm`."""
+        """Remove the file at a path. The checkpoint is kept; `holdfast rm` deletes it."""
         if Marker.read(path) is not None:
             Path(path).unlink(missing_ok=True)
         else:
             super().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """At the end of a trainer's work: wait until everything is in home."""
+        """Wait until everything is in home, at the end of a trainer's work."""
         super().teardown()
         if has_session():
             session().flush()
 
 
 class NebulaCallback(_ModelCheckpoint):
-    """ModelCheckpoint that saves through Holdfast: it begins the session and brings NebulaCheckpointIO along.
+    """ModelCheckpoint that saves with Holdfast: it begins the session and adds NebulaCheckpointIO.
 
     Args:
-        args: as for ModelCheckpoint.
-        config_params: as for `init`, by name; None: as the environment says.
-        kwargs: as for ModelCheckpoint.
+        args: arguments of ModelCheckpoint.
+        config_params: arguments of `init` by name; None to use the environment.
+        kwargs: keyword arguments of ModelCheckpoint.
     """
 
     def __init__(self, *args: Any, config_params: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -126,7 +125,7 @@ class NebulaCallback(_ModelCheckpoint):
         init(**(config_params or {}))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have the trainer save through Holdfast."""
+        """Set the trainer's checkpoint I/O plugin."""
         if not isinstance(trainer.strategy.checkpoint_io, NebulaCheckpointIO):
             trainer.strategy.checkpoint_io = NebulaCheckpointIO()
         super().setup(trainer, pl_module, stage)
@@ -136,27 +135,27 @@ def _options(given: Any) -> dict[str, Any]:
     options = dict(given or {})
     unknown = sorted(options.keys() - {"is_best", "persist_path"})
     if unknown:
-        message = f"storage_options knows is_best and persist_path, not {unknown}."
-        raise InvalidInput(message)
+        raise InvalidInput(f"storage_options may have is_best and persist_path, not {unknown}.")
     return options
 
 
-def _tag_of(checkpoint: dict[str, Any], place: Path) -> str:
+def _tag_of(checkpoint: dict[str, Any], target: Path) -> str:
     step = checkpoint.get("global_step")
-    tag = f"global_step{step}" if isinstance(step, int) else place.stem
-    return tag if named_step(tag) is not None else place.stem
+    tag = f"global_step{step}" if isinstance(step, int) else target.stem
+    return tag if named_step(tag) is not None else target.stem
 
 
 def _load(marker: Marker, label: str, map_location: Any) -> Any:
-    """The newest checkpoint that was saved for a path; after it was moved, the newest of its tag."""
+    """Load the newest checkpoint of a path. If the file was moved, load the newest of its tag."""
     if not has_session() or session().home != marker.home:
         check_endpoint(marker.home, f"The file {label}")
-    here = session_for(marker.home)
-    for volume in here.shelf(marker.home).volumes():
-        if volume.label == label and volume.tag == marker.tag:
-            return here.load(volume, marker.partition, map_location)
+    current = session_for(marker.home)
+    for tagged in current.index(marker.home).checkpoints():
+        if tagged.label == label and tagged.tag == marker.tag:
+            return current.load(tagged, marker.partition, map_location)
     found = get_checkpoint(marker.tag, marker.home)
     if found is None:
-        message = f"{label} stands for {marker.tag} in {marker.home}, which is not there any more."
-        raise NotFound(message, key=marker.tag)
+        raise NotFound(
+            f"{label} refers to {marker.tag} in {marker.home}, which does not exist any more.", key=marker.tag
+        )
     return found.load(marker.partition, map_location)

@@ -1,4 +1,4 @@
-"""What `init` was told, or the environment where it was told nothing."""
+"""Settings from `init()`, with the environment as a fallback."""
 
 from __future__ import annotations
 
@@ -21,55 +21,53 @@ LOCAL = "HOLDFAST_LOCAL"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where checkpoints go, and how often."""
+    """Home, nearer tier and interval of a session."""
 
     home: str
-    interval_s: float | None  # between two that go home; None: each does
+    interval_s: float | None  # between two checkpoints that are copied to home; None: every one is
     keep_local: int
-    local: str | None  # as given for this run
-    local_root: str | None  # a folder of the host, in which each run gets its own
+    local: str | None  # folder for this run only
+    local_root: str | None  # folder of the host with one folder per run
 
 
-def read_settings(
+def make_settings(
     path: Any, interval: Any, retention: Any, local: Any, environ: Mapping[str, str]
 ) -> Settings:
-    """The settings that arguments and environment name.
+    """Return the settings from arguments and the environment.
 
     Raises:
-        InvalidInput: no path is named, or something named cannot be used.
+        InvalidInput: the home is missing, or a value is invalid.
     """
-    home = place_of(environ.get(PATH) if path is None else path)
+    home = parse_location(environ.get(PATH) if path is None else path)
     seconds = _interval(environ.get(INTERVAL) if interval is None else interval)
     if isinstance(retention, bool) or not isinstance(retention, int) or retention < 1:
-        message = f"num_of_version_in_retention must be 1 or more, got {retention!r}."
-        raise InvalidInput(message)
+        raise InvalidInput(f"num_of_version_in_retention must be 1 or more, not {retention!r}.")
     root = environ.get(LOCAL)
     if root is None and seconds is not None:
         root = str(Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}")
-    return Settings(home, seconds, retention, None if local is None else place_of(local), root)
+    return Settings(home, seconds, retention, None if local is None else parse_location(local), root)
 
 
-def place_of(path: Any) -> str:
-    """One spelling for a place, given as a path, a URL, or either with a comma too many behind it.
+def parse_location(path: Any) -> str:
+    """Return the absolute path or URL of a location. A tuple of one path is accepted with a warning.
 
     Raises:
-        InvalidInput: it is none, or empty.
+        InvalidInput: the location is missing, empty or of another type.
     """
     if isinstance(path, tuple) and len(path) == 1:
         message = (
-            f"The path is a tuple, {path!r}: a comma stands behind it. Its one element is taken; remove the "
-            "comma."
+            f"The path is a tuple, {path!r}, because a comma follows it. Its only element is used. Remove "
+            "the comma."
         )
         warn(message, SaveWarning)
         path = path[0]
     if path is None or path == "":
-        message = (
-            "No place for checkpoints was named, so nothing would ever be persisted. Call init(path), or "
+        raise InvalidInput(
+            "The location of checkpoints is missing, so nothing can be saved. Call init(path), or "
             f"set {PATH} to a folder or to a URL such as s3://BUCKET/RUN."
         )
-        raise InvalidInput(message)
     if not isinstance(path, (str, os.PathLike)):
-        raise InvalidInput(f"persistent_storage_path must be one path or URL, got {path!r}.")
+        raise InvalidInput(f"persistent_storage_path must be a path or URL, not {path!r}.")
     return absolute_place(path)
 
 

@@ -1,4 +1,4 @@
-"""Loads as MainzTrain does by hand: the tag it noted, else the newest persisted, else the newest anywhere.
+"""Load like MainzTrain: the recorded tag, else the newest persisted, else the newest in any tier.
 
 argv: home, the tag that was noted. Prints the tag that was found, or "none".
 """

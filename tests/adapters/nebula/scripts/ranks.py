@@ -35,7 +35,7 @@ def only_first(step):
 
 
 def all_commit(step):
-    """As DeepSpeed does: rank 0 has one file more."""
+    """Save like DeepSpeed: rank 0 has one file more."""
     checkpoint = nm.Checkpoint(f"global_step{step}", -2)
     dist.barrier()
     if rank == 0:
@@ -46,7 +46,7 @@ def all_commit(step):
 
 
 def counted(step):
-    """Each rank saves one file, and changes what it has saved at once; the last to come completes the tag."""
+    """Save one file per rank and change its tensors at once; the last rank completes the tag."""
     value = state(step, rank)
     nm.Checkpoint(f"global_step{step}", world).save("shard", value)
     value["weights"].zero_()
@@ -54,14 +54,14 @@ def counted(step):
 
 
 def some(step):
-    """Of three ranks, the first and the last save."""
+    """Save on the first and last of three ranks."""
     if rank != 1:
         nm.Checkpoint(f"global_step{step}", 2).save("shard", state(step, rank))
     dist.barrier()
 
 
 def careless(step):
-    """Every rank saves, and nobody has said how many files there are."""
+    """Save on every rank without the number of files."""
     try:
         nm.Checkpoint(f"global_step{step}").save("model", state(step, rank))
     except InvalidInput as error:

@@ -1,4 +1,4 @@
-"""The samples of Nebula's documentation one after the other, mistakes and all; argv: a folder."""
+"""The samples of Nebula's documentation in order, with their mistakes; argv: a folder."""
 
 import sys
 

@@ -1,0 +1,119 @@
+"""Claim of a save: this trainer's newest attempt, or a new one if that cannot save the step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from dataclasses import dataclass
+
+from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.format.part import Ancestors
+from holdfast.home.attempts import check_not_fenced, read_claim
+from holdfast.home.claim import claim_attempt, claim_run
+from holdfast.home.documents import read_manifest
+from holdfast.home.listing import Listing, candidates, list_home
+from holdfast.policy import line_of
+from holdfast.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class SaveClaim:
+    """Identity of a save, which all its ranks share. The coordinator creates it."""
+
+    run: str
+    step: int
+    attempt: int
+    world_size: int
+    ancestors: Ancestors
+
+
+_claimed: dict[str, SaveClaim] = {}
+"""Newest claim of this process by URL of the home."""
+_lock = threading.Lock()  # two threads may save at the same time
+
+
+def claim_save(store: Store, step: int, *, world_size: int, trainer: int) -> SaveClaim:
+    """Claim an attempt for a save of `step`.
+
+    DCP does not pass on which checkpoint the run was loaded from. The save is assumed to continue the
+    newest checkpoint below `step`, so a run that saves an earlier step again supersedes the checkpoints
+    after it.
+
+    Args:
+        store: the home.
+        step: step to save.
+        world_size: number of ranks that save.
+        trainer: process id of the trainer, which may be another process than this one.
+
+    Raises:
+        Conflict: another trainer has taken over this home.
+        Corrupt: the home's documents are damaged.
+        RetryLater: the store failed.
+    """
+    with _lock:
+        home = list_home(store)
+        run = claim_run(store)
+        newest = max(home.attempts, default=0)
+        is_own = _is_own(store, newest, world_size, trainer)
+        if not is_own and store.url in _claimed:
+            check_not_fenced(store, _claimed[store.url].attempt)
+        saved = [found.step for found in home.saved.values() if found.attempt == newest]
+        continues = is_own and step > max(saved, default=-1)
+        ancestors = _ancestors_of(store, home, run, newest) if continues and saved else None
+        if ancestors is None:
+            ancestors = _ancestors_before(store, home, run, step)
+        attempt = newest
+        if not continues:
+            attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer).number
+        _claimed[store.url] = SaveClaim(run, step, attempt, world_size, ancestors)
+        return _claimed[store.url]
+
+
+def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancestors | None:
+    """Return the ancestors in earlier saves of an attempt, or None if unreadable."""
+    newest_claim = _claimed.get(store.url)
+    if newest_claim is not None and (newest_claim.run, newest_claim.attempt) == (run, attempt):
+        return newest_claim.ancestors
+    own = (found for found in candidates(home) if found[0] == attempt)
+    read = (_read_ancestors(store, found, run) for found in own)
+    return next((ancestors for ancestors in read if ancestors is not None), None)
+
+
+def _ancestors_before(store: Store, home: Listing, run: str, step: int) -> Ancestors:
+    """Return the ancestors of a new attempt that saves `step`: the newest checkpoint's, up to that step."""
+    complete = candidates(home)
+    for newest in complete:
+        ancestors = _read_ancestors(store, newest, run)
+        if ancestors is None:
+            continue
+        for base in line_of(complete, newest, ancestors).current:
+            own = _read_ancestors(store, base, run) if base[1] < step else None
+            if own is not None:
+                return (*own, base)
+        break
+    return ()
+
+
+def _read_ancestors(store: Store, found: tuple[int, int], run: str) -> Ancestors | None:
+    """Return the ancestors of a checkpoint (attempt, step), or None if its manifest is unreadable."""
+    attempt, step = found
+    with contextlib.suppress(Corrupt, NotFound, Unsupported):
+        return read_manifest(store, step, attempt, run).ancestors
+    return None
+
+
+def _is_own(store: Store, number: int, world_size: int, trainer: int) -> bool:
+    try:
+        found = read_claim(store, number)
+    except (NotFound, Corrupt):
+        return False
+    return (found.host, found.pid, found.world_size) == (socket.gethostname(), trainer, world_size)
+
+
+def _clear() -> None:
+    _claimed.clear()
+
+
+os.register_at_fork(after_in_child=_clear)

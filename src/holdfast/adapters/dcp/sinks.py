@@ -1,0 +1,90 @@
+"""Sinks that read a region of a saved piece into a tensor of any kind."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from holdfast.adapters.dcp.spans import Span, spans, strides_of
+from holdfast.errors import InvalidInput
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.layout import Piece
+from holdfast.restore.fill import TensorSink
+from holdfast.restore.read import Sink
+from holdfast.state.tensors import torch_dtype
+
+
+class GatherSink:
+    """Sink that collects a span, then copies its wanted elements into a tensor."""
+
+    __slots__ = ("_buffer", "_dtype", "_left", "_lock", "_sink", "_span", "_strides", "_target")
+
+    def __init__(
+        self, span: Span, strides: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor
+    ) -> None:
+        self._span = span
+        self._strides = strides
+        self._dtype = dtype
+        self._target = target
+        self._left = span.num_items * dtype.itemsize
+        self._lock = threading.Lock()
+        self._buffer: torch.Tensor | None = None
+        self._sink: TensorSink | None = None
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Add bytes of the span. After the last ones, the wanted elements are copied."""
+        with self._lock:
+            if self._sink is None:  # allocated late: spans are read in turn, so few are in memory
+                self._buffer = torch.empty(self._span.num_items, dtype=self._dtype)
+                self._sink = TensorSink(self._buffer)
+            sink = self._sink
+        sink.write(offset, view)
+        with self._lock:
+            self._left -= len(view)
+            if self._left:
+                return
+        assert self._buffer is not None
+        with torch.no_grad():
+            self._target.copy_(self._buffer.as_strided(self._span.lengths, self._strides))
+        self._buffer = self._sink = None
+
+
+def make_sinks(
+    piece: Piece,
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    target: torch.Tensor,
+    *,
+    max_gap_bytes: int,
+) -> Iterator[tuple[int, int, Sink]]:
+    """Yield (byte in the piece, number of bytes, sink) for every span of a region.
+
+    Args:
+        piece: saved piece to read.
+        offsets: start of the region in the piece.
+        lengths: shape of the region.
+        target: tensor that receives the region, of the same shape.
+        max_gap_bytes: maximum gap that is read rather than skipped.
+
+    Raises:
+        InvalidInput: the target has another shape.
+    """
+    if tuple(target.shape) != lengths:
+        raise InvalidInput(
+            f"{piece.name} has shape {list(lengths)}, but the tensor to load it into {list(target.shape)}.",
+            key=piece.name,
+        )
+    if not math.prod(lengths):
+        return
+    item_bytes, dtype = ITEM_BYTES[piece.dtype], torch_dtype(piece.dtype)
+    strides = strides_of(piece.lengths)
+    for span in spans(piece.lengths, offsets, lengths, max_gap_bytes // item_bytes):
+        part = target
+        for dim, (at, length) in enumerate(zip(span.at, span.lengths, strict=True)):
+            part = part.narrow(dim, at, length)
+        is_direct = span.is_dense and part.is_cpu and part.dtype is dtype and part.is_contiguous()
+        sink = TensorSink(part) if is_direct else GatherSink(span, strides, dtype, part)
+        yield span.start * item_bytes, span.num_items * item_bytes, sink

@@ -1,0 +1,330 @@
+"""Index of checkpoints by tag, in all tiers of one home."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast.adapters.nebula.map_location import MapLocation, place
+from holdfast.adapters.nebula.packed_value import Packed, rebuild, unpack
+from holdfast.adapters.nebula.tags import META, named_step
+from holdfast.callsite import warn
+from holdfast.errors import Corrupt, HoldfastError, NotFound, SaveWarning
+from holdfast.home.documents import check_files, read_manifest, read_run
+from holdfast.home.listing import Listing, candidates, list_home
+from holdfast.home.newest import list_patiently, usable
+from holdfast.home.patience import LIMIT_S, Patience
+from holdfast.home.skipped import Passed
+from holdfast.policy import line_of
+from holdfast.restore.checkpoint import Checkpoint
+from holdfast.restore.verify import check_verified
+from holdfast.state.tree import graft, references
+from holdfast.store import Store
+from holdfast.store.nearest import Nearest
+
+if TYPE_CHECKING:
+    import torch
+
+_VERSION = 1
+_T = TypeVar("_T")
+
+
+@contextlib.contextmanager
+def checked_metadata(name: str) -> Iterator[None]:
+    """Raise Corrupt for errors of the block, which are caused by a partition's metadata."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(
+            f"The metadata of the partition {name!r} is damaged, or not the Nebula adapter's: {error!r}.",
+            key=name,
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Tier with checkpoints of a run; `name` is "memory", "local" or "home"."""
+
+    name: str
+    store: Store
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCheckpoint:
+    """Complete checkpoint that was saved under a tag."""
+
+    tag: str
+    label: str | None  # path by which a framework refers to it
+    home: str
+    tiers: tuple[str, ...]
+    checkpoint: Checkpoint = field(repr=False)
+    _metas: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
+
+    @property
+    def step(self) -> int:
+        """Step of the checkpoint."""
+        return self.checkpoint.step
+
+    def index_of(self, name: str, rank: int) -> int | None:
+        """Return the index of the part to load a partition from.
+
+        It is the rank's own part, or the lowest with the partition.
+        """
+        count = self.checkpoint.world_size
+        guess = min(rank, count - 1)  # correct if all ranks save, or only the first does
+        if self._is_own(guess, name, rank):
+            return guess
+        own = (i for i in range(count) if self._is_own(i, name, rank))
+        is_found = self.meta(guess)["rank"] == rank  # its own part is found, but lacks the partition
+        found = None if is_found else next(own, None)
+        if found is not None:
+            return found
+        return next((i for i in range(count) if name in self.meta(i)["partitions"]), None)
+
+    def _is_own(self, index: int, name: str, rank: int) -> bool:
+        meta = self.meta(index)
+        return meta["rank"] == rank and name in meta["partitions"]
+
+    def meta(self, index: int) -> dict[str, Any]:
+        """Return the metadata of a part's tag and partitions."""
+        if index not in self._metas:
+            self._metas[index] = self.checkpoint.values(index)[META]
+        return self._metas[index]
+
+    def names(self) -> list[str]:
+        """Return the names of all partitions of all ranks."""
+        every = (name for i in range(self.checkpoint.world_size) for name in self.meta(i)["partitions"])
+        return list(dict.fromkeys(every))
+
+    def packed(self, name: str, index: int) -> Packed:
+        """Return a packed partition of a part, on the CPU and verified.
+
+        Raises:
+            Corrupt: the checkpoint is damaged.
+            NotFound: a file is missing.
+            RetryLater: the store failed.
+        """
+        values = self.checkpoint.values(index)
+        with checked_metadata(name):
+            metadata = values[META]["partitions"][name]
+            tree = values[metadata["key"]]
+            kinds = [(tuple(path), kind, detail) for path, kind, detail in metadata["kinds"]]
+            devices = {tuple(path): str(device) for path, device in metadata["devices"]}
+        names = list(references(tree))
+        found = self.checkpoint.tensors(index, keys=names) if names else {}
+        return Packed(graft(tree, found.__getitem__), kinds, devices)
+
+    def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
+        """Load a partition: this rank's own, or else the lowest rank's.
+
+        Raises:
+            NotFound: no rank has saved the partition, or a file is missing.
+            Corrupt: the checkpoint is damaged.
+            RetryLater: the store failed.
+        """
+        index = self.index_of(name, rank)
+        if index is None:
+            raise NotFound(
+                f"{self.tag} (step {self.step}) has no partition {name!r}. It has {self.names()}.",
+                step=self.step,
+                key=name,
+            )
+        packed = self.packed(name, index)
+        moved: dict[int, torch.Tensor] = {}
+
+        def leaf(path: Any, tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in moved:  # tied tensors stay tied
+                moved[id(tensor)] = place(tensor, packed.devices.get(path, "cpu"), map_location)
+            return moved[id(tensor)]
+
+        placed = rebuild(packed.tree, leaf)
+        with checked_metadata(name):
+            return unpack(placed, packed.kinds)
+
+
+class TagIndex:
+    """Checkpoints of one home.
+
+    Args:
+        home: home as the session spells it.
+        tiers: tiers, nearest first; the last is home.
+    """
+
+    def __init__(self, home: str, tiers: Sequence[Tier]) -> None:
+        self.home = home
+        self._tiers = tuple(tiers)
+        stores = [tier.store for tier in tiers]
+        self._store = stores[0] if len(stores) == 1 else Nearest(stores)
+
+    def checkpoints(self, *, only_home: bool = False) -> Iterator[TaggedCheckpoint]:
+        """Yield the checkpoints that were saved under tags, newest first.
+
+        Args:
+            only_home: omit checkpoints that are not complete in home.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        found, listings = self._candidates(only_home=only_home)
+        return self._usable(found, lambda one: self._open(one, listings))  # `newest` warns about damage
+
+    def find(self, tag: str) -> TaggedCheckpoint | None:
+        """Return the newest readable checkpoint of a tag, or None.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        step = named_step(tag)
+        found, listings = self._candidates()
+        found.sort(key=lambda one: one[1] != step)  # the most likely one first
+        has_found = False
+
+        def open_one(one: tuple[int, int]) -> TaggedCheckpoint | None:
+            nonlocal has_found
+            tagged = self._open(one, listings) if not has_found or one[1] == step else None
+            if tagged is None or tagged.tag != tag:
+                return None
+            has_found = True
+            return tagged
+
+        matching = self._usable(found, open_one)
+        return max(matching, key=lambda one: (one.checkpoint.attempt, one.step), default=None)
+
+    def newest(self, *, only_home: bool = False, verified: set[tuple[int, int]]) -> TaggedCheckpoint | None:
+        """Return the newest checkpoint with valid bytes, or None without a tagged checkpoint.
+
+        A SaveWarning names damaged checkpoints that are skipped. Superseded checkpoints are skipped too. A
+        checkpoint that cannot be read is tried again, and then raises.
+
+        Args:
+            only_home: omit checkpoints that are not complete in home.
+            verified: (attempt, step) of verified checkpoints, which are not verified again. New ones are
+                added.
+
+        Raises:
+            Corrupt: all checkpoints are damaged.
+            RetryLater: a store failed.
+
+        Blocks: until the checkpoint has been read once.
+        """
+        every, listings = self._candidates(only_home=only_home)
+        skipped: list[Passed] = []
+        line: frozenset[tuple[int, int]] | None = None
+
+        def open_one(found: tuple[int, int]) -> TaggedCheckpoint | None:
+            nonlocal line
+            tagged = self._open(found, listings) if line is None or found in line else None
+            if tagged is None:
+                return None
+            manifest = tagged.checkpoint.manifest
+            if line is None:
+                line = frozenset(line_of(every, found, manifest.ancestors).current)
+            if found not in verified:
+                check_files(list(listings.values()), manifest)
+                check_verified(tagged.checkpoint.verify())
+                verified.add(found)
+            return tagged
+
+        for tagged in self._usable(every, open_one, on_passed=lambda one, _: skipped.append(one)):
+            for one in skipped:
+                warn(
+                    f"{tagged.tag} is used as the newest checkpoint, because a newer one is damaged: step "
+                    f"{one.step} of attempt {one.attempt}: {one.reason}",
+                    SaveWarning,
+                )
+            return tagged
+        if skipped:
+            reasons = "".join(
+                f"\n  step {one.step} of attempt {one.attempt}: {one.reason}" for one in skipped
+            )
+            raise Corrupt(f"{self._store.url} has checkpoints, but all of them are damaged.{reasons}")
+        return None
+
+    def _usable(
+        self,
+        found: Sequence[tuple[int, int]],
+        open_one: Callable[[tuple[int, int]], _T | None],
+        on_passed: Callable[[Passed, HoldfastError], None] = lambda skipped, error: None,
+    ) -> Iterator[_T]:
+        return usable(
+            found,
+            lambda attempt, step: open_one((attempt, step)),
+            url=self._store.url,
+            patience=_make_patience(),
+            on_passed=on_passed,
+        )
+
+    def _candidates(self, *, only_home: bool = False) -> tuple[list[tuple[int, int]], dict[str, Listing]]:
+        """Return (attempt, step) of all complete checkpoints, newest first, and the tiers' listings."""
+        listings = {tier.name: list_patiently(tier.store, _make_patience()) for tier in self._tiers}
+        tiers = [self._tiers[-1].name] if only_home else list(listings)
+        found = {one for name in tiers for one in candidates(listings[name])}
+        return sorted(found, reverse=True), listings
+
+    def _open(self, found: tuple[int, int], listings: dict[str, Listing]) -> TaggedCheckpoint | None:
+        """Return a checkpoint, or None if it was not saved under a tag."""
+        attempt, step = found
+        run = read_run(self._store)
+        checkpoint = Checkpoint(
+            self._store, read_manifest(self._store, step, attempt, run.id if run else None)
+        )
+        meta = checkpoint.values(0).get(META)
+        if not isinstance(meta, dict):
+            return None
+        tiers = tuple(name for name, home in listings.items() if _has(name, home, step, attempt))
+        try:
+            tagged = TaggedCheckpoint(meta["tag"], meta.get("label"), self.home, tiers, checkpoint)
+            # Ranks may have completed a tag without any file.
+            is_empty = not any(tagged.meta(i)["partitions"] for i in range(checkpoint.world_size))
+        except (LookupError, TypeError) as error:
+            raise Corrupt(
+                f"The metadata of step {step} of attempt {attempt} is damaged: {error!r}.",
+                step=step,
+            ) from error
+        return None if is_empty else tagged
+
+    def __contains__(self, found: tuple[int, int]) -> bool:
+        """Return True if a checkpoint (attempt, step) is complete in home."""
+        attempt, step = found
+        saved = list_home(self._tiers[-1].store, step=step).saved.get((step, attempt))
+        return saved is not None and saved.is_committed
+
+    def last_step(self) -> int | None:
+        """Return the step of the newest checkpoint with a readable manifest, or None."""
+        found, _ = self._candidates()
+        steps = self._usable(found, lambda one: read_manifest(self._store, one[1], one[0], None).step)
+        return next(steps, None)
+
+
+def _make_patience() -> Patience:
+    return Patience(LIMIT_S, lambda line: warn(line, SaveWarning))
+
+
+def _has(tier: str, home: Listing, step: int, attempt: int) -> bool:
+    """Return True if a checkpoint is complete in a tier. In memory, one file is enough."""
+    saved = home.saved.get((step, attempt))
+    return saved is not None and (saved.is_committed or (tier == "memory" and bool(saved.data)))
+
+
+def make_metadata(
+    tag: str, label: str | None, rank: int, partitions: dict[str, tuple[str, Packed]]
+) -> dict[str, Any]:
+    """Return a part's metadata of its tag and partitions.
+
+    Args:
+        tag: tag of the checkpoint.
+        label: path by which a framework refers to it, or None.
+        rank: rank of training.
+        partitions: key and packed value of each partition, by name.
+    """
+    entries = {
+        name: {
+            "key": key,
+            "kinds": [[list(path), kind, detail] for path, kind, detail in packed.kinds],
+            "devices": [[list(path), device] for path, device in packed.devices.items()],
+        }
+        for name, (key, packed) in partitions.items()
+    }
+    return {"version": _VERSION, "tag": tag, "label": label, "rank": rank, "partitions": entries}

@@ -1,0 +1,116 @@
+"""Part of a checkpoint that is exported: tensors by name, their bytes in order, and the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.exchange.prefixes import is_under, select
+from holdfast.format.layout import Piece
+from holdfast.restore.checkpoint import Checkpoint
+
+
+@dataclass(slots=True)
+class ExportSelection:
+    """Checkpoint as one rank sees it, or a part of it.
+
+    Attributes:
+        pieces: selected tensors by name, tied ones included.
+        only: selected prefixes; None for all.
+        rename: new prefix by old prefix; "" removes a prefix.
+        num_bytes: bytes of tensors that have been read so far.
+    """
+
+    checkpoint: Checkpoint
+    rank: int
+    only: tuple[str, ...] | None
+    rename: dict[str, str]
+    num_threads: int
+    on_bytes: Callable[[int], None] | None = None
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    num_bytes: int = 0
+    _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
+
+    @classmethod
+    def choose(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        rank: int,
+        only: Iterable[str] | None,
+        rename: Mapping[str, str] | None,
+        num_threads: int,
+    ) -> ExportSelection:
+        """Select the tensors and values with any of the prefixes.
+
+        Raises:
+            NotFound: no name has a prefix of `only`, or a part is missing.
+            InvalidInput: the rank does not exist.
+            Corrupt: a part is damaged.
+        """
+        prefixes = None if only is None else tuple(only)
+        one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads)
+        shapes = checkpoint.facts(rank)
+        names = [*shapes, *(key for key in checkpoint.values(rank) if key not in shapes)]
+        chosen = select(names, prefixes, f"Step {checkpoint.step}")
+        one.pieces = {name: Piece.whole(name, *shapes[name]) for name in chosen if name in shapes}
+        for name in one.pieces:
+            one.original(name)  # in this order, so that the first alias does not depend on later calls
+        return one
+
+    def original(self, name: str) -> str:
+        """Return the first selected name that is tied to `name`, whose bytes it shares."""
+        root = self.checkpoint.info(name).tied_to or name
+        if root in self.pieces:
+            return root
+        return self._first_of.setdefault(root, name)
+
+    def values(self) -> dict[str, Any]:
+        """Return the selected values by top-level key, with a `TensorRef` in place of each tensor."""
+        every = self.checkpoint.values(self.rank)
+        if self.only is None:
+            return every
+        return {
+            key: value
+            for key, value in every.items()
+            if any(is_under(key, prefix) or is_under(prefix, key) for prefix in self.only)
+        }
+
+    def stream(self, names: Sequence[str]) -> TensorStream:
+        """Return a stream of the bytes of some tensors, one after the other."""
+        return TensorStream(self, names)
+
+
+class TensorStream:
+    """Bytes of tensors in a fixed order, read tensor by tensor."""
+
+    def __init__(self, selection: ExportSelection, names: Sequence[str]) -> None:
+        self._selection = selection
+        self._pieces = [selection.pieces[name] for name in names]
+        self._slabs = selection.checkpoint.slabs(
+            [piece.name for piece in self._pieces if piece.num_bytes],
+            rank=selection.rank,
+            num_threads=selection.num_threads,
+        )
+        self._at = 0
+
+    def read(self, num_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of the next tensor, which has `num_bytes`. A view is valid until the next one.
+
+        Raises:
+            Corrupt: the checkpoint is damaged.
+            NotFound: a file is missing.
+            RetryLater: the store failed.
+        """
+        piece = self._pieces[self._at]
+        assert piece.num_bytes == num_bytes, (piece, num_bytes)
+        self._at += 1
+        left = num_bytes
+        while left:
+            view = next(self._slabs).view
+            left -= len(view)
+            self._selection.num_bytes += len(view)
+            if self._selection.on_bytes is not None:
+                self._selection.on_bytes(len(view))
+            yield view

@@ -1,0 +1,107 @@
+"""Export of a checkpoint to other formats."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import InvalidInput
+from holdfast.exchange import dcp_export, safetensors_export, torch_export
+from holdfast.exchange.export_selection import ExportSelection
+from holdfast.restore.checkpoint import Checkpoint
+from holdfast.units import parse_bytes
+
+KINDS = ("safetensors", "hf", "torch", "dcp")
+"""Kinds of exports: a safetensors file, a Hugging Face folder, a file of torch.save, a DCP folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Result of an export. `num_bytes` counts bytes of tensors."""
+
+    path: str
+    step: int
+    kind: str
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    kind: str = "safetensors",
+    only: Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    max_shard_bytes: int | str = "5GB",
+    rank: int = 0,
+    overwrite: bool = False,
+    num_threads: int = 4,
+    on_total: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Exported:
+    """Export a checkpoint, or a part of it, to another format. Every byte is verified.
+
+    safetensors files and Hugging Face folders contain only tensors. Files of torch.save and DCP folders
+    contain the values too, as plain Python values: arrays become lists, paths become strings.
+
+    Memory: about 50 MiB in addition to torch, for any size.
+
+    Args:
+        checkpoint: checkpoint from `holdfast.open`.
+        path: file or folder to write; its parent must exist.
+        kind: one of `KINDS`.
+        only: prefixes of the names to export ("model" includes "model.weight"). By default everything is
+            exported.
+        rename: new prefix by old prefix; "" removes a prefix with its dot. For torch and DCP, whose trees
+            are nested, only top-level keys can be renamed.
+        max_shard_bytes: maximum bytes of tensors in a shard of a Hugging Face folder, such as "5GB".
+        rank: rank whose per-rank tensors and values are exported.
+        overwrite: replace an older export.
+        num_threads: threads that read and hash.
+        on_total: called once with the size of all tensors in bytes, before they are read.
+        on_bytes: called with a number of bytes after they have been verified.
+
+    Raises:
+        Conflict: the destination exists and `overwrite` is False.
+        NotFound: the checkpoint has no names with a prefix of `only`, or one of its files is missing.
+        InvalidInput: the kind is unknown, two tensors get the same name, or the path is invalid.
+        Corrupt: the checkpoint is damaged. Nothing was written.
+        RetryLater: the store failed, or the destination could not be written.
+
+    Ranks: not collective. Call it in one process.
+    Blocks: until the export is durable.
+    """
+    began = time.perf_counter()
+    target, limit = Path(path).expanduser(), parse_bytes(max_shard_bytes, "max_shard_bytes")
+    selection = ExportSelection.choose(
+        checkpoint, rank=rank, only=only, rename=rename, num_threads=num_threads
+    )
+    selection.on_bytes = on_bytes
+    writers: dict[str, Callable[[], None]] = {
+        "safetensors": lambda: safetensors_export.write_file(selection, target, overwrite=overwrite),
+        "hf": lambda: safetensors_export.write_folder(
+            selection, target, max_shard_bytes=limit, overwrite=overwrite
+        ),
+        "torch": lambda: torch_export.write_file(selection, target, overwrite=overwrite),
+        "dcp": lambda: dcp_export.write_folder(selection, target, overwrite=overwrite),
+    }
+    if kind not in writers:
+        raise InvalidInput(f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}.")
+    if on_total is not None:
+        on_total(_total(selection, shared=kind in ("torch", "dcp")))
+    writers[kind]()
+    seconds = time.perf_counter() - began
+    return Exported(str(target), checkpoint.step, kind, len(selection.pieces), selection.num_bytes, seconds)
+
+
+def _total(selection: ExportSelection, *, shared: bool) -> int:
+    return sum(
+        piece.num_bytes
+        for name, piece in selection.pieces.items()
+        if not shared or selection.original(name) == name
+    )

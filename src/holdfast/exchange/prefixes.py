@@ -1,0 +1,50 @@
+"""Selection of names by prefix, and replacement of prefixes; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast.errors import InvalidInput, NotFound
+
+
+def is_under(name: str, prefix: str) -> bool:
+    """Return True if a name is `prefix` or below it: "a.b" and "a.b.c" are under "a.b", "a.bc" is not."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+def select(names: Iterable[str], only: Iterable[str] | None, what: str) -> list[str]:
+    """Return the names with any of the prefixes, in their order; all names if `only` is None.
+
+    Raises:
+        NotFound: a prefix matches no name.
+    """
+    every = list(names)
+    if only is None:
+        return every
+    prefixes = list(only)
+    for prefix in prefixes:
+        if not any(is_under(name, prefix) for name in every):
+            tops = ", ".join(list(dict.fromkeys(name.partition(".")[0] for name in every))[:10]) or "nothing"
+            raise NotFound(f"{what} has no names under {prefix!r}. Its names begin with {tops}.", key=prefix)
+    return [name for name in every if any(is_under(name, prefix) for prefix in prefixes)]
+
+
+def rename(names: Iterable[str], prefixes: Mapping[str, str] | None) -> dict[str, str]:
+    """Return new names with their old ones, after the longest matching prefix is replaced.
+
+    "" removes a prefix and its dot.
+
+    Raises:
+        InvalidInput: two names become equal, or a name becomes empty.
+    """
+    by_length = sorted((prefixes or {}).items(), key=lambda pair: -len(pair[0]))
+    found: dict[str, str] = {}
+    for name in names:
+        old, new = next(((old, new) for old, new in by_length if is_under(name, old)), ("", ""))
+        rest = name[len(old) :].removeprefix(".")
+        renamed = f"{new}.{rest}" if new and rest else new or rest
+        if not renamed or renamed in found:
+            clash = f"{found[renamed]!r} gets that name too" if renamed else "a name cannot be empty"
+            raise InvalidInput(f"{name!r} would be renamed to {renamed!r}, but {clash}.", key=name)
+        found[renamed] = name
+    return found

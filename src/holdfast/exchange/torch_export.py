@@ -1,0 +1,42 @@
+"""Export to one file of torch.save, written as a stream. Tied tensors share their memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast.exchange.export_selection import ExportSelection
+from holdfast.exchange.torch_archive import ArchivedTensor, write_archive
+from holdfast.exchange.trees import make_plain, rename_top_level, unflatten
+from holdfast.restore.placing import placed_file
+
+
+def write_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> None:
+    """Write a file for `torch.load(path, weights_only=True, mmap=True)`.
+
+    Raises:
+        Conflict: the file exists.
+        Corrupt: the checkpoint is damaged. The file was not written.
+        RetryLater: the file could not be written.
+    """
+    stored, tree = build_tree(selection)
+    stream = selection.stream(list(stored))
+    with placed_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
+        write_archive(file, tree, stored.values(), lambda one: stream.read(one.num_bytes))
+
+
+def build_tree(selection: ExportSelection) -> tuple[dict[str, ArchivedTensor], dict[str, Any]]:
+    """Return a placeholder per stored tensor, and the nested state dict that refers to them.
+
+    Raises:
+        NotFound: a key to rename does not exist.
+        InvalidInput: two tensors or values would have the same name.
+    """
+    stored: dict[str, ArchivedTensor] = {}
+    for name, piece in selection.pieces.items():
+        if selection.original(name) == name:
+            stored[name] = ArchivedTensor(str(len(stored)), piece.dtype, piece.shape)
+    tree = unflatten(
+        selection.pieces, selection.values(), lambda name: stored[selection.original(name)], selection.only
+    )
+    return stored, rename_top_level(make_plain(tree, ArchivedTensor), selection.rename)

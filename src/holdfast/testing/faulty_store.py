@@ -1,0 +1,276 @@
+"""Store wrapper for tests that fails, corrupts or delays calls on command, and records them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.store.contract import Buffer, Entry, Store
+
+METHODS = ("put", "link", "get", "read_into", "append", "list", "size", "delete", "sweep", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Recorded call of a store's method.
+
+    `name` is the object's name or the prefix. `offset` and `num_bytes` are the requested range of a
+    `read_into`; for `put`, `append` and `get`, `num_bytes` is the size of the data.
+    """
+
+    method: str
+    name: str
+    offset: int = 0
+    num_bytes: int = 0
+
+
+class Gate:
+    """Gate that holds a call: the call sets `reached` when it arrives, and waits until `opened` is set."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+
+@dataclass(slots=True)
+class _Fault:
+    method: str
+    matching: str
+    skip: int  # matching calls that succeed first
+    times: int | None  # number of calls that fail after that; None for all
+    after: bool
+    error: BaseException | None = None
+    gate: Gate | None = None
+
+
+class FaultyStore(Store):
+    """Wrapper around any store. Until you inject a fault, it behaves like the store inside.
+
+    Example:
+        >>> store = FaultyStore(open_store("runs/gpt"))
+        >>> store.fail("put", OSError("cable pulled"), nth=3)
+
+    Args:
+        inner: store that receives the calls.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.properties = inner.properties
+        self._lock = threading.Lock()
+        self._faults: list[_Fault] = []
+        self._flips: dict[str, set[int]] = {}
+        self._sizes: dict[str, int] = {}
+        self._calls: list[Call] = []
+
+    def fail(
+        self,
+        method: str,
+        error: BaseException,
+        *,
+        nth: int = 1,
+        times: int | None = 1,
+        matching: str = "",
+        after: bool = False,
+    ) -> None:
+        """Make calls of a method raise.
+
+        Args:
+            method: one of `METHODS`.
+            error: exception to raise, the same object each time.
+            nth: first call that fails, counted from now; 1 is the next one.
+            times: number of calls that fail from then on; None for all.
+            matching: text that the object's name or prefix must contain.
+            after: raise after the call has taken effect, as if only its response was lost.
+        """
+        self._add(_Fault(method, matching, nth - 1, times, after, error=error))
+
+    def hold(self, method: str, *, nth: int = 1, matching: str = "", after: bool = False) -> Gate:
+        """Hold one call of a method until a gate opens. Arguments are those of `fail`.
+
+        Returns:
+            The gate at which the call waits.
+        """
+        gate = Gate()
+        self._add(_Fault(method, matching, nth - 1, 1, after, gate=gate))
+        return gate
+
+    def flip_bit(self, name: str, bit: int) -> None:
+        """Flip bit `bit % 8` of byte `bit // 8` in all reads of `name`. Stored bytes do not change."""
+        with self._lock:
+            self._flips.setdefault(name, set()).add(bit)
+
+    def truncate(self, name: str, num_bytes: int) -> None:
+        """Make `name` appear to end after `num_bytes`. Stored bytes do not change."""
+        with self._lock:
+            self._sizes[name] = num_bytes
+
+    def clear(self) -> None:
+        """Remove all faults and open all gates. Recorded calls stay."""
+        with self._lock:
+            gates = [fault.gate for fault in self._faults if fault.gate]
+            self._faults, self._flips, self._sizes = [], {}, {}
+        for gate in gates:
+            gate.opened.set()
+
+    def calls(self, method: str | None = None) -> list[Call]:
+        """Return all recorded calls, or those of one method. Calls that failed are included."""
+        with self._lock:
+            return [call for call in self._calls if method in (None, call.method)]
+
+    def clear_calls(self) -> None:
+        """Delete the recorded calls."""
+        with self._lock:
+            self._calls = []
+
+    @property
+    def bytes_read(self) -> int:
+        """Number of bytes requested by `read_into` and returned by `get`."""
+        return sum(call.num_bytes for call in self.calls() if call.method in ("get", "read_into"))
+
+    @property
+    def bytes_written(self) -> int:
+        """Number of bytes passed to `put` and `append`."""
+        return sum(call.num_bytes for call in self.calls() if call.method in ("put", "append"))
+
+    @override
+    def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
+        after = self._begin(Call("put", name, num_bytes=memoryview(data).nbytes))
+        self.inner.put(name, data, if_absent=if_absent)
+        _apply(after)
+
+    @override
+    def link(self, source: str, name: str) -> None:
+        after = self._begin(Call("link", name))
+        self.inner.link(source, name)
+        _apply(after)
+
+    @override
+    def get(self, name: str) -> bytes:
+        after = self._begin(None, "get", name)
+        data = bytearray(self.inner.get(name)[: self._sizes.get(name)])
+        self._record(Call("get", name, num_bytes=len(data)))
+        self._flip(name, 0, memoryview(data))
+        _apply(after)
+        return bytes(data)
+
+    @override
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        after = self._begin(Call("read_into", name, offset, len(buffer)))
+        num_bytes = self._sizes.get(name)
+        if num_bytes is not None and offset + len(buffer) > num_bytes:
+            raise Corrupt(f"{self.url}/{name} ends at byte {num_bytes} (truncated by a test).", key=name)
+        self.inner.read_into(name, offset, buffer)
+        self._flip(name, offset, buffer)
+        _apply(after)
+
+    @override
+    def append(self, name: str, data: bytes) -> None:
+        after = self._begin(Call("append", name, num_bytes=len(data)))
+        self.inner.append(name, data)
+        _apply(after)
+
+    @override
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        after = self._begin(Call("list", prefix))
+        found = [
+            Entry(entry.name, self._truncated(entry.name, entry.num_bytes))
+            for entry in self.inner.list(prefix)
+        ]
+        _apply(after)
+        return iter(found)
+
+    @override
+    def size(self, name: str) -> int | None:
+        after = self._begin(Call("size", name))
+        num_bytes = self.inner.size(name)
+        _apply(after)
+        return None if num_bytes is None else self._truncated(name, num_bytes)
+
+    @override
+    def delete(self, name: str) -> None:
+        after = self._begin(Call("delete", name))
+        self.inner.delete(name)
+        _apply(after)
+
+    @override
+    def sync(self, folder: str) -> None:
+        after = self._begin(Call("sync", folder))
+        self.inner.sync(folder)
+        _apply(after)
+
+    @override
+    def check(self) -> None:
+        self.inner.check()
+
+    @override
+    def flush(self) -> None:
+        self.inner.flush()
+
+    @override
+    def close(self) -> None:
+        self.inner.close()
+
+    @override
+    def sweep(self, prefix: str = "") -> None:
+        after = self._begin(Call("sweep", prefix))
+        self.inner.sweep(prefix)
+        _apply(after)
+
+    def _add(self, fault: _Fault) -> None:
+        if fault.method not in METHODS:
+            raise InvalidInput(f"A store has no method {fault.method!r}; it has {', '.join(METHODS)}.")
+        with self._lock:
+            self._faults.append(fault)
+
+    def _record(self, call: Call) -> None:
+        with self._lock:
+            self._calls.append(call)
+
+    def _begin(self, call: Call | None, method: str = "", name: str = "") -> list[_Fault]:
+        """Record a call and apply the faults due before it; return those due after it."""
+        if call:
+            self._record(call)
+            method, name = call.method, call.name
+        due = self._due(method, name)
+        _apply([fault for fault in due if not fault.after])
+        return [fault for fault in due if fault.after]
+
+    def _due(self, method: str, name: str) -> list[_Fault]:
+        due = []
+        with self._lock:
+            for fault in self._faults:
+                if fault.method != method or fault.matching not in name or fault.times == 0:
+                    continue
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                if fault.times is not None:
+                    fault.times -= 1
+                due.append(fault)
+        return due
+
+    def _truncated(self, name: str, num_bytes: int) -> int:
+        return min(num_bytes, self._sizes.get(name, num_bytes))
+
+    def _flip(self, name: str, offset: int, buffer: memoryview) -> None:
+        with self._lock:
+            flips = sorted(self._flips.get(name, ()))
+        for bit in flips:
+            index = bit // 8 - offset
+            if 0 <= index < len(buffer):
+                buffer[index] ^= 1 << bit % 8
+
+
+def _apply(faults: list[_Fault]) -> None:
+    for fault in faults:
+        if fault.gate:
+            fault.gate.reached.set()
+            fault.gate.opened.wait()
+        if fault.error:
+            raise fault.error

@@ -1,0 +1,152 @@
+"""A faulty store satisfies the contract until a fault is injected, and then shows exactly that fault."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Corrupt, InvalidInput, RetryLater
+from holdfast.store import Entry, Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing import Call, FaultyStore, StoreSuite
+
+
+class TestFaultyStoreWithoutFaults(StoreSuite):
+    @pytest.fixture
+    def store(self) -> Store:
+        return FaultyStore(MemoryStore())
+
+
+@pytest.fixture
+def faulty() -> FaultyStore:
+    return FaultyStore(MemoryStore())
+
+
+def test_the_nth_call_fails_and_the_others_do_not(faulty: FaultyStore) -> None:
+    faulty.fail("put", RetryLater("injected"), nth=3)
+    faulty.put("a", b"1")
+    faulty.put("b", b"2")
+    with pytest.raises(RetryLater, match="injected"):
+        faulty.put("c", b"3")
+    faulty.put("d", b"4")
+    assert {entry.name for entry in faulty.list()} == {"a", "b", "d"}
+
+
+def test_only_matching_names_count(faulty: FaultyStore) -> None:
+    faulty.fail("put", RetryLater("injected"), nth=2, times=2, matching="manifest")
+    for name in ("x", "manifest-1", "y", "z"):
+        faulty.put(name, b"")
+    for name in ("manifest-2", "manifest-3"):
+        with pytest.raises(RetryLater):
+            faulty.put(name, b"")
+    faulty.put("manifest-4", b"")
+
+
+def test_a_call_whose_response_is_lost_takes_effect(faulty: FaultyStore) -> None:
+    faulty.fail("put", RetryLater("no response"), after=True)
+    with pytest.raises(RetryLater):
+        faulty.put("a", b"done", if_absent=True)
+    assert faulty.inner.get("a") == b"done"
+
+
+@pytest.mark.parametrize("method", ["put", "get", "read_into", "append", "list", "size", "delete", "sweep"])
+def test_every_method_can_fail_every_time(faulty: FaultyStore, method: str) -> None:
+    faulty.put("a", b"x")
+    faulty.fail(method, OSError("cable pulled"), times=None)
+    calls = {
+        "put": lambda: faulty.put("a", b"y"),
+        "get": lambda: faulty.get("a"),
+        "read_into": lambda: faulty.read_into("a", 0, memoryview(bytearray(1))),
+        "append": lambda: faulty.append("a", b"y"),
+        "list": lambda: faulty.list(),
+        "size": lambda: faulty.size("a"),
+        "delete": lambda: faulty.delete("a"),
+        "sweep": lambda: faulty.sweep(),
+    }
+    for _ in range(3):
+        with pytest.raises(OSError, match="cable pulled"):
+            calls[method]()
+    assert faulty.inner.get("a") == b"x"
+    faulty.clear()
+    calls[method]()
+
+
+def test_unknown_methods_are_refused(faulty: FaultyStore) -> None:
+    with pytest.raises(InvalidInput, match="has no method 'write'"):
+        faulty.fail("write", OSError())
+
+
+def test_every_read_that_covers_a_flipped_bit_returns_it_flipped(faulty: FaultyStore) -> None:
+    faulty.put("a", bytes(10))
+    faulty.flip_bit("a", 8 * 5 + 3)
+    assert faulty.get("a") == b"\0\0\0\0\0\x08\0\0\0\0"
+    buffer = bytearray(3)
+    faulty.read_into("a", 4, memoryview(buffer))
+    assert buffer == b"\0\x08\0"
+    faulty.read_into("a", 6, memoryview(buffer))
+    assert buffer == bytes(3)
+    assert faulty.inner.get("a") == bytes(10)
+    faulty.clear()
+    assert faulty.get("a") == bytes(10)
+
+
+def test_a_truncated_object_is_shorter_for_every_method(faulty: FaultyStore) -> None:
+    faulty.put("a", b"0123456789")
+    faulty.truncate("a", 4)
+    assert faulty.get("a") == b"0123"
+    assert faulty.size("a") == 4
+    assert list(faulty.list()) == [Entry("a", 4)]
+    buffer = bytearray(4)
+    faulty.read_into("a", 0, memoryview(buffer))
+    assert buffer == b"0123"
+    with pytest.raises(Corrupt):
+        faulty.read_into("a", 1, memoryview(buffer))
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_held_call_waits_until_its_gate_is_opened(faulty: FaultyStore, after: bool) -> None:
+    gate = faulty.hold("put", after=after)
+    thread = threading.Thread(target=faulty.put, args=("a", b"x"))
+    thread.start()
+    assert gate.reached.wait(60)
+    assert faulty.inner.size("a") == (1 if after else None)
+    faulty.put("b", b"not held")
+    gate.opened.set()
+    thread.join()
+    assert faulty.get("a") == b"x"
+
+
+def test_clearing_faults_opens_all_gates(faulty: FaultyStore) -> None:
+    gate = faulty.hold("get")
+    faulty.put("a", b"x")
+    thread = threading.Thread(target=faulty.get, args=("a",))
+    thread.start()
+    assert gate.reached.wait(60)
+    faulty.clear()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_calls_and_bytes_are_counted(tmp_path: Path) -> None:
+    faulty = FaultyStore(LocalStore(tmp_path))
+    faulty.put("a", b"0123456789")
+    faulty.append("log", b"xyz")
+    faulty.get("a")
+    faulty.read_into("a", 2, memoryview(bytearray(4)))
+    list(faulty.list("a"))
+    assert faulty.calls() == [
+        Call("put", "a", num_bytes=10),
+        Call("append", "log", num_bytes=3),
+        Call("get", "a", num_bytes=10),
+        Call("read_into", "a", 2, 4),
+        Call("list", "a"),
+    ]
+    assert faulty.calls("get") == [Call("get", "a", num_bytes=10)]
+    assert (faulty.bytes_read, faulty.bytes_written) == (14, 13)
+    faulty.clear_calls()
+    assert faulty.calls() == []
+    assert faulty.url == str(tmp_path)
+    assert faulty.properties == faulty.inner.properties

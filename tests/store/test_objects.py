@@ -58,17 +58,17 @@ class TestEssentialsOnAzure:
         return azure_store
 
     check_round_trip = StoreSuite.check_round_trip
-    test_bytes = StoreSuite.test_what_was_put_from_an_arena_comes_back
+    test_bytes = StoreSuite.test_a_large_object_is_read_back_unchanged
     test_missing = StoreSuite.test_a_missing_object_is_not_found
     test_past_end = StoreSuite.test_a_read_past_the_end_is_corrupt
-    test_create = StoreSuite.test_if_absent_leaves_an_object_alone
-    test_race = StoreSuite.test_one_of_many_wins_a_free_name
-    test_link = StoreSuite.test_a_link_is_the_same_bytes_under_another_name
-    test_list = StoreSuite.test_list_gives_names_and_sizes_by_prefix
+    test_create = StoreSuite.test_if_absent_does_not_replace_an_object
+    test_race = StoreSuite.test_one_of_several_threads_creates_an_object
+    test_link = StoreSuite.test_a_link_has_the_same_bytes_under_another_name
+    test_list = StoreSuite.test_list_returns_names_and_sizes_by_prefix
     test_append = StoreSuite.test_append_adds_at_the_end
     test_delete = StoreSuite.test_delete_removes_one_object
     test_names = StoreSuite.test_names_may_have_parts_and_unusual_characters
-    test_parts = StoreSuite.test_parts_become_one_object
+    test_parts = StoreSuite.test_parts_are_joined_into_one_object
 
     def test_check(self, store: Store) -> None:
         store.check()

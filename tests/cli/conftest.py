@@ -1,4 +1,4 @@
-"""A home with a past, and the command line called in this process."""
+"""A home with a history, and the command line called in this process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from making import CREATED_UNIX_S, make_checkpoint, make_home
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a command said."""
+class Result:
+    """Output and exit status of a command."""
 
     status: int
     out: str
@@ -31,24 +31,24 @@ class Said:
         return json.loads(self.out)
 
 
-Command = Callable[..., Said]
+Command = Callable[..., Result]
 
 
 @pytest.fixture
 def holdfast(capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command line in this process."""
 
-    def call(*words: object) -> Said:
+    def call(*words: object) -> Result:
         capsys.readouterr()
         status = main([str(word) for word in words])
-        said = capsys.readouterr()
-        return Said(status, said.out, said.err)
+        result = capsys.readouterr()
+        return Result(status, result.out, result.err)
 
     return call
 
 
 def tensors_at(number: int) -> list[dict[str, torch.Tensor]]:
-    """What two ranks save: replicated tensors spread over both, and a generator's state for each."""
+    """Return the tensors of two ranks: replicated tensors spread over both, and per-rank generator states."""
     return [
         {
             "model.weight": torch.full((30, 4), float(number)),
@@ -61,7 +61,7 @@ def tensors_at(number: int) -> list[dict[str, torch.Tensor]]:
 def save(
     home: Path, step: int, attempt: int = 1, *, base: tuple[int, int] | None = None, commit: bool = True
 ) -> None:
-    """Make one checkpoint of the home with a past."""
+    """Make one checkpoint."""
     groups = [{"lr": 0.5, "betas": (0.9, 0.95)}]
     make_checkpoint(
         open_store(home),
@@ -79,7 +79,7 @@ def save(
 
 @pytest.fixture(scope="session")
 def first_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The home that every test's own is a copy of: copying needs no fsync."""
+    """Make the home that each test copies, since copying needs no fsync."""
     place = tmp_path_factory.mktemp("first") / "run"
     make_home(open_store(place), attempts=(1, 2))
     for step in (100, 200, 300):

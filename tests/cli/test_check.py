@@ -1,4 +1,4 @@
-"""`holdfast check`: real scripts, killed and resumed; exact ones pass, and each planted fault is named."""
+"""`holdfast check` on real scripts: exact ones pass, and each planted fault is reported."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ UNSEEDED = LOOP.format(body="train(torch.randn(8, 4) * random.random())")
 
 
 def check(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, the JSON report and what was said."""
+    """Return the exit status, the JSON report and stderr."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
     command = ["-m", "holdfast.cli", "check", "--json", *(words or ("train.py",))]
@@ -112,10 +112,10 @@ def check(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], 
 def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) -> None:
     script = tmp_path / "script"
     with forking(tmp_path) as python:
-        status, report, said = check(
+        status, report, result = check(
             script, START + LOOP.format(body="train(torch.randn(8, 4))"), "--", *python, "train.py"
         )
-    assert (status, report["exact"], report["deterministic"]) == (0, True, True), (report, said)
+    assert (status, report["exact"], report["deterministic"]) == (0, True, True), (report, result)
     assert (report["saved_at"], report["killed_at"], report["restored"], report["compared_at"]) == (
         5,
         7,
@@ -127,9 +127,9 @@ def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_shuffled_loader_outside_of_the_state_is_named(tmp_path: Path) -> None:
-    status, report, said = check(tmp_path, START + SHUFFLED)
-    assert (status, report["exact"], report["deterministic"]) == (1, False, True), said
+def test_a_shuffled_loader_outside_the_state_is_reported(tmp_path: Path) -> None:
+    status, report, result = check(tmp_path, START + SHUFFLED)
+    assert (status, report["exact"], report["deterministic"]) == (1, False, True), result
     assert any(row["key"].startswith("model.") for row in report["differences"])
     assert "shuffled DataLoader over TensorDataset" in report["causes"][0]
     assert "another batch in step 6" in report["causes"][1]
@@ -137,9 +137,9 @@ def test_a_shuffled_loader_outside_of_the_state_is_named(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [BY_HAND, SAVES_ONLY], ids=["by hand", "saves only"])
-def test_loops_of_ones_own_pass(tmp_path: Path, script: str) -> None:
-    status, report, said = check(tmp_path, START + script)
-    assert status == 0, (report, said)
+def test_hand_written_loops_pass(tmp_path: Path, script: str) -> None:
+    status, report, result = check(tmp_path, START + script)
+    assert status == 0, (report, result)
     assert report["restored"] < report["compared_at"]
 
 
@@ -154,38 +154,38 @@ def test_loops_of_ones_own_pass(tmp_path: Path, script: str) -> None:
         slow(METRIC, "metric is a Mean whose state (total) is not persistent", id="metric"),
     ],
 )
-def test_each_fault_is_named_with_its_probable_cause(tmp_path: Path, script: str, cause: str) -> None:
+def test_each_fault_is_reported_with_its_probable_cause(tmp_path: Path, script: str, cause: str) -> None:
     with forking(tmp_path) as python:
-        status, report, said = check(tmp_path, START + script, "--", *python, "train.py")
-    assert (status, report["exact"], report["deterministic"]) == (1, False, True), said
+        status, report, result = check(tmp_path, START + script, "--", *python, "train.py")
+    assert (status, report["exact"], report["deterministic"]) == (1, False, True), result
     assert cause in " ".join(report["causes"])
 
 
 @pytest.mark.slow
-def test_a_script_that_is_not_deterministic_is_said_to_be_so(tmp_path: Path) -> None:
-    status, report, said = check(tmp_path, START + UNSEEDED)
-    assert (status, report["exact"], report["deterministic"]) == (1, False, False), said
+def test_a_nondeterministic_script_is_reported(tmp_path: Path) -> None:
+    status, report, result = check(tmp_path, START + UNSEEDED)
+    assert (status, report["exact"], report["deterministic"]) == (1, False, False), result
     assert any(row["key"].startswith("model.") for row in report["random"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["01_three_lines.py", "03_resume_dataloader.py"])
 def test_the_examples_pass(tmp_path: Path, example: str) -> None:
-    status, report, said = check(tmp_path, "", "--steps", "20", str(ROOT / "examples" / example))
-    assert status == 0, (report, said)
+    status, report, result = check(tmp_path, "", "--steps", "20", str(ROOT / "examples" / example))
+    assert status == 0, (report, result)
 
 
 @pytest.mark.slow
 def test_two_ranks_pass(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ("--steps", "4", "--", *torchrun, str(ROOT / "examples" / "02_ddp.py"))
-    status, report, said = check(tmp_path, "", *words)
-    assert status == 0, (report, said)
+    status, report, result = check(tmp_path, "", *words)
+    assert status == 0, (report, result)
 
 
-def test_a_script_that_fails_is_shown(tmp_path: Path) -> None:
+def test_a_failing_script_shows_its_output(tmp_path: Path) -> None:
     script = START + "state['o'] = optimizer.state_dict()" + LOOP.format(body="pass")
     with forking(tmp_path) as python:
-        status, _, said = check(tmp_path, script, "--", *python, "train.py")
+        status, _, result = check(tmp_path, script, "--", *python, "train.py")
     assert status == 2
-    assert "Pass the optimizer itself" in said
+    assert "Pass the optimizer itself" in result

@@ -1,4 +1,4 @@
-"""Tables fit the terminal: names are cut in the middle, sentences wrapped, and --json has all of it."""
+"""Tables fit the terminal: names are shortened and sentences wrapped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHY = "The write failed: No space left on device. Earlier checkpoints are whole,
 
 @pytest.fixture
 def wide(home: Path) -> Path:
-    """A home whose names and details are longer than a terminal is wide."""
+    """Make a home with names and details that are longer than a line."""
     store = open_store(str(home))
     for step in (1_234_567, 2_345_678):
         tensors = {LONG.format(i): torch.full((1024, 3), float(i * step)) for i in range(3)}
@@ -59,13 +59,13 @@ def test_nothing_is_wider_than_the_terminal(
     command, *options = words
     monkeypatch.chdir(wide.parent)
     places = [f"{wide.name}@{step}" for step in (1_234_567, 2_345_678)] if command == "diff" else [wide.name]
-    said = holdfast(command, *places, *options)
-    assert said.out
-    lines = [line for line in said.out.splitlines() if str(wide) not in line]  # a path is whole
+    result = holdfast(command, *places, *options)
+    assert result.out
+    lines = [line for line in result.out.splitlines() if str(wide) not in line]  # a path is whole
     assert [line for line in lines if len(line) > 80] == []
 
 
-def test_a_name_is_cut_in_the_middle_and_whole_in_json(
+def test_a_long_name_is_shortened_in_the_table_but_not_in_json(
     holdfast: Command, wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert LONG.format(0) in holdfast("show", wide).out  # a pipe gets all
@@ -76,7 +76,9 @@ def test_a_name_is_cut_in_the_middle_and_whole_in_json(
     assert LONG.format(0) in [one["name"] for one in holdfast("show", wide, "--json").json["tensors"]]
 
 
-def test_a_detail_is_never_cut(holdfast: Command, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detail_is_wrapped_but_not_shortened(
+    holdfast: Command, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = holdfast("history", wide, "--event", "drain-failed").out
     assert " ".join(out.split()).endswith(WHY)
@@ -96,7 +98,7 @@ def test_any_texts_fit(rows: list[tuple[str, str, str]], width: int) -> None:
 
 
 @given(cells, st.integers(4, 40))
-def test_a_cut_text_keeps_its_ends(text: str, width: int) -> None:
+def test_a_shortened_text_keeps_its_ends(text: str, width: int) -> None:
     from rich.cells import cell_len
 
     found = cut(text, width)

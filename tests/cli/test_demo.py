@@ -1,4 +1,4 @@
-"""The demo: it proves what it shows, and what is not so is told as not so."""
+"""The demo: a claim holds only if the outcome proves it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import demo
+from holdfast.cli.demo.claims import check_claims
 from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
-from holdfast.cli.demo.figures import figures
-from holdfast.cli.demo.proof import claims
-from holdfast.cli.demo.story import Blow, Ending, Outcome, Start
+from holdfast.cli.demo.figures import compute_figures
+from holdfast.cli.demo.scenario import Ending, Failure, Outcome, Start
 from holdfast.errors import InvalidInput
 from holdfast.store import open_store
 from servers import ministack
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    """The options of a demo, as its command line gives them."""
+    """Parse the options of a demo."""
     parser = argparse.ArgumentParser()
     demo.add_parser(parser.add_subparsers())
     return parser.parse_args(["demo", *words])
 
 
 def event(name: str, attempt: int, step: int, detail: str = "") -> dict[str, object]:
-    """One line of a history."""
+    """Return a line of a history."""
     return {
         "t": 1.0,
         "event": name,
@@ -43,14 +43,18 @@ def event(name: str, attempt: int, step: int, detail: str = "") -> dict[str, obj
 
 @pytest.fixture
 def outcome() -> Outcome:
-    """A story in which everything went as it should."""
+    """Return an outcome in which all claims hold."""
     told = "restored step 8; passed over step 10 of attempt 2: rank 0: it is damaged"
     return Outcome(
         steps=24,
         every=2,
         reference=Ending(0, 24, "abc"),
         survivor=Ending(0, 24, "abc"),
-        blows=(Blow("killed", -9, 7, 6), Blow("killed again", -9, 11, None), Blow("preempted", 75, 17, 16)),
+        failures=(
+            Failure("killed", -9, 7, 6),
+            Failure("killed again", -9, 11, None),
+            Failure("preempted", 75, 17, 16),
+        ),
         starts=tuple(Start((told,), 1.0, {1: 0.1, 2: 0.1, 3: 0.3, 4: 0.1}) for _ in range(4)),
         damage=Damage(10, 2, "step-00000010/rank-00000-a0002.safetensors", 50, 1, 254),
         raw_writes=(RawWrite(100, 0.25, is_direct=True),),
@@ -68,16 +72,16 @@ def outcome() -> Outcome:
 
 
 def test_a_good_outcome_proves_every_claim(outcome: Outcome) -> None:
-    assert [claim.text for claim in claims(outcome) if not claim.holds] == []
-    assert len(claims(outcome)) == 8
+    assert [claim.text for claim in check_claims(outcome) if not claim.holds] == []
+    assert len(check_claims(outcome)) == 8
 
 
 def no_kill(outcome: Outcome) -> None:
-    outcome.blows = (Blow("killed", 0, 7, 6), *outcome.blows[1:])
+    outcome.failures = (Failure("killed", 0, 7, 6), *outcome.failures[1:])
 
 
 def not_while_saving(outcome: Outcome) -> None:
-    outcome.blows = (Blow("killed", -9, 7, None), *outcome.blows[1:])
+    outcome.failures = (Failure("killed", -9, 7, None), *outcome.failures[1:])
 
 
 def staged_save_lost(outcome: Outcome) -> None:
@@ -85,7 +89,7 @@ def staged_save_lost(outcome: Outcome) -> None:
 
 
 def no_second_kill(outcome: Outcome) -> None:
-    outcome.blows = (outcome.blows[0], Blow("killed again", 1, 11, None), outcome.blows[2])
+    outcome.failures = (outcome.failures[0], Failure("killed again", 1, 11, None), outcome.failures[2])
 
 
 def no_damage(outcome: Outcome) -> None:
@@ -96,16 +100,16 @@ def damaged_one_restored(outcome: Outcome) -> None:
     outcome.events[4]["step"] = 10
 
 
-def passed_over_in_silence(outcome: Outcome) -> None:
+def passed_over_without_an_event(outcome: Outcome) -> None:
     outcome.events[4]["detail"] = ""
 
 
-def not_said_on_stderr(outcome: Outcome) -> None:
+def not_printed_to_stderr(outcome: Outcome) -> None:
     outcome.starts = tuple(Start((), 1.0, {}) for _ in range(4))
 
 
 def crashed_instead_of_preempted(outcome: Outcome) -> None:
-    outcome.blows = (*outcome.blows[:2], Blow("preempted", -15, 17, 16))
+    outcome.failures = (*outcome.failures[:2], Failure("preempted", -15, 17, 16))
 
 
 def preempted_save_lost(outcome: Outcome) -> None:
@@ -143,8 +147,8 @@ SPOILT = [
     (no_second_kill, 2),
     (no_damage, 3),
     (damaged_one_restored, 3),
-    (passed_over_in_silence, 3),
-    (not_said_on_stderr, 3),
+    (passed_over_without_an_event, 3),
+    (not_printed_to_stderr, 3),
     (crashed_instead_of_preempted, 4),
     (preempted_save_lost, 4),
     (not_done, 5),
@@ -157,39 +161,39 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("spoil", "number"), SPOILT, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_is_not_so_is_not_claimed(
+def test_each_deviation_makes_its_claim_fail(
     outcome: Outcome, spoil: Callable[[Outcome], None], number: int
 ) -> None:
-    """Each way in which the story may go wrong makes its claim false."""
+    """Each deviation from the scenario makes its claim false."""
     spoilt = copy.deepcopy(outcome)
     spoil(spoilt)
-    assert claims(outcome)[number].holds
-    assert not claims(spoilt)[number].holds
+    assert check_claims(outcome)[number].holds
+    assert not check_claims(spoilt)[number].holds
 
 
-def test_figures_come_from_what_was_seen(outcome: Outcome) -> None:
-    numbers = figures(outcome)
+def test_figures_are_computed_from_the_outcome(outcome: Outcome) -> None:
+    numbers = compute_figures(outcome)
     assert (numbers.num_saves, numbers.num_bytes, numbers.blocked_s) == (1, 100, 0.5)
     assert (numbers.write_bps, numbers.raw_bps, numbers.write_share) == (200.0, 400.0, 0.5)
     assert numbers.optimizer_wait_s == pytest.approx(0.2)  # step 3 comes after the save of step 2
-    assert [one.steps_lost for one in numbers.returns] == [1, 3, 0]
-    assert [one.passed_over for one in numbers.returns] == [False, True, False]
+    assert [one.steps_lost for one in numbers.recoveries] == [1, 3, 0]
+    assert [one.passed_over for one in numbers.recoveries] == [False, True, False]
 
 
-def test_figures_are_refused_where_nothing_was_saved(outcome: Outcome) -> None:
+def test_an_outcome_without_saves_has_no_figures(outcome: Outcome) -> None:
     outcome.events = []
     with pytest.raises(ValueError, match="no save"):
-        figures(outcome)
+        compute_figures(outcome)
 
 
-def test_a_flipped_byte_is_another_byte(tmp_path: Path) -> None:
+def test_a_flipped_byte_differs(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     damage = flip_byte(open_store(tmp_path), "file", step=1, attempt=1)
     assert (tmp_path / "file").read_bytes() == b"a" + bytes([ord("b") ^ 0xFF]) + b"c"
     assert (damage.offset, damage.before, damage.after) == (1, ord("b"), ord("b") ^ 0xFF)
 
 
-def test_a_raw_write_leaves_nothing(tmp_path: Path) -> None:
+def test_a_raw_write_removes_its_file(tmp_path: Path) -> None:
     written = write_raw(tmp_path, 100_000)
     assert written.num_bytes == 98304  # whole blocks
     assert written.seconds > 0
@@ -197,24 +201,24 @@ def test_a_raw_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("--steps", "10"), ("--size", "1MB"), ("--size", "much")])
-def test_a_demo_too_small_for_its_story_is_refused(words: tuple[str, ...]) -> None:
+def test_a_demo_that_is_too_small_is_rejected(words: tuple[str, ...]) -> None:
     with pytest.raises(InvalidInput, match="--s"):
         demo.run(arguments(*words))
 
 
 @pytest.mark.slow
 def test_demo_proves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole story, with real processes, kills and damage; smaller than the default."""
+    """The whole demo with real processes, kills and damage, smaller than the default."""
     words = ("--steps", "60", "--size", "25MB", "--home", str(tmp_path), "--keep", "--json")
     status = demo.run(arguments(*words))
-    said = capsys.readouterr()
-    document = json.loads(said.out)
+    result = capsys.readouterr()
+    document = json.loads(result.out)
     assert document["proven"], document["claims"]
     assert status == 0
     assert len(document["claims"]) == 8
-    assert [one["status"] for one in document["figures"]["returns"]] == [-9, -9, 75]
+    assert [one["status"] for one in document["figures"]["recoveries"]] == [-9, -9, 75]
     assert document["figures"]["num_bytes"] > 20_000_000
-    assert "passed over step" in said.err
+    assert "passed over step" in result.err
     home = Path(document["kept_in"]) / "survivor"
     assert home.parent.parent == tmp_path
     assert (home / "done.json").exists()
@@ -222,19 +226,19 @@ def test_demo_proves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_demo_proves_everything_with_nothing_left_but_a_bucket(
+def test_demo_proves_everything_with_only_a_bucket(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with a home in an S3 server: each failure takes the machine's own folder with it."""
+    """The same with a home in an S3 server: each failure deletes the local folder."""
     with ministack() as server:
         for name, value in server.env.items():
             monkeypatch.setenv(name, value)
         home = server.home("demos")
         status = demo.run(arguments("--steps", "60", "--size", "25MB", "--home", home, "--json"))
-        said = capsys.readouterr()
-        document = json.loads(said.out)
+        result = capsys.readouterr()
+        document = json.loads(result.out)
         assert document["proven"], document["claims"]
         assert status == 0
-        assert [one["status"] for one in document["figures"]["returns"]] == [-9, -9, 75]
-        assert said.err.count("the machine's own folder is gone") == 3
+        assert [one["status"] for one in document["figures"]["recoveries"]] == [-9, -9, 75]
+        assert result.err.count("the machine's own folder is gone") == 3
         assert list(open_store(home).list()) == [], "it tidies up"

@@ -17,7 +17,7 @@ from making import make_checkpoint, make_home
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """Two homes without checkpoints."""
+    """Make two homes without checkpoints."""
     homes = tmp_path / "a", tmp_path / "b"
     for place in homes:
         make_home(open_store(place))
@@ -29,23 +29,23 @@ def put(home: Path, **tensors: torch.Tensor) -> None:
 
 
 def changes(holdfast: Command, pair: tuple[Path, Path], *words: object) -> dict[str, dict]:
-    said = holdfast("diff", *pair, "--json", *words)
-    found = {change["name"]: change for change in said.json["changed"]}
-    assert said.status == int(bool(found))
+    result = holdfast("diff", *pair, "--json", *words)
+    found = {change["name"]: change for change in result.json["changed"]}
+    assert result.status == int(bool(found))
     return found
 
 
-def test_a_checkpoint_does_not_differ_from_its_copy(holdfast: Command, home: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_equals_its_copy(holdfast: Command, home: Path, tmp_path: Path) -> None:
     shutil.copytree(home, tmp_path / "copy")
-    said = holdfast("diff", home, tmp_path / "copy")
-    assert said.status == 0
-    assert said.out.endswith("3 tensors compared: no difference\n")
+    result = holdfast("diff", home, tmp_path / "copy")
+    assert result.status == 0
+    assert result.out.endswith("3 tensors compared, no difference\n")
 
 
 def test_steps_of_one_home_are_compared(holdfast: Command, home: Path) -> None:
-    said = holdfast("diff", f"{home}@100", f"{home}@200", "--json")
-    assert said.status == 1
-    found = said.json
+    result = holdfast("diff", f"{home}@100", f"{home}@200", "--json")
+    assert result.status == 1
+    found = result.json
     assert (found["a"]["step"], found["b"]["step"]) == (100, 200)
     weight, bias = found["changed"]
     assert weight == {
@@ -64,31 +64,33 @@ def test_steps_of_one_home_are_compared(holdfast: Command, home: Path) -> None:
     assert "only in" not in holdfast("diff", f"{home}@100", f"{home}@200").out
 
 
-def test_every_rank_s_own_is_compared(holdfast: Command, pair: tuple[Path, Path]) -> None:
+def test_per_rank_state_of_each_rank_is_compared(holdfast: Command, pair: tuple[Path, Path]) -> None:
     for place, last in zip(pair, (0.0, 1.0), strict=True):
         own = [{"rng": torch.zeros(3)}, {"rng": torch.tensor([0.0, 0.0, last])}]
         make_checkpoint(open_store(place), 1, tensors=own, per_rank=["rng"])
     assert list(changes(holdfast, pair)) == ["rng@r1"]
 
 
-def test_other_numbers_of_ranks_compare_the_first(holdfast: Command, pair: tuple[Path, Path]) -> None:
+def test_with_different_numbers_of_ranks_only_rank_0_is_compared(
+    holdfast: Command, pair: tuple[Path, Path]
+) -> None:
     for place, ranks in zip(pair, (1, 2), strict=True):
         make_checkpoint(open_store(place), 1, tensors=[{"rng": torch.zeros(3)}] * ranks, per_rank=["rng"])
-    said = holdfast("diff", *pair)
-    assert said.status == 0
-    assert "other numbers of ranks" in said.out
+    result = holdfast("diff", *pair)
+    assert result.status == 0
+    assert "numbers of ranks differ" in result.out
 
 
 def test_names_on_one_side_only(holdfast: Command, pair: tuple[Path, Path]) -> None:
     put(pair[0], both=torch.ones(2), left=torch.ones(2))
     put(pair[1], both=torch.ones(2), right=torch.ones(2))
-    said = holdfast("diff", *pair)
-    assert said.status == 1
-    assert "only in A: left\nonly in B: right\n" in said.out
+    result = holdfast("diff", *pair)
+    assert result.status == 1
+    assert "only in A: left\nonly in B: right\n" in result.out
     assert holdfast("diff", *pair, "--filter", "bo*").status == 0
 
 
-def test_other_shape_or_dtype_is_a_difference(holdfast: Command, pair: tuple[Path, Path]) -> None:
+def test_another_shape_or_dtype_is_a_difference(holdfast: Command, pair: tuple[Path, Path]) -> None:
     put(pair[0], x=torch.zeros(4), y=torch.zeros(2))
     put(pair[1], x=torch.zeros(2, 2), y=torch.zeros(2, dtype=torch.float64))
     found = changes(holdfast, pair)
@@ -109,7 +111,7 @@ def test_one_element_of_any_dtype(holdfast: Command, pair: tuple[Path, Path], na
     assert (found["x"]["num_changed"], found["x"]["num_items"]) == (1, 4)
 
 
-def test_bits_count_unless_numbers_may_be_apart(holdfast: Command, pair: tuple[Path, Path]) -> None:
+def test_bits_are_compared_without_a_tolerance(holdfast: Command, pair: tuple[Path, Path]) -> None:
     put(pair[0], zero=torch.tensor([0.0, 1.0]), near=torch.tensor([1.0]))
     put(pair[1], zero=torch.tensor([-0.0, 1.0]), near=torch.tensor([1.25]))
     found = changes(holdfast, pair)
@@ -144,18 +146,18 @@ def test_tensors_larger_than_a_slice(
     assert found["x"]["mean_abs"] == pytest.approx(8 / 95)
 
 
-def test_a_tied_name_is_compared_when_the_other_is_not_asked_for(holdfast: Command, home: Path) -> None:
-    said = holdfast("diff", f"{home}@100", f"{home}@200", "--filter", "*head", "--json")
-    assert [change["name"] for change in said.json["changed"]] == ["model.head"]
+def test_a_tied_name_is_compared_if_the_other_one_is_filtered_out(holdfast: Command, home: Path) -> None:
+    result = holdfast("diff", f"{home}@100", f"{home}@200", "--filter", "*head", "--json")
+    assert [change["name"] for change in result.json["changed"]] == ["model.head"]
 
 
-def test_damage_is_trouble_not_a_difference(holdfast: Command, home: Path) -> None:
+def test_damage_is_an_error_and_not_a_difference(holdfast: Command, home: Path) -> None:
     flip(home / names.data(100, 1, 0))
-    said = holdfast("diff", f"{home}@100", f"{home}@200")
-    assert said.status == 2
-    assert names.data(100, 1, 0) in said.err
+    result = holdfast("diff", f"{home}@100", f"{home}@200")
+    assert result.status == 2
+    assert names.data(100, 1, 0) in result.err
 
 
-def test_a_place_may_hold_an_at_sign(holdfast: Command, home: Path) -> None:
+def test_a_home_may_have_an_at_sign_in_its_path(holdfast: Command, home: Path) -> None:
     odd = home.rename(home.with_name("run@lab"))
     assert holdfast("diff", odd, f"{odd}@300").status == 0

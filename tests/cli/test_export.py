@@ -1,4 +1,4 @@
-"""`holdfast export` writes what was chosen in other tools' formats, and replaces nothing unasked."""
+"""`holdfast export` in all formats, and its options."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from holdfast.format import names
 
 
 def test_safetensors_is_the_default(holdfast: Command, home: Path, tmp_path: Path) -> None:
-    said = holdfast("export", home, tmp_path / "a.safetensors", "--only", "model", "--rename", "model=")
-    assert said.status == 0
-    assert said.out.startswith(f"{tmp_path / 'a.safetensors'}: 3 tensors, ")
+    result = holdfast("export", home, tmp_path / "a.safetensors", "--only", "model", "--rename", "model=")
+    assert result.status == 0
+    assert result.out.startswith(f"{tmp_path / 'a.safetensors'}: 3 tensors, ")
     found = load_file(tmp_path / "a.safetensors")
     assert set(found) == {"weight", "bias[0]", "head"}
     assert torch.equal(found["weight"], torch.full((30, 4), 302.0))
@@ -45,25 +45,27 @@ def test_a_hugging_face_folder_has_an_index_and_keeps_other_files(
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {"model.weight", "model.bias[0]", "model.head"}
     assert index["metadata"]["total_size"] == 2 * 480 + 40
-    said = holdfast(*words)
-    assert said.status == 2
-    assert "--overwrite" in said.err
+    result = holdfast(*words)
+    assert result.status == 2
+    assert "--overwrite" in result.err
     assert holdfast(*words, "--overwrite").status == 0
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch", "dcp"])
-def test_damage_is_1_and_leaves_nothing(holdfast: Command, home: Path, tmp_path: Path, kind: str) -> None:
+def test_damage_is_status_1_and_leaves_no_file(
+    holdfast: Command, home: Path, tmp_path: Path, kind: str
+) -> None:
     flip(home / names.data(300, 2, 0), at=4096)
-    said = holdfast("export", home, tmp_path / "out", "--to", kind)
-    assert said.status == 1
-    assert "model.weight" in said.err
+    result = holdfast("export", home, tmp_path / "out", "--to", kind)
+    assert result.status == 1
+    assert "model.weight" in result.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch", "dcp"])
-def test_what_is_there_is_replaced_only_when_asked(
+def test_an_existing_file_is_replaced_only_with_overwrite(
     holdfast: Command, home: Path, tmp_path: Path, kind: str
 ) -> None:
     assert holdfast("export", home, tmp_path / "out", "--to", kind, "--step", 100).status == 0
@@ -80,7 +82,7 @@ def test_what_is_there_is_replaced_only_when_asked(
     assert holdfast("export", home, tmp_path / "out", "--to", kind, "--overwrite").status == 0
 
 
-def test_wrong_wishes_are_2_and_say_why(holdfast: Command, home: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_status_2_with_a_reason(holdfast: Command, home: Path, tmp_path: Path) -> None:
     for words, told in (
         (("--only", "modle"), "modle"),
         (("--rename", "model.weight=model.head"), "model.head"),
@@ -89,8 +91,8 @@ def test_wrong_wishes_are_2_and_say_why(holdfast: Command, home: Path, tmp_path:
         (("--rank", 9), "no rank 9"),
         (("--max-shard", "big"), "--max-shard"),
     ):
-        said = holdfast("export", home, tmp_path / "out", *words)
-        assert (said.status, told in said.err) == (2, True), (words, said.err)
+        result = holdfast("export", home, tmp_path / "out", *words)
+        assert (result.status, told in result.err) == (2, True), (words, result.err)
     assert holdfast("export", home, tmp_path / "no" / "out").status == 2
     with pytest.raises(SystemExit):
         holdfast("export", home, tmp_path / "out", "--rename", "model")

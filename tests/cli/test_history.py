@@ -1,4 +1,4 @@
-"""`holdfast history` tells what happened, torn lines or not."""
+"""`holdfast history`: events, checkpoints and metrics, with and without torn lines."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from holdfast.store import open_store
 
 
 @pytest.fixture
-def told(home: Path) -> Path:
-    """A home with the history of two attempts and two ranks, out of order across files."""
+def home_with_events(home: Path) -> Path:
+    """Make a home with the history of two attempts and two ranks, out of order across files."""
     store = open_store(home)
 
-    def tell(attempt: int, rank: int, t: float, event: str, step: int | None, **more: object) -> None:
+    def write(attempt: int, rank: int, t: float, event: str, step: int | None, **more: object) -> None:
         line = {"t": t, "event": event, "step": step, "attempt": attempt, "rank": rank, **more}
         store.append(names.history(attempt, rank), json.dumps(line).encode() + b"\n")
 
-    tell(1, 0, 100.0, "staged", 100, bytes=1000, seconds=0.5)
-    tell(1, 0, 103.0, "committed", 100, bytes=3_000_000_000, seconds=2.0, detail='ok, "fine"')
-    tell(1, 1, 101.5, "staged", 100)
-    tell(2, 0, 200.0, "restored", 100)
-    tell(2, 0, 201.0, "ended", None)
+    write(1, 0, 100.0, "staged", 100, bytes=1000, seconds=0.5)
+    write(1, 0, 103.0, "committed", 100, bytes=3_000_000_000, seconds=2.0, detail='ok, "fine"')
+    write(1, 1, 101.5, "staged", 100)
+    write(2, 0, 200.0, "restored", 100)
+    write(2, 0, 201.0, "ended", None)
     return home
 
 
-def test_events_of_all_files_by_time(holdfast: Command, told: Path) -> None:
-    events = holdfast("history", told, "--json").json
+def test_events_of_all_files_by_time(holdfast: Command, home_with_events: Path) -> None:
+    events = holdfast("history", home_with_events, "--json").json
     assert [(e["t"], e["event"], e["rank"]) for e in events] == [
         (100.0, "staged", 0),
         (101.5, "staged", 1),
@@ -41,8 +41,8 @@ def test_events_of_all_files_by_time(holdfast: Command, told: Path) -> None:
     ]
 
 
-def test_table_has_speed_and_survives_missing_members(holdfast: Command, told: Path) -> None:
-    lines = holdfast("history", told).out.splitlines()
+def test_table_has_speed_and_survives_missing_members(holdfast: Command, home_with_events: Path) -> None:
+    lines = holdfast("history", home_with_events).out.splitlines()
     assert len(lines) == 6
     assert lines[3].split()[2:] == [
         "1",
@@ -61,38 +61,38 @@ def test_table_has_speed_and_survives_missing_members(holdfast: Command, told: P
     assert lines[5].split()[2:] == ["2", "0", "ended", "-", "home", "-", "-", "-"]
 
 
-def test_csv_can_be_read_back(holdfast: Command, told: Path) -> None:
-    rows = list(csv.DictReader(holdfast("history", told, "--csv").out.splitlines()))
+def test_csv_can_be_read_back(holdfast: Command, home_with_events: Path) -> None:
+    rows = list(csv.DictReader(holdfast("history", home_with_events, "--csv").out.splitlines()))
     assert len(rows) == 5
     assert rows[2]["detail"] == 'ok, "fine"'
     assert (rows[2]["t"], rows[2]["bytes"], rows[4]["step"]) == ("103.0", "3000000000", "")
     assert (rows[2]["tier"], rows[2]["bytes_per_s"], rows[4]["bytes_per_s"]) == ("home", "1500000000.0", "")
 
 
-def test_filters_narrow(holdfast: Command, told: Path) -> None:
+def test_filters_narrow(holdfast: Command, home_with_events: Path) -> None:
     def count(*words: object) -> int:
-        return len(holdfast("history", told, "--json", *words).json)
+        return len(holdfast("history", home_with_events, "--json", *words).json)
 
     assert count("--event", "staged", "--event", "ended") == 3
     assert count("--step", 100) == 4
     assert count("--tail", 2) == 2
-    assert holdfast("history", told, "--event", "skipped").out == "no events\n"
+    assert holdfast("history", home_with_events, "--event", "skipped").out == "no events\n"
 
 
 @pytest.mark.parametrize(
     "torn", [b'{"t":300,"event":"sta', b"\x00\x00\x00\n", b"[1]\n", b'{"t":"x","event":"y"}\n']
 )
-def test_a_torn_line_is_left_out_and_counted(holdfast: Command, told: Path, torn: bytes) -> None:
-    open_store(told).append(names.history(2, 0), torn)
-    said = holdfast("history", told, "--json")
-    assert said.status == 0
-    assert len(said.json) == 5
-    assert "left out 1 line that" in said.err
+def test_a_torn_line_is_ignored_and_counted(holdfast: Command, home_with_events: Path, torn: bytes) -> None:
+    open_store(home_with_events).append(names.history(2, 0), torn)
+    result = holdfast("history", home_with_events, "--json")
+    assert result.status == 0
+    assert len(result.json) == 5
+    assert "ignored 1 line cut off by a crash" in result.err
 
 
 def test_a_home_without_history_has_no_events(holdfast: Command, home: Path) -> None:
-    said = holdfast("history", home)
-    assert (said.status, said.out) == (0, "no events\n")
+    result = holdfast("history", home)
+    assert (result.status, result.out) == (0, "no events\n")
 
 
 # -- checkpoint by checkpoint ----------------------------------------------------------------------------
@@ -100,20 +100,20 @@ def test_a_home_without_history_has_no_events(holdfast: Command, home: Path) -> 
 
 @pytest.fixture
 def tiered(home: Path) -> Path:
-    """A home whose history tells of two saves: one on local disk and drained, one that failed."""
+    """Make a home with the history of a drained save and a failed one."""
     store = open_store(home)
 
-    def tell(t: float, event: str, step: int, **more: object) -> None:
+    def write(t: float, event: str, step: int, **more: object) -> None:
         line = {"t": t, "event": event, "step": step, "attempt": 2, "rank": 0, **more}
         store.append(names.history(2, 0), json.dumps(line).encode() + b"\n")
 
-    tell(100.25, "saved", 50, bytes=4000, seconds=0.25, tier="")
-    tell(100.5, "staged", 50, bytes=4000, seconds=0.5, tier="")
-    tell(102.5, "persisted", 50, bytes=4000, seconds=2.0, tier="local")
-    tell(103.0, "committed", 50, bytes=4000, seconds=2.5, tier="local")
-    tell(120.0, "drained", 50, bytes=4000, seconds=8.0, tier="home")
-    tell(130.25, "saved", 60, bytes=4000, seconds=0.25, tier="")
-    tell(131.0, "failed", 60, detail="disk full", tier="local")
+    write(100.25, "saved", 50, bytes=4000, seconds=0.25, tier="")
+    write(100.5, "staged", 50, bytes=4000, seconds=0.5, tier="")
+    write(102.5, "persisted", 50, bytes=4000, seconds=2.0, tier="local")
+    write(103.0, "committed", 50, bytes=4000, seconds=2.5, tier="local")
+    write(120.0, "drained", 50, bytes=4000, seconds=8.0, tier="home")
+    write(130.25, "saved", 60, bytes=4000, seconds=0.25, tier="")
+    write(131.0, "failed", 60, detail="disk full", tier="local")
     return home
 
 
@@ -145,8 +145,8 @@ def test_each_checkpoint_in_each_tier_is_a_row(holdfast: Command, tiered: Path) 
 
 def test_checkpoints_as_csv_have_the_same_columns(holdfast: Command, tiered: Path) -> None:
     rows = list(csv.DictReader(holdfast("history", tiered, "--checkpoints", "--csv").out.splitlines()))
-    told = holdfast("history", tiered, "--checkpoints", "--json").json
-    assert [list(row) for row in rows] == [list(row) for row in told]
+    home_with_events = holdfast("history", tiered, "--checkpoints", "--json").json
+    assert [list(row) for row in rows] == [list(row) for row in home_with_events]
     assert (rows[0]["blocked_s"], rows[2]["tier"], rows[2]["outcome"]) == ("0.25", "", "failed")
 
 
@@ -173,9 +173,9 @@ def test_events_can_be_narrowed_to_a_tier(holdfast: Command, tiered: Path) -> No
 
 
 @pytest.fixture
-def told_losses(told: Path) -> Path:
-    """The same home with losses: attempt 2 goes on from step 100 of attempt 1."""
-    store = open_store(told)
+def home_with_losses(home_with_events: Path) -> Path:
+    """Add losses: attempt 2 resumes from step 100 of attempt 1."""
+    store = open_store(home_with_events)
     steps_of = {1: [99, 100, 101], 2: [101, 102]}
     for attempt, steps in steps_of.items():
         values = {"loss": [float(attempt), 0.125, "nan"][: len(steps)], "lr": [0.1] * len(steps)}
@@ -188,39 +188,39 @@ def told_losses(told: Path) -> Path:
         }
         text = json.dumps({**line, "steps": steps, "values": values})
         store.append(names.history(attempt, 0), text.encode() + b"\n")
-    return told
+    return home_with_events
 
 
-def test_metrics_have_one_value_per_step_and_name(holdfast: Command, told_losses: Path) -> None:
-    rows = holdfast("history", told_losses, "--metrics", "--json").json
+def test_metrics_have_one_value_per_step_and_name(holdfast: Command, home_with_losses: Path) -> None:
+    rows = holdfast("history", home_with_losses, "--metrics", "--json").json
     losses = [(row["step"], row["attempt"], row["value"]) for row in rows if row["name"] == "loss"]
     assert losses == [(99, 1, 1.0), (100, 1, 0.125), (101, 2, 2.0), (102, 2, 0.125)]
     assert all(row["counts"] for row in rows)
-    assert len(holdfast("history", told_losses, "--metrics", "--json", "--step", 100).json) == 2
+    assert len(holdfast("history", home_with_losses, "--metrics", "--json", "--step", 100).json) == 2
 
 
-def test_what_was_thrown_away_is_told_if_asked(holdfast: Command, told_losses: Path) -> None:
-    out = holdfast("history", told_losses, "--metrics", "--lost", "--csv").out
+def test_lost_steps_are_shown_with_lost(holdfast: Command, home_with_losses: Path) -> None:
+    out = holdfast("history", home_with_losses, "--metrics", "--lost", "--csv").out
     rows = list(csv.DictReader(out.splitlines()))
     lost = [
         (row["step"], row["attempt"], row["name"], row["value"]) for row in rows if row["counts"] == "False"
     ]
     assert lost == [("101", "1", "loss", "nan"), ("101", "1", "lr", "0.1")]
-    lines = holdfast("history", told_losses, "--metrics", "--lost").out.splitlines()
-    assert lines[5].split() == ["101", "1", "loss", "nan", "thrown", "away"]
+    lines = holdfast("history", home_with_losses, "--metrics", "--lost").out.splitlines()
+    assert lines[5].split() == ["101", "1", "loss", "nan", "lost"]
 
 
-def test_metrics_are_no_news_among_events_unless_asked_for(holdfast: Command, told_losses: Path) -> None:
-    assert len(holdfast("history", told_losses, "--json").json) == 5
-    assert len(holdfast("history", told_losses, "--event", "metrics", "--json").json) == 2
+def test_metrics_are_hidden_among_events_unless_chosen(holdfast: Command, home_with_losses: Path) -> None:
+    assert len(holdfast("history", home_with_losses, "--json").json) == 5
+    assert len(holdfast("history", home_with_losses, "--event", "metrics", "--json").json) == 2
 
 
-def test_a_run_without_metrics_says_so(holdfast: Command, told: Path) -> None:
-    assert holdfast("history", told, "--metrics").out == "no metrics\n"
+def test_a_run_without_metrics_is_reported(holdfast: Command, home_with_events: Path) -> None:
+    assert holdfast("history", home_with_events, "--metrics").out == "no metrics\n"
 
 
 def test_an_unknown_event_is_an_error_with_the_valid_ones(holdfast: Command, home: Path) -> None:
-    said = holdfast("history", home, "--event", "comitted")
-    assert said.status == 2
-    assert "no event 'comitted'. Did you mean committed?" in said.err
-    assert "drained" in said.err
+    result = holdfast("history", home, "--event", "comitted")
+    assert result.status == 2
+    assert "The event 'comitted' does not exist. Did you mean committed?" in result.err
+    assert "drained" in result.err

@@ -1,4 +1,4 @@
-"""`holdfast import` makes a home of what other tools have saved, and says what it found."""
+"""`holdfast import`: homes from checkpoints of other libraries."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from cli.conftest import Command
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file of torch.save."""
+    """Write a file with torch.save."""
     torch.save({"model": {"w": torch.ones(3, 2)}, "epoch": 4}, tmp_path / "a.pt")
     return tmp_path / "a.pt"
 
 
 def test_a_file_becomes_a_home(holdfast: Command, source: Path, tmp_path: Path) -> None:
-    said = holdfast("import", source, tmp_path / "run", "--step", 30)
-    assert said.status == 0
-    assert said.out.startswith(f"step 30 of {tmp_path / 'run'}: 1 tensor, ")
-    assert "(torch)" in said.out
+    result = holdfast("import", source, tmp_path / "run", "--step", 30)
+    assert result.status == 0
+    assert result.out.startswith(f"step 30 of {tmp_path / 'run'}: 1 tensor, ")
+    assert "(torch)" in result.out
     assert "complete, newest" in holdfast("ls", tmp_path / "run").out
     assert holdfast("verify", tmp_path / "run").status == 0
     assert "imported from" in holdfast("history", tmp_path / "run").out
     assert package.open(tmp_path / "run").values()["epoch"] == 4
 
 
-def test_json_says_what_was_done(holdfast: Command, source: Path, tmp_path: Path) -> None:
+def test_json_describes_the_import(holdfast: Command, source: Path, tmp_path: Path) -> None:
     words = ("--json", "--from", "torch", "--only", "model", "--under", "old")
     done = holdfast("import", source, tmp_path / "run", *words).json
     assert done["seconds"] > 0
@@ -44,21 +44,21 @@ def test_json_says_what_was_done(holdfast: Command, source: Path, tmp_path: Path
     assert package.open(tmp_path / "run").keys() == ["old.model.w"]
 
 
-def test_trouble_is_2_and_damage_is_1(holdfast: Command, source: Path, tmp_path: Path) -> None:
+def test_errors_are_status_2_and_damage_is_status_1(holdfast: Command, source: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    said = holdfast("import", tmp_path / "notes.txt", tmp_path / "run")
-    assert said.status == 2
-    assert "Supported are" in said.err
+    result = holdfast("import", tmp_path / "notes.txt", tmp_path / "run")
+    assert result.status == 2
+    assert "Supported are" in result.err
     assert holdfast("import", tmp_path / "gone", tmp_path / "run").status == 2
     os.truncate(source, 200)
     assert holdfast("import", source, tmp_path / "run").status == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_a_home_that_is_there_is_left_alone(holdfast: Command, source: Path, home: Path) -> None:
-    said = holdfast("import", source, home)
-    assert said.status == 2
-    assert "already" in said.err
+def test_an_existing_home_is_not_changed(holdfast: Command, source: Path, home: Path) -> None:
+    result = holdfast("import", source, home)
+    assert result.status == 2
+    assert "already" in result.err
 
 
 def test_a_safetensors_file_needs_no_torch(holdfast: Command, source: Path, tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_a_safetensors_file_needs_no_torch(holdfast: Command, source: Path, tmp_
     assert package.open(tmp_path / "run").keys() == ["model.w"]
 
 
-def test_it_shows_its_progress_to_a_person(source: Path, tmp_path: Path) -> None:
-    """On a terminal a bar is drawn on stderr; stdout holds the result alone."""
+def test_a_terminal_shows_a_progress_bar(source: Path, tmp_path: Path) -> None:
+    """The bar is drawn on stderr. stdout has only the result."""
     pty = pytest.importorskip("pty")
     person, terminal = pty.openpty()
     drawn = bytearray()

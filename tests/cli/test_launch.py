@@ -1,4 +1,4 @@
-"""`holdfast launch` and its companions: what they say, in words and as JSON, and how they end."""
+"""`holdfast launch`, `queue`, `logs`, `cancel` and `preempt`: output and exit status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ run: |
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
     found = JobHarness(tmp_path)
     yield found
@@ -44,13 +44,13 @@ def task(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_job_is_launched_listed_and_read(desk: JobHarness, task: Path, holdfast: Command) -> None:
-    said = holdfast("launch", task, "--env", "WHO=you", "--name", "mine")
-    assert said.status == 0
-    assert said.out.startswith("job 1 (mine) is submitted")
-    assert "read as the set {A100:1, H100:1}" in said.err
-    job = desk.engine.job(1)
-    desk.wait(job)
+def test_a_job_is_launched_listed_and_read(jobs: JobHarness, task: Path, holdfast: Command) -> None:
+    result = holdfast("launch", task, "--env", "WHO=you", "--name", "mine")
+    assert result.status == 0
+    assert result.out.startswith("job 1 (mine) was submitted")
+    assert "read as the set {A100:1, H100:1}" in result.err
+    job = jobs.engine.job(1)
+    jobs.wait(job)
     (row,) = holdfast("queue", "--json").json
     assert (row["id"], row["name"], row["status"], row["recoveries"]) == (1, "mine", "SUCCEEDED", 0)
     assert row["task_id"] == job.task_id
@@ -60,20 +60,20 @@ def test_a_job_is_launched_listed_and_read(desk: JobHarness, task: Path, holdfas
     assert "attempt 1 of job 1 starts" in lines[0]
 
 
-def test_attaching_shows_the_output_and_ends_as_the_job_does(
-    desk: JobHarness, task: Path, holdfast: Command
+def test_attaching_shows_the_output_and_ends_with_the_status_of_the_job(
+    jobs: JobHarness, task: Path, holdfast: Command
 ) -> None:
-    said = holdfast("launch", task, "--env", "WHO=you", "--attach")
-    assert said.status == 0
-    assert "hello you" in said.out
-    assert "job 1 is SUCCEEDED" in said.err
+    result = holdfast("launch", task, "--env", "WHO=you", "--attach")
+    assert result.status == 0
+    assert "hello you" in result.out
+    assert "job 1 is SUCCEEDED" in result.err
     task.write_text("run: echo oh no; exit 3\n")
-    said = holdfast("launch", task, "--attach")
-    assert said.status == 1
-    assert "job 2 is FAILED: node 0 failed in run with status 3" in said.err
+    result = holdfast("launch", task, "--attach")
+    assert result.status == 1
+    assert "job 2 is FAILED: node 0 failed in run with status 3" in result.err
 
 
-def test_following_ends_with_the_job(desk: JobHarness, task: Path, holdfast: Command) -> None:
+def test_following_ends_with_the_job(jobs: JobHarness, task: Path, holdfast: Command) -> None:
     task.write_text("num_nodes: 2\nrun: echo node $SKYPILOT_NODE_RANK here\n")
     assert holdfast("launch", task).status == 0
     out = holdfast("logs", 1, "-f").out
@@ -83,38 +83,40 @@ def test_following_ends_with_the_job(desk: JobHarness, task: Path, holdfast: Com
     assert '{"node": 0, "line": "node 0 here"}' in holdfast("logs", 1, "--json").out
 
 
-def test_a_dry_run_says_all_and_starts_nothing(desk: JobHarness, task: Path, holdfast: Command) -> None:
-    said = holdfast("launch", task, "--env", "WHO=you", "--dry-run")
-    assert said.status == 0
-    assert "resources.use_spot" in said.out
-    assert "nothing was started" in said.out
+def test_a_dry_run_shows_the_plan_and_starts_nothing(jobs: JobHarness, task: Path, holdfast: Command) -> None:
+    result = holdfast("launch", task, "--env", "WHO=you", "--dry-run")
+    assert result.status == 0
+    assert "resources.use_spot" in result.out
+    assert "nothing was started" in result.out
     plan = holdfast("launch", task, "--env", "WHO=you", "--dry-run", "--json").json
     assert [found_key["key"] for found_key in plan["unsupported_keys"]] == [
         "resources.accelerators",
         "resources.use_spot",
     ]
     assert "A100: 1" in plan["task"]
-    assert desk.engine.jobs() == []
+    assert jobs.engine.jobs() == []
 
 
-def test_a_wrong_task_file_is_told_line_by_line(desk: JobHarness, task: Path, holdfast: Command) -> None:
+def test_an_invalid_task_file_is_reported_line_by_line(
+    jobs: JobHarness, task: Path, holdfast: Command
+) -> None:
     task.write_text(TASK.replace("use_spot", "use_spto"))
-    said = holdfast("launch", task)
-    assert said.status == 2
-    assert f"{task}:7: resources.use_spto: unknown key 'use_spto'" in said.err
-    assert f"{task}:9: envs.WHO: WHO has no value: give it here, or with --env WHO=VALUE" in said.err
+    result = holdfast("launch", task)
+    assert result.status == 2
+    assert f"{task}:7: resources.use_spto: unknown key 'use_spto'" in result.err
+    assert f"{task}:9: envs.WHO: WHO has no value: give it here, or with --env WHO=VALUE" in result.err
 
 
-def test_a_variable_without_value_is_taken_from_here(
-    desk: JobHarness, task: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+def test_a_variable_without_value_is_copied_from_the_environment(
+    jobs: JobHarness, task: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WHO", "me")
     assert "WHO=me" in holdfast("launch", task, "--env", "WHO", "--dry-run").out
     assert holdfast("launch", task, "--env", "NOBODY_HAS_SET_THIS").status == 2
 
 
-def test_secrets_are_given_to_the_job_and_never_shown(
-    desk: JobHarness, task: Path, holdfast: Command
+def test_secrets_are_passed_to_the_job_and_never_shown(
+    jobs: JobHarness, task: Path, holdfast: Command
 ) -> None:
     task.write_text("secrets: {TOKEN: null}\nrun: test ${#TOKEN} = 6\n")
     for words in (["--dry-run"], ["--dry-run", "--json"]):
@@ -123,8 +125,8 @@ def test_secrets_are_given_to_the_job_and_never_shown(
 
 
 @pytest.mark.parametrize(("engine", "program"), [("slurm", "sbatch"), ("sky", "sky")])
-def test_an_engine_that_is_not_here_is_told(
-    desk: JobHarness,
+def test_a_missing_engine_is_reported(
+    jobs: JobHarness,
     task: Path,
     holdfast: Command,
     engine: str,
@@ -132,57 +134,57 @@ def test_an_engine_that_is_not_here_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", str(task.parent))
-    said = holdfast("launch", task, "--env", "WHO=you", "--on", engine)
-    assert said.status == 2
-    assert f"{program} " in said.err
+    result = holdfast("launch", task, "--env", "WHO=you", "--on", engine)
+    assert result.status == 2
+    assert f"{program} " in result.err
     assert holdfast("queue").out == "no jobs\n"
 
 
 @pytest.mark.parametrize(
     ("engine", "words"), [("slurm", "#SBATCH --requeue"), ("sky", "$ sky jobs launch -y -d")]
 )
-def test_a_dry_run_shows_what_other_engines_would_be_given(
-    desk: JobHarness, task: Path, holdfast: Command, engine: str, words: str
+def test_a_dry_run_shows_the_submission_to_other_engines(
+    jobs: JobHarness, task: Path, holdfast: Command, engine: str, words: str
 ) -> None:
-    said = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run")
-    assert said.status == 0
-    assert words in said.out
+    result = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run")
+    assert result.status == 0
+    assert words in result.out
     plan = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run", "--json").json
     assert any(words in line for line in plan["rendered"])
     assert (plan["engine"], holdfast("queue").out) == (engine, "no jobs\n")
 
 
 def test_preempting_and_cancelling_from_the_command_line(
-    desk: JobHarness, task: Path, holdfast: Command
+    jobs: JobHarness, task: Path, holdfast: Command
 ) -> None:
     task.write_text("run: |\n  trap 'exit 75' TERM\n  echo ready\n  while true; do sleep 0.02; done\n")
     holdfast("launch", task)
-    job = desk.engine.job(1)
-    desk.wait_until_said(job, "ready")
-    desk.wait(job, JobStatus.RUNNING)
-    assert "its machine goes in 1 min 0 s" in holdfast("preempt", 1, "--lead", "60").out
-    desk.wait_until_said(job, "ready", times=2)
-    desk.wait(job, JobStatus.RUNNING)
-    assert holdfast("cancel", 1).out == "job 1 (task) is told to stop\n"
-    assert desk.wait(job).status is JobStatus.CANCELLED
+    job = jobs.engine.job(1)
+    jobs.wait_until_said(job, "ready")
+    jobs.wait(job, JobStatus.RUNNING)
+    assert "its processes are killed in 1 min 0 s" in holdfast("preempt", 1, "--lead", "60").out
+    jobs.wait_until_said(job, "ready", times=2)
+    jobs.wait(job, JobStatus.RUNNING)
+    assert holdfast("cancel", 1).out == "job 1 (task) is being cancelled\n"
+    assert jobs.wait(job).status is JobStatus.CANCELLED
     assert holdfast("cancel", 1).status == 2
     assert holdfast("preempt", 1).status == 2
     assert holdfast("queue").out.count("CANCELLED") == 1
 
 
 @pytest.mark.parametrize("words", [["logs", "9"], ["cancel", "9"], ["preempt", "9"]])
-def test_a_job_that_is_not_there_is_told(desk: JobHarness, holdfast: Command, words: list[str]) -> None:
-    said = holdfast(*words)
-    assert said.status == 2
-    assert "Job 9 does not exist" in said.err
+def test_a_missing_job_is_reported(jobs: JobHarness, holdfast: Command, words: list[str]) -> None:
+    result = holdfast(*words)
+    assert result.status == 2
+    assert "Job 9 does not exist" in result.err
 
 
-def test_no_jobs_are_told_as_such(desk: JobHarness, holdfast: Command) -> None:
+def test_an_empty_queue_is_reported(jobs: JobHarness, holdfast: Command) -> None:
     assert holdfast("queue").out == "no jobs\n"
     assert holdfast("queue", "--json").json == []
 
 
-def test_a_lead_that_is_no_time_is_refused(desk: JobHarness, holdfast: Command) -> None:
+def test_an_invalid_lead_is_rejected(jobs: JobHarness, holdfast: Command) -> None:
     assert holdfast("preempt", 1, "--lead", "-1").status == 2
     assert holdfast("preempt", 1, "--lead", "soon").status == 2
 
@@ -195,8 +197,8 @@ def test_jobs_need_no_torch(tmp_path: Path, task: Path, monkeypatch: pytest.Monk
     assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
 
 
-def test_a_job_needs_its_terminal_no_more(desk: JobHarness, task: Path) -> None:
-    """The launching command and all of its process group are killed while the job runs."""
+def test_a_job_survives_its_terminal(jobs: JobHarness, task: Path) -> None:
+    """The process group of the launching command is killed while the job runs."""
     task.write_text("run: |\n  echo begun\n  until [ -e go ]; do sleep 0.02; done\n")
     command = [sys.executable, "-m", "holdfast.cli", "launch", str(task), "--attach"]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -204,7 +206,7 @@ def test_a_job_needs_its_terminal_no_more(desk: JobHarness, task: Path) -> None:
     assert any(line == "begun\n" for line in launcher.stdout)
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.communicate()
-    job = desk.engine.job(1)
-    (desk.files(job).workdir(0) / "go").touch()
-    ended = desk.wait(job)
+    job = jobs.engine.job(1)
+    (jobs.files(job).workdir(0) / "go").touch()
+    ended = jobs.wait(job)
     assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)

@@ -1,4 +1,4 @@
-"""`holdfast ls` tells every checkpoint with its true state."""
+"""`holdfast ls` lists every checkpoint with its state."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from holdfast.store import open_store
 from making import make_home
 
 
-def states(said_json: dict) -> dict[tuple[int, int], str]:
-    return {(row["step"], row["attempt"]): row["state"] for row in said_json["checkpoints"]}
+def states(document: dict) -> dict[tuple[int, int], str]:
+    return {(row["step"], row["attempt"]): row["state"] for row in document["checkpoints"]}
 
 
 def test_lists_complete_checkpoints_newest_first(holdfast: Command, home: Path) -> None:
-    said = holdfast("ls", home, "--json")
-    assert said.status == 0
-    rows = said.json["checkpoints"]
+    result = holdfast("ls", home, "--json")
+    assert result.status == 0
+    rows = result.json["checkpoints"]
     assert [(row["step"], row["attempt"]) for row in rows] == [(300, 2), (250, 2), (200, 1), (100, 1)]
     assert [row["is_newest"] for row in rows] == [True, False, False, False]
     assert {row["ranks"] for row in rows} == {2}
-    assert said.json["run"] == "run-one"
+    assert result.json["run"] == "run-one"
 
 
 def test_all_shows_superseded_and_incomplete(holdfast: Command, home: Path) -> None:
@@ -46,8 +46,8 @@ def test_size_is_that_of_all_files(holdfast: Command, home: Path) -> None:
 
 
 def test_table_has_a_line_for_each_and_counts_the_rest(holdfast: Command, home: Path) -> None:
-    said = holdfast("ls", home)
-    lines = said.out.splitlines()
+    result = holdfast("ls", home)
+    lines = result.out.splitlines()
     assert [line.split()[:3] for line in lines[:5]] == [
         ["STEP", "ATTEMPT", "RANKS"],
         ["300", "2", "2"],
@@ -61,8 +61,8 @@ def test_table_has_a_line_for_each_and_counts_the_rest(holdfast: Command, home: 
 
 def test_a_manifest_that_cannot_be_read_is_damage_and_not_the_newest(holdfast: Command, home: Path) -> None:
     flip(home / names.manifest(300, 2))
-    said = holdfast("ls", home, "--json")
-    rows = {(row["step"], row["attempt"]): row for row in said.json["checkpoints"]}
+    result = holdfast("ls", home, "--json")
+    rows = {(row["step"], row["attempt"]): row for row in result.json["checkpoints"]}
     assert rows[300, 2]["state"] == "damaged"
     assert "seal" in rows[300, 2]["reason"]
     assert [key for key, row in rows.items() if row["is_newest"]] == [(250, 2)]
@@ -86,51 +86,51 @@ def test_a_checkpoint_of_another_run_is_damage(holdfast: Command, home: Path, tm
     assert "another run" in row["reason"]
 
 
-def test_foreign_files_are_told(holdfast: Command, home: Path) -> None:
+def test_foreign_files_are_reported(holdfast: Command, home: Path) -> None:
     (home / "step-00000100" / "notes.txt").write_text("mine")
     assert "1 foreign file, such as step-00000100/notes.txt" in holdfast("ls", home).out
 
 
-def test_a_home_without_checkpoints_is_no_error(holdfast: Command, tmp_path: Path) -> None:
+def test_a_home_without_checkpoints_is_not_an_error(holdfast: Command, tmp_path: Path) -> None:
     make_home(open_store(tmp_path / "new"))
-    said = holdfast("ls", tmp_path / "new")
-    assert (said.status, said.out) == (0, "no checkpoints\n")
+    result = holdfast("ls", tmp_path / "new")
+    assert (result.status, result.out) == (0, "no checkpoints\n")
 
 
-def test_no_home_is_an_error_that_says_so(holdfast: Command, tmp_path: Path) -> None:
-    said = holdfast("ls", tmp_path / "none")
-    assert said.status == 2
-    assert said.out == ""
-    assert said.err.startswith("holdfast: ")
-    assert "holds no run" in said.err
+def test_a_missing_home_is_an_error(holdfast: Command, tmp_path: Path) -> None:
+    result = holdfast("ls", tmp_path / "none")
+    assert result.status == 2
+    assert result.out == ""
+    assert result.err.startswith("holdfast: ")
+    assert "holds no run" in result.err
     assert not (tmp_path / "none").exists(), "looking must not make a home"
 
 
-def test_a_step_folder_is_answered_with_its_home(holdfast: Command, home: Path) -> None:
-    said = holdfast("ls", home / "step-00000100")
-    assert said.status == 2
-    assert f"HOME is the folder above it: {home}." in said.err
+def test_a_step_folder_as_home_is_rejected_with_its_home(holdfast: Command, home: Path) -> None:
+    result = holdfast("ls", home / "step-00000100")
+    assert result.status == 2
+    assert f"HOME is the folder above it: {home}." in result.err
 
 
-def test_a_damaged_run_document_is_told_and_passed_over(holdfast: Command, home: Path) -> None:
+def test_a_damaged_run_document_is_reported_and_ignored(holdfast: Command, home: Path) -> None:
     flip(home / names.RUN)
-    said = holdfast("ls", home, "--json")
-    assert said.status == 0
-    assert len(said.json["checkpoints"]) == 4
-    assert "holdfast.json" in said.err
+    result = holdfast("ls", home, "--json")
+    assert result.status == 0
+    assert len(result.json["checkpoints"]) == 4
+    assert "holdfast.json" in result.err
 
 
-def test_an_attempt_that_began_afresh_supersedes_everything(holdfast: Command, home: Path) -> None:
+def test_an_attempt_from_scratch_supersedes_everything(holdfast: Command, home: Path) -> None:
     save(home, 50, 3)
     found = states(holdfast("ls", home, "--all", "--json").json)
     assert found.pop((50, 3)) == "complete"
     assert set(found.values()) == {"superseded", "incomplete"}
 
 
-def test_with_a_local_folder_each_line_tells_where_it_is(
+def test_with_a_local_folder_the_tiers_of_each_checkpoint_are_listed(
     holdfast: Command, home: Path, tmp_path: Path
 ) -> None:
-    """One that is in both places, one that is only near, and one of which this host has one rank's files."""
+    """Checkpoints in both places, in the local folder only, and with the files of one rank."""
     local = tmp_path / "local"
     shutil.copytree(home, local)
     for step in (100, 250):
@@ -151,11 +151,11 @@ def test_with_a_local_folder_each_line_tells_where_it_is(
     assert lines[3].endswith("local (ranks 1), home")
 
 
-def test_a_folder_of_another_run_is_no_local_folder(holdfast: Command, home: Path, tmp_path: Path) -> None:
+def test_a_local_folder_of_another_run_is_rejected(holdfast: Command, home: Path, tmp_path: Path) -> None:
     make_home(open_store(tmp_path / "other"), run_id="run-two")
-    said = holdfast("ls", home, "--local", tmp_path / "other")
-    assert said.status == 2
-    assert "another run" in said.err
+    result = holdfast("ls", home, "--local", tmp_path / "other")
+    assert result.status == 2
+    assert "another run" in result.err
 
 
 def write_losses(home: Path, losses: dict[tuple[int, int], float]) -> None:
@@ -195,10 +195,10 @@ def test_a_metric_that_was_never_recorded_is_refused_with_those_that_were(
     holdfast: Command, home: Path
 ) -> None:
     write_losses(home, {(200, 1): 0.125})
-    said = holdfast("ls", home, "--sort", "los")
-    assert said.status != 0
-    assert "no checkpoint" in said.err.lower()
-    assert "loss, lr" in said.err
+    result = holdfast("ls", home, "--sort", "los")
+    assert result.status != 0
+    assert "no checkpoint" in result.err.lower()
+    assert "loss, lr" in result.err
 
 
 def test_damaged_metrics_are_shown_as_missing(holdfast: Command, home: Path) -> None:

@@ -1,4 +1,4 @@
-"""What all commands share: help, errors, exit statuses, how they end."""
+"""Behaviour of all commands: help, errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 import holdfast as package
-from holdfast.cli import COMMANDS, main, make_parser
+from cli.conftest import Command
+from holdfast.cli import main, make_parser
+from holdfast.cli.commands import COMMANDS, load_command
 from holdfast.errors import Corrupt, NotFound
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "cli.md").read_text()
 
 
 def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
+    """Run a command in a separate process."""
     command = [sys.executable, "-m", "holdfast.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
 
@@ -45,28 +47,85 @@ def test_every_command_is_in_the_documents(command: str) -> None:
     assert f"\n## holdfast {command}\n" in PAGE
 
 
-def test_documents_have_no_command_that_is_not_there() -> None:
+def test_every_command_in_the_documents_exists() -> None:
     assert set(re.findall(r"^## holdfast (\w+)$", PAGE, re.M)) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_documents_have_no_option_that_is_not_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_in_the_documents_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     section = PAGE.partition(f"\n## holdfast {command}\n")[2].partition("\n## ")[0]
     options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", section))
     assert options <= set(re.findall(r"--[a-z][\w-]*", help_of(command, capsys)))
 
 
+PRINTERS = ("print_table", "print_text", "print_fields", "print_csv", "print_line")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_speaks_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--json" in help_of(command, capsys)
+def test_every_command_that_prints_results_has_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the completion script has no results."""
+    assert ("--json" in help_of(command, capsys)) == (command != "completion")
 
 
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_formats_results_prints_json_too(command: str) -> None:
+    module = load_command(command)
+    if any(hasattr(module, printer) for printer in PRINTERS):
+        assert hasattr(module, "print_json") or hasattr(module, "print_line"), "no JSON beside the text"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ls HOME",
+        "ls HOME --all --local HOME",
+        "show HOME",
+        "verify HOME --all",
+        "diff HOME HOME@100",
+        "history HOME",
+        "history HOME --checkpoints",
+        "history HOME --metrics",
+        "report HOME",
+        "rm HOME --before 250 --dry-run",
+        "export HOME OUT/model.safetensors",
+        "trust --list",
+        "queue",
+        "forget --all-ended --dry-run",
+    ],
+)
+def test_json_is_all_that_is_printed(
+    words: str, home: Path, tmp_path: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    text = words.replace("HOME", str(home)).replace("OUT", str(tmp_path))
+    result = holdfast(*text.split(), "--json")
+    assert isinstance(result.json, (dict, list)), result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("ls HOME", ["ls"]), ("--help", []), ("check --help", ["diff", "check"])]
+)
+def test_only_the_command_that_is_run_is_imported(words: str, expected: list[str], home: Path) -> None:
+    """`check` compares checkpoints as `diff` does."""
+    code = (
+        "import sys; from holdfast.cli import main, COMMANDS\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "loaded = [name.rstrip('_') for name in sys.modules]\n"
+        "print([name for name in COMMANDS if f'holdfast.cli.{name}' in loaded])"
+    )
+    command = [sys.executable, "-c", code, *words.replace("HOME", str(home)).split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(expected)
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "commands:" in capsys.readouterr().err
 
 
-def test_version_is_the_package_s() -> None:
+def test_version_is_the_version_of_the_package() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout.strip()) == (0, f"holdfast {package.__version__}")
 
@@ -74,14 +133,14 @@ def test_version_is_the_package_s() -> None:
 @pytest.mark.parametrize(
     "words", [["nonsense"], ["show"], ["show", "x", "--step", "-1"], ["show", "x", "--step", "a"]]
 )
-def test_a_wrong_command_line_is_2(words: list[str]) -> None:
+def test_an_invalid_command_line_is_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(("error", "status"), [(NotFound("nothing there"), 2), (Corrupt("rotten"), 1)])
-def test_errors_are_one_line_and_a_status(
+def test_an_error_is_one_line_and_a_status(
     error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(place: str) -> None:
@@ -92,7 +151,7 @@ def test_errors_are_one_line_and_a_status(
     assert capsys.readouterr().err == f"holdfast: {error}\n"
 
 
-def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(place: str) -> None:
         raise KeyboardInterrupt
 
@@ -101,20 +160,20 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_bucket_that_cannot_be_reached_is_told_in_words(
+def test_an_unreachable_bucket_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody listens on that port; the keys keep the client from asking the machine for a role."""
+    """The port is closed. With keys the client does not ask the machine for a role."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     assert main(["ls", "s3://bucket/run?endpoint_url=http://127.0.0.1:9&timeout=0.2s"]) != 0
-    said = capsys.readouterr().err
-    assert "Could not list s3://bucket/run" in said
-    assert "Given up after" in said
+    result = capsys.readouterr().err
+    assert "Could not list s3://bucket/run" in result
+    assert "Given up after" in result
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(home: Path) -> None:
-    """As in `holdfast show HOME | head -0`: no traceback, and the status says what happened."""
+def test_a_closed_pipe_ends_the_command_quietly(home: Path) -> None:
+    """As in `holdfast show HOME | head -0`: there is no traceback, only a status."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "holdfast.cli", "show", str(home)]
@@ -125,16 +184,16 @@ def test_a_reader_that_goes_away_ends_it_quietly(home: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "history", "rm"])
-def test_looking_needs_no_torch(command: str, home: Path) -> None:
-    """Everything but `diff` works without importing torch: it is quick, and runs where torch is not."""
+def test_commands_that_only_read_do_not_import_torch(command: str, home: Path) -> None:
+    """All but `diff` are quick, and run where torch is not installed."""
     words = [command, str(home), *(["--step", "100", "--dry-run"] if command == "rm" else [])]
     code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
 
 
-def test_verify_shows_its_progress_to_a_person(home: Path) -> None:
-    """On a terminal a bar is drawn on stderr; stdout holds the result alone."""
+def test_verify_shows_a_progress_bar_on_a_terminal(home: Path) -> None:
+    """The bar is drawn on stderr. stdout has only the result."""
     pty = pytest.importorskip("pty")
     person, terminal = pty.openpty()
     command = [sys.executable, "-m", "holdfast.cli", "verify", str(home), "--all"]

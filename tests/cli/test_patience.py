@@ -1,4 +1,4 @@
-"""A store that does not answer: a person is told soon, and a command ends soon."""
+"""Commands report a store that does not answer, and give it up soon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.store.local import LocalStore
 
 @pytest.fixture
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a place whose server takes connections and never answers."""
+    """Return the URL of a server that accepts connections and never answers."""
     pytest.importorskip("obstore", reason="needs the extra `remote`")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -27,21 +27,21 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"s3://bucket/run?endpoint_url=http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_command_says_that_a_store_is_silent_and_gives_it_up(
+def test_a_silent_store_is_reported_and_given_up(
     silent_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
     assert main(["ls", silent_server, "--patience", "4s"]) == 2
     seconds = time.monotonic() - began
-    said = capsys.readouterr().err
-    assert "has not answered for 3" in said
-    assert "trying again for up to 4" in said
-    assert "limit 4" in said
+    result = capsys.readouterr().err
+    assert "has not answered for 3" in result
+    assert "trying again for up to 4" in result
+    assert "limit 4" in result
     assert seconds < 60, "the usual limit is 300 s"
     assert haste.limit_s is None, "and no longer than the command"
 
 
-def test_commands_give_up_after_20_seconds_by_default_and_take_another_limit() -> None:
+def test_the_limit_is_20_seconds_by_default() -> None:
     from holdfast.cli import make_parser
 
     for command in (["ls", "x"], ["verify", "x"], ["rm", "x"], ["show", "x"], ["diff", "x", "y"]):
@@ -51,9 +51,7 @@ def test_commands_give_up_after_20_seconds_by_default_and_take_another_limit() -
         make_parser().parse_args(["ls", "x", "--patience", "soon"])
 
 
-def test_a_place_that_refuses_access_is_not_asked_to_be_tried_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_denied_access_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path / "home")
     store.put("a", b"1")
     for number, kind in ((13, Denied), (1, Denied), (30, Denied), (5, RetryLater), (116, RetryLater)):

@@ -1,4 +1,4 @@
-"""`holdfast report` prints the summary of a run: as a few lines, JSON, or a page."""
+"""`holdfast report` as text, JSON and a page."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from holdfast.store import open_store
 
 @pytest.fixture
 def interrupted(home: Path) -> Path:
-    """The home with a past: attempt 2, claimed a second after the first, went on from step 200."""
+    """Return a home in which attempt 2, claimed a second after the first, resumed from step 200."""
     store = open_store(home)
 
-    def tell(attempt: int, t: float, event: str, step: int, **more: object) -> None:
+    def write(attempt: int, t: float, event: str, step: int, **more: object) -> None:
         line = {"t": 1_700_000_001.0 + t, "event": event, "step": step, "attempt": attempt, "rank": 0, **more}
         store.append(names.history(attempt, 0), json.dumps(line).encode() + b"\n")
 
     for step in (100, 200, 300):
-        tell(1, step / 1000 + 0.002, "saved", step, bytes=800, seconds=0.002)
-        tell(1, step / 1000 + 0.010, "persisted", step, bytes=800, seconds=0.008)
-        tell(1, step / 1000 + 0.011, "committed", step, bytes=800, seconds=0.009)
-    tell(2, 1.5, "restored", 200, bytes=800, seconds=0.4, detail="passed over step 300 of attempt 1: rotten")
-    tell(2, 1.602, "saved", 250, bytes=800, seconds=0.002)
+        write(1, step / 1000 + 0.002, "saved", step, bytes=800, seconds=0.002)
+        write(1, step / 1000 + 0.010, "persisted", step, bytes=800, seconds=0.008)
+        write(1, step / 1000 + 0.011, "committed", step, bytes=800, seconds=0.009)
+    write(2, 1.5, "restored", 200, bytes=800, seconds=0.4, detail="passed over step 300 of attempt 1: rotten")
+    write(2, 1.602, "saved", 250, bytes=800, seconds=0.002)
     return home
 
 
@@ -52,48 +52,46 @@ def test_json_is_the_whole_summary(holdfast: Command, interrupted: Path) -> None
     assert summary["home_contents"]["num_checkpoints"] == 5
 
 
-def test_the_page_is_one_file_that_holds_everything(
-    holdfast: Command, interrupted: Path, tmp_path: Path
-) -> None:
+def test_the_page_is_one_self_contained_file(holdfast: Command, interrupted: Path, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     place = tmp_path / "report.html"
-    said = holdfast("report", interrupted, "-o", place, "--title", "Run <one> & only")
+    result = holdfast("report", interrupted, "-o", place, "--title", "Run <one> & only")
     text = place.read_text()
-    assert said.out.startswith(f"{place}: ")
+    assert result.out.startswith(f"{place}: ")
     assert text.startswith("<!DOCTYPE html>")
     assert "<h1>Run &lt;one&gt; &amp; only</h1>" in text
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
     assert holdfast("report", interrupted, "-o", "-").out.startswith("<!DOCTYPE html>")
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing(
+def test_a_page_that_cannot_be_written_leaves_no_file(
     holdfast: Command, interrupted: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vl_convert")
-    said = holdfast("report", interrupted, "-o", tmp_path / "nowhere" / "report.html")
-    assert said.status == 2
-    assert "Cannot write the report" in said.err
+    result = holdfast("report", interrupted, "-o", tmp_path / "nowhere" / "report.html")
+    assert result.status == 2
+    assert "Cannot write the report" in result.err
     (tmp_path / "taken").mkdir()
     assert holdfast("report", interrupted, "-o", tmp_path / "taken").status == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
-def test_without_the_library_it_says_what_to_install(
+def test_a_missing_library_is_reported_with_its_extra(
     holdfast: Command, interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    said = holdfast("report", interrupted, "-o", tmp_path / "report.html")
-    assert said.status == 2
-    assert "pip install 'torch-holdfast[report]'" in said.err
+    result = holdfast("report", interrupted, "-o", tmp_path / "report.html")
+    assert result.status == 2
+    assert "pip install 'torch-holdfast[report]'" in result.err
     assert holdfast("report", interrupted).status == 0
 
 
-def test_a_run_without_history_is_told_as_far_as_it_is_known(holdfast: Command, home: Path) -> None:
+def test_a_run_without_history_is_reported_as_far_as_possible(holdfast: Command, home: Path) -> None:
     assert "Newest checkpoint" in holdfast("report", home).out
     assert holdfast("report", home, "--json").json["saves"] == []
 
 
-def test_a_page_needs_no_torch(interrupted: Path, tmp_path: Path) -> None:
+def test_a_page_does_not_import_torch(interrupted: Path, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     words = ["report", str(interrupted), "-o", str(tmp_path / "report.html")]
     code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
@@ -101,5 +99,5 @@ def test_a_page_needs_no_torch(interrupted: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
 
 
-def test_no_run_is_2(holdfast: Command, tmp_path: Path) -> None:
+def test_a_missing_run_is_status_2(holdfast: Command, tmp_path: Path) -> None:
     assert holdfast("report", tmp_path / "nothing").status == 2

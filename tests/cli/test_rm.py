@@ -1,4 +1,4 @@
-"""`holdfast rm` deletes what was named, nothing else, and never what a run would go on from."""
+"""`holdfast rm` deletes the chosen checkpoints only, and keeps the newest one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.store import open_store
 from holdfast.testing import FaultyStore
 
 
-def left(home: Path) -> set[str]:
+def remaining(home: Path) -> set[str]:
     return {path.name for path in home.glob("step-*") if any(path.iterdir())}
 
 
@@ -31,17 +31,17 @@ def files(home: Path) -> set[str]:
 
 
 class Terminal(io.StringIO):
-    """A person who types."""
+    """Input from a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_a_step_goes_with_all_its_files(holdfast: Command, home: Path) -> None:
+def test_a_step_is_deleted_with_all_its_files(holdfast: Command, home: Path) -> None:
     before = files(home)
-    said = holdfast("rm", home, "--step", 100, "--yes")
-    assert said.status == 0
-    assert "deleted 1 checkpoint" in said.out
+    result = holdfast("rm", home, "--step", 100, "--yes")
+    assert result.status == 0
+    assert "deleted 1 checkpoint" in result.out
     gone = before - files(home)
     assert len(gone) == 5
     assert {name.partition("/")[0] for name in gone} == {"step-00000100"}
@@ -53,23 +53,23 @@ def test_a_step_of_one_attempt(holdfast: Command, home: Path) -> None:
     assert not list((home / "step-00000300").glob("*-a0001*"))
 
 
-def test_the_newest_is_refused_and_nothing_else_is_touched(holdfast: Command, home: Path) -> None:
+def test_the_newest_is_kept_and_nothing_else_is_touched(holdfast: Command, home: Path) -> None:
     before = files(home)
     for words in (["--step", 300], ["--before", 1000], ["--before", 301, "--superseded"]):
-        said = holdfast("rm", home, *words, "--yes")
-        assert said.status == 2
-        assert "newest complete" in said.err
-        assert "Nothing was deleted" in said.err
+        result = holdfast("rm", home, *words, "--yes")
+        assert result.status == 2
+        assert "newest complete" in result.err
+        assert "Nothing was deleted" in result.err
     assert files(home) == before
 
 
 def test_force_deletes_the_newest(holdfast: Command, home: Path) -> None:
     assert holdfast("rm", home, "--step", 300, "--force", "--yes").status == 0
-    assert left(home) == {"step-00000100", "step-00000200", "step-00000250", "step-00000400"}
+    assert remaining(home) == {"step-00000100", "step-00000200", "step-00000250", "step-00000400"}
 
 
-def test_the_newest_whole_one_is_guarded_when_a_newer_is_damaged(holdfast: Command, home: Path) -> None:
-    """A damaged newest may go; then the one that a restore would take may not."""
+def test_the_newest_good_one_is_kept_if_a_newer_one_is_damaged(holdfast: Command, home: Path) -> None:
+    """A damaged newest checkpoint may be deleted, but not the one that a restore would take."""
     flip(home / names.manifest(300, 2))
     assert holdfast("rm", home, "--step", 250, "--yes").status == 2
     assert holdfast("rm", home, "--step", 300, "--attempt", 2, "--yes").status == 0
@@ -78,7 +78,7 @@ def test_the_newest_whole_one_is_guarded_when_a_newer_is_damaged(holdfast: Comma
 
 def test_before_takes_older_steps_only(holdfast: Command, home: Path) -> None:
     assert holdfast("rm", home, "--before", 250, "--yes").status == 0
-    assert left(home) == {"step-00000250", "step-00000300", "step-00000400"}
+    assert remaining(home) == {"step-00000250", "step-00000300", "step-00000400"}
 
 
 def test_superseded(holdfast: Command, home: Path) -> None:
@@ -87,25 +87,25 @@ def test_superseded(holdfast: Command, home: Path) -> None:
     assert (home / names.manifest(300, 2)).exists()
 
 
-def test_files_that_may_still_be_written_stay(holdfast: Command, home: Path) -> None:
-    said = holdfast("rm", home, "--incomplete", "--yes")
-    assert said.status == 0
-    assert "nothing to delete" in said.out
-    assert "may still be writing" in said.err
+def test_files_that_may_still_be_written_are_kept(holdfast: Command, home: Path) -> None:
+    result = holdfast("rm", home, "--incomplete", "--yes")
+    assert result.status == 0
+    assert "nothing to delete" in result.out
+    assert "may still be writing" in result.err
     assert holdfast("rm", home, "--step", 400, "--yes").status == 2
-    assert "step-00000400" in left(home)
+    assert "step-00000400" in remaining(home)
 
 
-def test_incomplete_files_go_when_their_attempt_is_over(holdfast: Command, home: Path) -> None:
+def test_incomplete_files_are_deleted_after_their_attempt(holdfast: Command, home: Path) -> None:
     save(home, 350, 1, commit=False)
     assert holdfast("rm", home, "--incomplete", "--yes").status == 0
-    assert left(home) == {f"step-00000{step}" for step in (100, 200, 250, 300, 400)}
+    assert remaining(home) == {f"step-00000{step}" for step in (100, 200, 250, 300, 400)}
     open_store(home).put(names.DONE, run.document(run.Done("run-one", 2, 300, 0.0)))
     assert holdfast("rm", home, "--incomplete", "--yes").status == 0
-    assert "step-00000400" not in left(home)
+    assert "step-00000400" not in remaining(home)
 
 
-def test_what_a_killed_writer_left_goes_too(holdfast: Command, home: Path) -> None:
+def test_unfinished_files_of_a_killed_writer_are_deleted(holdfast: Command, home: Path) -> None:
     code = (
         "import sys; from holdfast.store import open_store\n"
         "open_store(sys.argv[1]).put('step-00000100/rank-00009-a0001.safetensors', bytes(5000))"
@@ -120,9 +120,9 @@ def test_what_a_killed_writer_left_goes_too(holdfast: Command, home: Path) -> No
 
 def test_dry_run_deletes_nothing(holdfast: Command, home: Path) -> None:
     before = files(home)
-    said = holdfast("rm", home, "--before", 250, "--dry-run")
-    assert said.status == 0
-    assert [line.split()[0] for line in said.out.splitlines()] == ["STEP", "100", "200"]
+    result = holdfast("rm", home, "--before", 250, "--dry-run")
+    assert result.status == 0
+    assert [line.split()[0] for line in result.out.splitlines()] == ["STEP", "100", "200"]
     found = holdfast("rm", home, "--before", 250, "--dry-run", "--json").json
     assert (len(found["chosen"]), found["deleted"]) == (2, [])
     assert files(home) == before
@@ -131,30 +131,30 @@ def test_dry_run_deletes_nothing(holdfast: Command, home: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "is_deleted"), [("y\n", True), ("yes\n", True), ("n\n", False), ("", False)]
 )
-def test_a_person_is_asked(
+def test_a_terminal_is_asked(
     holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch, answer: str, is_deleted: bool
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(answer))
-    said = holdfast("rm", home, "--step", 100)
-    assert said.status == 0
-    assert "delete these? [y/N]" in said.out
+    result = holdfast("rm", home, "--step", 100)
+    assert result.status == 0
+    assert "delete these checkpoints? [y/N]" in result.out
     assert (home / "step-00000100").exists() is not is_deleted
 
 
-def test_yes_asks_nobody(holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yes_does_not_ask(holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     assert "[y/N]" not in holdfast("rm", home, "--step", 100, "--yes").out
     assert not (home / "step-00000100").exists()
 
 
-def test_naming_nothing_is_refused(holdfast: Command, home: Path) -> None:
-    said = holdfast("rm", home, "--yes")
-    assert said.status == 2
-    assert "Say what to delete" in said.err
+def test_a_choice_is_required(holdfast: Command, home: Path) -> None:
+    result = holdfast("rm", home, "--yes")
+    assert result.status == 2
+    assert "Choose what to delete" in result.err
 
 
-def test_the_manifest_goes_first(home: Path) -> None:
-    """If the store fails at any delete after the first, no manifest is left over missing files."""
+def test_the_manifest_is_deleted_first(home: Path) -> None:
+    """If the store fails at any delete after the first, no manifest is left whose files are missing."""
     for failing in range(1, 6):
         store = FaultyStore(open_store(home))
         store.fail("delete", RetryLater("the disk is gone"), nth=failing)
@@ -169,18 +169,18 @@ def test_the_manifest_goes_first(home: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
-def test_without_a_terminal_nothing_goes_without_yes(holdfast: Command, home: Path, words: list[str]) -> None:
+def test_without_a_terminal_yes_is_required(holdfast: Command, home: Path, words: list[str]) -> None:
     before = files(home)
-    said = holdfast("rm", home, "--step", 100, *words)
-    assert said.status == 2
-    assert "Add --yes" in said.err
-    assert "Nothing was deleted" in said.err
+    result = holdfast("rm", home, "--step", 100, *words)
+    assert result.status == 2
+    assert "Add --yes" in result.err
+    assert "Nothing was deleted" in result.err
     assert files(home) == before
 
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """The home of a run that has finished."""
+    """Make the home of a finished run."""
     home = tmp_path / "finished"
     with api.Checkpointer(home, {"x": torch.zeros(4)}, every=1, quiet=True) as ckpt:
         list(ckpt.steps(3))
@@ -188,7 +188,7 @@ def finished(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_in_loop", [False, True])
-def test_a_run_whose_checkpoints_were_all_deleted_begins_anew(
+def test_a_run_whose_checkpoints_were_all_deleted_starts_from_scratch(
     holdfast: Command, finished: Path, is_in_loop: bool
 ) -> None:
     assert holdfast("rm", finished, "--before", 100, "--force", "--yes").status == 0
@@ -202,7 +202,7 @@ def test_a_run_whose_checkpoints_were_all_deleted_begins_anew(
     assert api.open(finished).attempt == 2, "the number of an attempt is never used again"
 
 
-def test_what_is_lost_after_all_was_deleted_is_a_loss(holdfast: Command, finished: Path) -> None:
+def test_a_loss_after_the_deletion_is_an_error(holdfast: Command, finished: Path) -> None:
     assert holdfast("rm", finished, "--before", 100, "--force", "--yes").status == 0
     with api.Checkpointer(finished, {"x": torch.zeros(4)}, every=1, quiet=True) as ckpt:
         list(ckpt.steps(2))
@@ -214,7 +214,7 @@ def test_what_is_lost_after_all_was_deleted_is_a_loss(holdfast: Command, finishe
         assert "attempt 1" not in str(caught.value)
 
 
-def test_a_damaged_record_of_deletion_excuses_no_loss(holdfast: Command, finished: Path) -> None:
+def test_a_damaged_record_of_the_deletion_excuses_no_loss(holdfast: Command, finished: Path) -> None:
     assert holdfast("rm", finished, "--before", 100, "--force", "--yes").status == 0
     record = finished / names.emptied(1)
     record.write_bytes(record.read_bytes()[:-9])

@@ -1,4 +1,4 @@
-"""`holdfast show` tells what is inside a checkpoint."""
+"""`holdfast show` prints the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command, flip
-from holdfast.cli.values import leaves, say
+from holdfast.cli.values import format_value, leaves
 from holdfast.format import names, values
 from holdfast.store import open_store
 from making import make_checkpoint, make_home
@@ -34,8 +34,8 @@ def test_a_step_and_an_attempt_can_be_chosen(holdfast: Command, home: Path) -> N
     assert holdfast("show", home, "--step", 300, "--attempt", 1, "--json").json["attempt"] == 1
 
 
-def test_table_names_tensors_as_they_are(holdfast: Command, home: Path) -> None:
-    """Brackets in names are not markup, and nothing is cut to the width of a terminal."""
+def test_names_are_printed_unchanged(holdfast: Command, home: Path) -> None:
+    """Brackets in names are not markup, and names are not shortened in a pipe."""
     out = holdfast("show", home).out
     assert "4 tensors" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
@@ -45,7 +45,7 @@ def test_table_names_tensors_as_they_are(holdfast: Command, home: Path) -> None:
     assert rows["optimizer.groups[0].betas"] == ["optimizer.groups[0].betas", "(0.9,", "0.95)"]
 
 
-def test_long_names_are_whole_when_piped(holdfast: Command, tmp_path: Path) -> None:
+def test_long_names_are_not_shortened_in_a_pipe(holdfast: Command, tmp_path: Path) -> None:
     import torch
 
     name = ".".join(f"layer{i}" for i in range(60))
@@ -64,32 +64,32 @@ def test_filter_narrows_tensors_and_values(holdfast: Command, home: Path) -> Non
     assert [tensor["name"] for tensor in found["tensors"]] == ["model.weight"]
 
 
-def test_rank_chooses_whose_values(holdfast: Command, home: Path) -> None:
+def test_rank_chooses_the_values_of_a_rank(holdfast: Command, home: Path) -> None:
     assert holdfast("show", home, "--rank", 1, "--json").json["values"]["seed"] == 1
-    said = holdfast("show", home, "--rank", 2)
-    assert said.status == 2
-    assert "saved by 2 ranks; there is no rank 2" in said.err
+    result = holdfast("show", home, "--rank", 2)
+    assert result.status == 2
+    assert "saved by 2 ranks, so rank 2 does not exist" in result.err
 
 
-def test_an_unknown_step_lists_what_there_is(holdfast: Command, home: Path) -> None:
-    said = holdfast("show", home, "--step", 7)
-    assert said.status == 2
-    assert "300" in said.err
-    assert "100" in said.err
+def test_an_unknown_step_lists_the_existing_ones(holdfast: Command, home: Path) -> None:
+    result = holdfast("show", home, "--step", 7)
+    assert result.status == 2
+    assert "300" in result.err
+    assert "100" in result.err
 
 
-def test_an_unreadable_newest_is_passed_over_aloud(holdfast: Command, home: Path) -> None:
+def test_an_unreadable_newest_is_passed_over_with_a_message(holdfast: Command, home: Path) -> None:
     flip(home / names.manifest(300, 2))
-    said = holdfast("show", home, "--json")
-    assert said.json["step"] == 250
-    assert "passed over step 300" in said.err
+    result = holdfast("show", home, "--json")
+    assert result.json["step"] == 250
+    assert "passed over step 300" in result.err
 
 
 def test_a_damaged_part_is_damage(holdfast: Command, home: Path) -> None:
     flip(home / names.part(300, 2, 0))
-    said = holdfast("show", home)
-    assert said.status == 1
-    assert names.part(300, 2, 0) in said.err
+    result = holdfast("show", home)
+    assert result.status == 1
+    assert names.part(300, 2, 0) in result.err
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,16 @@ def test_a_damaged_part_is_damage(holdfast: Command, home: Path) -> None:
         (range(3), "range [0, 3, 1]"),
     ],
 )
-def test_a_value_is_said_as_python_would(value: object, text: str) -> None:
-    assert say(values.encode(value, "v")) == text
+def test_a_value_is_formatted_as_python_does(value: object, text: str) -> None:
+    assert format_value(values.encode(value, "v")) == text
 
 
-def test_long_values_are_cut_and_counted() -> None:
-    assert say(list(range(1000))).endswith("... 1000 in all]")
-    assert len(say("x" * 10_000)) <= 100
+def test_long_values_are_shortened_and_counted() -> None:
+    assert format_value(list(range(1000))).endswith("... 1000 in all]")
+    assert len(format_value("x" * 10_000)) <= 100
 
 
-def test_leaves_go_into_mappings_and_lists_of_them_and_leave_tensors_out() -> None:
+def test_leaves_are_the_values_in_mappings_and_lists_without_tensors() -> None:
     value = {"a": 1, "b": {2: {"c": [{"d": 3}, {"d": values.TensorRef("t")}]}, "e": (1, 2)}, "f": [1, 2]}
-    found = {path: say(leaf) for path, leaf in leaves(values.encode(value, "s"), "s")}
+    found = {path: format_value(leaf) for path, leaf in leaves(values.encode(value, "s"), "s")}
     assert found == {"s.a": "1", "s.b[2].c[0].d": "3", "s.b['e']": "(1, 2)", "s.f": "[1, 2]"}

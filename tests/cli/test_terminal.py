@@ -1,4 +1,4 @@
-"""Names from checkpoints of strangers cannot send control sequences to a terminal."""
+"""Names in a checkpoint cannot send control sequences to a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cli.conftest import Command
 from holdfast import Checkpointer
 
 
-def test_names_of_a_stranger_cannot_steer_a_terminal(tmp_path: Path, holdfast: Command) -> None:
+def test_names_cannot_send_control_sequences_to_a_terminal(tmp_path: Path, holdfast: Command) -> None:
     name = "w\x1b[2J\x1b]0;owned\x07"
     with Checkpointer(tmp_path / "home", {name: 1, "t": {"x\x9b31m": "v\x1b[5m"}}, quiet=True) as ckpt:
         ckpt.save(1).wait_durable()
@@ -17,6 +17,6 @@ def test_names_of_a_stranger_cannot_steer_a_terminal(tmp_path: Path, holdfast: C
         ("verify", tmp_path / "home"),
         ("ls", tmp_path / "home"),
     ):
-        said = holdfast(*words)
-        assert "\x1b" not in said.out + said.err
-        assert "\x9b" not in said.out + said.err
+        result = holdfast(*words)
+        assert "\x1b" not in result.out + result.err
+        assert "\x9b" not in result.out + result.err

@@ -1,4 +1,4 @@
-"""`holdfast trust`: what it writes is what trainings read."""
+"""`holdfast trust` changes the list that trainings read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from cli.conftest import Command
 
 
-def test_a_home_is_trusted_listed_and_no_longer_trusted(
+def test_a_home_is_trusted_listed_and_removed(
     holdfast: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     home = str(tmp_path / "runs")
     assert not is_trusted(home)
-    said = holdfast("trust", home)
-    assert said.status == 0
-    assert said.out.startswith(f"{home} is trusted")
+    result = holdfast("trust", home)
+    assert result.status == 0
+    assert result.out.startswith(f"{home} is trusted")
     assert is_trusted(home)
     assert holdfast("trust", "--list").out == f"{home}\n"
     assert holdfast("trust", "s3://bucket", "--json").json["trusted"] == [home, "s3://bucket"]
@@ -35,7 +35,7 @@ def test_a_home_is_trusted_listed_and_no_longer_trusted(
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """An environment that says nothing of servers, and an empty list."""
+    """Clear the variables that name servers, and the list."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
     for name in DECIDING:
@@ -59,7 +59,7 @@ DECIDING = {
 
 @pytest.mark.parametrize("by_variable", [False, True])
 @pytest.mark.parametrize("name", list(DECIDING))
-def test_a_bucket_is_trusted_only_where_it_was_when_it_was_trusted(
+def test_a_bucket_is_trusted_only_on_the_same_server_and_account(
     holdfast: Command, nowhere: pytest.MonkeyPatch, name: str, by_variable: bool
 ):
     home = {"GOO": "gs://bucket/runs", "AZU": "az://bucket/runs"}.get(name[:3], "s3://bucket/runs")
@@ -77,9 +77,7 @@ def test_a_bucket_is_trusted_only_where_it_was_when_it_was_trusted(
         assert not is_trusted(f"{home}/gpt")
 
 
-def test_a_trusted_bucket_keeps_the_server_that_the_environment_named(
-    holdfast: Command, nowhere: pytest.MonkeyPatch
-):
+def test_a_trusted_bucket_keeps_the_server_of_the_environment(holdfast: Command, nowhere: pytest.MonkeyPatch):
     nowhere.setenv("AWS_ENDPOINT_URL", "https://minio.example.com/")
     assert holdfast("trust", "s3://bucket/runs").status == 0
     assert "endpoint_url=https://minio.example.com" in holdfast("trust", "--list").out
@@ -88,9 +86,7 @@ def test_a_trusted_bucket_keeps_the_server_that_the_environment_named(
     assert is_trusted("s3://bucket/runs?endpoint_url=https://minio.example.com")
 
 
-def test_a_region_of_a_profile_counts_as_the_region(
-    holdfast: Command, nowhere: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_region_of_a_profile_counts(holdfast: Command, nowhere: pytest.MonkeyPatch, tmp_path: Path):
     assert holdfast("trust", "s3://bucket?region=eu-west-1").status == 0
     assert not is_trusted("s3://bucket")
     (tmp_path / "aws-config").write_text("[default]\nregion = eu-west-1\n")
@@ -100,7 +96,7 @@ def test_a_region_of_a_profile_counts_as_the_region(
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
-def test_code_over_http_from_another_machine_needs_a_word_of_its_own(
+def test_code_over_http_from_another_machine_requires_allow_http(
     holdfast: Command, nowhere: pytest.MonkeyPatch, by_environment: bool
 ):
     endpoint, home = "http://minio.example.com:9000", "s3://bucket/runs"

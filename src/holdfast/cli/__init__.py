@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import keyword
 import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from holdfast.cli.tables import Printable
+from holdfast import __version__
+from holdfast.cli.commands import COMMANDS, load_command, short_summary
 from holdfast.errors import Corrupt, HoldfastError
-from holdfast.store.haste import haste
-
-COMMANDS = (
-    *("ls", "show", "verify", "diff", "import", "export", "history", "report", "rm", "drain", "demo"),
-    *("launch", "queue", "logs", "cancel", "preempt", "forget", "trust", "tune", "check"),
-)
-"""Every command, in the order of the help; each is a file of this folder with `add_parser` and `run`.
-
-A command that is called like a word of Python, or like a module that comes with it, has an underscore after
-its file's name.
-"""
-
-_RAW = ("demo", "launch", "logs")  # a job's own output passes as it is
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
-"""Exit statuses besides 0: damage or difference found; could not be done; Ctrl-C; nobody reads the output."""
+"""Exit statuses other than 0: damage or a difference was found; an error; Ctrl-C; the output was closed."""
+
+_RAW = ("demo", "launch", "logs")
+"""Commands whose output is not escaped: the output of a job, and a moving screen."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the whole command line.
+
+    Args:
+        only: the command whose module is imported. The others have no options then, only their line in the
+            help. None for all commands.
+    """
     parser = argparse.ArgumentParser(
         prog="holdfast",
-        description="Looks after training runs: their checkpoints, without a model, and their jobs.",
-        epilog="`holdfast COMMAND --help` tells more, with examples. HOME is a Checkpointer's home.",
+        description="Inspect and manage the checkpoints of training runs, and run trainings as jobs.",
+        epilog="`holdfast COMMAND --help` has details and examples. HOME is the home of a Checkpointer.",
     )
-    parser.add_argument("--version", action="version", version=f"holdfast {_version()}")
+    parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
-        file = f"{name}_" if keyword.iskeyword(name) or name in sys.stdlib_module_names else name
-        importlib.import_module(f"holdfast.cli.{file}").add_parser(subparsers)
+        if only in (None, name):
+            load_command(name).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=short_summary(name))
     return parser
 
 
@@ -49,21 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the words after the program's name; default this process's.
+        argv: the arguments of the program; those of this process by default.
 
     Returns:
-        Exit status: 0 done, 1 damage or a difference was found, 2 it could not be done.
+        Exit status: 0 for success, 1 if damage or a difference was found, 2 for an error.
 
     Raises:
-        SystemExit: the command line cannot be understood (2), or asked for help only (0).
+        SystemExit: the command line is invalid (2), or only asks for help (0).
     """
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    command = next((word for word in words if not word.startswith("-")), "")
+    parser = make_parser(command)  # other commands are not imported
+    args = parser.parse_args(words)
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return TROUBLE
     try:
-        with _printable(args), haste.limited(getattr(args, "patience", None), _say):
+        with _escaped(command), _limited(args):
             status = args.run(args)
             sys.stdout.flush()
     except HoldfastError as error:
@@ -73,27 +71,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("holdfast: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # `holdfast show | head`: what is still buffered goes nowhere, and Python must not complain at exit.
+        # `holdfast show | head`: discard the buffered output, so that Python does not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
     return status
 
 
-def _say(line: str) -> None:
-    print(f"holdfast: {line}", file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def _printable(args: argparse.Namespace) -> Iterator[None]:
-    """Escape control characters in what a command prints, but for a job's own output and the moving demo."""
+def _escaped(command: str) -> Iterator[None]:
+    """Escape control characters in the output of a command, unless its output is raw."""
+    if command in _RAW:
+        yield
+        return
+    from holdfast.cli.tables import Printable
+
     out = sys.stdout
-    if args.run.__module__.rpartition(".")[2] not in _RAW:
-        sys.stdout = Printable(out)  # pyright: ignore[reportAttributeAccessIssue] it writes text
+    sys.stdout = Printable(out)  # pyright: ignore[reportAttributeAccessIssue] it writes text
     try:
         yield
     finally:
         sys.stdout = out
 
 
-def _version() -> str:
-    return importlib.import_module("holdfast").__version__
+@contextlib.contextmanager
+def _limited(args: argparse.Namespace) -> Iterator[None]:
+    """Apply `--patience`, if the command has that option, to all requests in the block."""
+    if not hasattr(args, "patience"):
+        yield
+        return
+    from holdfast.store.haste import haste
+
+    with haste.limited(args.patience, _show):
+        yield
+
+
+def _show(line: str) -> None:
+    print(f"holdfast: {line}", file=sys.stderr, flush=True)

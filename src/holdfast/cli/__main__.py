@@ -1,4 +1,4 @@
-"""`python -m holdfast.cli`: the same as the `holdfast` command."""
+"""Entry of `python -m holdfast.cli`, the same as the `holdfast` command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`holdfast cancel`: ends a job for good."""
+"""`holdfast cancel`: cancels a job."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ holdfast cancel 3
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "End a job: it may save for up to 30 s (on Slurm 60 s), then it is ended by force."
-    parser = command(commands, "cancel", run, job=job, examples=_EXAMPLES)
+    details = "It has 30 s (on Slurm 60 s) to save, then it is killed."
+    parser = command(commands, "cancel", run, details=details, examples=_EXAMPLES)
     add_job(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask for it; the job ends in the background."""
+    """Request the cancellation. The job ends in the background."""
     job = find_engine(args.id).cancel(args.id)
     if args.json:
         print_json(job_row(job))
     else:
-        print(f"job {job.id} ({job.name}) is told to stop")
+        print(f"job {job.id} ({job.name}) is being cancelled")
     return 0

@@ -1,4 +1,4 @@
-"""Layout of a table's columns within a width: what is cut, wrapped or left out where it is narrow. Pure."""
+"""Layout of the columns of a table within a width. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 GAP = "  "
 _CUT = "…"
-_MIN_NAME, _MIN_TEXT = 16, 24  # characters: narrower than this says nothing
+_MIN_NAME, _MIN_TEXT = 16, 24  # characters
 _INDENT = "    "
 
 
@@ -19,10 +19,10 @@ class Table:
     Attributes:
         columns: the headings.
         rows: one text per column.
-        right: headings of columns aligned to the right, as numbers are.
-        names: headings of columns that are cut in the middle where there is no room.
-        text: heading of the last column, if it holds sentences: they are wrapped, or put below their row.
-        spare: headings of columns that are left out where there is no room, the first one first.
+        right: headings of columns that are aligned to the right, such as numbers.
+        names: headings of columns that are shortened in the middle if the table is too wide.
+        text: heading of the last column if it has sentences, which are wrapped or placed below their row.
+        spare: headings of columns that are left out if the table is too wide, the first one first.
     """
 
     columns: tuple[str, ...]
@@ -47,7 +47,7 @@ def lay_out(table: Table, width: int | None) -> list[str]:
     """Return the lines of a table, the heading first.
 
     Args:
-        table: what to show.
+        table: the table.
         width: in characters; None for no limit.
     """
     below: list[str] = []
@@ -69,7 +69,7 @@ def lay_out(table: Table, width: int | None) -> list[str]:
 
 
 def cut(text: str, width: int) -> str:
-    """Return a text of at most `width` characters, with what is in its middle left out."""
+    """Shorten a text to `width` characters by leaving out its middle."""
     if _length(text) <= width:
         return text
     tail = max(0, width - 1) // 2
@@ -82,7 +82,7 @@ def _natural(table: Table) -> list[int]:
 
 
 def _least(table: Table) -> int:
-    """The least width in which the table is still readable."""
+    """Return the smallest readable width of the table."""
     least = {**dict.fromkeys(table.names, _MIN_NAME), **({table.text: _MIN_TEXT} if table.text else {})}
     found = [
         min(natural, max(_length(column), least.get(column, natural)))
@@ -92,7 +92,7 @@ def _least(table: Table) -> int:
 
 
 def _widths(table: Table, width: int | None) -> list[int]:
-    """Return the width of each column; those that give way share the room evenly."""
+    """Return the width of each column. Names and sentences share the rest of the width evenly."""
     widths = _natural(table)
     if width is None:
         return widths
@@ -106,7 +106,7 @@ def _widths(table: Table, width: int | None) -> list[int]:
 
 
 def _lines(table: Table, widths: Sequence[int], cells: Sequence[str]) -> list[str]:
-    """One row; several lines if its text is wrapped."""
+    """Return the lines of one row: several if its text is wrapped."""
     blocks = [
         _wrapped(cell, width) if column == table.text else [cut(cell, width)]
         for column, cell, width in zip(table.columns, cells, widths, strict=True)
@@ -134,16 +134,16 @@ def _pad(text: str, width: int, *, is_right: bool) -> str:
 
 
 def _front(text: str, width: int) -> str:
-    """The beginning of a text, as much as fits into a width."""
+    """Return the longest beginning of a text that fits into a width."""
     while _length(text) > width:
         text = text[:-1] if _length(text) - width < 8 else text[: len(text) - (_length(text) - width) // 2]
     return text
 
 
 def _length(text: str) -> int:
-    """Columns that a text takes on a terminal; some characters take two."""
+    """Return the width of a text on a terminal. Some characters take two columns."""
     if text.isascii():
         return len(text)
-    from rich.cells import cell_len  # not above: most tables are ASCII
+    from rich.cells import cell_len  # most tables are ASCII
 
     return cell_len(text)

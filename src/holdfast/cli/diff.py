@@ -1,4 +1,4 @@
-"""`holdfast diff`: in what two checkpoints differ, and by how much."""
+"""`holdfast diff`: compares two checkpoints, tensor by tensor and value by value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ holdfast diff runs/gpt@500 runs/other@500 --within 1e-6 && echo same
 """
 _BATCH_BYTES = 256 << 20  # of tensors in memory at once, from each side
 _SLICE_ITEMS = 1 << 22  # compared at once: in double precision that is some 100 MB
-_PLACE = re.compile(r"(.+)@(\d+)")
+_SIDE = re.compile(r"(.+)@(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,26 @@ class Side:
     checkpoint: Checkpoint
 
     def state(self, rank: int) -> dict[str, Any]:
-        """What a rank saved beside tensors, by path, as tagged JSON."""
+        """Return the values that a rank saved, by path, as tagged JSON."""
         part = read_part(self.store, self.checkpoint.manifest, rank)
         return dict(leaf for key, value in part.values.items() for leaf in values.leaves(value, key))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor that differs. Without numbers if dtype or shape differ, which `how` then tells."""
+    """A tensor that differs. It has no numbers if dtype or shape differ."""
 
     name: str
     how: str
     num_changed: int | None = None
     num_items: int | None = None
-    max_abs: float | None = None  # NaN where one side has NaN and the other has not
+    max_abs: float | None = None  # NaN if only one side has NaN at some place
     mean_abs: float | None = None  # over all elements
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that differs. `a` and `b` are texts of the values at those paths, None where there is none."""
+    """Differences of two checkpoints. Each value has its path and its text on both sides, None if missing."""
 
     only_a: list[str]
     only_b: list[str]
@@ -77,24 +77,24 @@ class Difference:
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Compare two checkpoints; exit status 1 if they differ, like diff."
-    parser = command(commands, "diff", run, job=job, examples=_EXAMPLES)
+    details = "The exit status is 1 if they differ, as with diff."
+    parser = command(commands, "diff", run, details=details, examples=_EXAMPLES)
     add_patience(parser)
     for name in ("A", "B"):
-        parser.add_argument(name.lower(), metavar=name, help="HOME for its newest checkpoint, or HOME@STEP")
+        parser.add_argument(name.lower(), metavar=name, help="HOME for the newest checkpoint, or HOME@STEP")
     parser.add_argument(
         "--within",
         type=float,
         default=0.0,
         metavar="X",
-        help="differences of numbers up to this are none (default: 0)",
+        help="largest difference of two numbers that count as equal (default: 0)",
     )
     add_filter(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; damage is trouble (2), since 1 says that the two differ."""
+    """Compare the checkpoints. Damage is an error (2) here, because 1 means that they differ."""
     try:
         a, b = (_open(place) for place in (args.a, args.b))
         difference = compare(a, b, pattern=args.filter or "*", within=args.within)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(place: str) -> Side:
-    found = _PLACE.fullmatch(place)
+    found = _SIDE.fullmatch(place)
     store, _ = open_home(found[1] if found else place)
     return Side(store, open_checkpoint(store, int(found[2]) if found else None))
 
@@ -129,19 +129,19 @@ def _as_json(a: Side, b: Side, difference: Difference) -> dict[str, Any]:
 
 
 def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Difference:
-    """Compare two checkpoints, with bounded memory.
+    """Compare two checkpoints, in limited memory.
 
-    What every rank has for itself is compared rank by rank if both have the same ranks; otherwise only
-    the first ranks' are.
+    Per-rank state is compared rank by rank if both checkpoints have the same number of ranks. Otherwise only
+    that of rank 0 is compared.
 
     Args:
-        a: one of them.
-        b: the other.
-        pattern: glob for the names of tensors and values that are looked at.
+        a: the first checkpoint.
+        b: the second checkpoint.
+        pattern: glob of the names of tensors and values to compare.
         within: absolute difference up to which numbers of tensors count as equal.
 
     Raises:
-        Corrupt: damage was found.
+        Corrupt: a checkpoint is damaged.
         NotFound: a file is missing.
         RetryLater: a store failed.
     """
@@ -168,7 +168,7 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
 
 
 def _tied_to(a: Side, b: Side, key: str) -> str | None:
-    """The name that a key is tied to on both sides: one tensor need not be compared twice."""
+    """Return the name that a key is tied to on both sides, or None. Tied tensors are compared once."""
     name = a.checkpoint.info(key).tied_to
     return name if name == b.checkpoint.info(key).tied_to else None
 
@@ -206,8 +206,8 @@ def _batches(checkpoint: Checkpoint, names: list[str]) -> Iterator[list[str]]:
 
 
 def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
-    """Tensors as a rank sees them, verified; without those that are per rank and that this rank has not."""
-    import torch  # not above: help must not wait for it
+    """Read and verify the tensors of a rank. Tensors that the rank does not have are left out."""
+    import torch  # slow, so imported only when it is needed
 
     from holdfast.restore.fill import fill
     from holdfast.restore.parts import Parts
@@ -237,7 +237,7 @@ def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> Tenso
         one, other = left[start : start + _SLICE_ITEMS], right[start : start + _SLICE_ITEMS]
         bits = (one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, a.element_size()).any(1)
         if bits.any():
-            apart = _apart(one, other)
+            apart = _differences(one, other)
             # Bits may differ where numbers do not: -0.0, payloads of NaN, integers beyond 2^53.
             num_changed += int((apart.isnan() | (apart > within) | (bits & (within == 0))).sum())
             max_abs = max(max_abs, float(apart.max()), key=_nan_last)
@@ -248,12 +248,12 @@ def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> Tenso
 
 
 def _nan_last(x: float) -> tuple[bool, float]:
-    """Order in which NaN is the greatest, as it is for torch."""
+    """Return a sort key that places NaN last."""
     return x != x, x
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Absolute differences in double precision; 0 between equal infinities and between two NaN."""
+def _differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return absolute differences in double precision: 0 for equal infinities, and for two NaN."""
     import torch
 
     wide = torch.complex128 if a.is_complex() else torch.float64
@@ -270,7 +270,7 @@ def _value_changes(
 ) -> Iterator[tuple[str, str | None, str | None]]:
     for path in dict.fromkeys([*a, *b]):
         if fnmatch.fnmatchcase(path, pattern) and (path in a, a.get(path)) != (path in b, b.get(path)):
-            one, other = (values.say(side[path]) if path in side else None for side in (a, b))
+            one, other = (values.format_value(side[path]) if path in side else None for side in (a, b))
             yield path + suffix, one, other
 
 
@@ -279,9 +279,7 @@ def _print(a: Side, b: Side, difference: Difference) -> None:
         facts = _facts(side)
         print(f"{label}: {facts['home']}, step {facts['step']}, attempt {facts['attempt']}")
     if a.checkpoint.world_size != b.checkpoint.world_size:
-        print(
-            "saved by other numbers of ranks: of what each rank has for itself, only the first's is compared"
-        )
+        print("The numbers of ranks differ, so per-rank state is compared for rank 0 only.")
     for label, names in (("A", difference.only_a), ("B", difference.only_b)):
         for name in names:
             print(f"only in {label}: {name}")
@@ -298,7 +296,7 @@ def _print(a: Side, b: Side, difference: Difference) -> None:
         rows = [(path, one or "-", other or "-") for path, one, other in difference.values]
         print_table(("VALUE", "A", "B"), rows, names=("VALUE", "A", "B"))
     tensors = f"{plural(difference.num_compared, 'tensor')} compared"
-    print(f"{tensors}, {len(difference.changed)} differ" if difference else f"{tensors}: no difference")
+    print(f"{tensors}, {len(difference.changed)} differ" if difference else f"{tensors}, no difference")
 
 
 def _cells(change: TensorChange) -> tuple[str, ...]:

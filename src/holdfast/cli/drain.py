@@ -1,4 +1,4 @@
-"""`holdfast drain`: waits until a write-back directory is in its bucket, and says what is not."""
+"""`holdfast drain`: waits until all files of a write-back directory are in its bucket."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ if TYPE_CHECKING:
     from holdfast.writeback import DirectoryStatus
 
 NOT_DRAINED = 1
-"""Exit status: something of the directory is not in the bucket."""
+"""Exit status if a file is not in the bucket."""
 _MAX_ROWS = 20
 
 _EXAMPLES = """
 holdfast drain /checkpoints
-holdfast drain /checkpoints --timeout 90s || echo "not all of it is safe"
+holdfast drain /checkpoints --timeout 90s || echo "some files are missing"
 holdfast drain /checkpoints --status --json | jq .is_drained
 """
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Wait until a write-back directory is in its bucket, and say what is not."
-    parser = command(commands, "drain", run, job=job, examples=_EXAMPLES)
+    details = "Files that are not are listed, and the exit status is 1."
+    parser = command(commands, "drain", run, details=details, examples=_EXAMPLES)
     parser.add_argument("directory", metavar="DIR", help="the write-back directory")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--status", action="store_true", help="only say how it stands")
-    which.add_argument("--wait", action="store_true", help="wait (this is the default)")
-    parser.add_argument("--timeout", metavar="T", help="wait so long at most, such as 90s or 5m")
+    which.add_argument("--status", action="store_true", help="show the status without waiting")
+    which.add_argument("--wait", action="store_true", help="wait (default)")
+    parser.add_argument(
+        "--timeout", metavar="T", help="longest time to wait, such as 90s or 5m (default: no limit)"
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Wait or look; 0 only if all of the directory is in the bucket."""
-    # Not above: help must not wait for it.
+    """Wait, or show the status. The exit status is 0 only if all files are in the bucket."""
     from holdfast.writeback import status_of, wait_until_settled
 
     limit_s = None if args.timeout is None else parse_duration(args.timeout, "--timeout")
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         except RetryLater:
             if limit_s is None:
                 raise
-            status = status_of(args.directory)  # time ran out: say what is left
+            status = status_of(args.directory)  # the time is over: list the rest
     if args.json:
         print_json(status.as_json())
     else:
@@ -81,7 +82,7 @@ def _print(status: DirectoryStatus) -> None:
         print(f"holdfast: {status.trouble}", file=sys.stderr)
     if not status.is_running and status.num_unsent:
         print(
-            f"holdfast: the uploader is {status.uploader}: nothing more is sent until the directory is "
-            "mounted again.",
+            f"holdfast: the uploader is {status.uploader}. The remaining files are uploaded after the "
+            "directory has been mounted again.",
             file=sys.stderr,
         )

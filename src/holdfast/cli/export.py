@@ -1,13 +1,13 @@
-"""`holdfast export`: writes a checkpoint, or a part of it, in a format that other tools read."""
+"""`holdfast export`: writes a checkpoint, or a part of it, in the format of another library."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
 
-from holdfast.cli.bars import byte_bar
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, add_prefixes, add_step, command, step_number
+from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.units import format_bytes, format_duration, parse_bytes, plural
@@ -23,8 +23,8 @@ holdfast export runs/gpt dcp-folder --to dcp
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Write a checkpoint as safetensors, a Hugging Face folder, torch.save or DCP; verifies every byte."
-    parser = command(commands, "export", run, job=job, examples=_EXAMPLES)
+    details = "Every byte is verified."
+    parser = command(commands, "export", run, details=details, examples=_EXAMPLES)
     add_home(parser)
     parser.add_argument("dest", metavar="DEST", help="the file or folder to write")
     add_step(parser, default="the newest")
@@ -37,21 +37,28 @@ def add_parser(commands: Commands) -> None:
         action="append",
         type=_pair,
         metavar="OLD=NEW",
-        help="replace the prefix OLD by NEW, which may be empty; can be repeated",
+        help="replace the prefix OLD with NEW, which may be empty; can be repeated",
     )
     parser.add_argument(
-        "--max-shard", default="5GB", metavar="SIZE", help="of a file of a Hugging Face folder (default: 5GB)"
+        "--max-shard",
+        default="5GB",
+        metavar="SIZE",
+        help="largest file of a Hugging Face folder (default: 5GB)",
     )
     parser.add_argument(
-        "--rank", type=step_number, default=0, metavar="R", help="whose per-rank state (default: 0)"
+        "--rank",
+        type=step_number,
+        default=0,
+        metavar="R",
+        help="rank whose per-rank state to write (default: 0)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an older export")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file or folder")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export."""
-    from holdfast.exchange.exporter import export_checkpoint  # not above: help must not wait for it
+    """Write the checkpoint."""
+    from holdfast.exchange.exporter import export_checkpoint
 
     store, _ = open_home(args.home)
     checkpoint = open_checkpoint(store, args.step, args.attempt)
@@ -80,6 +87,5 @@ def run(args: argparse.Namespace) -> int:
 def _pair(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not equals or not old:
-        message = f"expected OLD=NEW, got {text!r}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
     return old, new

@@ -1,4 +1,4 @@
-"""`holdfast history`: what happened in a run, by event, by checkpoint, or by step as training told it."""
+"""`holdfast history`: shows the events, checkpoints or metrics of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
-from holdfast.cli.tables import print_csv, print_json, print_table, say_moment
+from holdfast.cli.tables import format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
 from holdfast.home.history import EVENTS
 from holdfast.report.curves import Point, collect_curves
@@ -20,7 +20,7 @@ from holdfast.report.saves import Copy, SaveRecord, collect_saves
 from holdfast.units import format_bytes, format_duration, plural
 
 COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier", "bytes_per_s")
-"""Members of an event, in the order of the CSV; new ones come last."""
+"""Columns of an event, in the order of the CSV. New ones are appended."""
 SAVE_COLUMNS = (
     "step",
     "attempt",
@@ -36,10 +36,10 @@ SAVE_COLUMNS = (
     "outcome",
     "detail",
 )
-"""Members of a checkpoint in one tier, in the order of the CSV; new ones come last."""
+"""Columns of a checkpoint in one tier, in the order of the CSV. New ones are appended."""
 
 METRIC_COLUMNS = ("step", "attempt", "name", "value", "counts")
-"""Members of a number that training told, in the order of the CSV; new ones come last."""
+"""Columns of a metric, in the order of the CSV. New ones are appended."""
 
 _EXAMPLES = """
 holdfast history runs/gpt
@@ -55,28 +55,27 @@ read_events = read_lines
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Show what happened in a run: saves, commits, restores, failures, with bytes and seconds."
-    parser = command(commands, "history", run, job=job, examples=_EXAMPLES)
+    parser = command(commands, "history", run, examples=_EXAMPLES)
     add_home(parser)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument(
         "--checkpoints",
         action="store_true",
-        help="instead of events: a row for each checkpoint and tier, with durations, speed and size",
+        help="show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
     )
     kinds.add_argument(
         "--metrics",
         action="store_true",
-        help="instead of events: what training told of itself, such as its loss, one row per step and name",
+        help="show metrics instead of events, such as the loss: one row per step and name",
     )
     parser.add_argument(
-        "--lost", action="store_true", help="with --metrics: also what interruptions threw away"
+        "--lost", action="store_true", help="with --metrics: include steps that were lost in interruptions"
     )
     parser.add_argument(
         "--event",
         action="append",
         metavar="E",
-        help="only this kind, such as committed; may be repeated",
+        help="only events of this kind, such as committed; can be repeated",
     )
     parser.add_argument("--step", type=step_number, metavar="N", help="only this step")
     parser.add_argument("--tier", choices=TIERS, help="only this tier")
@@ -86,11 +85,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show events in the order of their clocks, or checkpoints in that of their saves."""
+    """Show events by time, checkpoints by save, or metrics by step."""
     store, _ = open_home(args.home)
     events, num_torn = read_events(store)
     if num_torn:
-        print(f"holdfast: left out {plural(num_torn, 'line')} that a crash has torn", file=sys.stderr)
+        print(f"holdfast: ignored {plural(num_torn, 'line')} cut off by a crash", file=sys.stderr)
     rows = _rows(events, args)
     rows = [row for row in rows if args.step in (None, row.get("step"))]
     rows = [row for row in rows if args.tier in (None, row.get("tier"))]
@@ -103,25 +102,24 @@ def _rows(lines: list[Event], args: argparse.Namespace) -> list[Event]:
         return _metrics(lines, with_lost=args.lost)
     if args.checkpoints:
         return _checkpoints(lines)
-    # Numbers by the second are no news among saves and restores, and have rows of their own.
+    # Metrics would hide the other events. They have rows of their own.
     _check_events(args.event or (), {line["event"] for line in lines})
     rows = [_with_speed(line) for line in lines if args.event or line["event"] != METRICS]
     return [row for row in rows if not args.event or row["event"] in args.event]
 
 
 def _check_events(asked: Iterable[str], found: set[str]) -> None:
-    """Refuse the name of an event that does not exist, rather than find none.
+    """Check the names of events.
 
     Raises:
-        InvalidInput: the message lists the valid names.
+        InvalidInput: an event does not exist. The message lists the valid names.
     """
     known = sorted({*EVENTS, *found})
     for name in asked:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            message = f"There is no event {name!r}.{hint} Events are: {', '.join(known)}."
-            raise InvalidInput(message)
+            raise InvalidInput(f"The event {name!r} does not exist.{hint} Events are: {', '.join(known)}.")
 
 
 def _show(rows: list[Event], args: argparse.Namespace) -> None:
@@ -144,7 +142,7 @@ def _show(rows: list[Event], args: argparse.Namespace) -> None:
 
 
 def _with_speed(event: Event) -> Event:
-    """The event, with what follows from its members."""
+    """Return the event with its tier and its speed."""
     num_bytes, seconds = _number(event, "bytes"), _number(event, "seconds")
     return {
         **event,
@@ -172,19 +170,19 @@ def _print_events(events: Iterable[Event]) -> None:
 def _cells(event: Event) -> tuple[str, ...]:
     num_bytes, seconds = _number(event, "bytes"), _number(event, "seconds")
     return (
-        say_moment(event["t"]),
+        format_time(event["t"]),
         *(
             str(event[name]) if event.get(name) is not None else "-"
             for name in ("attempt", "rank", "event", "step", "tier")
         ),
         format_bytes(num_bytes) if num_bytes else "-",
         format_duration(seconds) if seconds else "-",
-        _say_speed(event["bytes_per_s"]),
+        _format_speed(event["bytes_per_s"]),
         str(event.get("detail") or ""),
     )
 
 
-def _say_speed(bytes_per_s: float | None) -> str:
+def _format_speed(bytes_per_s: float | None) -> str:
     return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f}"
 
 
@@ -237,13 +235,13 @@ def _print_checkpoints(rows: Iterable[Event]) -> None:
             str(row["step"]),
             str(row["attempt"]),
             row["tier"] or "-",
-            say_moment(row["t"]),
+            format_time(row["t"]),
             format_bytes(row["bytes"]) if row["bytes"] else "-",
             *(
                 "-" if row[name] is None else format_duration(row[name])
                 for name in ("blocked_s", "staged_s", "write_s")
             ),
-            _say_speed(row["bytes_per_s"]),
+            _format_speed(row["bytes_per_s"]),
             "-" if row["durable_s"] is None else format_duration(row["durable_s"]),
             f"{row['outcome']}: {row['detail']}" if row["detail"] else row["outcome"],
         )
@@ -272,7 +270,7 @@ def _metrics(lines: list[Event], *, with_lost: bool) -> list[Event]:
 
 
 def _number_row(name: str, point: Point, *, counts: bool) -> Event:
-    # JSON has no word for what is not finite.
+    # JSON has no NaN and no infinity.
     value = point.value if math.isfinite(point.value) else str(point.value)
     return {"step": point.step, "attempt": point.attempt, "name": name, "value": value, "counts": counts}
 
@@ -284,7 +282,7 @@ def _print_metrics(rows: Iterable[Event]) -> None:
             str(row["attempt"]),
             row["name"],
             f"{float(row['value']):.6g}",
-            "" if row["counts"] else "thrown away",
+            "" if row["counts"] else "lost",
         )
         for row in rows
     )

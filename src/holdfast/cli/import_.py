@@ -1,12 +1,12 @@
-"""`holdfast import`: makes a checkpoint of what another tool has saved."""
+"""`holdfast import`: creates a home from a checkpoint of another library."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
 
-from holdfast.cli.bars import byte_bar
 from holdfast.cli.options import Commands, add_json, add_prefixes, command, step_number
+from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json
 from holdfast.units import format_bytes, format_duration, plural
 
@@ -21,35 +21,34 @@ holdfast import models/llama runs/llama --under model
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Make a home with one checkpoint from torch.save, DCP, safetensors or a Hugging Face folder."
-    parser = command(commands, "import", run, job=job, examples=_EXAMPLES)
-    parser.add_argument("source", metavar="SOURCE", help="the file or folder to read")
-    parser.add_argument("home", metavar="HOME", help="folder or URL of a run that does not exist yet")
+    parser = command(commands, "import", run, examples=_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", help="file or folder to read")
+    parser.add_argument("home", metavar="HOME", help="folder or URL of the new home")
     parser.add_argument(
-        "--step", type=step_number, default=0, metavar="N", help="step that it is of (default: 0)"
+        "--step", type=step_number, default=0, metavar="N", help="step of the checkpoint (default: 0)"
     )
     parser.add_argument(
         "--from",
         dest="kind",
         choices=_KINDS,
         default="auto",
-        help="what the source is (default: auto, told by what is in it)",
+        help="format of the source (default: auto, detected)",
     )
     add_prefixes(parser)
     parser.add_argument(
-        "--under", metavar="KEY", help="put everything under this key, such as model for a bare state dict"
+        "--under", metavar="KEY", help="put everything below this key, such as model for a bare state dict"
     )
     parser.add_argument(
         "--allow-expanded",
         action="store_true",
-        help="write the tensors also if they have many times the bytes of the source (expanded, or shared)",
+        help="also import tensors that are much larger than the source (expanded or shared)",
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import."""
-    from holdfast.exchange.importer import import_checkpoint  # not above: help must not wait for it
+    """Create the home."""
+    from holdfast.exchange.importer import import_checkpoint
 
     with byte_bar("import") as bar:
         done = import_checkpoint(

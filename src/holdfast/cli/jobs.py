@@ -1,4 +1,4 @@
-"""What the commands about jobs share: options, rows, lines of output."""
+"""Arguments and output shared by the commands for jobs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from holdfast.jobs.engine import Job, Line
 from holdfast.jobs.registry import ENGINES
 
 
-def add_engine(parser: argparse.ArgumentParser, *, default: str | None, meant: str) -> None:
-    """Where jobs run."""
+def add_engine(parser: argparse.ArgumentParser, *, default: str | None, shown: str) -> None:
+    """Add `--on`, the engine."""
     parser.add_argument(
-        "--on", choices=ENGINES, default=default, help=f"engine: {', '.join(ENGINES)} (default: {meant})"
+        "--on", choices=ENGINES, default=default, help=f"engine: {', '.join(ENGINES)} (default: {shown})"
     )
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """Which job."""
-    parser.add_argument("id", type=count, metavar="ID", help="number of the job, as `holdfast queue` has it")
+    """Add ID, the number of a job."""
+    parser.add_argument(
+        "id", type=count, metavar="ID", help="number of the job, as listed by `holdfast queue`"
+    )
 
 
 def job_row(job: Job) -> dict[str, Any]:
-    """A job as JSON."""
+    """Return a job as a JSON object."""
     return {**asdict(job), "status": job.status.value}
 
 
 def print_line(line: Line, num_nodes: int, *, is_json: bool) -> None:
-    """Print a line of a job's output, with the node where there are several; words about it to stderr."""
+    """Print a line of a job's output, prefixed with its node if it has several. Notes go to stderr."""
     if is_json:
         print(json.dumps({"node": line.node, "line": line.text}, ensure_ascii=False), flush=True)
     elif line.node is None:

@@ -1,4 +1,4 @@
-"""`holdfast launch`: takes a SkyPilot task file over as a job that outlives crashes and preemptions."""
+"""`holdfast launch`: runs a SkyPilot task file as a job."""
 
 from __future__ import annotations
 
@@ -27,37 +27,36 @@ _FAILED = 1
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Run a SkyPilot task file as a job that comes back after every crash and preemption."
-    parser = command(commands, "launch", run, job=job, examples=_EXAMPLES)
-    parser.add_argument("task", metavar="TASK", help="YAML file, as SkyPilot has them")
-    parser.add_argument("--name", "-n", metavar="NAME", help="name of the job (default: the file's)")
+    parser = command(commands, "launch", run, examples=_EXAMPLES)
+    parser.add_argument("task", metavar="TASK", help="YAML file in SkyPilot's format")
+    parser.add_argument("--name", "-n", metavar="NAME", help="name of the job (default: from the file)")
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="K=V",
-        help="set a variable of envs; K alone takes the value it has here; can be repeated",
+        help="set a variable of envs; K alone copies it from this environment; can be repeated",
     )
     parser.add_argument(
         "--secret",
         action="append",
         default=[],
         metavar="K=V",
-        help="the same for secrets, which are never shown",
+        help="set a variable of secrets, in the same way; its value is never shown",
     )
-    add_engine(parser, default="local", meant="local, this machine")
-    parser.add_argument("--dry-run", action="store_true", help="show what would happen, and start nothing")
+    add_engine(parser, default="local", shown="local, this machine")
+    parser.add_argument("--dry-run", action="store_true", help="show the plan without starting anything")
     parser.add_argument(
         "--attach",
         action="store_true",
-        help="show the output until the job has ended; Ctrl-C leaves it running",
+        help="print the output until the job has ended; Ctrl-C does not stop the job",
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit the job, or show what would be submitted."""
-    from holdfast.jobs.task.parser import Overrides, load_task  # not above: other commands need no YAML
+    """Submit the job, or show its plan."""
+    from holdfast.jobs.task.parser import Overrides, load_task
 
     engine = get_engine(args.on)
     overrides = Overrides(args.name, _variables(args.env, "--env"), _variables(args.secret, "--secret"))
@@ -91,19 +90,20 @@ def _show_job(job: Job, args: argparse.Namespace) -> None:
     if args.json:
         print_json(job_row(job))
         return
-    print(f"job {job.id} ({job.name}) is submitted; it needs this terminal no more")
-    print(f"follow it: holdfast logs {job.id} -f")
+    print(f"job {job.id} ({job.name}) was submitted and runs in the background")
+    print(f"to see its output: holdfast logs {job.id} -f")
 
 
 def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     if not args.json:
-        print(f"job {job.id} ({job.name}); Ctrl-C leaves it running", file=sys.stderr)
+        print(f"job {job.id} ({job.name}); Ctrl-C does not stop it", file=sys.stderr)
     try:
         for line in engine.lines(job.id, follow=True, with_changes=True):
             print_line(line, job.num_nodes, is_json=args.json)
     except KeyboardInterrupt:
         print(
-            f"\nholdfast: job {job.id} goes on; holdfast logs {job.id} -f follows it again", file=sys.stderr
+            f"\nholdfast: job {job.id} is still running; to see its output: holdfast logs {job.id} -f",
+            file=sys.stderr,
         )
         return 0
     ended = engine.job(job.id)
@@ -115,7 +115,7 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
 
 
-# -- what would happen -----------------------------------------------------------------------------------
+# -- plan -----------------------------------------------------------------------------------
 
 
 def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
@@ -123,14 +123,14 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
 
     unsupported = engine.unsupported_keys(task)
     if args.json:
-        told = [{"key": one.key, "line": one.line, "what": one.what} for one in unsupported]
+        keys = [{"key": one.key, "line": one.line, "what": one.what} for one in unsupported]
         print_json(
             {
                 "name": task.name,
                 "engine": engine.name,
                 "num_nodes": task.num_nodes,
                 "notes": list(task.notes),
-                "unsupported_keys": told,
+                "unsupported_keys": keys,
                 "rendered": engine.render(task),
                 "task": to_yaml(task),
             }
@@ -141,14 +141,14 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
     for note in task.notes:
         print(f"note: {note}")
     for number, line in enumerate(engine.render(task)):
-        print(f"    {line}" if number else f"\nwhat is handed over:\n    {line}")
+        print(f"    {line}" if number else f"\nsubmitted to {engine.name}:\n    {line}")
     print("nothing was started")
 
 
 def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     yield "job", f"{task.name}, on {engine.name}"
     yield "nodes", str(task.num_nodes)
-    yield "workdir", _say_workdir(task)
+    yield "workdir", _format_workdir(task)
     for mount in task.file_mounts:
         yield "mount", f"{mount.target}: {mount.mode.value} of {mount.source or mount.bucket}"
     yield "setup", f"{plural(len(task.setup.splitlines()), 'line')}" if task.setup else "none"
@@ -158,11 +158,12 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     if task.secrets:
         yield "secrets", ", ".join(task.secrets)
     codes = ", ".join(map(str, sorted(task.recovery.free_codes)))
-    free = f"; status {codes}: again, free" if codes else ""
-    yield "recovery", f"preempted or lost: again, free; errors: {task.recovery.max_restarts} restarts{free}"
+    free = f" and exit status {codes}" if codes else ""
+    errors = f"{plural(task.recovery.max_restarts, 'restart')} after other errors"
+    yield "recovery", f"unlimited restarts after preemptions, lost nodes{free}; {errors}"
 
 
-def _say_workdir(task: Task) -> str:
+def _format_workdir(task: Task) -> str:
     if task.repository is not None:
         at = f" at {task.repository.ref}" if task.repository.ref else ""
         return f"cloned from {task.repository.url}{at}"
@@ -171,6 +172,6 @@ def _say_workdir(task: Task) -> str:
 
 def _print_effects(unsupported: list[UnsupportedKey], engine: Engine) -> None:
     if unsupported:
-        print(f"\nkeys that mean something else on {engine.name}:")
+        print(f"\nkeys with another meaning on {engine.name}:")
         rows = [(str(one.line), one.key, one.what) for one in unsupported]
         print_table(("LINE", "KEY", "HERE"), rows, names=("KEY",), text="HERE")

@@ -1,4 +1,4 @@
-"""`holdfast logs`: what a job has said, in all its attempts."""
+"""`holdfast logs`: prints the output of a job, of all its attempts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ holdfast logs 3 --node 1
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Print the output of a job; with -f go on until it has ended."
-    parser = command(commands, "logs", run, job=job, examples=_EXAMPLES)
+    details = "It has the lines of all attempts. With -f, new lines are printed until the job has ended."
+    parser = command(commands, "logs", run, details=details, examples=_EXAMPLES)
     add_job(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
-    parser.add_argument("--node", type=step_number, metavar="R", help="only this node's, counted from 0")
+    parser.add_argument("--follow", "-f", action="store_true", help="print new lines until the job has ended")
+    parser.add_argument(
+        "--node", type=step_number, metavar="R", help="only the lines of this node, counted from 0"
+    )
     add_json(parser)
 
 

@@ -1,4 +1,4 @@
-"""`holdfast ls`: the checkpoints of a run, newest first."""
+"""`holdfast ls`: lists the checkpoints of a run, newest first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 
 from holdfast.cli.homes import open_home, open_tiers, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, command
-from holdfast.cli.tables import print_json, print_table, print_text, say_age
+from holdfast.cli.tables import format_age, print_json, print_table, print_text
 from holdfast.errors import NotFound
 from holdfast.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
 from holdfast.units import format_bytes, plural
@@ -24,13 +24,13 @@ holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    parser = command(
-        commands, "ls", run, job="List the checkpoints of a run, newest first.", examples=_EXAMPLES
-    )
+    parser = command(commands, "ls", run, examples=_EXAMPLES)
     add_home(parser)
-    parser.add_argument("--all", action="store_true", help="show superseded and incomplete ones too")
+    parser.add_argument("--all", action="store_true", help="show superseded and incomplete checkpoints too")
     parser.add_argument(
-        "--local", metavar="DIR", help="this host's local folder: show what is there too, and where each is"
+        "--local",
+        metavar="DIR",
+        help="local folder of this host: list its checkpoints too, and the tiers that hold each checkpoint",
     )
     parser.add_argument(
         "--sort",
@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List a home; reads manifests and sizes, no data."""
+    """List a home. Only manifests and file sizes are read."""
     if args.local is None:
         store, home = open_home(args.home)
         inventory = take_inventory(store, home, read_run_id(store))
@@ -101,20 +101,20 @@ def _cells(row: Row, metric: tuple[str, ...], where: tuple[str, ...]) -> tuple[s
         "-" if row.ranks is None else str(row.ranks),
         *(f"{row.metrics[name]:.6g}" if name in row.metrics else "-" for name in metric),
         format_bytes(row.num_bytes),
-        say_age(row.created_unix_s),
+        format_age(row.created_unix_s),
         f"{row.state}, newest" if row.is_newest else row.state,
         *(", ".join(row.tiers) for _ in where),
     )
 
 
 def _print_notes(inventory: Inventory, rows: list[Row]) -> None:
-    """Say what is wrong with what is shown, and what is not shown."""
+    """Print the defects of the listed checkpoints, and the numbers of the others."""
     for row in rows:
         if row.reason and row.state != INCOMPLETE:
             print_text(f"step {row.step}, attempt {row.attempt}: {row.reason}")
     hidden = Counter(row.state for row in inventory.rows if row not in rows)
     if hidden:
         what = " and ".join(f"{number} {state}" for state, number in sorted(hidden.items()))
-        print(f"{what} not shown; --all shows {'it' if hidden.total() == 1 else 'them'}")
+        print(f"{what} not shown; use --all to show {'it' if hidden.total() == 1 else 'them'}")
     if inventory.home.foreign:
         print(f"{plural(len(inventory.home.foreign), 'foreign file')}, such as {inventory.home.foreign[0]}")

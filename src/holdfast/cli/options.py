@@ -1,4 +1,4 @@
-"""Options that several commands share, so that they are called and told alike."""
+"""Command-line arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.cli.commands import COMMANDS, short_summary
 from holdfast.errors import InvalidInput
 from holdfast.units import parse_duration
 
 Commands = Any
-"""What `add_subparsers` returns; argparse keeps its class to itself."""
+"""Return value of `add_subparsers`; its class is private to argparse."""
 
 
 def command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], *, job: str, examples: str
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    examples: str,
+    details: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command.
+    """Add a command, and return its parser.
 
     Args:
-        commands: what `add_subparsers` returned.
-        name: the word that calls it.
-        run: does it, and returns the exit status.
-        job: one sentence about what it does.
-        examples: lines for the end of its help.
+        commands: return value of `add_subparsers`.
+        name: name of the command.
+        run: function that runs it and returns the exit status.
+        examples: command lines for the end of its help.
+        details: sentences for its help, after its summary.
     """
     parser = commands.add_parser(
         name,
-        help=job[0].lower() + job[1:].rstrip("."),
-        description=job,
+        help=short_summary(name),
+        description=f"{COMMANDS[name]} {details}".rstrip(),
         epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,24 +44,24 @@ def command(
 
 
 def add_home(parser: argparse.ArgumentParser) -> None:
-    """The place of the run."""
-    parser.add_argument("home", metavar="HOME", help="folder or URL that holds the run's checkpoints")
+    """Add HOME and `--patience`."""
+    parser.add_argument("home", metavar="HOME", help="folder or URL that holds the checkpoints of the run")
     add_patience(parser)
 
 
 def add_patience(parser: argparse.ArgumentParser) -> None:
-    """How long a store may not answer."""
+    """Add `--patience`, the time limit for a store that does not answer."""
     parser.add_argument(
         "--patience",
         type=duration,
         default="20s",
         metavar="TIME",
-        help="how long a bucket that does not answer is tried again, such as 5m (default: 20s)",
+        help="how long to retry when a bucket does not answer, such as 5m (default: 20s)",
     )
 
 
 def duration(text: str) -> float:
-    """A duration in seconds, read as in "20s" or "5m"."""
+    """Parse a duration such as "20s" or "5m" into seconds."""
     try:
         return parse_duration(text, "--patience")
     except InvalidInput as error:
@@ -63,72 +69,69 @@ def duration(text: str) -> float:
 
 
 def add_step(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Which checkpoint: --step and --attempt."""
-    parser.add_argument("--step", type=step_number, metavar="N", help=f"which step (default: {default})")
+    """Add `--step` and `--attempt`, which choose a checkpoint."""
+    parser.add_argument("--step", type=step_number, metavar="N", help=f"step (default: {default})")
     add_attempt(parser, default="the newest")
 
 
 def add_attempt(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Whose checkpoint of a step, where several attempts saved it."""
+    """Add `--attempt`, for a step that several attempts have saved."""
     parser.add_argument(
-        "--attempt", type=step_number, metavar="A", help=f"only this attempt's (default: {default})"
+        "--attempt", type=step_number, metavar="A", help=f"only of this attempt (default: {default})"
     )
 
 
 def add_filter(parser: argparse.ArgumentParser) -> None:
-    """Names to be looked at."""
+    """Add `--filter`, a pattern of names."""
     parser.add_argument("--filter", metavar="GLOB", help="only names that match, such as 'model.*.weight'")
 
 
 def add_prefixes(parser: argparse.ArgumentParser) -> None:
-    """What of a checkpoint is taken."""
+    """Add `--only`, the prefixes of the names to take."""
     parser.add_argument(
         "--only",
         action="append",
         metavar="PREFIX",
-        help="only names at or below this one, such as model; can be repeated",
+        help="only this name and the names below it, such as model; can be repeated",
     )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Output for programs."""
+    """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:
-    """Refuse to delete anything that a person has not agreed to.
+    """Check that `--yes` was given or that the command can ask on the terminal.
 
     Args:
         args: with `yes` and `json`.
         what_was_done: the end of the message, such as "Nothing was deleted."
 
     Raises:
-        InvalidInput: --yes is missing, and there is nobody to ask: standard input is no terminal, or the
-            output is JSON.
+        InvalidInput: `--yes` is missing, and standard input is not a terminal or the output is JSON.
     """
     if not args.yes and (args.json or not sys.stdin.isatty()):
-        why = "--json asks no question" if args.json else "there is no terminal at which to ask"
+        why = "--json does not ask" if args.json else "standard input is not a terminal"
         raise InvalidInput(f"Add --yes: {why}. {what_was_done}")
 
 
 def agrees(question: str) -> bool:
-    """Return whether the person at the terminal says yes."""
+    """Ask on the terminal, and return True if the answer is yes."""
     print(f"{question} [y/N] ", end="", flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def step_number(text: str) -> int:
-    """A number of steps or of an attempt, 0 or more."""
+    """Parse the number of a step, an attempt or a rank, 0 or more."""
     if not text.isdecimal():
-        message = f"expected a whole number, got {text!r}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
     return int(text)
 
 
 def count(text: str) -> int:
-    """A number of things, 1 or more."""
+    """Parse a number of things, 1 or more."""
     number = step_number(text)
     if not number:
-        message = "expected at least 1"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError("expected at least 1")
     return number

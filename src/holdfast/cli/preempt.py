@@ -1,4 +1,4 @@
-"""`holdfast preempt`: takes a job's machine away as a cloud would, to see that the job survives it."""
+"""`holdfast preempt`: simulates a preemption, to check that a job survives it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ holdfast preempt 3 --lead 0
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Preempt your own job: a notice now, the end of all its processes when the lead is over."
-    parser = command(commands, "preempt", run, job=job, examples=_EXAMPLES)
+    details = "The job receives a notice now. After the lead, all its processes are killed; then it restarts."
+    parser = command(commands, "preempt", run, details=details, examples=_EXAMPLES)
     add_job(parser)
     parser.add_argument(
-        "--lead", default="30s", metavar="T", help="time between notice and end, as 30s or 2m; 0: at once"
+        "--lead",
+        default="30s",
+        metavar="T",
+        help="time between notice and kill, such as 30s or 2m (default: 30s)",
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Give the notice; the rest happens in the background."""
+    """Send the notice. The processes are killed in the background."""
     lead_s = _lead_seconds(args.lead)
     job = find_engine(args.id).preempt(args.id, lead_s=lead_s)
     if args.json:
         print_json(job_row(job))
     else:
-        print(f"job {job.id} ({job.name}) is preempted; its machine goes in {format_duration(lead_s)}")
+        print(
+            f"job {job.id} ({job.name}) is preempted; its processes are killed in {format_duration(lead_s)}"
+        )
     return 0
 
 
@@ -46,5 +51,5 @@ def _lead_seconds(text: str) -> float:
     except ValueError:
         return parse_duration(text, "--lead")
     if not 0 <= seconds < float("inf"):
-        raise InvalidInput(f"--lead must be a duration like 30s, or 0, got {text!r}.")
+        raise InvalidInput(f"--lead must be a duration such as 30s, or 0, got {text!r}.")
     return seconds

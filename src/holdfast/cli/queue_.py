@@ -1,4 +1,4 @@
-"""`holdfast queue`: the jobs, and where each stands."""
+"""`holdfast queue`: lists jobs and their status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from holdfast.cli.jobs import add_engine, job_row
 from holdfast.cli.options import Commands, add_json, command, count
-from holdfast.cli.tables import print_json, print_table, say_age
+from holdfast.cli.tables import format_age, print_json, print_table
 from holdfast.jobs.engine import Job
 from holdfast.jobs.registry import all_jobs, get_engine
 from holdfast.units import format_duration
@@ -21,15 +21,15 @@ _SHOWN = 20
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "List jobs with their status; those whose controller has died are looked after again."
-    parser = command(commands, "queue", run, job=job, examples=_EXAMPLES)
+    details = "Controllers that have died are started again."
+    parser = command(commands, "queue", run, details=details, examples=_EXAMPLES)
     parser.add_argument("--tail", type=count, metavar="K", help=f"only the newest K jobs (default: {_SHOWN})")
-    add_engine(parser, default=None, meant="all")
+    add_engine(parser, default=None, shown="all")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """List them, the newest first."""
+    """List the jobs, newest first."""
     jobs = (get_engine(args.on).jobs() if args.on else all_jobs())[::-1]
     if args.json:
         print_json([job_row(job) for job in jobs[: args.tail]])
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             spare=("NODES", "RAN FOR", "ON"),
         )
         if len(shown) < len(jobs):
-            print(f"{len(jobs) - len(shown)} older ones not shown; --tail K shows more")
+            print(f"{len(jobs) - len(shown)} older jobs not shown; use --tail K to show more")
     return 0
 
 
@@ -56,8 +56,8 @@ def _cells(job: Job) -> tuple[str, ...]:
         str(job.id),
         job.name,
         job.engine,
-        say_age(job.submitted_unix_s),
-        _say_span(job),
+        format_age(job.submitted_unix_s),
+        _format_span(job),
         str(job.num_nodes),
         str(job.recoveries),
         "-" if job.step is None else str(job.step),
@@ -66,7 +66,7 @@ def _cells(job: Job) -> tuple[str, ...]:
     )
 
 
-def _say_span(job: Job) -> str:
+def _format_span(job: Job) -> str:
     if job.started_unix_s is None:
         return "-"
     return format_duration(max(0.0, (job.ended_unix_s or time.time()) - job.started_unix_s))

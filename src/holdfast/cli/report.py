@@ -1,4 +1,4 @@
-"""`holdfast report`: a page about a run, with the cost of its interruptions."""
+"""`holdfast report`: reports on a run as text, JSON or a page with charts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ holdfast report runs/gpt --json | jq .advice.own.daly_s
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Report on a run: saves, failures and their costs, overhead, and the best save interval."
-    parser = command(commands, "report", run, job=job, examples=_EXAMPLES)
+    parser = command(commands, "report", run, examples=_EXAMPLES)
     add_home(parser)
     parser.add_argument(
         "-o",
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         _print_short(summary)
         return 0
-    from holdfast.report.page import make_page  # slow import, needed for the page only
+    from holdfast.report.page import make_page  # slow, and needed only here
 
     title = args.title or Path(args.home.rstrip("/")).name or args.home
     text = make_page(summary, name=title, made_unix_s=time.time())

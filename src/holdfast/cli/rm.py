@@ -1,4 +1,4 @@
-"""`holdfast rm`: deletes checkpoints, their manifest first, so that nothing incomplete is ever visible."""
+"""`holdfast rm`: deletes checkpoints, each one's manifest first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.cli.options import (
     command,
     step_number,
 )
-from holdfast.cli.tables import print_json, print_table, say_age
+from holdfast.cli.tables import format_age, print_json, print_table
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.format import names
 from holdfast.home.attempts import newest_number, note_emptied
@@ -43,45 +43,48 @@ holdfast rm runs/gpt --superseded --incomplete --dry-run
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Delete checkpoints; the newest complete one only with --force."
-    parser = command(commands, "rm", run, job=job, examples=_EXAMPLES)
+    details = "The newest complete one is deleted only with --force."
+    parser = command(commands, "rm", run, details=details, examples=_EXAMPLES)
     add_home(parser)
     parser.add_argument("--step", type=step_number, metavar="N", help="this step")
-    parser.add_argument("--before", type=step_number, metavar="N", help="complete ones of steps before this")
-    parser.add_argument("--superseded", action="store_true", help="those the run does not continue any more")
-    parser.add_argument("--incomplete", action="store_true", help="files of saves that were never completed")
+    parser.add_argument(
+        "--before", type=step_number, metavar="N", help="all steps before this one, except incomplete ones"
+    )
+    parser.add_argument(
+        "--superseded", action="store_true", help="checkpoints that the run no longer continues"
+    )
+    parser.add_argument("--incomplete", action="store_true", help="files of saves that were not completed")
     add_attempt(parser, default="all")
     parser.add_argument(
         "--force",
         action="store_true",
-        help="the newest complete one too, and files that may still be written",
+        help="also the newest complete checkpoint, and files that may still be written",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask; needed without a terminal")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask; required without a terminal")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Delete what was asked for, after asking if a person sits there."""
+    """Delete the chosen checkpoints, after asking on the terminal."""
     if args.step is None and args.before is None and not (args.superseded or args.incomplete):
-        message = (
-            "Say what to delete: --step N, --before N, --superseded or --incomplete. Nothing was deleted."
+        raise InvalidInput(
+            "Choose what to delete: --step N, --before N, --superseded or --incomplete. Nothing was deleted."
         )
-        raise InvalidInput(message)
     store, home = open_home(args.home)
     inventory = take_inventory(store, home, read_run_id(store))
     rows = _choose(inventory, args, is_done=store.size(names.DONE) is not None)
     if args.step is not None and not rows:
-        message = (
-            f"{store.url} holds no step {args.step} that could be deleted. `holdfast ls --all` lists them."
+        raise NotFound(
+            f"{store.url} has no step {args.step} to delete. `holdfast ls --all` lists all steps.",
+            step=args.step,
         )
-        raise NotFound(message, step=args.step)
     if rows and not args.dry_run:
         check_can_agree(args, "Nothing was deleted.")
     if not args.json:
         _print_plan(rows)
     if rows and not args.dry_run:
-        if not args.yes and not agrees("delete these?"):
+        if not args.yes and not agrees("delete these checkpoints?"):
             print("nothing was deleted")
             return 0
         _delete_all(store, inventory, rows)
@@ -89,31 +92,31 @@ def run(args: argparse.Namespace) -> int:
         deleted = [] if args.dry_run else [row.as_json() for row in rows]
         print_json({"home": store.url, "chosen": [row.as_json() for row in rows], "deleted": deleted})
     elif rows and not args.dry_run:
-        print(f"deleted {_what(rows)}")
+        print(f"deleted {_describe(rows)}")
     return 0
 
 
 def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) -> list[Row]:
-    """The rows that the options name, oldest first.
+    """Return the chosen checkpoints, oldest first.
 
     Raises:
-        Conflict: the newest complete one is among them, without --force.
+        Conflict: the newest complete one is among them, and `--force` is not given.
     """
-    rows = [row for row in inventory.rows if args.attempt in (None, row.attempt) and _is_named(row, args)]
+    rows = [row for row in inventory.rows if args.attempt in (None, row.attempt) and _is_chosen(row, args)]
     if not args.force:
         newest = inventory.newest
         if newest in rows:
             assert newest is not None
-            message = (
-                f"Step {newest.step} of attempt {newest.attempt} is the newest complete checkpoint, from "
-                "which the run would go on. Nothing was deleted. Add --force to delete it all the same."
+            raise Conflict(
+                f"Step {newest.step} of attempt {newest.attempt} is the newest complete checkpoint: the run "
+                "would resume from it. Nothing was deleted. Add --force to delete it anyway.",
+                step=newest.step,
             )
-            raise Conflict(message, step=newest.step)
         rows = [row for row in rows if is_done or not _may_be_written(inventory, row)]
     return rows[::-1]
 
 
-def _is_named(row: Row, args: argparse.Namespace) -> bool:
+def _is_chosen(row: Row, args: argparse.Namespace) -> bool:
     old = (
         args.before is not None
         and row.step < args.before
@@ -128,12 +131,12 @@ def _is_named(row: Row, args: argparse.Namespace) -> bool:
 
 
 def _may_be_written(inventory: Inventory, row: Row) -> bool:
-    """True for files of the newest attempt without a manifest: its keepers may be at work on them."""
+    """Return True for incomplete checkpoints of the newest attempt: its keepers may still be writing them."""
     if row.state != INCOMPLETE or row.attempt < max(inventory.home.attempts, default=0):
         return False
     print(
-        f"holdfast: step {row.step} of attempt {row.attempt} is left alone: that attempt is the newest and "
-        "may still be writing it. If it has ended, add --force.",
+        f"holdfast: kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may still "
+        "be writing it. If it has ended, add --force.",
         file=sys.stderr,
     )
     return True
@@ -144,12 +147,14 @@ def _delete_all(store: Store, inventory: Inventory, rows: list[Row]) -> None:
     complete = {key for key, saved in inventory.home.saved.items() if saved.is_committed}
     is_emptied = bool(complete) and complete <= chosen and inventory.run_id is not None
     for row in rows:
-        if is_emptied and row is rows[-1]:  # before the last one goes: the next start may begin from zero
+        if (
+            is_emptied and row is rows[-1]
+        ):  # before the last one is deleted, so that the next start may begin from scratch
             note_emptied(store, inventory.run_id or "", newest_number(store))
         delete(store, inventory, row)
 
 
-def _what(rows: list[Row]) -> str:
+def _describe(rows: list[Row]) -> str:
     return f"{plural(len(rows), 'checkpoint')}, {format_bytes(sum(row.num_bytes for row in rows))}"
 
 
@@ -159,21 +164,27 @@ def _print_plan(rows: list[Row]) -> None:
         return
     columns = ("STEP", "ATTEMPT", "SIZE", "AGE", "STATE")
     cells = (
-        (str(row.step), str(row.attempt), format_bytes(row.num_bytes), say_age(row.created_unix_s), row.state)
+        (
+            str(row.step),
+            str(row.attempt),
+            format_bytes(row.num_bytes),
+            format_age(row.created_unix_s),
+            row.state,
+        )
         for row in rows
     )
     print_table(columns, cells, right=columns[:3])
 
 
 def delete(store: Store, inventory: Inventory, row: Row) -> None:
-    """Delete one checkpoint, and what interrupted writers left in its folder.
+    """Delete one checkpoint, and the unfinished files in its folder.
 
     Raises:
-        RetryLater: the store failed; what is left is incomplete, and can be deleted as such.
+        RetryLater: the store failed. The rest is an incomplete checkpoint, and can be deleted as such.
 
     Blocks: until the removal is durable.
     """
     key = row.step, row.attempt
     notes = names.refusal(*key), names.metrics(*key), names.passed(*key)
     delete_files(store, [*inventory.home.saved[key].names, *notes])
-    store.sweep(f"{names.step_dir(row.step)}/")  # what a killed writer left there is in no listing
+    store.sweep(f"{names.step_dir(row.step)}/")  # unfinished files of killed writers are not in the listing

@@ -1,4 +1,4 @@
-"""`holdfast show`: what is inside a checkpoint."""
+"""`holdfast show`: shows the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.cli import values
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
-from holdfast.cli.tables import print_json, print_table, say_age, say_moment
+from holdfast.cli.tables import format_age, format_time, print_json, print_table
 from holdfast.errors import InvalidInput
 from holdfast.home.documents import read_part
 from holdfast.restore.checkpoint import Checkpoint
@@ -28,26 +28,29 @@ holdfast show runs/gpt --json | jq '.tensors[] | select(.dtype == "BF16").name'
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Show what is inside a checkpoint: tensors, and the state beside them."
-    parser = command(commands, "show", run, job=job, examples=_EXAMPLES)
+    parser = command(commands, "show", run, examples=_EXAMPLES)
     add_home(parser)
     add_step(parser, default="the newest complete one")
-    parser.add_argument("--rank", type=step_number, default=0, metavar="R", help="whose state (default: 0)")
+    parser.add_argument(
+        "--rank", type=step_number, default=0, metavar="R", help="rank whose state to show (default: 0)"
+    )
     add_filter(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show one checkpoint; reads the manifest and one part, no data."""
+    """Show one checkpoint. Only its manifest and one part are read."""
     store, _ = open_home(args.home)
     checkpoint = open_checkpoint(store, args.step, args.attempt)
     for passed in checkpoint.passed:
         print(f"holdfast: passed over step {passed.step}: {passed.reason}", file=sys.stderr)
     if args.rank >= checkpoint.world_size:
-        message = (
-            f"Step {checkpoint.step} was saved by {plural(checkpoint.world_size, 'rank')}; there is no rank"
+        raise InvalidInput(
+            f"Step {checkpoint.step} was saved by {plural(checkpoint.world_size, 'rank')}, so rank "
+            f"{args.rank} does not exist. Ranks are counted from 0.",
+            step=checkpoint.step,
+            rank=args.rank,
         )
-        raise InvalidInput(f"{message} {args.rank}.", step=checkpoint.step, rank=args.rank)
     tensors = [name for name in checkpoint.keys() if _matches(name, args.filter)]  # noqa: SIM118 - no mapping
     state = read_part(store, checkpoint.manifest, args.rank).values
     if args.json:
@@ -63,7 +66,7 @@ def _matches(name: str, pattern: str | None) -> bool:
     return pattern is None or fnmatch.fnmatchcase(name, pattern)
 
 
-def _owner(owner: int | str) -> str:
+def _format_owner(owner: int | str) -> str:
     return f"rank {owner}" if isinstance(owner, int) else {"each": "each rank", "split": "split"}[owner]
 
 
@@ -94,11 +97,11 @@ def _as_json(checkpoint: Checkpoint, tensors: list[str], state: dict[str, Any]) 
 
 def _print_facts(url: str, checkpoint: Checkpoint) -> None:
     base = checkpoint.manifest.base_step
-    began = "from nothing" if base is None else f"from step {base}"
-    print(f"{url}: step {checkpoint.step}, attempt {checkpoint.attempt} (began {began})")
+    start = "started from scratch" if base is None else f"resumed from step {base}"
+    print(f"{url}: step {checkpoint.step}, attempt {checkpoint.attempt} ({start})")
     print(f"run {checkpoint.run}, saved by {plural(checkpoint.world_size, 'rank')}", end=", ")
     print(f"{format_bytes(checkpoint.manifest.data_bytes)}", end=", ")
-    print(f"{say_moment(checkpoint.created)} ({say_age(checkpoint.created)})")
+    print(f"{format_time(checkpoint.created)} ({format_age(checkpoint.created)})")
 
 
 def _print_tensors(checkpoint: Checkpoint, tensors: list[str]) -> None:
@@ -118,12 +121,12 @@ def _tensor_rows(checkpoint: Checkpoint, tensors: list[str]) -> Iterator[tuple[s
     for name in tensors:
         info = checkpoint.info(name)
         size = "-" if info.tied_to else format_bytes(info.num_bytes)
-        yield name, info.dtype, str(list(info.shape)), size, _owner(info.owner), info.tied_to or ""
+        yield name, info.dtype, str(list(info.shape)), size, _format_owner(info.owner), info.tied_to or ""
 
 
 def _print_state(state: dict[str, Any], pattern: str | None) -> None:
     found = [leaf for key, value in state.items() for leaf in values.leaves(value, key)]
-    rows = [(path, values.say(value)) for path, value in found if _matches(path, pattern)]
+    rows = [(path, values.format_value(value)) for path, value in found if _matches(path, pattern)]
     print(f"\n{plural(len(rows), 'value')}")
     if rows:
         print_table(("NAME", "VALUE"), rows, names=("NAME", "VALUE"))

@@ -1,8 +1,7 @@
-"""Prints results: tables for people, JSON and CSV for programs."""
+"""Output of results: tables and text within the width of the terminal, JSON and CSV for programs."""
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -32,10 +31,10 @@ def print_table(
     Args:
         columns: the headings.
         rows: one text per column.
-        right: headings of columns that are aligned to the right, as numbers are.
-        names: headings of columns that are cut in the middle where there is no room; --json has them whole.
-        text: heading of the last column, if it holds sentences: they are wrapped, or put below their row.
-        spare: headings of columns that are left out where there is no room, the first one first.
+        right: headings of columns that are aligned to the right, such as numbers.
+        names: headings of columns that are shortened in the middle if the table is too wide.
+        text: heading of the last column if it has sentences, which are wrapped or placed below their row.
+        spare: headings of columns that are left out if the table is too wide, the first one first.
     """
     table = Table(
         columns=tuple(columns),
@@ -52,19 +51,19 @@ def print_table(
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal, or what COLUMNS says; None for a pipe, whose reader wants all."""
+    """Return the width of the terminal or the variable COLUMNS, or None for a pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns
     return None
 
 
 def printable(text: str) -> str:
-    """Return a text in one line, with control characters spelled out: they could redraw the terminal."""
+    """Escape the control characters of a text, including line breaks: they could redraw the terminal."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def print_text(text: str, *, indent: str = "") -> None:
-    """Print sentences, wrapped at the width of the terminal, with an indent before every line."""
+    """Print sentences, wrapped at the width of the terminal and indented."""
     room = terminal_width()
     wrapped = [text] if room is None else textwrap.wrap(text, max(20, room - len(indent)))
     for line in wrapped or [""]:
@@ -72,11 +71,11 @@ def print_text(text: str, *, indent: str = "") -> None:
 
 
 def print_fields(fields: Iterable[tuple[str, str]], *, width: int = 24) -> None:
-    """Print facts under each other, each value wrapped beside its name.
+    """Print a list of names and values, each value wrapped beside its name.
 
     Args:
         fields: names and values.
-        width: characters of the column of names.
+        width: width of the column of names.
     """
     room = terminal_width()
     for name, value in fields:
@@ -87,59 +86,61 @@ def print_fields(fields: Iterable[tuple[str, str]], *, width: int = 24) -> None:
 
 
 class Printable(io.TextIOBase):
-    """A text stream that writes control characters as escapes, whoever chose the names that are printed."""
+    """A text stream that escapes control characters. Names in a checkpoint may contain them."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
 
     def write(self, text: str) -> int:
-        """Write a text; line breaks and tabs stay."""
+        """Write a text. Line breaks and tabs are not escaped."""
         self.out.write(redaction.printable(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream below."""
+        """Flush the wrapped stream."""
         self.out.flush()
 
     def isatty(self) -> bool:
-        """Return whether the stream below is a terminal."""
+        """Return True if the wrapped stream is a terminal."""
         return self.out.isatty()
 
     def fileno(self) -> int:
-        """Return the descriptor of the stream below."""
+        """Return the descriptor of the wrapped stream."""
         return self.out.fileno()
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] read-only here
-        """Encoding of the stream below."""
+        """Encoding of the wrapped stream."""
         return self.out.encoding
 
 
 def styled(out: TextIO) -> TextIO:
-    """Return the stream that takes the escapes of our own tables."""
+    """Return the stream that writes escape sequences unchanged."""
     return out.out if isinstance(out, Printable) else out
 
 
 def print_json(value: Any) -> None:
-    """Print a value as indented JSON; the value must hold no NaN and no infinity, which JSON lacks."""
+    """Print a value as indented JSON. JSON has no NaN and no infinity."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print rows as RFC 4180 CSV with a heading."""
+    """Print rows as CSV (RFC 4180) with a heading."""
+    import csv  # few commands need it
+
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(rows)
 
 
-def say_age(unix_s: float | None) -> str:
-    """How long ago a moment was: `5 min 20 s ago`."""
+def format_age(unix_s: float | None) -> str:
+    """Format a time as an age, such as `5 min 20 s ago`."""
     if unix_s is None:
         return "-"
     age_s = time.time() - unix_s
     return f"{format_duration(age_s)} ago" if age_s >= 1 else "now" if age_s > -60 else "in the future"
 
 
-def say_moment(unix_s: float) -> str:
-    """Local date and time, to the second."""
+def format_time(unix_s: float) -> str:
+    """Format a time as local date and time, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))

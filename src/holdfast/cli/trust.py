@@ -1,4 +1,4 @@
-"""`holdfast trust`: says which homes may bring compiled code, which is run."""
+"""`holdfast trust`: lists, adds and removes the homes whose compiled code may be run."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ holdfast trust --remove s3://my-bucket/runs
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Trust a home, or all homes in a folder: compiled code that lies there is loaded, and so run."
-    parser = command(commands, "trust", run, job=job, examples=_EXAMPLES)
+    parser = command(commands, "trust", run, examples=_EXAMPLES)
     parser.add_argument(
-        "home", metavar="HOME", nargs="?", help="a home, or what the addresses of homes begin with"
+        "home", metavar="HOME", nargs="?", help="a home, or a folder or URL prefix of several homes"
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--list", action="store_true", help="list what is trusted")
-    which.add_argument("--remove", action="store_true", help="trust it no longer")
+    which.add_argument("--list", action="store_true", help="list the trusted homes")
+    which.add_argument("--remove", action="store_true", help="remove the home from the list")
     parser.add_argument(
-        "--allow-http", action="store_true", help="also if the code comes over http from another machine"
+        "--allow-http",
+        action="store_true",
+        help="trust it even if the code comes over http from another machine",
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the user's list, or show it."""
-    # Not above: help must not wait for it.
+    """Change the list of the user, or show it."""
     from holdfast.compiled.trust import distrust, file_path, trust, trusted
 
     home: str = args.home or ""
     if args.list == bool(home):
-        message = "Say which home, or --list, which takes none."
-        raise InvalidInput(message)
+        raise InvalidInput("Give a home, or --list without a home.")
     if args.list:
-        said = "\n".join(trusted()) or "no home is trusted"
+        text = "\n".join(trusted()) or "no trusted homes"
     elif not args.remove:
         line = trust(home, allow_http=args.allow_http)
-        said = f"{line} is trusted: compiled code that is there is run. ({file_path()})"
+        text = f"{line} is trusted: trainings load and run the compiled code in it ({file_path()})"
     elif distrust(home):
-        said = f"{home} is trusted no longer"
+        text = f"{home} is no longer trusted"
     else:
-        raise NotFound(f"{home} is not in {file_path()}, so nothing was removed. --list shows what is.")
+        raise NotFound(
+            f"{home} is not in {file_path()}. Nothing was removed. --list shows the trusted homes."
+        )
     if args.json:
         print_json({"file": str(file_path()), "trusted": trusted()})
     else:
-        print(said)
+        print(text)
     return 0

@@ -24,41 +24,42 @@ _QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Run a few steps of a training script in several ways, and report what would speed them up."
-    parser = command(commands, "tune", run, job=job, examples=_EXAMPLES)
+    parser = command(commands, "tune", run, examples=_EXAMPLES)
     parser.add_argument(
         "--only",
         metavar="QUESTIONS",
-        help=f"some of {','.join(_QUESTIONS)} (default: all)",
+        help=f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)",
     )
     parser.add_argument(
-        "--steps", type=count, default=10, metavar="N", help="steps to measure in each run (10)"
+        "--steps", type=count, default=10, metavar="N", help="steps to measure in each run (default: 10)"
     )
     parser.add_argument(
         "--ranks",
         type=count,
         metavar="N",
-        help="start this many processes, as torchrun does (default: one plain process)",
+        help="number of processes to start, as torchrun does (default: one plain process)",
     )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
         help="memory limit for larger batches, such as 12GiB (default: free memory)",
     )
-    parser.add_argument("--timeout", default="10m", metavar="TIME", help="limit of each run (10m)")
+    parser.add_argument(
+        "--timeout", default="10m", metavar="TIME", help="time limit of each run (default: 10m)"
+    )
     parser.add_argument(
         "--debug", action="store_true", help="keep all logs, including torch's logs of every compilation"
     )
     add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="the Python file that trains")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
 
 
 def run(args: argparse.Namespace) -> int:
     """Profile the script, and print the report."""
     from holdfast.errors import InvalidInput
     from holdfast.train.tuning.script_profile import (
-        profile_script,  # imports torch, which other commands do not need
+        profile_script,
     )
 
     questions = tuple(filter(None, (args.only or ",".join(_QUESTIONS)).split(",")))
@@ -101,7 +102,7 @@ def _print(report: TuningReport) -> None:
         for number, one in enumerate(report.findings, 1):
             _print_advice(number, one)
     else:
-        print("Found nothing that would speed it up by more than the noise.")
+        print("No change found that speeds it up by more than the noise.")
     _print_compile(report)
     _print_batches(report)
     _print_paddings(report)

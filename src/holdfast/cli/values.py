@@ -1,4 +1,4 @@
-"""Non-tensor state as lines of text: tagged JSON is shown as what it stands for, without decoding it."""
+"""Values of a checkpoint as text: tagged JSON is formatted as Python would, without decoding it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_CHARS = 100
-"""A value's text is cut after this many characters; JSON output has it whole."""
+"""Longest text of a value in a table. JSON output has the whole value."""
 
 _BRACKETS = {"$tuple": "()", "$set": "{}", "$frozenset": "{}"}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, tagged JSON) of every value under `path`; goes into mappings, and into lists of mappings.
-
-    Places of tensors are left out.
-    """
+    """Yield path and tagged JSON of each value in mappings and lists, except tensors."""
     if isinstance(value, dict) and not _tag(value):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}")
     elif isinstance(value, dict) and _tag(value) in ("$dict", "$odict", "$counter"):
         for key, item in value[_tag(value)]:
-            yield from leaves(item, f"{path}[{say(key)}]")
+            yield from leaves(item, f"{path}[{format_value(key)}]")
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}[{index}]")
@@ -30,8 +27,8 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def say(value: Any) -> str:
-    """Text of one value, as a Python reader expects it, in one line and of bounded length."""
+def format_value(value: Any) -> str:
+    """Format a value as Python would, in one line of limited length."""
     text = _text(value)
     return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 4]} ..."
 
@@ -52,7 +49,7 @@ def _text(value: Any) -> str:
 
 
 def _items(values: list[Any]) -> str:
-    """Items of a list, as many as can be seen, and their number when there are more."""
+    """Format the first items of a list, and their number if there are more."""
     shown = ", ".join(_text(item) for item in values[:16])
     return shown if len(values) <= 16 else f"{shown}, ... {len(values)} in all"
 

@@ -1,4 +1,4 @@
-"""`holdfast verify`: re-hashes every byte of checkpoints and names all damage."""
+"""`holdfast verify`: hashes every byte of checkpoints again, and reports all damage."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.cli import FOUND, TROUBLE
-from holdfast.cli.bars import byte_bar
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
+from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
@@ -31,12 +31,12 @@ _Found = dict[tuple[int, int], "Manifest | HoldfastError"]  # by (attempt, step)
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What is said of one checkpoint."""
+    """Result of one checkpoint."""
 
     step: int
     attempt: int
     problems: tuple[str, ...]
-    report: VerifyReport | None  # None: its manifest cannot be read
+    report: VerifyReport | None  # None if the manifest cannot be read
 
     @property
     def is_good(self) -> bool:
@@ -44,32 +44,32 @@ class _Line:
 
     @property
     def is_damaged(self) -> bool:
-        """True if there is proof of damage; a store that does not answer is none."""
+        """True if damage was found. A store that does not answer is not damage."""
         return bool(self.problems) and (self.report is None or bool(self.report.damage))
 
     @property
     def is_unread(self) -> bool:
-        """True if some bytes could not be read, and nothing speaks against the others."""
+        """True if some bytes could not be read, and the others are good."""
         return bool(self.problems) and not self.is_damaged
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Re-hash every byte of a checkpoint; exit status 1 if anything is damaged."
-    parser = command(commands, "verify", run, job=job, examples=_EXAMPLES)
+    details = "The exit status is 1 if a checkpoint is damaged."
+    parser = command(commands, "verify", run, details=details, examples=_EXAMPLES)
     add_home(parser)
-    add_step(parser, default="the newest that has a manifest")
+    add_step(parser, default="the newest with a manifest")
     parser.add_argument(
-        "--all", action="store_true", help="every checkpoint of the home, superseded ones too"
+        "--all", action="store_true", help="every checkpoint of the home, including superseded ones"
     )
     parser.add_argument(
-        "--threads", type=count, default=4, metavar="T", help="threads that read (default: 4)"
+        "--threads", type=count, default=4, metavar="T", help="number of threads (default: 4)"
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify the checkpoints asked for."""
+    """Verify the chosen checkpoints."""
     store, manifests = _choose(args)
     lines = []
     with byte_bar("verify") as bar:
@@ -92,15 +92,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
-    """The checkpoints asked for, newest first, each with its manifest or why that cannot be read."""
+    """Return the chosen checkpoints, newest first, each with its manifest or an error."""
     store, home = open_home(args.home)
     run_id = read_run_id(store)
     every = candidates(home)
     chosen = [(a, s) for a, s in every if args.step in (None, s) and args.attempt in (None, a)]
     if not chosen:
         known = ", ".join(f"{step} (attempt {attempt})" for attempt, step in every[:20]) or "none"
-        message = f"{store.url} holds no such complete checkpoint. Complete steps, newest first: {known}."
-        raise NotFound(message, step=args.step)
+        raise NotFound(
+            f"{store.url} has no such complete checkpoint. Complete steps, newest first: {known}.",
+            step=args.step,
+        )
     found: _Found = {}
     for attempt, step in chosen if args.all else chosen[:1]:
         try:
@@ -137,7 +139,7 @@ def _print_line(line: _Line) -> None:
         for problem in line.problems:
             print_text(problem, indent="  ")
     for extra in line.report.extra if line.report else ():
-        print(f"  beside it, harmless: {extra}")
+        print(f"  extra file, harmless: {extra}")
 
 
 def _as_json(line: _Line) -> dict[str, Any]:

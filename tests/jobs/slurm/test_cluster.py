@@ -229,7 +229,7 @@ def test_commands_find_a_job_by_its_id_alone(slurm: SlurmHarness, holdfast: Comm
     holdfast("launch", task)
     task.write_text(f"name: there\nresources: {{cpus: 1}}\nrun: |\n  trap 'exit 75' TERM\n  {READY}\n")
     said = holdfast("launch", task, "--on", "slurm")
-    assert said.out.startswith("job 2 (there) is submitted")
+    assert said.out.startswith("job 2 (there) was submitted")
     job = slurm.engine.job(2)
     slurm.wait(job, JobStatus.RUNNING)
     rows = holdfast("queue", "--json").json

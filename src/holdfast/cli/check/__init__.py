@@ -1,4 +1,4 @@
-"""`holdfast check`: kills and resumes a training script, and compares it with one that was not killed."""
+"""`holdfast check`: kills and resumes a training script, and compares it with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.check.causes import find_causes
-from holdfast.cli.check.traces import Trace, part, unseeded
+from holdfast.cli.check.traces import Trace, find_divergence, unseeded
 from holdfast.cli.check.trials import Trials, newest_steps
 from holdfast.cli.diff import Difference, Side, compare
 from holdfast.cli.options import Commands, add_json, command, count
@@ -40,29 +40,37 @@ class Row:
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Kill and resume a training script, and compare with an uninterrupted run, bit for bit."
-    parser = command(commands, "check", run, job=job, examples=_EXAMPLES)
+    details = "The exit status is 1 if resuming is not exact."
+    parser = command(commands, "check", run, details=details, examples=_EXAMPLES)
     parser.add_argument(
-        "--steps", type=count, default=5, metavar="N", help="save after N steps, compare after 2 N (5)"
+        "--steps",
+        type=count,
+        default=5,
+        metavar="N",
+        help="save after N steps, compare after 2 N (default: 5)",
     )
-    parser.add_argument("--timeout", default="10m", metavar="TIME", help="limit of each of the 4 runs (10m)")
     parser.add_argument(
-        "--keep", metavar="DIR", help="keep homes, traces and logs of the runs in this folder"
+        "--timeout", default="10m", metavar="TIME", help="time limit of each of the 4 runs (default: 10m)"
+    )
+    parser.add_argument(
+        "--keep", metavar="DIR", help="copy the homes, traces and logs of the runs to this folder"
     )
     add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="the Python file that trains, or any command")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="training script, or any command")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the trials and show what differs; exit status 1 if resuming is not exact."""
+    """Run the trials, and print the differences. The exit status is 1 if resuming is not exact."""
     words = [args.script, *args.args]
     if words[0].endswith(".py"):
         if not Path(words[0]).is_file():
-            raise InvalidInput(f"There is no script {words[0]!r}. Give the Python file that trains.")
-        words = [sys.executable, *words]  # their script, as they run it
+            raise InvalidInput(f"The script {words[0]!r} does not exist.")
+        words = [sys.executable, *words]
     elif shutil.which(words[0]) is None:
-        raise InvalidInput(f"There is no command {words[0]!r}. Give a Python file, or a command after --.")
+        raise InvalidInput(
+            f"The command {words[0]!r} does not exist. Give a Python file, or a command after --."
+        )
     folder = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
     try:
         report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
@@ -77,19 +85,19 @@ def run(args: argparse.Namespace) -> int:
     return int(not report["exact"])
 
 
-def _say(text: str) -> None:
+def _show_progress(text: str) -> None:
     print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    trials = Trials(words, folder, timeout_s=timeout_s, say=_say)
+    trials = Trials(words, folder, timeout_s=timeout_s, on_progress=_show_progress)
     save_at, whole = _run_whole(trials, steps)
     end_at = min(newest_steps(trials.homes("a")).values())
     kill_at = save_at + max(1, (end_at - save_at) // 2)
     plan = {"save_at": [save_at, end_at], "end_at": end_at}
     repeated = trials.run("again", f"uninterrupted once more, to step {end_at}", plan)
     again, _ = _differences(trials.homes("a"), trials.homes("again"), end_at)
-    # Generators that nobody has seeded differ too; if nothing else does, nothing was drawn from them.
+    # Unseeded generators differ too. If nothing else does, the training does not use them.
     is_random = not all(row.key.startswith("rng.") for row in again)
     killed = {**plan, "kill_at": kill_at, "end_at": None}
     trials.run("b", f"killed after step {kill_at} or at the next save", killed, is_killed=True)
@@ -99,10 +107,12 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
     random_keys = {row.key for row in again}
     rows = [row for row in rows if row.key not in random_keys]
     doubts = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
-    parting = part(whole, resumed, restored, unseeded=unseeded(whole, repeated))
-    causes = find_causes([row.key for row in rows], parting, doubts, restored)
+    divergence = find_divergence(whole, resumed, restored, unseeded=unseeded(whole, repeated))
+    causes = find_causes([row.key for row in rows], divergence, doubts, restored)
     if resumed.restored is None:
-        causes.insert(0, "The resumed run restored nothing: call restore(), or loop over steps().")
+        causes.insert(
+            0, "The resumed run did not restore a checkpoint: call restore(), or loop over steps()."
+        )
     return {
         "exact": not rows and not is_random and not causes,
         "deterministic": not is_random,
@@ -118,14 +128,13 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
 
 
 def _run_whole(trials: Trials, steps: int) -> tuple[int, Trace]:
-    """Run the script uninterrupted; return the step of its first save too, earlier in a short run."""
+    """Run the script without interruption. Return the step of its first save, and the trace."""
     end_at = 2 * steps
     plan = {"save_at": [steps, end_at], "end_at": end_at, "num_saves": 2}
     whole = trials.run("a", f"uninterrupted, to step {end_at}", plan)
     found = newest_steps(trials.homes("a"))
     if not found:
-        message = "The script saved nothing, so nothing can be compared."
-        raise InvalidInput(message)
+        raise InvalidInput("The script saved no checkpoint, so there is nothing to compare.")
     end = min(found.values())
     if end >= end_at:
         return (whole.saved[0] if whole.saved else steps), whole
@@ -142,7 +151,7 @@ def _differences(a: Path, b: Path, step: int) -> tuple[list[Row], int]:
     num_compared = 0
     for home in newest_steps(a):
         if home not in newest_steps(b):
-            rows.append(Row("(all)", "the other run has no checkpoint"))
+            rows.append(Row("(all)", "missing in the other run"))
             continue
         one, other = (_side(folder / home, step) for folder in (a, b))
         found = compare(one, other)
@@ -184,7 +193,7 @@ def _print(report: dict[str, Any]) -> None:
             f"{plural(report['num_compared'], 'tensor')} and values compared."
         )
     if report["causes"]:
-        print("\nProbable causes:" if report["differences"] else "\nNot everything comes back:")
+        print("\nProbable causes:" if report["differences"] else "\nNot everything is restored:")
         for cause in report["causes"]:
             print(_wrapped(cause))
 
@@ -198,4 +207,4 @@ def _wrapped(text: str) -> str:
 def _print_rows(rows: list[dict[str, str]]) -> None:
     print_table(("KEY", "DIFFERENCE"), [(row["key"], row["how"]) for row in rows[:_MAX_ROWS]])
     if len(rows) > _MAX_ROWS:
-        print(f"and {len(rows) - _MAX_ROWS} more; --json has all")
+        print(f"and {len(rows) - _MAX_ROWS} more; use --json to print all")

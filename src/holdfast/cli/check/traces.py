@@ -1,4 +1,4 @@
-"""Traces of trials: batches, generators and recorded numbers by step, and where two of them part."""
+"""Traces of trials: batches, generators and metrics by step, and the first difference of two traces."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 
 @dataclass
 class Trace:
-    """All that the ranks of one trial noted."""
+    """Trace of all ranks of one trial."""
 
     batches: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    """Steps complete and digest, in order, by rank."""
+    """Completed steps and the digest of each batch, in order, by rank."""
     generators: dict[str, dict[int, dict[str, str]]] = field(default_factory=lambda: defaultdict(dict))
     records: dict[str, dict[int, dict[str, str]]] = field(default_factory=lambda: defaultdict(dict))
     doubts: list[dict[str, Any]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     restored: int | None = None
     was_killed: bool = False
-    is_there: bool = False
+    has_files: bool = False
 
 
 def read_trace(folder: Path) -> Trace:
-    """Return the trace that a trial's processes have written into a folder."""
+    """Read the trace that the processes of a trial have written into a folder."""
     trace = Trace()
     for path in sorted(folder.glob("*.jsonl")):
         rank = path.name.split("-")[0]
-        trace.is_there = True
+        trace.has_files = True
         for line in path.read_text(errors="replace").splitlines():
             try:
                 step, kind, value = json.loads(line)
             except ValueError:  # the last line of a killed process
                 continue
-            _take(trace, rank, step, kind, value)
+            _add(trace, rank, step, kind, value)
     return trace
 
 
-def _take(trace: Trace, rank: str, step: int, kind: str, value: Any) -> None:
+def _add(trace: Trace, rank: str, step: int, kind: str, value: Any) -> None:
     if kind == "batch":
         trace.batches[rank].append((step, value))
     elif kind == "generators":
@@ -57,8 +57,8 @@ def _take(trace: Trace, rank: str, step: int, kind: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """The first place at which two traces differ; each part is None if nothing of its kind differs."""
+class Divergence:
+    """First differences of two traces. A step is None where the traces agree."""
 
     batch_step: int | None
     generator_step: int | None
@@ -68,7 +68,7 @@ class Parting:
 
 
 def unseeded(one: Trace, other: Trace) -> frozenset[str]:
-    """Return the generators that differ between two uninterrupted runs."""
+    """Return the names of the generators that differ between two uninterrupted runs."""
     pairs = [(steps, other.generators.get(rank, {})) for rank, steps in one.generators.items()]
     return frozenset(
         name
@@ -79,13 +79,15 @@ def unseeded(one: Trace, other: Trace) -> frozenset[str]:
     )
 
 
-def part(whole: Trace, other: Trace, after: int, *, unseeded: frozenset[str] = frozenset()) -> Parting:
-    """Return where `other` first differs from `whole` in what came after a step.
+def find_divergence(
+    whole: Trace, other: Trace, after: int, *, unseeded: frozenset[str] = frozenset()
+) -> Divergence:
+    """Return the first differences of two traces after a step.
 
     Args:
-        whole: of the uninterrupted run.
-        other: of the resumed one.
-        after: the step from which it was resumed.
+        whole: trace of the uninterrupted run.
+        other: trace of the resumed run.
+        after: step from which the run was resumed.
         unseeded: generators to leave out.
     """
     batch_step: int | None = None
@@ -98,7 +100,7 @@ def part(whole: Trace, other: Trace, after: int, *, unseeded: frozenset[str] = f
                 break
     generator_step, generators = _first(whole.generators, other.generators, after, unseeded)
     record_step, records = _first(whole.records, other.records, after)
-    return Parting(batch_step, generator_step, generators, record_step, records)
+    return Divergence(batch_step, generator_step, generators, record_step, records)
 
 
 def _first(

@@ -1,4 +1,4 @@
-"""Trials of a script: it runs in a process of its own, its homes redirected, and saves, ends or is killed."""
+"""Trials of a script: runs in a separate process with redirected homes, which end by themselves or a kill."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ class Trials:
     """Runs a command several times, one after the other.
 
     Args:
-        command: the words that start the script.
-        folder: for the homes, the traces and the logs of all trials.
-        timeout_s: limit of each trial.
-        say: takes a line about progress.
+        command: command line of the script.
+        folder: folder for the homes, traces and logs of all trials.
+        timeout_s: time limit of each trial.
+        on_progress: called with a line after each trial.
     """
 
     def __init__(
-        self, command: Sequence[str], folder: Path, *, timeout_s: float, say: Callable[[str], None]
+        self, command: Sequence[str], folder: Path, *, timeout_s: float, on_progress: Callable[[str], None]
     ) -> None:
         self._command = list(command)
         self._folder = folder
         self._timeout_s = timeout_s
-        self._say = say
+        self._on_progress = on_progress
         self._num_trials = 0
 
     def homes(self, name: str) -> Path:
-        """Return the folder that holds the homes of the trials called `name`."""
+        """Return the folder with the homes of the trials called `name`."""
         return self._folder / f"homes-{name}"
 
     def run(self, homes: str, what: str, plan: dict[str, object], *, is_killed: bool = False) -> Trace:
         """Run one trial and return its trace.
 
         Args:
-            homes: name of the homes that it uses; another trial may have used them before.
-            what: the trial in a few words.
-            plan: of `holdfast.checkpointer.trial.TrialPlan`, without its folder.
-            is_killed: it is to be killed, and does not end by itself.
+            homes: name of its homes, which an earlier trial may have used.
+            what: short description of the trial.
+            plan: fields of `holdfast.checkpointer.trial.TrialPlan`, without the folder.
+            is_killed: whether the plan kills the script.
 
         Raises:
-            InvalidInput: the script failed, made no Checkpointer, or took too long.
+            InvalidInput: the script failed, created no Checkpointer, or took too long.
 
         Blocks: until the trial has ended.
         """
@@ -72,12 +72,12 @@ class Trials:
         began_s = time.monotonic()
         status = self._wait(log, env)
         trace = read_trace(own)
-        self._say(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
+        self._on_progress(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
         if status is None:
-            raise InvalidInput(f"{what}: it took more than {self._timeout_s:.0f} s. {_tail(log)}")
-        if not trace.is_there:
+            raise InvalidInput(f"{what}: the script ran for more than {self._timeout_s:.0f} s. {_tail(log)}")
+        if not trace.has_files:
             raise InvalidInput(
-                f"{what}: the script ended with status {status} and made no Checkpointer. {_tail(log)}"
+                f"{what}: the script ended with status {status} and created no Checkpointer. {_tail(log)}"
             )
         if status not in (0, None) and not is_killed:
             raise InvalidInput(f"{what}: the script failed with status {status}. {_tail(log)}")
@@ -88,7 +88,7 @@ class Trials:
         return trace
 
     def _wait(self, log: Path, env: dict[str, str]) -> int | None:
-        """Run the command; its exit status, or None if it took too long."""
+        """Run the command. Return its exit status, or None if it took too long."""
         with log.open("wb") as out:
             process = subprocess.Popen(
                 self._command,
@@ -104,12 +104,12 @@ class Trials:
                 return None
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # workers that are left; keepers have own groups
+                    os.killpg(process.pid, signal.SIGKILL)  # remaining workers; keepers have their own groups
                 process.wait()
 
 
 def newest_steps(homes: Path) -> dict[str, int]:
-    """Return the newest step with a manifest in each home, by the name of its folder."""
+    """Return the newest step with a manifest in each home, by name."""
     found: dict[str, int] = {}
     for manifest in sorted(homes.glob(f"*/{names.step_dir(0)[:5]}*/manifest-*.json")):
         home = manifest.parent.parent.name

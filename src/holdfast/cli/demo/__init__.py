@@ -1,4 +1,4 @@
-"""`holdfast demo`: trains, kills, damages and resumes before your eyes, and proves that nothing was lost."""
+"""`holdfast demo`: trains, kills, damages and resumes a small GPT, and proves that nothing was lost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.demo.figures import Figures, figures
-from holdfast.cli.demo.proof import Claim, claims
-from holdfast.cli.demo.story import Story
+from holdfast.cli.demo.claims import Claim, check_claims
+from holdfast.cli.demo.figures import Figures, compute_figures
+from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
@@ -32,87 +32,84 @@ holdfast demo --json | jq .proven
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    job = "Train a small GPT, kill it, damage a checkpoint, resume, and prove that nothing was lost."
-    parser = command(commands, "demo", run, job=job, examples=_EXAMPLES)
+    parser = command(commands, "demo", run, examples=_EXAMPLES)
     parser.add_argument(
         "--home",
         metavar="PLACE",
-        help="folder, or URL in a bucket, in which to make the demo's own place (default: where temporary "
-        "files go); with a URL each failure also takes all that was on this machine",
+        help="folder or URL in which to create the folder of the demo (default: the folder of temporary "
+        "files); with a URL, each failure also deletes the files on this machine",
     )
-    parser.add_argument("--keep", action="store_true", help="leave that folder there")
+    parser.add_argument("--keep", action="store_true", help="do not delete the folder of the demo")
     parser.add_argument(
         "--steps",
         type=int,
         default=192,
         metavar="N",
-        help=f"length of the training (default: 192; {MIN_STEPS} or more)",
+        help=f"number of training steps (default: 192, at least {MIN_STEPS})",
     )
     parser.add_argument(
         "--size",
         default="100MB",
         metavar="SIZE",
-        help="size of a checkpoint, about (default: 100MB; 25MB or more)",
+        help="approximate size of a checkpoint (default: 100MB, at least 25MB)",
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it, show it and judge it: 0 only if everything was proven."""
-    from holdfast.cli.demo.screen import Screen  # not above: other commands must not wait for rich
+    """Run the demo and show its results. The exit status is 0 only if all claims are proven."""
+    from holdfast.cli.demo.screen import Screen
 
     num_bytes = _check(args)
     began = time.monotonic()
     is_far = args.home is not None and "://" in args.home
     folder = _make_folder(None if is_far else args.home)
-    home = _below(str(args.home), folder.name) if is_far else None
+    home = _append_name(str(args.home), folder.name) if is_far else None
     try:
         with Screen(sys.stderr if args.json else sys.stdout, steps=args.steps, home=str(folder)) as screen:
-            screen.say(f"everything happens in {home or folder}")
-            story = Story(folder, steps=args.steps, num_bytes=num_bytes, screen=screen, home=home)
-            outcome = story.tell()
-        judged, numbers = claims(outcome), figures(outcome)
+            screen.show_event(f"all files of the demo are in {home or folder}")
+            scenario = Scenario(folder, steps=args.steps, num_bytes=num_bytes, screen=screen, home=home)
+            outcome = scenario.run()
+        checked, figures = check_claims(outcome), compute_figures(outcome)
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-            _empty(home)
+            _delete_objects(home)
     place = home or str(folder)
-    proven = all(claim.holds for claim in judged)
+    proven = all(claim.holds for claim in checked)
     took_s = time.monotonic() - began
     if args.json:
         print_json(
-            _document(judged, numbers, proven=proven, seconds=took_s, place=place if args.keep else None)
+            _document(checked, figures, proven=proven, seconds=took_s, place=place if args.keep else None)
         )
         return 0 if proven else 1
-    screen.show(judged, numbers)
-    verdict = "everything was proven" if proven else "NOT everything was proven"
+    screen.show_results(checked, figures)
+    verdict = "all claims are proven" if proven else "NOT all claims are proven"
     print(f"\n{verdict}, in {format_duration(took_s)}" + (f"; kept in {place}" if args.keep else ""))
     return 0 if proven else 1
 
 
 def _check(args: argparse.Namespace) -> int:
-    """The size of a checkpoint in bytes.
+    """Check the options, and return the size of a checkpoint in bytes.
 
     Raises:
-        InvalidInput: an option has not the size that the demo needs.
+        InvalidInput: an option is too small.
     """
     num_bytes = parse_bytes(args.size, "--size")
     if args.steps < MIN_STEPS:
-        raise InvalidInput(
-            f"--steps must be {MIN_STEPS} or more, so that every failure has its place; got {args.steps}."
-        )
+        raise InvalidInput(f"--steps must be {MIN_STEPS} or more, which all failures need; got {args.steps}.")
     if num_bytes < MIN_BYTES:
         raise InvalidInput(
-            f"--size must be {format_bytes(MIN_BYTES)} or more: the model itself needs that; got {args.size}."
+            f"--size must be {format_bytes(MIN_BYTES)} or more, the size of the model; got {args.size}."
         )
     return num_bytes
 
 
 def _make_folder(parent: str | None) -> Path:
-    """A new folder, so that nothing of the user's can be touched.
+    """Create a new folder for all files of the demo.
 
     Raises:
-        InvalidInput: `parent` cannot be used.
+        InvalidInput: the folder cannot be created.
     """
     try:
         if parent is not None:
@@ -120,18 +117,18 @@ def _make_folder(parent: str | None) -> Path:
         return Path(tempfile.mkdtemp(prefix="holdfast-demo-", dir=parent)).resolve()
     except OSError as error:
         raise InvalidInput(
-            f"The demo cannot work in {parent or tempfile.gettempdir()}: {error.strerror}."
+            f"Cannot create a folder in {parent or tempfile.gettempdir()}: {error.strerror}."
         ) from error
 
 
-def _below(url: str, name: str) -> str:
-    """The URL of a place of its own below another one, with the same options."""
+def _append_name(url: str, name: str) -> str:
+    """Return a URL with a name appended to its path. Its options stay."""
     place, question, options = url.partition("?")
     return f"{place.rstrip('/')}/{name}{question}{options}"
 
 
-def _empty(home: str | None) -> None:
-    """Delete all that the demo has left in its place; what cannot be deleted stays, and is named."""
+def _delete_objects(home: str | None) -> None:
+    """Delete the objects of the demo in a bucket. A failure is reported on stderr."""
     if home is None:
         return
     try:
@@ -139,16 +136,16 @@ def _empty(home: str | None) -> None:
         for entry in list(store.list()):
             store.delete(entry.name)
     except HoldfastError as error:
-        sys.stderr.write(f"holdfast: not all of {home} could be deleted: {error}\n")
+        sys.stderr.write(f"holdfast: cannot delete all of {home}: {error}\n")
 
 
 def _document(
-    judged: list[Claim], numbers: Figures, *, proven: bool, seconds: float, place: str | None
+    checked: list[Claim], figures: Figures, *, proven: bool, seconds: float, place: str | None
 ) -> dict[str, Any]:
     return {
         "proven": proven,
         "seconds": round(seconds, 1),
         "kept_in": place,
-        "claims": [asdict(claim) for claim in judged],
-        "figures": {**asdict(numbers), "write_share": numbers.write_share},
+        "claims": [asdict(claim) for claim in checked],
+        "figures": {**asdict(figures), "write_share": figures.write_share},
     }

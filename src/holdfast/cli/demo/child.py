@@ -1,4 +1,4 @@
-"""One start of the demo's training as its parent sees it: a process, its progress and words, its end."""
+"""Child process with one start of the training: its progress, its output and its end."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class Child:
     """A running training.
 
     Args:
-        who: name for messages.
+        name: name in messages.
         options: its command line.
-        on_step: told (step, loss) after each step, in another thread.
-        on_line: told each line that it writes to stderr, in another thread.
+        on_step: called with step and loss after each step, in another thread.
+        on_line: called with each line that it writes to stderr, in another thread.
     """
 
     def __init__(
         self,
-        who: str,
+        name: str,
         options: list[str],
         *,
         on_step: Callable[[int, float], None],
         on_line: Callable[[str], None],
     ) -> None:
-        self.who = who
-        self.step = 0  # the last one it has completed
-        self.sha256: str | None = None  # of weights and optimizer, told when it has finished
-        self.optimizer_s: dict[int, float] = {}  # by step, what the optimizer's step() took
-        self.first_step_s: float | None = None  # from start to the end of its first step
-        self.said: list[str] = []
+        self.name = name
+        self.step = 0  # newest completed step
+        self.sha256: str | None = None  # of weights and optimizer, after it has finished
+        self.optimizer_s: dict[int, float] = {}  # duration of optimizer.step(), by step
+        self.first_step_s: float | None = None  # from its start to the end of its first step
+        self.output: list[str] = []  # lines on stderr
         self._began = time.monotonic()
         reading, writing = os.pipe()
         self._process = subprocess.Popen(
@@ -52,24 +52,23 @@ class Child:
             stderr=subprocess.PIPE,
             text=True,
             pass_fds=(writing,),
-            start_new_session=True,  # a Ctrl-C is for the demo, which ends its children itself
+            start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
         )
         os.close(writing)
-        listen = (
-            threading.Thread(target=self._hear_steps, args=(reading, on_step), daemon=True),
-            threading.Thread(target=self._hear_lines, args=(on_line,), daemon=True),
+        self._receivers = (
+            threading.Thread(target=self._receive_steps, args=(reading, on_step), daemon=True),
+            threading.Thread(target=self._receive_lines, args=(on_line,), daemon=True),
         )
-        for thread in listen:
+        for thread in self._receivers:
             thread.start()
-        self._listening = listen
 
-    def _hear_steps(self, reading: int, on_step: Callable[[int, float], None]) -> None:
+    def _receive_steps(self, reading: int, on_step: Callable[[int, float], None]) -> None:
         with os.fdopen(reading) as lines:
             for line in lines:
                 try:
                     facts = json.loads(line)
                 except ValueError:
-                    return  # the kill has cut it off
+                    return  # cut off by the kill
                 if "sha256" in facts:
                     self.sha256 = facts["sha256"]
                     continue
@@ -79,40 +78,43 @@ class Child:
                 self.optimizer_s[self.step] = facts["optimizer_s"]
                 on_step(self.step, facts["loss"])
 
-    def _hear_lines(self, on_line: Callable[[str], None]) -> None:
+    def _receive_lines(self, on_line: Callable[[str], None]) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
-                self.said.append(line.rstrip())
+                self.output.append(line.rstrip())
                 on_line(line.rstrip())
 
-    def wait_for(self, what: Callable[[], object], name: str) -> None:
-        """Wait until `what()` is true.
+    def wait_for(self, condition: Callable[[], object], name: str) -> None:
+        """Wait until `condition()` is true.
 
         Raises:
-            RetryLater: it ended before, or it takes too long.
+            RetryLater: the training ended before, or it takes too long.
         """
         deadline = time.monotonic() + _LIMIT_S
-        while not what():
+        while not condition():
             status = self._process.poll()
             if status is not None or time.monotonic() > deadline:
                 how = (
                     f"is still running after {format_duration(_LIMIT_S)}"
                     if status is None
-                    else f"ended with {status}"
+                    else f"ended with status {status}"
                 )
-                told = "\n".join(self.said[-20:]) or "nothing"
+                tail = "\n".join(self.output[-20:])
                 raise RetryLater(
-                    f"The demo's {self.who} {how}, while it was waited for {name}. It said:\n{told}"
+                    f"The {self.name} of the demo {how}, before {name}. The end of its output:\n{tail}"
                 )
             time.sleep(_POLL_S)
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal, if it is still there."""
+        """Send a signal to the process, if it is still running."""
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Exit status, negative if a signal ended it; then all that it told has been heard.
+        """Wait until the process has ended and all its output is received.
+
+        Returns:
+            Exit status; -N if signal N ended it.
 
         Raises:
             RetryLater: it takes too long.
@@ -121,14 +123,14 @@ class Child:
             status = self._process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired as error:
             raise RetryLater(
-                f"The demo's {self.who} has not ended after {format_duration(_LIMIT_S)}."
+                f"The {self.name} of the demo has not ended after {format_duration(_LIMIT_S)}."
             ) from error
-        for thread in self._listening:
+        for thread in self._receivers:
             thread.join(_LIMIT_S)
         return status
 
     def end(self) -> None:
-        """Kill it, if it is still there."""
+        """Kill the process, if it is still running."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()

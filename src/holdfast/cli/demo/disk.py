@@ -1,4 +1,4 @@
-"""How fast the demo's disk takes the same bytes raw, and the damage that the demo does to a file."""
+"""Raw speed of the disk, and damage to a file."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class RawWrite:
 
     num_bytes: int
     seconds: float
-    is_direct: bool  # past the page cache; not every file system can
+    is_direct: bool  # past the page cache, if the file system can
 
 
 def write_raw(folder: Path, num_bytes: int) -> RawWrite:
-    """Write and remove a file of about `num_bytes`, whole blocks of 4 KiB.
+    """Write and remove a file of about `num_bytes`, in whole blocks of 4 KiB.
 
     Blocks: until it is durable.
     """
     num_bytes = max(mmap.PAGESIZE, num_bytes - num_bytes % mmap.PAGESIZE)
     noise = mmap.mmap(-1, min(_BLOCK_BYTES, num_bytes))
-    noise.write(os.urandom(len(noise)))  # some disks and hosts skip what compresses
+    noise.write(os.urandom(len(noise)))  # some disks and hosts compress data
     path = folder / "raw"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
@@ -55,7 +55,7 @@ def write_raw(folder: Path, num_bytes: int) -> RawWrite:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One byte that was changed."""
+    """One changed byte."""
 
     step: int
     attempt: int

@@ -1,4 +1,4 @@
-"""Shows a demo while it happens, as moving bars or as lines, and its results as tables."""
+"""Screen of the demo: its progress as bars or lines, and its results as tables."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.demo.figures import Figures, Return
-from holdfast.cli.demo.proof import Claim
+from holdfast.cli.demo.claims import Claim
+from holdfast.cli.demo.figures import Figures, Recovery
 from holdfast.cli.tables import terminal_width
 from holdfast.units import format_bytes, format_duration
 
 _PIPED_WIDTH = 120
 _SHARE_VARIES = (
-    "Both writes are measured beside two trainings, so this share varies from run to run. "
-    "`make bench` measures it on a machine without other load."
+    "Both writes were measured while two trainings ran, so this share varies between runs. "
+    "`make bench` measures it on an otherwise idle machine."
 )
 
 
 class Screen:
-    """A terminal gets bars, anything else gets a line now and then.
+    """Output with progress bars on a terminal, and with occasional lines otherwise.
 
     Args:
-        file: where to write.
-        steps: length of both trainings.
+        file: stream to write to.
+        steps: number of steps of both trainings.
         home: folder of the demo, shortened in messages.
     """
 
@@ -48,8 +48,8 @@ class Screen:
     def __enter__(self) -> Screen:
         if self._bars is not None:
             self._bars.start()
-            for who in ("reference", "survivor"):
-                self._tasks[who] = self._bars.add_task(who, total=self._steps, loss="")
+            for name in ("reference", "survivor"):
+                self._tasks[name] = self._bars.add_task(name, total=self._steps, loss="")
         return self
 
     def __exit__(
@@ -58,30 +58,30 @@ class Screen:
         if self._bars is not None:
             self._bars.stop()
 
-    def say(self, text: str) -> None:
-        """Tell one event, with the seconds since the beginning."""
+    def show_event(self, text: str) -> None:
+        """Show an event with the seconds since the start."""
         self._line(Text(f"{time.monotonic() - self._began:5.1f} s ", style="dim"), Text(text))
 
-    def said(self, line: str) -> None:
-        """Repeat what a training has written to stderr."""
+    def show_output(self, line: str) -> None:
+        """Show a line that a training has written to stderr."""
         short = line.replace(self._home, "HOME")
         style = "yellow" if "passed over" in short else "green" if short.startswith("holdfast: ") else "red"
         self._line(Text(" " * 8), Text(short, style=style))
 
-    def step(self, who: str, step: int, loss: float) -> None:
-        """Show progress: a bar's place, or a line when a quarter is done."""
+    def show_step(self, name: str, step: int, loss: float) -> None:
+        """Update a progress bar, or print a line after each quarter of the steps."""
         if self._bars is not None:
-            self._bars.update(self._tasks[who], completed=step, loss=f"loss {loss:.2f}")
+            self._bars.update(self._tasks[name], completed=step, loss=f"loss {loss:.2f}")
             return
         quarter = step * 4 // self._steps
         with self._lock:
-            news = quarter > self._shown.get(who, 0)
-            self._shown[who] = max(quarter, self._shown.get(who, 0))
-        if news:
-            self.say(f"{who}: step {step} of {self._steps}, loss {loss:.2f}")
+            is_new = quarter > self._shown.get(name, 0)
+            self._shown[name] = max(quarter, self._shown.get(name, 0))
+        if is_new:
+            self.show_event(f"{name}: step {step} of {self._steps}, loss {loss:.2f}")
 
     def _line(self, margin: Text, text: Text) -> None:
-        """Print a margin and a text beside it; on a terminal the text is folded within its own column."""
+        """Print a text beside a margin. On a terminal it is wrapped within its column."""
         if not self.console.is_terminal:
             self.console.print(Text.assemble(margin, " ", text), soft_wrap=True)
             return
@@ -91,18 +91,18 @@ class Screen:
         row.add_row(margin, text)
         self.console.print(row)
 
-    def show(self, claims: list[Claim], figures: Figures) -> None:
-        """The tables, and every claim with what bears it out."""
+    def show_results(self, claims: list[Claim], figures: Figures) -> None:
+        """Print the tables, and every claim with its evidence."""
         self.console.print()
-        self.console.print(_table_of_returns(figures.returns))
+        self.console.print(_recovery_table(figures.recoveries))
         self.console.print()
-        self.console.print(_table_of_figures(figures))
+        self.console.print(_figures_table(figures))
         self._line(Text(" " * 7), Text(_SHARE_VARIES, style="dim"))
         self.console.print()
         for claim in claims:
-            mark = Text("proven ", style="green") if claim.holds else Text("NOT SO ", style="bold red")
+            mark = Text("proven ", style="green") if claim.holds else Text("FAILED ", style="bold red")
             self._line(mark, Text(claim.text))
-            self._line(Text(" " * 7), Text(claim.seen, style="dim"))
+            self._line(Text(" " * 7), Text(claim.evidence, style="dim"))
 
 
 def _bars(console: Console) -> Progress:
@@ -122,11 +122,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _table_of_returns(returns: tuple[Return, ...]) -> Table:
-    table = _table(
-        "FAILURE", "EXIT", "AT STEP", "RESTORED", "STEPS LOST", "RESTORE TOOK", "TRAINING AGAIN IN"
-    )
-    for one in returns:
+def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
+    table = _table("FAILURE", "EXIT", "AT STEP", "RESTORED", "STEPS LOST", "RESTORE TOOK", "TRAINING AFTER")
+    for one in recoveries:
         what = f"{one.what}, newest damaged" if one.passed_over else one.what
         back = "-" if one.back_s is None else format_duration(one.back_s)
         exit_ = signal.Signals(-one.status).name if one.status < 0 else one.status
@@ -135,7 +133,7 @@ def _table_of_returns(returns: tuple[Return, ...]) -> Table:
     return table
 
 
-def _table_of_figures(figures: Figures) -> Table:
+def _figures_table(figures: Figures) -> Table:
     raw = "raw O_DIRECT write" if figures.raw_is_direct else "raw buffered write (no O_DIRECT here)"
     table = _table("SAVING", "")
     table.add_row("saves", f"{figures.num_saves} of {format_bytes(figures.num_bytes)}")

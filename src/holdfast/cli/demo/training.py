@@ -1,7 +1,7 @@
-"""The training that the demo kills: a byte-level GPT on the source text of Python's own standard library.
+"""Training of the demo: a byte-level GPT on the source code of Python's standard library.
 
-With a home it is a run that Holdfast protects, without one the run that this is compared with. Everything
-random in it comes from torch's generator, so two runs that hold the same state go the same way.
+With a home it saves through Holdfast; without one it is the reference. All random numbers come from torch's
+generator, so two runs with the same state compute the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIXED_WEIGHTS = BLOCKS * 12 * WIDTH**2 + (256 + CONTEXT) * WIDTH
 
 
 class Block(nn.Module):
-    """One transformer block: causal attention, then a layer for every place by itself."""
+    """A transformer block: causal attention and a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, place, WIDTH) float32 to the same."""
+        """Map (batch, position, WIDTH) float32 to the same shape."""
         heads = self.attend(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         found = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         x = x + self.dropout(self.gather(found.transpose(1, 2).flatten(-2)))
@@ -48,11 +48,11 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT over bytes, which sees each byte together with the one before it.
+    """A GPT over bytes and pairs of bytes.
 
     Args:
-        num_pairs: rows of the table of byte pairs. Rows cost memory but hardly time, so this sets how large a
-            checkpoint is.
+        num_pairs: rows of the embedding of byte pairs. Rows take memory but hardly time, so this determines
+            the size of a checkpoint.
     """
 
     def __init__(self, num_pairs: int) -> None:
@@ -66,14 +66,14 @@ class Gpt(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """(batch, CONTEXT) int64 bytes to (batch, CONTEXT, 256) float32 logits of each next byte."""
+        """Map (batch, CONTEXT) int64 bytes to (batch, CONTEXT, 256) float32 logits of each next byte."""
         pairs = (text * 256 + functional.pad(text, (1, 0))[:, :-1]) % self.pair.num_embeddings
         x = self.byte(text) + self.pair(pairs) + self.place.weight
         return self.head(self.norm(self.blocks(x)))
 
 
 def corpus() -> Tensor:
-    """The beginning of the standard library's source, (at most CORPUS_BYTES,) uint8."""
+    """Return the first CORPUS_BYTES of the standard library's source as uint8."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -83,14 +83,14 @@ def corpus() -> Tensor:
 
 
 def batch(text: Tensor) -> tuple[Tensor, Tensor]:
-    """A random batch: (BATCH, CONTEXT) int64 bytes, and the bytes that follow each."""
+    """Return a random batch: (BATCH, CONTEXT) int64 bytes, and the byte after each of them."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1))
     window = text[starts + torch.arange(CONTEXT + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """sha256 over every byte of the weights and of the optimizer's state."""
+    """Return the sha256 of the weights and the state of the optimizer."""
     text = hashlib.sha256()
     for name, weight in model.named_parameters():
         text.update(name.encode())
@@ -103,7 +103,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 @contextlib.contextmanager
 def protected(args: argparse.Namespace, state: dict[str, object]) -> Iterator[Iterable[int]]:
-    """The steps of the training: Holdfast's where there is a home, else plain numbers."""
+    """Yield the steps of the training: those of a Checkpointer with a home, else plain numbers."""
     if args.home is None:
         yield range(args.steps)
     else:
@@ -114,19 +114,19 @@ def protected(args: argparse.Namespace, state: dict[str, object]) -> Iterator[It
 
 
 def main() -> None:
-    """Train, telling every step to the descriptor `--progress` as a line of JSON."""
+    """Train, and write every step as a line of JSON to the descriptor `--progress`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home")
-    parser.add_argument("--local", help="folder of the nearer tier")
-    parser.add_argument("--hold", default="0", help="how long its keeper offers its memory afterwards")
+    parser.add_argument("--local", help="local folder")
+    parser.add_argument("--hold", default="0", help="how long the keeper holds its memory after the end")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
-    parser.add_argument("--bytes", type=int, required=True, help="size of a checkpoint, about")
+    parser.add_argument("--bytes", type=int, required=True, help="approximate size of a checkpoint")
     parser.add_argument("--progress", type=int, required=True)
     args = parser.parse_args()
     progress = os.fdopen(args.progress, "w", buffering=1)
 
-    def tell(**facts: object) -> None:
+    def send(**facts: object) -> None:
         progress.write(json.dumps(facts) + "\n")
 
     torch.set_num_threads(1)  # the two runs share the machine, and must add in the same order
@@ -147,8 +147,8 @@ def main() -> None:
             optimizer.step()
             took_s = time.perf_counter() - began
             scheduler.step()
-            tell(step=step + 1, loss=round(loss.item(), 4), optimizer_s=took_s)
-    tell(sha256=digest(model, optimizer))
+            send(step=step + 1, loss=round(loss.item(), 4), optimizer_s=took_s)
+    send(sha256=digest(model, optimizer))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the demo does to a training run: kills, a damaged file, a preemption; and what came of it."""
+"""Scenario of the demo: kills, a damaged file and a preemption of a training, and its outcome."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from holdfast.keeper.presence import living
 from holdfast.store import open_store
 
 NUM_SAVES = 12
-"""Saves of a run that nothing happens to; the failures are placed by them."""
+"""Number of saves of an uninterrupted run, which determines the steps of the failures."""
 _KEEPERS_LIMIT_S = 60.0
 
 
 class Screen(Protocol):
-    """Where the story is told while it happens; called by several threads."""
+    """Output of the scenario. Its methods are called by several threads."""
 
-    def say(self, text: str) -> None:
-        """Tell one event."""
+    def show_event(self, text: str) -> None:
+        """Show an event."""
         ...
 
-    def said(self, line: str) -> None:
-        """Repeat what a training has written to stderr."""
+    def show_output(self, line: str) -> None:
+        """Show a line that a training has written to stderr."""
         ...
 
-    def step(self, who: str, step: int, loss: float) -> None:
-        """Show progress."""
+    def show_step(self, name: str, step: int, loss: float) -> None:
+        """Show the progress of a training."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
-    """One end of the survivor's process before its time."""
+class Failure:
+    """One failure of the survivor."""
 
     what: str
     status: int  # exit status; -N if signal N ended it
-    at_step: int  # the last step it had completed
-    saving: int | None  # step whose save had no manifest yet when the signal was sent
+    at_step: int  # its newest completed step
+    saving: int | None  # step of the save in progress when the signal was sent
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """One start of the survivor."""
 
-    said: tuple[str, ...]
+    output: tuple[str, ...]  # lines on stderr
     first_step_s: float | None
     optimizer_s: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a training that was left alone ended."""
+    """End of a training."""
 
     status: int
     step: int
@@ -72,60 +72,60 @@ class Ending:
 
 @dataclass(slots=True)
 class Outcome:
-    """All that was seen; what it proves is judged elsewhere."""
+    """Observations during the scenario."""
 
     steps: int
     every: int
     reference: Ending
     survivor: Ending
-    blows: tuple[Blow, ...]
+    failures: tuple[Failure, ...]
     starts: tuple[Start, ...]
     damage: Damage
     raw_writes: tuple[RawWrite, ...]
     done_step: int | None
     events: list[Event] = field(default_factory=list)
-    problems: tuple[str, ...] | None = None  # of the last checkpoint; None if there is none
+    problems: tuple[str, ...] | None = None  # of the last checkpoint; None if it is missing
 
     def restored(self, attempt: int) -> Event | None:
-        """The event in which an attempt tells what it has restored."""
-        told = (e for e in self.events if e["event"] == "restored" and e.get("attempt") == attempt)
-        return next(told, None)
+        """Return the event of an attempt's restore, or None."""
+        found = (e for e in self.events if e["event"] == "restored" and e.get("attempt") == attempt)
+        return next(found, None)
 
 
-class Story:
-    """Two runs of one training: a reference that is left alone, and a survivor that is not.
+class Scenario:
+    """Two runs of one training: a reference without failures, and a survivor with failures.
 
     Args:
-        folder: an empty folder for everything, or with `home` for what is on this machine.
-        home: URL of an empty place that outlives the machine. The survivor then has its local tier in
-            `folder`, and each failure takes that with it.
-        steps: length of the training.
-        num_bytes: size of a checkpoint, about.
-        screen: where it is told.
+        folder: empty folder for all files.
+        home: URL of an empty home in a bucket. The survivor then has its local folder in `folder`, and each
+            failure deletes it.
+        steps: number of steps of the training.
+        num_bytes: approximate size of a checkpoint.
+        screen: output for progress.
     """
 
     def __init__(
         self, folder: Path, *, steps: int, num_bytes: int, screen: Screen, home: str | None = None
     ) -> None:
-        self.near = folder / "survivor"  # where saves are complete first
+        self.near = folder / "survivor"  # home, or local folder
         self.home = home or str(self.near)
         self.is_far = home is not None
         self.steps, self.every, self.num_bytes = steps, steps // NUM_SAVES, num_bytes
         self.folder, self.screen = folder, screen
         self.children: list[Child] = []
-        self.blows: list[Blow] = []
+        self.failures: list[Failure] = []
         self.raw_writes: list[RawWrite] = []
 
-    def tell(self) -> Outcome:
-        """Let it happen.
+    def run(self) -> Outcome:
+        """Run the scenario.
 
         Raises:
-            RetryLater: a training ended or hung where it should not; says where.
+            RetryLater: a training ended or hung unexpectedly.
         """
         try:
             reference = self._start("reference")
-            damage = self._strike()
-            self.screen.say("survivor starts again, and is left alone now")
+            damage = self._run_failures()
+            self.screen.show_event("the survivor starts again, without further failures")
             survivor = self._start("survivor")
             endings = [_ending(survivor), _ending(reference)]
         finally:
@@ -134,42 +134,42 @@ class Story:
             self.wait_for_keepers()
         return self._outcome(endings[1], endings[0], damage)
 
-    def _strike(self) -> Damage:
-        """Everything that happens to the survivor."""
-        self.screen.say("both trainings start: the reference without Holdfast, the survivor with it")
+    def _run_failures(self) -> Damage:
+        """Run the survivor up to its last failure."""
+        self.screen.show_event("both trainings start: the reference without Holdfast, the survivor with it")
         child = self._start("survivor")
-        self._write_raw_beside(child, self.every * 3 // 2)
-        self._blow(child, signal.SIGKILL, "kill -9 while saving", saving_from=self.every * NUM_SAVES // 4)
-        self.screen.say("survivor starts again")
-        # With nothing held in memory: there the damaged file would still be whole.
+        self._write_raw(child, self.every * 3 // 2)
+        self._fail(child, signal.SIGKILL, "kill -9 while saving", saving_from=self.every * NUM_SAVES // 4)
+        self.screen.show_event("the survivor starts again")
+        # Without held memory, which would still have the undamaged file.
         child = self._start("survivor", hold="0")
-        self._write_raw_beside(child, self.every * NUM_SAVES // 4 + self.every // 2)
+        self._write_raw(child, self.every * NUM_SAVES // 4 + self.every // 2)
         at_step = self.every * NUM_SAVES * 5 // 12 + self.every * 3 // 4
-        self._blow(child, signal.SIGKILL, "kill -9 between saves", at_step=at_step)
+        self._fail(child, signal.SIGKILL, "kill -9 between saves", at_step=at_step)
         damage = self._damage_newest()
-        self.screen.say("survivor starts again")
+        self.screen.show_event("the survivor starts again")
         child = self._start("survivor")
-        self._write_raw_beside(child, self.every * NUM_SAVES // 2)
-        self._blow(
+        self._write_raw(child, self.every * NUM_SAVES // 2)
+        self._fail(
             child, signal.SIGTERM, "preempted while saving", saving_from=self.every * NUM_SAVES * 2 // 3
         )
         return damage
 
-    def _start(self, who: str, *, hold: str = "1m") -> Child:
+    def _start(self, name: str, *, hold: str = "1m") -> Child:
         options = ["--steps", str(self.steps), "--every", str(self.every), "--bytes", str(self.num_bytes)]
-        if who == "survivor":
+        if name == "survivor":
             options += ["--home", self.home, "--hold", "0" if self.is_far else hold]
             options += ["--local", str(self.near)] if self.is_far else []
         child = Child(
-            who,
+            name,
             options,
-            on_step=lambda step, loss: self.screen.step(who, step, loss),
-            on_line=self.screen.said,
+            on_step=lambda step, loss: self.screen.show_step(name, step, loss),
+            on_line=self.screen.show_output,
         )
         self.children.append(child)
         return child
 
-    def _blow(
+    def _fail(
         self,
         child: Child,
         number: signal.Signals,
@@ -178,7 +178,7 @@ class Story:
         saving_from: int | None = None,
         at_step: int = 0,
     ) -> None:
-        """Send a signal when the time has come, and see the process end."""
+        """Send a signal at a step or during a save, and wait for the end."""
         saving = None
         if saving_from is None:
             child.wait_for(lambda: child.step >= at_step, f"step {at_step}")
@@ -186,30 +186,30 @@ class Story:
             found: list[int] = []
             child.wait_for(
                 lambda: found.extend(step for step in [self._unfinished(saving_from)] if step) or found,
-                f"a save from step {saving_from} on",
+                f"a save of step {saving_from} or later",
             )
             saving = found[0]
         child.send(number)
         where = f"at step {child.step}" + (
             f", while the save of step {saving} was being written" if saving else ""
         )
-        self.screen.say(f"{number.name} to the survivor {where}")
+        self.screen.show_event(f"{number.name} to the survivor {where}")
         status = child.wait()
-        self.blows.append(Blow(what, status, child.step, saving))
-        self.screen.say(f"survivor ended with {status} after step {child.step}")
+        self.failures.append(Failure(what, status, child.step, saving))
+        self.screen.show_event(f"the survivor ended with status {status} after step {child.step}")
         self.wait_for_keepers()
         if self.is_far:
             shutil.rmtree(self.near)
-            self.screen.say("the machine's own folder is gone; what is left is in home")
+            self.screen.show_event("the local folder is deleted; only the home is left")
 
-    def _write_raw_beside(self, child: Child, at_step: int) -> None:
-        """Time a raw write while both trainings run, as they do beside a keeper's write."""
-        name = f"step {at_step}, with no save being written"
+    def _write_raw(self, child: Child, at_step: int) -> None:
+        """Time a raw write while both trainings run."""
+        name = f"step {at_step} without a save in progress"
         child.wait_for(lambda: child.step >= at_step and self._unfinished(0) is None, name)
         self.raw_writes.append(write_raw(self.folder, self._data_bytes()))
 
     def _unfinished(self, from_step: int) -> int | None:
-        """The newest step, if its save has begun to write and has no manifest yet."""
+        """Return the newest step if its save is in progress."""
         newest = max((path.name for path in self.near.glob("step-*")), default="")
         files = list(_files(self.near / newest)) if newest >= names.step_dir(from_step) else []
         writing = any(path.suffix == ".safetensors" or path.name.startswith(".") for path in files)
@@ -225,16 +225,16 @@ class Story:
         store = open_store(self.home)
         attempt, step = candidates(list_home(store))[0]
         damage = flip_byte(store, names.data(step, attempt, 0), step=step, attempt=attempt)
-        self.screen.say(
+        self.screen.show_event(
             f"damaged on purpose: byte {damage.offset:,} of {damage.name}, in the newest checkpoint"
         )
         return damage
 
     def wait_for_keepers(self) -> None:
-        """Wait until no keeper works on the survivor's home any more.
+        """Wait until all keepers of the survivor have ended.
 
         Raises:
-            RetryLater: one is still there after a minute.
+            RetryLater: one is still running after a minute.
         """
         deadline = time.monotonic() + _KEEPERS_LIMIT_S
         while any(self.is_far or not trace.is_done for _, trace in living(self.home)):
@@ -245,23 +245,23 @@ class Story:
     def _outcome(self, reference: Ending, survivor: Ending, damage: Damage) -> Outcome:
         store = open_store(self.home)
         starts = [
-            Start(tuple(child.said), child.first_step_s, child.optimizer_s)
+            Start(tuple(child.output), child.first_step_s, child.optimizer_s)
             for child in self.children
-            if child.who == "survivor"
+            if child.name == "survivor"
         ]
         outcome = Outcome(
             steps=self.steps,
             every=self.every,
             reference=reference,
             survivor=survivor,
-            blows=tuple(self.blows),
+            failures=tuple(self.failures),
             starts=tuple(starts),
             damage=damage,
             raw_writes=tuple(self.raw_writes),
             done_step=None,
             events=read_events(store)[0],
         )
-        with contextlib.suppress(HoldfastError):  # then it stays unproven
+        with contextlib.suppress(HoldfastError):  # then its claim fails
             outcome.done_step = run.parse(run.Done, store.get(names.DONE), names.DONE).step
         with contextlib.suppress(HoldfastError):
             report = holdfast.open(self.home, step=self.steps).verify()
@@ -277,4 +277,4 @@ def _files(folder: Path) -> Iterator[Path]:
     try:
         yield from folder.iterdir()
     except FileNotFoundError:
-        return  # deleted since it was listed
+        return  # deleted in the meantime

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for work that is counted in bytes, if a person sees it."""
+"""Progress bar on stderr for work measured in bytes, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Bar(NamedTuple):
-    """What work calls; both are None where nobody looks."""
+    """Callbacks of the work. Both are None without a terminal."""
 
     on_total: Callable[[int], None] | None
     on_bytes: Callable[[int], None] | None
@@ -17,15 +17,15 @@ class Bar(NamedTuple):
 
 @contextlib.contextmanager
 def byte_bar(label: str) -> Iterator[Bar]:
-    """A bar that is there for the block, on a terminal only; without a total it only moves."""
+    """Show a progress bar during the block, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield Bar(None, None)
         return
-    from rich.console import Console  # not above: help must not wait for it
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    # What is printed beside the bar must go around it on a terminal, and stay on stdout if that is piped.
+    # On a terminal, output is printed above the bar. If stdout is a pipe, it is not redirected.
     options = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
     with Progress(*columns, console=Console(stderr=True), **options) as progress:
         task = progress.add_task(label, total=None)

@@ -1,25 +1,25 @@
-"""What a demo's outcome proves: every claim with what was seen, and whether that bears it out; pure."""
+"""Claims of the demo, each checked against the outcome. Pure."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
 
-from holdfast.cli.demo.story import Outcome
+from holdfast.cli.demo.scenario import Outcome
 from holdfast.errors import PREEMPTED_STATUS
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One promise, and what was seen of it."""
+    """One claim, whether it holds, and the evidence."""
 
     text: str
     holds: bool
-    seen: str
+    evidence: str
 
 
-def claims(outcome: Outcome) -> list[Claim]:
-    """Every claim of the demo, judged."""
+def check_claims(outcome: Outcome) -> list[Claim]:
+    """Check every claim of the demo."""
     return [
         _killed_while_saving(outcome),
         _staged_save_survived(outcome),
@@ -33,22 +33,22 @@ def claims(outcome: Outcome) -> list[Claim]:
 
 
 def restored_step(outcome: Outcome, attempt: int) -> int | None:
-    """The step that an attempt began from; None if it told nothing."""
+    """Return the step that an attempt restored, or None if its history has no restore."""
     event = outcome.restored(attempt)
     return None if event is None else event["step"]
 
 
 def _killed_while_saving(outcome: Outcome) -> Claim:
-    blow = outcome.blows[0]
+    failure = outcome.failures[0]
     return Claim(
         "killed with SIGKILL while a save was being written",
-        blow.status == -signal.SIGKILL and blow.saving is not None,
-        f"exit status {blow.status}; step {blow.saving} had no manifest when the signal was sent",
+        failure.status == -signal.SIGKILL and failure.saving is not None,
+        f"exit status {failure.status}; step {failure.saving} had no manifest when the signal was sent",
     )
 
 
 def _staged_save_survived(outcome: Outcome) -> Claim:
-    saving, found = outcome.blows[0].saving, restored_step(outcome, 2)
+    saving, found = outcome.failures[0].saving, restored_step(outcome, 2)
     return Claim(
         "that save was not lost: its keeper finished it",
         saving is not None and found == saving,
@@ -57,22 +57,26 @@ def _staged_save_survived(outcome: Outcome) -> Claim:
 
 
 def _killed_between_saves(outcome: Outcome) -> Claim:
-    blow, began = outcome.blows[1], restored_step(outcome, 2)
+    failure, began = outcome.failures[1], restored_step(outcome, 2)
     return Claim(
         "killed with SIGKILL again, between two saves",
-        blow.status == -signal.SIGKILL and began is not None and blow.at_step > outcome.damage.step > began,
-        f"exit status {blow.status} after step {blow.at_step}",
+        failure.status == -signal.SIGKILL
+        and began is not None
+        and failure.at_step > outcome.damage.step > began,
+        f"exit status {failure.status} after step {failure.at_step}",
     )
 
 
 def _damage_passed_over(outcome: Outcome) -> Claim:
     damage, event, found = outcome.damage, outcome.restored(3), restored_step(outcome, 3)
-    told = f"passed over step {damage.step} of attempt {damage.attempt}"
-    in_history = event is not None and told in event.get("detail", "")
-    on_stderr = any(told in line for line in outcome.starts[2].said) if len(outcome.starts) > 2 else False
+    message = f"passed over step {damage.step} of attempt {damage.attempt}"
+    in_history = event is not None and message in event.get("detail", "")
+    on_stderr = (
+        any(message in line for line in outcome.starts[2].output) if len(outcome.starts) > 2 else False
+    )
     older = found is not None and found < damage.step
     return Claim(
-        "a flipped byte in the newest checkpoint was found, named, and the one before restored",
+        "a flipped byte in the newest checkpoint was found and reported, and the one before restored",
         damage.after != damage.before and in_history and on_stderr and older,
         f"byte {damage.offset:,} of {damage.name}: {damage.before} became {damage.after}; "
         f"attempt 3 restored step {found}",
@@ -80,38 +84,38 @@ def _damage_passed_over(outcome: Outcome) -> Claim:
 
 
 def _preempted(outcome: Outcome) -> Claim:
-    blow, found = outcome.blows[2], restored_step(outcome, 4)
-    right_status = blow.status == PREEMPTED_STATUS and blow.saving is not None
+    failure, found = outcome.failures[2], restored_step(outcome, 4)
+    right_status = failure.status == PREEMPTED_STATUS and failure.saving is not None
     return Claim(
-        "preempted with SIGTERM while saving: it saved, and ended with the status that asks for a restart",
-        right_status and found == blow.at_step,
-        f"exit status {blow.status} after step {blow.at_step}; attempt 4 restored step {found}",
+        "preempted with SIGTERM while saving: it saved, and ended with the status for a restart",
+        right_status and found == failure.at_step,
+        f"exit status {failure.status} after step {failure.at_step}; attempt 4 restored step {found}",
     )
 
 
 def _finished(outcome: Outcome) -> Claim:
     ending = outcome.survivor
     return Claim(
-        "finished, and left the durable word that it is done",
+        "finished, and wrote its done marker",
         ending.status == 0 and ending.step == outcome.steps == outcome.done_step,
         f"exit status {ending.status} after step {ending.step}; done marker of step {outcome.done_step}",
     )
 
 
 def _last_verifies(outcome: Outcome) -> Claim:
-    seen = (
-        "it is not there"
+    evidence = (
+        "the checkpoint is missing"
         if outcome.problems is None
-        else "; ".join(outcome.problems) or "every byte hashed again"
+        else "; ".join(outcome.problems) or "every byte was hashed again"
     )
-    return Claim("its last checkpoint verifies", outcome.problems == (), seen)
+    return Claim("its last checkpoint verifies", outcome.problems == (), evidence)
 
 
 def _equal(outcome: Outcome) -> Claim:
     one, other = outcome.reference, outcome.survivor
     whole = one.status == 0 and one.step == other.step == outcome.steps
     return Claim(
-        "weights and optimizer state equal the uninterrupted run's, bit for bit",
+        "weights and optimizer state equal those of the uninterrupted run, bit for bit",
         whole and one.sha256 is not None and one.sha256 == other.sha256,
         f"sha256 {one.sha256}"
         + (" of both" if one.sha256 == other.sha256 else f"; the survivor's {other.sha256}"),

@@ -1,0 +1,214 @@
+"""Candidates that complete a command line: commands, options, choices, homes and steps."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from holdfast.cli.commands import COMMANDS, load_command, short_summary
+
+Kind: TypeAlias = Literal["words", "paths", "files"]
+
+HOMES, SIDES, STEPS, FILES = "homes", "sides", "steps", "files"
+VALUES = {
+    "home": HOMES,
+    **dict.fromkeys(("a", "b"), SIDES),
+    **dict.fromkeys(("step", "before"), STEPS),
+    **dict.fromkeys(
+        ("args", "dest", "directory", "keep", "local", "output", "script", "source", "task"), FILES
+    ),
+}
+"""Kind of the values of an argument, by the name of the argument. Others have no candidates."""
+_RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.format.names`
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A possible last argument, and its description."""
+
+    text: str
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """All candidates for the last argument of a line.
+
+    Attributes:
+        kind: "words", "paths", or "files" if the shell itself is to complete the names of files.
+        values: the candidates.
+        num_fixed: length of the part of the argument that bash does not replace.
+    """
+
+    kind: Kind
+    values: list[Candidate]
+    num_fixed: int = 0
+
+
+def complete(line: str) -> Candidates:
+    """Return the candidates that complete a line, which ends at the cursor."""
+    *words, last = _split(line)
+    before = words[1:]
+    command = next((word for word in before if not word.startswith("-")), None)
+    if command is not None:
+        kind, values = _complete_argument(command, before[before.index(command) + 1 :], last)
+    else:
+        kind, values = "words", [Candidate(name, short_summary(name)) for name in COMMANDS]
+        values += [Candidate("--help", "show the help"), Candidate("--version", "show the version")]
+    found = [value for value in values if value.text.startswith(last)]
+    # bash completes from the last of these characters; only of @ it replaces the character too.
+    num_fixed = max(last.rfind("=") + 1, last.rfind(":") + 1, last.rfind("@"))
+    return Candidates(kind, found, max(0, num_fixed))
+
+
+def _split(line: str) -> list[str]:
+    """Split a line into its words. The last one is empty if the line ends between two words."""
+    for ending in ("x", "x'", 'x"'):  # the x keeps an empty last word; a quote may be open
+        with contextlib.suppress(ValueError):
+            *words, last = shlex.split(line + ending)
+            while words and re.match(r"\w+=", words[0]):  # assignments before the command
+                del words[0]
+            return [*words, last[:-1]]
+    return ["", ""]
+
+
+def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[Kind, list[Candidate]]:
+    """Return the candidates for an argument of a command.
+
+    Args:
+        command: name of the command.
+        before: its arguments before the last one.
+        last: the argument to complete.
+    """
+    if command not in COMMANDS:
+        return "words", []
+    actions = arguments_of(command)
+    given = _assign(actions, before)
+    name, equals, value = last.partition("=")
+    if given.option is not None:
+        return _complete_value(given.option, last, given.values)
+    if given.may_be_option and last.startswith("-"):
+        if not equals:
+            return "words", _options(actions)
+        option = _find_option(actions, name)
+        kind, values = _complete_value(option, value, given.values) if option else ("words", [])
+        return kind, [Candidate(f"{name}={one.text}", one.description) for one in values]
+    return _complete_value(given.positional, last, given.values) if given.positional else ("words", [])
+
+
+def arguments_of(command: str) -> list[argparse.Action]:
+    """Return the arguments and options of a command."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    load_command(command).add_parser(commands)
+    return [one for one in commands.choices[command]._actions if one.help != argparse.SUPPRESS]
+
+
+@dataclass(slots=True)
+class _Given:
+    """Arguments before the last one, assigned to the parameters of the command."""
+
+    values: dict[str, str]
+    option: argparse.Action | None  # the option whose value comes next
+    positional: argparse.Action | None  # the argument that comes next unless it is an option
+    may_be_option: bool
+
+
+def _assign(actions: Sequence[argparse.Action], before: Sequence[str]) -> _Given:
+    positionals = [action for action in actions if not action.option_strings]
+    given = _Given({}, None, next(iter(positionals), None), may_be_option=True)
+    for word in before:
+        if given.option is not None:
+            given.option = None
+        elif word == "--" and given.may_be_option:
+            given.may_be_option = False
+        elif word.startswith("-") and given.may_be_option:
+            option = _find_option(actions, word)
+            given.option = option if option is not None and option.nargs is None else None
+        elif given.positional is not None:
+            given.values.setdefault(given.positional.dest, word)
+            if given.positional.nargs not in ("*", argparse.REMAINDER):
+                del positionals[0]
+                given.positional = next(iter(positionals), None)
+                # What follows a script are the arguments of the script.
+                given.may_be_option &= (
+                    given.positional is None or given.positional.nargs != argparse.REMAINDER
+                )
+    return given
+
+
+def _find_option(actions: Sequence[argparse.Action], word: str) -> argparse.Action | None:
+    return next((action for action in actions if word in action.option_strings), None)
+
+
+def _options(actions: Sequence[argparse.Action]) -> list[Candidate]:
+    return [
+        Candidate(action.option_strings[-1], action.help or "")
+        for action in sorted(actions, key=lambda action: action.option_strings[-1:])
+        if action.option_strings
+    ]
+
+
+def _complete_value(
+    action: argparse.Action, last: str, values: dict[str, str]
+) -> tuple[Kind, list[Candidate]]:
+    """Return the values of an argument.
+
+    Args:
+        action: the argument.
+        last: its value so far.
+        values: values of other arguments by name.
+    """
+    if action.choices is not None:
+        return "words", [Candidate(str(choice)) for choice in action.choices]
+    kind = VALUES.get(action.dest)
+    if kind == FILES:
+        return "files", []
+    if kind == STEPS:
+        return "words", [Candidate(str(step)) for step in _steps(values.get("home"))]
+    if kind == SIDES and "@" in last:
+        home = last.partition("@")[0]
+        return "words", [Candidate(f"{home}@{step}") for step in _steps(home)]
+    return ("paths", _homes(last)) if kind in (HOMES, SIDES) else ("words", [])
+
+
+def _steps(home: str | None) -> list[int]:
+    """Return the steps in a home on this machine, newest first."""
+    if home is None:
+        return []
+    try:
+        folder = _expanded(home)
+        found = [_STEP.fullmatch(path.name) for path in folder.iterdir()]
+    except (OSError, RuntimeError):
+        return []
+    return sorted((int(one[1]) for one in found if one), reverse=True)
+
+
+def _homes(prefix: str) -> list[Candidate]:
+    """Return the folders whose path begins with `prefix`. A folder that is not a home ends with a slash."""
+    parent, slash, name = prefix.rpartition("/")
+    try:
+        root = _expanded(parent + slash)
+        folders = [] if _is_home(root) else sorted(path for path in root.iterdir() if path.is_dir())
+    except (OSError, RuntimeError):
+        return []
+    return [
+        Candidate(f"{parent}{slash}{path.name}", "home")
+        if _is_home(path)
+        else Candidate(f"{parent}{slash}{path.name}/")
+        for path in folders
+        if name or not path.name.startswith(".")
+    ]
+
+
+def _is_home(folder: Path) -> bool:
+    return (folder / _RUN).exists()
+
+
+def _expanded(place: str) -> Path:
+    return Path(place).expanduser()

@@ -21,7 +21,6 @@ NOT_YET = {
     "keeper",
     "privacy",
     "rawbytes",
-    "restore",
     "stage",
     "state",
     "store",

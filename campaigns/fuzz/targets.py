@@ -87,7 +87,7 @@ def home_documents() -> dict[str, bytes]:
     store.put(names.DONE, run.document(run.Done("run-one", 2, 30, 1.5)))
     store.put(names.first_saved(2), run.document(run.Saved("run-one", 2, 30)))
     store.put(names.metrics(20, 1), run.document(run.Metrics("run-one", 1, 20, {"loss": 0.5})))
-    store.put(names.passed(20, 2), run.document(run.Passed("run-one", 2, 20, "why", 2.5)))
+    store.put(names.skipped(20, 2), run.document(run.SkippedNote("run-one", 2, 20, "why", 2.5)))
     return {entry.name: store.get(entry.name) for entry in store.list()}
 
 
@@ -193,14 +193,14 @@ def _run_documents() -> list[bytes]:
         run.document(run.Attempt(3, "run-one", 2, "host", 77, 2.5)),
         run.document(run.Done("run-one", 3, 40, 2.5)),
         run.document(run.Refusal("run-one", 3, 40, "why", 1, "model.w")),
-        run.document(run.Passed("run-one", 3, 40, "why", 2.5)),
+        run.document(run.SkippedNote("run-one", 3, 40, "why", 2.5)),
     ]
 
 
 def _run_run(data: bytes) -> None:
     from holdfast.format import run
 
-    for cls in (run.Run, run.Attempt, run.Done, run.Refusal, run.Passed):
+    for cls in (run.Run, run.Attempt, run.Done, run.Refusal, run.SkippedNote):
         with contextlib.suppress(Corrupt):
             run.parse(cast("type[Any]", cls), data, "document")
 
@@ -291,26 +291,12 @@ def _call(*words: str) -> Callable[[Path, Any], None]:
 def _restore(folder: Path, _: Any) -> None:
     import torch
 
+    from holdfast.ranks import Ranks
+    from holdfast.restore.request import Request
     from holdfast.restore.resume import restore_newest
     from holdfast.state import load  # noqa: F401 - imported before time is counted
-    from holdfast.store import open_store
-
-    class Alone:
-        rank = 0
-
-        def send(self, data: Any, to: int) -> Any:
-            raise AssertionError(f"sent to rank {to}")
-
-        def receive(self, data: Any, source: int) -> Any:
-            raise AssertionError(f"received from rank {source}")
-
-        def gather(self, value: Any) -> list[Any]:
-            return [json.loads(json.dumps(value))]
-
-        def share(self, value: Any) -> Any:
-            return json.loads(json.dumps(value))
-
     from holdfast.state.load import Target
+    from holdfast.store import open_store
 
     class Loading:
         def __init__(self) -> None:
@@ -320,12 +306,7 @@ def _restore(folder: Path, _: Any) -> None:
             return
 
     found = restore_newest(
-        open_store(folder),
-        lambda manifest, values: Loading(),
-        rank=0,
-        world_size=1,
-        group=Alone(),
-        patience_s=0.0,
+        Request(open_store(folder), lambda manifest, values: Loading(), Ranks(timeout_s=60.0), patience_s=0.0)
     )
     assert found is not None
     assert found.step in (10, 20, 30, 40)

@@ -9,8 +9,9 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,15 @@ _numbers = (
     itertools.count()
 )  # of the Ranks of this process; equal on every rank, since making one is collective
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[_T]):
+    """Outcome of one rank's work: its value, or the error that it raised."""
+
+    rank: int
+    value: _T | None = None
+    error: Exception | None = None
 
 
 class RankGroup(ABC):
@@ -77,6 +87,26 @@ class RankGroup(ABC):
     def receive(self, data: torch.Tensor, source: int) -> dist.Work:
         """Start receiving a CPU tensor from a rank, which must call `send` for it."""
 
+    def agree(self, work: Callable[[], _T]) -> list[Outcome[_T]]:
+        """Call `work` on every rank, and return the outcomes of all, by rank.
+
+        An error of `work` is part of the outcome, so that no rank is missing from the next collective call.
+        An error that is not Holdfast's arrives at the other ranks as a HoldfastError.
+
+        Args:
+            work: returns a value that `format.messages.pack` takes.
+
+        Raises:
+            RetryLater: a rank did not answer in time.
+
+        Ranks: collective.
+        """
+        value, error = _call(work)
+        rows = self.gather((value, _as_ours(error)))
+        outcomes = [Outcome(rank, *row) for rank, row in enumerate(rows)]
+        outcomes[self.rank] = Outcome(self.rank, value, error)  # the error itself, with its traceback
+        return outcomes
+
     def first_of(self, ranks: Collection[int], work: Callable[[], _T]) -> _T | None:
         """Call `work` on some ranks, and return the result of the lowest one everywhere.
 
@@ -85,17 +115,20 @@ class RankGroup(ABC):
 
         Ranks: collective, with the same `ranks`.
         """
-        result: tuple[_T | None, HoldfastError | None] = (None, None)
-        if self.rank in ranks:
-            try:
-                result = (work(), None)
-            except HoldfastError as error:
-                result = (None, error)
-        results = self.gather(result)
-        for _, error in results:
-            if error is not None:
-                raise error
-        return results[min(ranks)][0] if ranks else None
+        outcomes = self.agree(lambda: work() if self.rank in ranks else None)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        return outcomes[min(ranks)].value if ranks else None
+
+    def on_first(self, work: Callable[[], _T]) -> Outcome[_T]:
+        """Call `work` on rank 0, and return its outcome everywhere. For values too large to gather.
+
+        Ranks: collective.
+        """
+        value, error = _call(work) if self.rank == 0 else (None, None)
+        outcome = Outcome(0, *self.share((value, _as_ours(error))))
+        return Outcome(0, value, error) if self.rank == 0 else outcome
 
     def all_here(self) -> bool:
         """Return True if every rank runs on this host.
@@ -291,6 +324,48 @@ class Ranks(RankGroup):
         key = f"holdfast/{self._number}/{where}"
         self._store.set(f"{key}/{self.rank}", "")
         self._store.wait([f"{key}/{rank}" for rank in ranks], _PART_TIMEOUT)
+
+
+def _call(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - it is part of the outcome, which the caller checks
+        return None, error
+
+
+def _as_ours(error: Exception | None) -> HoldfastError | None:
+    """Return an error as one that can be sent to other ranks."""
+    if error is None or isinstance(error, HoldfastError):
+        return error
+    return HoldfastError(f"{type(error).__name__}: {error}")
+
+
+def values_of(outcomes: Iterable[Outcome[_T]], rank: int, failure: str) -> list[_T]:
+    """Return the values of all ranks, by rank.
+
+    Args:
+        outcomes: of `RankGroup.agree`.
+        rank: this rank.
+        failure: what a rank failed to do, such as "could not list the home".
+
+    Raises:
+        Exception: this rank's own error.
+        HoldfastError: else that of the first rank with one, which is named.
+    """
+    found = list(outcomes)
+    raise_first([one for one in found if one.error is not None], rank, failure)
+    return [one.value for one in found]  # pyright: ignore[reportReturnType] - without an error it is a value
+
+
+def raise_first(failed: Iterable[Outcome[Any]], rank: int, failure: str) -> None:
+    """Raise this rank's own error, else that of the first rank with one; see `values_of`."""
+    for one in sorted(failed, key=lambda one: (one.rank != rank, one.rank)):
+        assert one.error is not None
+        if one.rank == rank or not isinstance(one.error, HoldfastError):
+            raise one.error
+        raise type(one.error)(
+            f"Rank {one.rank} {failure}: {one.error}", step=one.error.step, rank=one.rank, key=one.error.key
+        ) from one.error
 
 
 def _this_host() -> tuple[str, str]:

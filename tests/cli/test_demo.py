@@ -44,7 +44,7 @@ def event(name: str, attempt: int, step: int, detail: str = "") -> dict[str, obj
 @pytest.fixture
 def outcome() -> Outcome:
     """Return an outcome in which all claims hold."""
-    told = "restored step 8; passed over step 10 of attempt 2: rank 0: it is damaged"
+    told = "restored step 8; skipped step 10 of attempt 2: rank 0: it is damaged"
     return Outcome(
         steps=24,
         every=2,
@@ -64,7 +64,7 @@ def outcome() -> Outcome:
             event("persisted", 1, 6),
             event("committed", 1, 6),
             event("restored", 2, 6),
-            event("restored", 3, 8, "passed over step 10 of attempt 2: rank 0: it is damaged"),
+            event("restored", 3, 8, "skipped step 10 of attempt 2: rank 0: it is damaged"),
             event("restored", 4, 17),
         ],
         problems=(),
@@ -218,7 +218,7 @@ def test_demo_proves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(document["claims"]) == 8
     assert [one["status"] for one in document["figures"]["recoveries"]] == [-9, -9, 75]
     assert document["figures"]["num_bytes"] > 20_000_000
-    assert "passed over step" in result.err
+    assert "skipped step" in result.err
     home = Path(document["kept_in"]) / "survivor"
     assert home.parent.parent == tmp_path
     assert (home / "done.json").exists()

@@ -27,7 +27,7 @@ def interrupted(home: Path) -> Path:
         write(1, step / 1000 + 0.002, "saved", step, bytes=800, seconds=0.002)
         write(1, step / 1000 + 0.010, "persisted", step, bytes=800, seconds=0.008)
         write(1, step / 1000 + 0.011, "committed", step, bytes=800, seconds=0.009)
-    write(2, 1.5, "restored", 200, bytes=800, seconds=0.4, detail="passed over step 300 of attempt 1: rotten")
+    write(2, 1.5, "restored", 200, bytes=800, seconds=0.4, detail="skipped step 300 of attempt 1: rotten")
     write(2, 1.602, "saved", 250, bytes=800, seconds=0.002)
     return home
 

@@ -118,7 +118,7 @@ def test_the_run_goes_on_from_the_newest_good_checkpoint(
     damage(playground)
     second = playground.finish()
     assert "restored step 8 " in second.said()
-    assert "passed over step 10 of attempt 1" in second.said()
+    assert "skipped step 10 of attempt 1" in second.said()
     assert word in second.said()
     assert playground.final() == uninterrupted
     assert holdfast.open(playground.home).verify().is_good

@@ -175,7 +175,7 @@ def test_a_lost_host_before_anything_came_home_is_told_and_begins_anew(
     train_and_kill(hosts, both, "--home-every", "1000000", with_keepers=HOSTS)
     hosts.lose_disk(1)
     said = hosts.finish()
-    assert "of attempt 1 is not complete: nobody has the files of ranks 1" in said
+    assert "of attempt 1 is incomplete: the files of ranks 1 are missing" in said
     assert "restored step" not in said
     assert hosts.playground.final() == uninterrupted_ranks
 
@@ -231,7 +231,7 @@ def test_damage_on_the_only_disk_that_has_a_file_falls_back_to_an_older_step(
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
     said = hosts.finish()
-    assert f"passed over step {common[-1]} of attempt 1" in said
+    assert f"skipped step {common[-1]} of attempt 1" in said
     assert restored(said) == common[-2]
     assert hosts.playground.final() == uninterrupted_ranks
 

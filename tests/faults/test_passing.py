@@ -93,7 +93,7 @@ def test_what_was_unreadable_outlives_the_older_one_that_a_person_chose(
     assert holdfast.open(home, step=20, attempt=1).verify().is_good
     assert len(left) == 3, "and retention has deleted what it should"
     assert main(["ls", str(home)]) == 0
-    assert "passed over" in capsys.readouterr().out
+    assert "skipped by a restore: rank 0: " in capsys.readouterr().out
     assert main(["rm", str(home), "--step", "20", "--attempt", "1", "--yes"]) == 0
     assert (1, 20) not in complete(home)
     assert not list(home.glob("step-00000020/*a0001*"))

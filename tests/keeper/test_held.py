@@ -167,7 +167,7 @@ def test_restoring_takes_what_is_good_in_memory_and_the_rest_from_elsewhere(
     stats = fill(Nearest([HeldStore(HOME), home]), manifest, {"w": Target(target)}, 0)
     assert torch.equal(target, saved)
     assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})
-    assert len(stats.mended) == is_overwritten
+    assert len(stats.recovered_from) == is_overwritten
     assert sum(stats.sources.values()) == stats.num_bytes
 
 

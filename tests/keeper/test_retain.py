@@ -11,9 +11,9 @@ import torch
 import holdfast
 from holdfast.errors import NotFound, RetryLater
 from holdfast.format import names
-from holdfast.home.listing import Id, candidates, list_home
+from holdfast.home.listing import CheckpointId, candidates, list_home
 from holdfast.home.retain import Retention, ShareRetention
-from holdfast.home.skipped import Passed, drop_note, note_passed
+from holdfast.home.skipped import Skipped, drop_note, note_skipped
 from holdfast.keeper import KeeperConfig, protocol
 from holdfast.keeper.presence import Presence, Trace, process_start
 from holdfast.keeper.process import Desk, Job, Work
@@ -67,10 +67,10 @@ def test_the_newest_and_the_multiples_stay() -> None:
 
 
 def note(store: FaultyStore, attempt: int, step: int) -> None:
-    note_passed(store, [Passed(step, attempt, "chunk 3 is damaged")], "run")
+    note_skipped(store, [Skipped(step, attempt, "chunk 3 is damaged")], "run")
 
 
-def test_what_was_passed_over_stays_and_does_not_count() -> None:
+def test_what_was_skipped_over_stays_and_does_not_count() -> None:
     """Attempt 2 resumed from 10, since 20 and 30 did not verify; it has made them anew, and more."""
     later = [(2, step, FROM_10) for step in (20, 30, 40, 50)]
     store = make_store((1, 10, ()), (1, 20, ()), (1, 30, ()), *later)
@@ -91,7 +91,7 @@ def test_a_note_is_gone_with_its_checkpoint_once_it_was_restored_after_all() -> 
     assert not has_files(store, 1, 20)
 
 
-def test_what_was_passed_over_of_the_three_newest_attempts_stays() -> None:
+def test_what_was_skipped_over_of_the_three_newest_attempts_stays() -> None:
     """Else a disk that damages one checkpoint after the other would be full in the end."""
     saved = [(attempt, 20, FROM_10) for attempt in (2, 3, 4, 5, 6)]
     store = make_store((1, 10, ()), *saved, (7, 30, FROM_10))
@@ -101,7 +101,7 @@ def test_what_was_passed_over_of_the_three_newest_attempts_stays() -> None:
     assert listed(store) == [(4, 20), (5, 20), (6, 20), (7, 30)]
 
 
-def test_a_share_keeps_what_was_passed_over() -> None:
+def test_a_share_keeps_what_was_skipped_over() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
     note(store, 1, 20)
     terms = KeeperConfig("home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,))
@@ -235,7 +235,9 @@ def share(*saved: tuple[int, int, Ancestors], rank: int = 1) -> FaultyStore:
     return store
 
 
-def retain_share(store: FaultyStore, keep: int, complete: Id, needed: set[Id] | None = None) -> list[Id]:
+def retain_share(
+    store: FaultyStore, keep: int, complete: CheckpointId, needed: set[CheckpointId] | None = None
+) -> list[CheckpointId]:
     """Apply a policy; what is left of the rank's own."""
     terms = KeeperConfig("home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,))
     list(ShareRetention(store, Keep(keep), terms.is_mine).apply(complete, needed or set()))

@@ -119,7 +119,7 @@ def simulate(fates: Sequence[Fate], *, every: int, step_s: float, blocked_s: flo
             useful_at.clear()
         at += fate.restore_s if left else 0.0
         if left:
-            detail = "; ".join(f"passed over step {old} of attempt {of}: rotten" for of, old in passed)
+            detail = "; ".join(f"skipped step {old} of attempt {of}: rotten" for of, old in passed)
             made_up.add(number, at, "restored", step, seconds=fate.restore_s, detail=detail)
         # The last event counts, not the end: a kill leaves no event.
         total, seen_useful = at, useful

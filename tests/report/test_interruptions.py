@@ -76,7 +76,7 @@ def test_the_advice_after_a_kill(killed: MadeUpRun) -> None:
 
 def test_training_beyond_an_older_restored_step_is_repeated(killed: MadeUpRun) -> None:
     killed.events = [event for event in killed.events if event.attempt == 1]
-    killed.add(2, 104.0, "restored", 10, detail="passed over step 30 of attempt 1: rotten")
+    killed.add(2, 104.0, "restored", 10, detail="skipped step 30 of attempt 1: rotten")
     (one,) = summary_of(killed).interruptions
     assert (one.steps_lost, one.kind) == (20, "stopped")
     assert (one.redo_s, one.down_s, one.restore_s) == pytest.approx((20.0, 69.5, 4.0))
@@ -88,7 +88,7 @@ def test_the_restored_copy_counts_even_if_a_newer_one_of_the_step_exists(killed:
     killed.add(2, 104.0, "restored", 10)
     killed.save(2, 30, 130.0)
     killed.claim(3, 140.0)
-    killed.add(3, 142.0, "restored", 30, detail="passed over step 30 of attempt 2: rotten")
+    killed.add(3, 142.0, "restored", 30, detail="skipped step 30 of attempt 2: rotten")
     _, second = summary_of(killed).interruptions
     assert second.cost_s == pytest.approx(142.0 - 104.0)
 

@@ -43,7 +43,7 @@ def test_the_newest_is_of_the_newest_attempt() -> None:
     opened = open_checkpoint(make_store())
     assert (opened.step, opened.attempt, opened.world_size) == (450, 2, 2)
     assert (opened.run, opened.created) == ("run-one", 1_700_000_000.0)
-    assert opened.passed == ()
+    assert opened.skipped == ()
 
 
 def test_a_step_and_an_attempt_can_be_asked_for() -> None:
@@ -74,8 +74,8 @@ def test_a_damaged_manifest_is_passed_over_and_told() -> None:
     store.put(names.manifest(450, 2), b"{")
     opened = open_checkpoint(store)
     assert (opened.step, opened.attempt) == (500, 1)
-    assert [(one.step, one.attempt) for one in opened.passed] == [(450, 2)]
-    assert "not a sealed" in opened.passed[0].reason
+    assert [(one.step, one.attempt) for one in opened.skipped] == [(450, 2)]
+    assert "not a sealed" in opened.skipped[0].reason
     with pytest.raises(Corrupt, match="not a sealed"):
         open_checkpoint(store, 450)
 

@@ -197,7 +197,7 @@ def test_parts_that_contradict_the_manifest_are_refused() -> None:
     tensor = made.tensors["t"]
     for fact, value, says in (
         ("cut", whole(1), "rank 1 did not save it"),
-        ("cut", Cut(((0, 2),), (0, 1)), "that rank 0 holds"),
+        ("cut", Cut(((0, 2),), (0, 1)), "of it on rank 0, which holds"),
         ("dtype", "I32", "I32"),
     ):
         other = made.tensors["t"] = dataclasses.replace(tensor, **{fact: value})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,12 @@ from holdfast.format import names
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.cuts import whole
 from holdfast.format.manifest import Manifest
-from holdfast.format.sealed import dumps
+from holdfast.format.messages import pack, unpack
 from holdfast.home.listing import list_home
 from holdfast.home.recovery import recover_commit
-from holdfast.restore.resume import Mark, RankFrom, Restored, restore_newest
+from holdfast.ranks import RankGroup
+from holdfast.restore.request import Mark, RankFrom, Request, Restored
+from holdfast.restore.resume import restore_newest
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
@@ -30,11 +31,11 @@ from holdfast.store.nearest import Nearest
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home, reseal
 
-IGNORE: Mark = lambda passed, restored: None  # noqa: E731 - a default
+IGNORE: Mark = lambda skipped, restored: None  # noqa: E731 - a default
 
 
-class Silent:
-    """What these groups cannot: reads are not shared here."""
+class Silent(RankGroup):
+    """A group whose ranks share no reads and exchange no flags."""
 
     def send(self, data: torch.Tensor, to: int) -> Any:
         raise AssertionError(f"sent to rank {to}")
@@ -42,21 +43,29 @@ class Silent:
     def receive(self, data: torch.Tensor, source: int) -> Any:
         raise AssertionError(f"received from rank {source}")
 
+    def exchange_flags(
+        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        raise AssertionError(f"flags of step {step}")
+
+    def part(self) -> None:
+        raise AssertionError("ranks part")
+
 
 class Alone(Silent):
     """A group of one."""
 
-    rank = 0
+    rank, world_size = 0, 1
 
     def gather(self, value: Any) -> list[Any]:
-        return [value]
+        return [unpack(pack(value), "rank 0")]
 
     def share(self, value: Any) -> Any:
         return value
 
 
 class Threads:
-    """A group whose ranks are threads; JSON-like values only, as over a network."""
+    """A group whose ranks are threads; values travel as over a network."""
 
     def __init__(self, world_size: int) -> None:
         self.size = world_size
@@ -67,19 +76,18 @@ class Threads:
         return Member(self, rank)
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        self.slots[rank] = dumps(value)
+        self.slots[rank] = pack(value)
         self.barrier.wait()
         found = list(self.slots)
         self.barrier.wait()
-        return [json.loads(text) for text in found]
+        return [unpack(data, f"rank {source}") for source, data in enumerate(found)]
 
 
-@dataclass
 class Member(Silent):
     """One rank's end of `Threads`."""
 
-    threads: Threads
-    rank: int
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.threads, self.rank, self.world_size = threads, rank, threads.size
 
     def gather(self, value: Any) -> list[Any]:
         return self.threads.exchange(self.rank, value)
@@ -122,15 +130,7 @@ def restore(
     store: Store, live: Live, step: int | None = None, *, patience_s: float = 60.0, mark: Mark = IGNORE
 ) -> Restored | None:
     return restore_newest(
-        store,
-        live.load,
-        rank=0,
-        world_size=1,
-        group=Alone(),
-        step=step,
-        num_threads=2,
-        patience_s=patience_s,
-        mark=mark,
+        Request(store, live.load, Alone(), step=step, num_threads=2, patience_s=patience_s, mark=mark)
     )
 
 
@@ -142,17 +142,15 @@ def on_ranks(
 
     def one(rank: int) -> Any:
         try:
-            member = threads.member(rank)
-            return restore_newest(
+            request = Request(
                 store,
                 lives[rank].load,
-                rank=rank,
-                world_size=len(lives),
-                group=member,
+                threads.member(rank),
                 num_threads=2,
                 rank_from=rank_from,
                 patience_s=patience_s,
             )
+            return restore_newest(request)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             return error
 
@@ -193,7 +191,7 @@ def test_the_newest_is_restored() -> None:
     live = empty_live()
     restored = restore(make_store(), live)
     assert restored is not None
-    assert (restored.step, restored.attempt, restored.world_size, restored.passed) == (300, 1, 1, ())
+    assert (restored.step, restored.attempt, restored.world_size, restored.skipped) == (300, 1, 1, ())
     assert restored.num_bytes >= 12_000
     assert restored.seconds > 0
     assert live.tensors["w"].eq(300).all()
@@ -245,10 +243,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(harm: str) -> None
     restored = restore(store, live)
     assert restored is not None
     assert restored.step == 200
-    (passed,) = restored.passed
-    assert (passed.step, passed.attempt) == (300, 1)
-    assert passed.reason.startswith("rank 0: ")
-    assert re.search(reason, passed.reason)
+    (skipped,) = restored.skipped
+    assert (skipped.step, skipped.attempt) == (300, 1)
+    assert skipped.reason.startswith("rank 0: ")
+    assert re.search(reason, skipped.reason)
     assert live.tensors["w"].eq(200).all()
     assert live.finished == [200]
 
@@ -260,7 +258,7 @@ def test_every_reason_is_told_when_several_are_passed_over() -> None:
     restored = restore(store, live)
     assert restored is not None
     assert restored.step == 100
-    assert [one.step for one in restored.passed] == [300, 200]
+    assert [one.step for one in restored.skipped] == [300, 200]
 
 
 def test_an_extra_file_is_harmless() -> None:
@@ -269,7 +267,7 @@ def test_an_extra_file_is_harmless() -> None:
     store.put(names.data(300, 1, 9), b"?")
     restored = restore(store, empty_live())
     assert restored is not None
-    assert (restored.step, restored.passed) == (300, ())
+    assert (restored.step, restored.skipped) == (300, ())
 
 
 def test_none_good_raises_with_all_reasons_and_never_starts_from_zero() -> None:
@@ -345,7 +343,7 @@ def test_a_commit_in_a_home_that_may_only_be_read_is_passed_over() -> None:
     restored = restore(store, empty_live())
     assert restored is not None
     assert restored.step == 300
-    assert [(one.step, "read-only" in one.reason) for one in restored.passed] == [(400, True)]
+    assert [(one.step, "read-only" in one.reason) for one in restored.skipped] == [(400, True)]
 
 
 FAILING = {
@@ -367,7 +365,7 @@ def test_a_passing_error_makes_no_older_checkpoint_the_newest(what: str) -> None
     restored = restore(store, live := empty_live(), mark=lambda *said: noted.append(said))
     assert restored is not None
     assert restored.step == 300
-    assert not restored.passed
+    assert not restored.skipped
     assert not noted
     assert torch.equal(live.tensors["w"], state_of(300)["w"])
 
@@ -383,8 +381,8 @@ def test_a_lasting_error_stops_the_restore_and_says_how_to_take_an_older_one(wha
     if what in ("manifest", "part", "data", "listing of the step"):
         assert caught.value.step == 300
         assert "restore(step=200)" in str(caught.value)
-        ((passed, restored),) = noted
-        assert [(one.step, one.attempt) for one in passed] == [(300, 1)]
+        ((skipped, restored),) = noted
+        assert [(one.step, one.attempt) for one in skipped] == [(300, 1)]
         assert restored is None
         by_hand = restore(store, empty_live(), step=200)
         assert by_hand is not None
@@ -431,8 +429,8 @@ def test_what_does_not_verify_is_noted_and_what_is_superseded_is_not() -> None:
     flip(store, names.data(200, 2, 0))
     restored = restore(store, empty_live(), mark=lambda *said: noted.append(said))
     assert restored is not None
-    ((passed, good),) = noted
-    assert [(one.attempt, one.step) for one in passed] == [(2, 200)]
+    ((skipped, good),) = noted
+    assert [(one.attempt, one.step) for one in skipped] == [(2, 200)]
     assert good == (1, 100)
 
 
@@ -444,9 +442,9 @@ def test_a_dead_branch_is_not_fallen_back_to() -> None:
     restored = restore(store, live)
     assert restored is not None
     assert (restored.step, restored.attempt) == (100, 1)
-    reasons = {(one.step, one.attempt): one.reason for one in restored.passed}
+    reasons = {(one.step, one.attempt): one.reason for one in restored.skipped}
     assert set(reasons) == {(200, 2), (300, 1), (200, 1)}
-    assert reasons[300, 1] == "superseded: attempt 2 went on from step 100"
+    assert reasons[300, 1] == "superseded: attempt 2 continued from step 100"
     by_hand = restore(store, live, step=300)
     assert by_hand is not None
     assert by_hand.attempt == 1
@@ -468,9 +466,9 @@ def test_after_going_back_by_hand_to_a_superseded_checkpoint_its_line_is_gone_ba
     restored = restore(store, live)
     assert restored is not None
     assert (restored.step, restored.attempt) == (300, 1)
-    reasons = {(one.step, one.attempt): one.reason for one in restored.passed}
+    reasons = {(one.step, one.attempt): one.reason for one in restored.skipped}
     assert set(reasons) == {(350, 3), (250, 2)}
-    assert reasons[250, 2] == "superseded: attempt 3 went on from step 300"
+    assert reasons[250, 2] == "superseded: attempt 3 continued from step 300"
 
 
 def test_a_line_of_several_restarts_is_gone_back_along() -> None:
@@ -487,7 +485,7 @@ def test_a_line_of_several_restarts_is_gone_back_along() -> None:
         assert restored is not None
         assert (restored.step, restored.attempt) == found
     assert restored is not None
-    assert {(one.step, one.attempt) for one in restored.passed} == {*order[:-1], (260, 2), (300, 1)}
+    assert {(one.step, one.attempt) for one in restored.skipped} == {*order[:-1], (260, 2), (300, 1)}
 
 
 def test_an_asked_for_step_falls_back_to_an_older_attempts() -> None:
@@ -513,7 +511,7 @@ def test_a_foreign_error_of_the_live_objects_is_raised_as_it_is() -> None:
         raise ZeroDivisionError("in the user's code")
 
     with pytest.raises(ZeroDivisionError):
-        restore_newest(make_store(), broken, rank=0, world_size=1, group=Alone())
+        restore_newest(Request(make_store(), broken, Alone()))
 
 
 def test_tensors_left_over_from_a_damaged_checkpoint_are_not_hidden() -> None:
@@ -594,7 +592,7 @@ def test_whose_per_rank_state_a_rank_takes_can_be_chosen() -> None:
 def test_a_rank_that_did_not_save_cannot_be_chosen(answer: Any) -> None:
     lives = [rank_live(), rank_live()]
     results = on_ranks(two_rank_store(), lives, lambda *_: answer)
-    assert all(isinstance(one, InvalidInput) and "rank_from answered" in str(one) for one in results)
+    assert all(isinstance(one, InvalidInput) and "rank_from returned" in str(one) for one in results)
     assert not any(tensor.any() for live in lives for tensor in live.tensors.values())
 
 
@@ -639,9 +637,9 @@ def test_damage_that_one_rank_alone_meets_makes_both_fall_back() -> None:
     flip(store, names.data(200, 1, 1), part_at)
     results = on_ranks(store, lives)
     assert [one.step for one in results] == [100, 100]
-    assert [len(one.passed) for one in results] == [1, 1]
-    assert results[0].passed == results[1].passed
-    assert results[0].passed[0].reason.startswith("rank 1: ")
+    assert [len(one.skipped) for one in results] == [1, 1]
+    assert results[0].skipped == results[1].skipped
+    assert results[0].skipped[0].reason.startswith("rank 1: ")
     assert [live.tensors["own"].tolist() for live in lives] == [[100, 0], [100, 1]]
     assert [live.finished for live in lives] == [[100], [100]]
 
@@ -670,7 +668,7 @@ def flaky_store(num_failures: int) -> Flaky:
 def test_both_ranks_try_again_what_one_could_not_read() -> None:
     results = on_ranks(flaky_store(3), [rank_live(), rank_live()])
     assert [one.step for one in results] == [200, 200]
-    assert [one.passed for one in results] == [(), ()]
+    assert [one.skipped for one in results] == [(), ()]
 
 
 def test_both_ranks_stop_where_one_cannot_read() -> None:
@@ -692,7 +690,7 @@ def test_a_misfit_on_one_rank_is_raised_on_every_rank() -> None:
     lives = [rank_live(), rank_live(7)]
     results = on_ranks(two_rank_store(), lives)
     assert all(isinstance(one, InvalidInput) for one in results)
-    assert "rank 1" in str(results[0])
+    assert str(results[0]).startswith("Rank 1 failed to restore the state: ")
     assert [live.finished for live in lives] == [[], []]
 
 
@@ -708,7 +706,7 @@ def test_a_foreign_error_while_finishing_is_raised_on_every_rank() -> None:
 
     results = on_ranks(two_rank_store(), [rank_live(), Breaks(rank_live().tensors)])
     assert type(results[0]) is HoldfastError
-    assert "rank 1: KeyError" in str(results[0])
+    assert "Rank 1 failed to restore the state: KeyError" in str(results[0])
     assert isinstance(results[1], KeyError)
 
 

@@ -12,14 +12,15 @@ import torch
 
 from holdfast.errors import Corrupt, NotFound
 from holdfast.format import names
-from holdfast.restore.resume import Restored, restore_newest
+from holdfast.restore.request import Request, Restored
+from holdfast.restore.resume import restore_newest
 from holdfast.restore.scattered import Holding, find_holdings, put_together
 from holdfast.restore.share import OTHER_RANKS, assign_blocks
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.store.nearest import Nearest
 from making import RUN_ID, make_checkpoint, make_home
-from restore.test_resume import Live, Threads
+from restore.test_resume import Live, Member, Threads
 
 WAIT_S = 30.0
 NUMBERS = torch.arange(40_000, dtype=torch.float32)
@@ -49,25 +50,18 @@ class Done:
             self.data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
-@dataclass
-class Rank:
-    """A rank's end of a group that can pass bytes on."""
+class Rank(Member):
+    """A rank's end of a group that can send bytes."""
 
-    threads: Threads
-    post: Post
-    rank: int
+    def __init__(self, threads: Threads, post: Post, rank: int) -> None:
+        super().__init__(threads, rank)
+        self.post = post
 
-    def gather(self, value: Any) -> list[Any]:
-        return self.threads.exchange(self.rank, value)
-
-    def share(self, value: Any) -> Any:
-        return self.threads.exchange(self.rank, value)[0]
-
-    def send(self, data: torch.Tensor, to: int) -> Done:
+    def send(self, data: torch.Tensor, to: int) -> Any:
         self.post.boxes[self.rank, to].put(data.numpy().tobytes())
         return Done(self.post, (self.rank, to))
 
-    def receive(self, data: torch.Tensor, source: int) -> Done:
+    def receive(self, data: torch.Tensor, source: int) -> Any:
         return Done(self.post, (source, self.rank), data)
 
 
@@ -104,17 +98,16 @@ class Hosts:
 
         def one(rank: int) -> Restored | Exception | None:
             try:
-                return restore_newest(
+                request = Request(
                     Nearest([self.local[rank], self.home]),
                     lives[rank].load,
-                    rank=rank,
-                    world_size=2,
-                    group=Rank(threads, post, rank),
+                    Rank(threads, post, rank),
                     step=step,
                     num_threads=2,
                     own_local=self.local[rank],
-                    say=self.said.append,
+                    show=self.said.append,
                 )
+                return restore_newest(request)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 return error
 
@@ -159,7 +152,7 @@ def test_the_newest_that_is_complete_wins_and_what_is_not_is_told() -> None:
     hosts.save(20)
     hosts.save(30, kept=(0,))
     hosts.check_restores(20)
-    assert hosts.said == ["step 30 of attempt 1 is not complete: nobody has the files of ranks 1"] * 2
+    assert hosts.said == ["step 30 of attempt 1 is incomplete: the files of ranks 1 are missing"] * 2
 
 
 def test_a_save_that_is_all_in_home_but_for_its_manifest_is_committed_there() -> None:
@@ -174,7 +167,7 @@ def test_nothing_that_is_complete_is_a_fresh_start_and_told() -> None:
     hosts = Hosts()
     hosts.save(10, kept=(1,))
     assert hosts.restore()[1] == [None, None]
-    assert hosts.said == ["step 10 of attempt 1 is not complete: nobody has the files of ranks 0"] * 2
+    assert hosts.said == ["step 10 of attempt 1 is incomplete: the files of ranks 0 are missing"] * 2
 
 
 def test_damage_on_the_only_copy_falls_back_on_both_ranks() -> None:
@@ -184,8 +177,8 @@ def test_damage_on_the_only_copy_falls_back_on_both_ranks() -> None:
     hosts.save(20)
     flip(hosts.local[0], names.data(20, 1, 0))
     for one in hosts.check_restores(10):
-        assert len(one.passed) == 1
-        assert "damaged in chunk" in one.passed[0].reason
+        assert len(one.skipped) == 1
+        assert "damaged in chunk" in one.skipped[0].reason
 
 
 def test_a_damaged_part_does_not_count() -> None:
@@ -199,7 +192,7 @@ def test_a_local_copy_that_is_damaged_is_mended_from_home() -> None:
     hosts = Hosts()
     hosts.save(10, to_home=(0, 1))
     flip(hosts.local[1], names.data(10, 1, 1))
-    assert any("damaged in chunk" in line for one in hosts.check_restores(10) for line in one.mended)
+    assert any("damaged in chunk" in line for one in hosts.check_restores(10) for line in one.recovered_from)
 
 
 @pytest.mark.parametrize(("step", "kind"), [(10, None), (20, NotFound)])

@@ -24,11 +24,12 @@ from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning
 from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
-from holdfast.home.skipped import Passed
+from holdfast.home.skipped import Skipped
 from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_let_go, wait_for_orphans
 from holdfast.policy import Keep
 from holdfast.ranks import RankGroup
-from holdfast.restore.resume import Restored, restore_newest
+from holdfast.restore.request import Request, Restored
+from holdfast.restore.resume import restore_newest
 from holdfast.state import Load
 from holdfast.units import format_duration
 
@@ -107,7 +108,7 @@ class Attempt:
         self._restored: Restored | None = None
         # Until the claim: events for the history, and skipped and restored checkpoints to be marked in home.
         self._early_notes: list[dict[str, Any]] = []
-        self._marks: list[tuple[Sequence[Passed], tuple[int, int] | None]] = []
+        self._marks: list[tuple[Sequence[Skipped], tuple[int, int] | None]] = []
         self._guarantee: str | None = None
         self._has_noted_end = False
         self._scores = Scores(shared.options.keep, is_alone=shared.ranks.world_size == 1)
@@ -224,21 +225,19 @@ class Attempt:
                 own_rank=manifest.world_size == self._ranks.world_size,
             )
 
-        def mark(passed: Sequence[Passed], restored: tuple[int, int] | None) -> None:
+        def mark(skipped: Sequence[Skipped], restored: tuple[int, int] | None) -> None:
             if restored is None or self.keeper is not None:
                 # Also without a claim if nothing was restored: the next start may be another process.
-                self._mark(passed, restored, is_scattered=is_scattered)
+                self._mark(skipped, restored, is_scattered=is_scattered)
             else:
-                self._marks.append((passed, restored))
+                self._marks.append((skipped, restored))
 
         options = self._shared.options
         with self._tiers.reading() as store:
-            found = restore_newest(
+            request = Request(
                 store,
                 load,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
-                group=self._ranks,
+                self._ranks,
                 step=selection.step,
                 best=options.keep if selection.best else None,
                 num_threads=options.num_read_threads,
@@ -246,10 +245,11 @@ class Attempt:
                 rank_from=options.rank_from,
                 own_local=self._tiers.local_store if is_scattered else None,
                 may_commit=self.keeper is not None,
-                say=self._shared.show,
+                show=self._shared.show,
                 patience_s=self._tiers.restore_patience_s,
                 mark=mark,
             )
+            found = restore_newest(request)
         self._has_looked, self._restored = True, found
         if self.keeper is not None:
             self._complete_restore(self.keeper)
@@ -265,9 +265,9 @@ class Attempt:
             self._marks.pop(0)
 
     def _mark(
-        self, passed: Sequence[Passed], restored: tuple[int, int] | None, *, is_scattered: bool
+        self, skipped: Sequence[Skipped], restored: tuple[int, int] | None, *, is_scattered: bool
     ) -> None:
-        self._tiers.mark(passed, restored, run=self._run, rank=self._ranks.rank, is_scattered=is_scattered)
+        self._tiers.mark(skipped, restored, run=self._run, rank=self._ranks.rank, is_scattered=is_scattered)
 
     def _complete_restore(self, keeper: Keeper) -> None:
         """Record what this attempt continues, and complete commits, which only a claimed attempt may."""
@@ -495,5 +495,5 @@ class Attempt:
 
 def describe_skipped(found: Restored) -> list[str]:
     """Return a line for each checkpoint that a restore skipped or repaired."""
-    skipped = [f"passed over step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.passed]
-    return [*skipped, *found.mended]
+    skipped = [f"skipped step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.skipped]
+    return [*skipped, *found.recovered_from]

@@ -37,7 +37,7 @@ from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, single_policies
 from holdfast.process_exit import leave, leave_at_exit
 from holdfast.ranks import RankGroup, Ranks
-from holdfast.restore.resume import Restored
+from holdfast.restore.request import Restored
 from holdfast.state import State, stepping
 from holdfast.state.review import refuse_snapshots
 from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_step, plural

@@ -21,10 +21,10 @@ from holdfast.home.claim import (
     claim_run,
     copy_claim,
 )
-from holdfast.home.listing import candidates, list_home
+from holdfast.home.listing import CheckpointId, candidates, list_home
 from holdfast.home.losses import check_no_losses, find_losses
 from holdfast.home.recovery import recover_commit
-from holdfast.home.skipped import Passed, drop_note, note_passed
+from holdfast.home.skipped import Skipped, drop_note, note_skipped
 from holdfast.home.writer import LiveTrainer
 from holdfast.keeper import HeldStore, end_held
 from holdfast.policy import Every, Keep, single_policies
@@ -36,7 +36,6 @@ from holdfast.store.place import absolute_place
 from holdfast.units import format_bytes, parse_bytes, parse_duration
 
 Duration = str | float | datetime.timedelta
-Id = tuple[int, int]  # (attempt, step), the order of checkpoints
 
 
 class TierTerms(TypedDict):
@@ -284,8 +283,8 @@ class Tiers:
 
     def mark(
         self,
-        passed: Sequence[Passed],
-        restored: Id | None,
+        skipped: Sequence[Skipped],
+        restored: CheckpointId | None,
         *,
         run: str | None,
         rank: int,
@@ -294,7 +293,7 @@ class Tiers:
         """Record durably which checkpoints a restore skipped, in every tier where retention deletes.
 
         Args:
-            passed: checkpoints that did not verify, or could not be read.
+            skipped: checkpoints that did not verify, or could not be read.
             restored: (attempt, step) of the verified checkpoint; a note about it is deleted.
             run: id of the run.
             rank: this rank.
@@ -306,7 +305,7 @@ class Tiers:
         stores = self.durable_stores() if rank == 0 else self.durable_stores()[:-1] if is_scattered else []
         for store in stores:
             with contextlib.suppress(Denied):  # it takes no saves either, so nothing is deleted there
-                note_passed(store, passed, run)
+                note_skipped(store, skipped, run)
                 if restored is not None:
                     attempt, step = restored
                     drop_note(store, step, attempt)

@@ -25,7 +25,7 @@ from holdfast.home.inventory import (
     COMPLETE,
     DAMAGED,
     INCOMPLETE,
-    PASSED,
+    SKIPPED,
     SUPERSEDED,
     Inventory,
     Row,
@@ -120,7 +120,7 @@ def _is_chosen(row: Row, args: argparse.Namespace) -> bool:
     old = (
         args.before is not None
         and row.step < args.before
-        and row.state in (COMPLETE, SUPERSEDED, DAMAGED, PASSED)
+        and row.state in (COMPLETE, SUPERSEDED, DAMAGED, SKIPPED)
     )
     return (
         row.step == args.step
@@ -185,6 +185,6 @@ def delete(store: Store, inventory: Inventory, row: Row) -> None:
     Blocks: until the removal is durable.
     """
     key = row.step, row.attempt
-    notes = names.refusal(*key), names.metrics(*key), names.passed(*key)
+    notes = names.refusal(*key), names.metrics(*key), names.skipped(*key)
     delete_files(store, [*inventory.home.saved[key].names, *notes])
     store.sweep(f"{names.step_dir(row.step)}/")  # unfinished files of killed writers are not in the listing

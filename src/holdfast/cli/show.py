@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Show one checkpoint. Only its manifest and one part are read."""
     store, _ = open_home(args.home)
     checkpoint = open_checkpoint(store, args.step, args.attempt)
-    for passed in checkpoint.passed:
-        print(f"holdfast: passed over step {passed.step}: {passed.reason}", file=sys.stderr)
+    for skipped in checkpoint.skipped:
+        print(f"holdfast: skipped step {skipped.step}: {skipped.reason}", file=sys.stderr)
     if args.rank >= checkpoint.world_size:
         raise InvalidInput(
             f"Step {checkpoint.step} was saved by {plural(checkpoint.world_size, 'rank')}, so rank "

@@ -22,7 +22,7 @@ _ATTEMPT = re.compile(rf"attempts/{_A}\.json")
 _HISTORY = re.compile(rf"history/{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})\.jsonl")
 _MANIFEST = re.compile(rf"{_STEP}/manifest-{_A}\.json")
 _REFUSAL = re.compile(rf"{_STEP}/refused-{_A}\.json")
-_PASSED = re.compile(rf"{_STEP}/passed-{_A}\.json")
+_SKIPPED = re.compile(rf"{_STEP}/passed-{_A}\.json")
 _METRICS = re.compile(rf"{_STEP}/metrics-{_A}\.json")
 _RANK_FILE = re.compile(
     rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
@@ -35,7 +35,7 @@ _NUMBERED = re.compile(
 _LIMITS = {
     "attempt": MAX_SMALL_BYTES,
     "refusal": MAX_SMALL_BYTES,
-    "passed": MAX_SMALL_BYTES,
+    "skipped": MAX_SMALL_BYTES,
     "metrics": MAX_SMALL_BYTES,
     "manifest": MAX_DOCUMENT_BYTES,
     "part": MAX_DOCUMENT_BYTES,
@@ -73,7 +73,7 @@ def refusal(step: int, attempt_number: int) -> str:
     return f"{step_dir(step)}/refused-a{attempt_number:04d}.json"
 
 
-def passed(step: int, attempt_number: int) -> str:
+def skipped(step: int, attempt_number: int) -> str:
     """Return `step-00000500/passed-a0003.json`."""
     return f"{step_dir(step)}/passed-a{attempt_number:04d}.json"
 
@@ -150,7 +150,7 @@ def _limit_of(name: str) -> int | None:
 class Parsed:
     """Facts that an object's name tells.
 
-    `kind` is one of: attempt, manifest, part, data, frozen, refusal, passed, metrics, step-other.
+    `kind` is one of: attempt, manifest, part, data, frozen, refusal, skipped, metrics, step-other.
     """
 
     kind: str
@@ -167,8 +167,8 @@ def parse(name: str) -> Parsed | None:
         return Parsed(_KINDS[found[4]], step=int(found[1]), rank=int(found[2]), attempt=int(found[3]))
     if found := _REFUSAL.fullmatch(name):
         return Parsed("refusal", step=int(found[1]), attempt=int(found[2]))
-    if found := _PASSED.fullmatch(name):
-        return Parsed("passed", step=int(found[1]), attempt=int(found[2]))
+    if found := _SKIPPED.fullmatch(name):
+        return Parsed("skipped", step=int(found[1]), attempt=int(found[2]))
     if found := _METRICS.fullmatch(name):
         return Parsed("metrics", step=int(found[1]), attempt=int(found[2]))
     if found := _ATTEMPT.fullmatch(name):

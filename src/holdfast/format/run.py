@@ -12,7 +12,7 @@ from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_S
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.versions import Versions
 
-_T = TypeVar("_T", "Run", "Attempt", "Saved", "Emptied", "Done", "Refusal", "Passed", "Metrics")
+_T = TypeVar("_T", "Run", "Attempt", "Saved", "Emptied", "Done", "Refusal", "SkippedNote", "Metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class SkippedNote:
     """`step-NNNNNNNN/passed-aNNNN.json`: a restore has passed this checkpoint over; it is kept."""
 
     run: str
@@ -108,7 +108,7 @@ def encode_metric(value: float) -> float | str:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def document(value: Run | Attempt | Saved | Emptied | Done | Refusal | Passed | Metrics) -> bytes:
+def document(value: Run | Attempt | Saved | Emptied | Done | Refusal | SkippedNote | Metrics) -> bytes:
     """The sealed document of a value."""
     members = value.members() if isinstance(value, Metrics) else asdict(value)
     return seal(dumps({**VERSIONS[type(value)].header, **members}))
@@ -212,6 +212,6 @@ VERSIONS: dict[type, Versions[Callable[[Fields], dict[str, Any]]]] = {
     Emptied: Versions("holdfast-emptied", written=1, parsers={1: _emptied}),
     Done: Versions("holdfast-done", written=1, parsers={1: _done}),
     Refusal: Versions("holdfast-refusal", written=1, parsers={1: _refusal}),
-    Passed: Versions("holdfast-passed", written=1, parsers={1: _passed}),
+    SkippedNote: Versions("holdfast-passed", written=1, parsers={1: _passed}),
     Metrics: Versions("holdfast-metrics", written=1, parsers={1: _metrics}),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from holdfast.format import names
 from holdfast.store import Store
 
-_ORDER = {"manifest": 0, "part": 1, "refusal": 2, "frozen": 3, "data": 4, "metrics": 5, "passed": 6}
+_ORDER = {"manifest": 0, "part": 1, "refusal": 2, "frozen": 3, "data": 4, "metrics": 5, "skipped": 6}
 
 
 def delete_files(
@@ -20,7 +20,7 @@ def delete_files(
 
     Args:
         store: the home, or a nearer tier.
-        found: names of the files; those that do not exist are passed over.
+        found: names of the files; those that do not exist are skipped.
         on_deleted: called with each name, after it is deleted.
 
     Raises:

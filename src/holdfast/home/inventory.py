@@ -18,10 +18,10 @@ from holdfast.store import Store
 from holdfast.units import plural
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
-DAMAGED, UNSUPPORTED, PASSED = "damaged", "unsupported", "passed over"
+DAMAGED, UNSUPPORTED, SKIPPED = "damaged", "unsupported", "skipped"
 """States. Damaged: the manifest cannot be read, or a file it names is missing or has another size.
 
-Passed over: a restore has found it damaged or could not read it; retention leaves it alone.
+Skipped: a restore has found it damaged or could not read it; retention leaves it alone.
 """
 
 
@@ -88,15 +88,15 @@ def take_inventory(
             check_files(list(tiers.values()) if tiers else [home], manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
             wrong[key] = error
-    passed = {
-        key: f"passed over by a restore: {read_reason(store, *key)}"
+    skipped = {
+        key: f"skipped by a restore: {read_reason(store, *key)}"
         for key, saved in home.saved.items()
-        if saved.was_passed
+        if saved.was_skipped
     }
-    found = {(a, s): one.ancestors for (s, a), one in manifests.items() if (s, a) not in passed}
+    found = {(a, s): one.ancestors for (s, a), one in manifests.items() if (s, a) not in skipped}
     line = line_of(found, max(found), found[max(found)]) if found else Line((), ())
     superseded = {(step, attempt) for attempt, step in line.superseded}
-    whole = (key for key in manifests if key not in wrong and key not in superseded and key not in passed)
+    whole = (key for key in manifests if key not in wrong and key not in superseded and key not in skipped)
     newest = max(whole, key=lambda key: (key[1], key[0]), default=None)
     order = sorted(home.saved, key=lambda key: (key[1], key[0]), reverse=True)
     rows = (
@@ -104,8 +104,8 @@ def take_inventory(
         for key in order
     )
     rows = (
-        replace(row, state=PASSED, reason=passed[row.step, row.attempt])
-        if (row.step, row.attempt) in passed
+        replace(row, state=SKIPPED, reason=skipped[row.step, row.attempt])
+        if (row.step, row.attempt) in skipped
         else row
         for row in rows
     )

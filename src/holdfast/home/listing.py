@@ -9,7 +9,7 @@ from holdfast.format import names
 from holdfast.home.writer import WriterId
 from holdfast.store.contract import Entry, Store
 
-Id = tuple[int, int]
+CheckpointId = tuple[int, int]
 """(attempt, step) of a checkpoint; the newest is the greatest."""
 
 
@@ -23,7 +23,7 @@ class ListedSave:
     parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
-    was_passed: bool = False  # a restore has skipped it, see `holdfast.home.skipped`
+    was_skipped: bool = False  # a restore has skipped it, see `holdfast.home.skipped`
     has_metrics: bool = False  # see `holdfast.home.metrics`
 
     @property
@@ -105,7 +105,7 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
             continue
         if facts.kind == "refusal":
             continue  # a message between keepers
-        if facts.kind in ("passed", "metrics"):
+        if facts.kind in ("skipped", "metrics"):
             notes.append(facts)
             continue
         if facts.kind == "step-other":
@@ -119,12 +119,12 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
             files[facts.rank] = entry.num_bytes
     for facts in notes:
         if noted := saved.get((facts.step, facts.attempt)):  # else only the note about it is left
-            noted.was_passed |= facts.kind == "passed"
+            noted.was_skipped |= facts.kind == "skipped"
             noted.has_metrics |= facts.kind == "metrics"
     return Listing(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
 
 
-def candidates(listing: Listing) -> list[Id]:
+def candidates(listing: Listing) -> list[CheckpointId]:
     """Return (attempt, step) of everything that has a manifest, newest first."""
     return sorted(
         ((one.attempt, one.step) for one in listing.saved.values() if one.is_committed), reverse=True
@@ -155,7 +155,9 @@ def newest_committed(store: Store, attempt: int) -> int:
     return max((facts.step for facts in found if facts.attempt == attempt), default=-1)
 
 
-def files_of(store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True) -> dict[Id, list[str]]:
+def files_of(
+    store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True
+) -> dict[CheckpointId, list[str]]:
     """Return the names of all files of checkpoints, complete or not, by (attempt, step).
 
     Args:
@@ -165,7 +167,7 @@ def files_of(store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _:
     Raises:
         RetryLater: the store failed.
     """
-    files: dict[Id, list[str]] = {}
+    files: dict[CheckpointId, list[str]] = {}
     for entry, facts in scan(store, "step-"):
         if facts.kind not in ("attempt", "step-other") and is_chosen(facts):
             files.setdefault((facts.attempt, facts.step), []).append(entry.name)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
-from holdfast.home.listing import Id
+from holdfast.home.listing import CheckpointId
 from holdfast.home.writer import WriterId
 from holdfast.store.contract import Store
 
@@ -54,7 +54,7 @@ def copy_metrics(source: Store, target: Store, step: int, attempt: int) -> None:
     target.put(name, document)
 
 
-def read_values(store: Store, metric: str, found: Iterable[Id]) -> dict[Id, float]:
+def read_values(store: Store, metric: str, found: Iterable[CheckpointId]) -> dict[CheckpointId, float]:
     """Return the value of one metric by checkpoint. Those without it are left out.
 
     A damaged document is treated as missing.
@@ -62,7 +62,7 @@ def read_values(store: Store, metric: str, found: Iterable[Id]) -> dict[Id, floa
     Raises:
         RetryLater: the store failed.
     """
-    values: dict[Id, float] = {}
+    values: dict[CheckpointId, float] = {}
     for attempt, step in found:
         try:
             metrics = read_metrics(store, step, attempt)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.home.listing import Listing, list_home
 from holdfast.home.patience import Patience
-from holdfast.home.skipped import Passed
+from holdfast.home.skipped import Skipped
 from holdfast.store.contract import Store
 from holdfast.units import format_duration
 
@@ -22,7 +22,7 @@ def usable(
     *,
     url: str,
     patience: Patience,
-    on_passed: Callable[[Passed, HoldfastError], None] = lambda passed, error: None,
+    on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
 ) -> Iterator[_T]:
     """Yield the result of `take` for each checkpoint, in the given order; skip those that do not verify.
 
@@ -34,7 +34,7 @@ def usable(
         take: called with attempt and step; None leaves a checkpoint out.
         url: of the home, for errors.
         patience: for what cannot be read.
-        on_passed: called for each checkpoint that was skipped.
+        on_skipped: called for each checkpoint that was skipped.
 
     Raises:
         RetryLater: a checkpoint could not be read until the patience ended; it may be whole.
@@ -44,7 +44,7 @@ def usable(
         try:
             taken = _take(take, attempt, step, patience)
         except _PASSABLE as error:
-            on_passed(Passed(step, attempt, str(error)), error)
+            on_skipped(Skipped(step, attempt, str(error)), error)
             continue
         except (RetryLater, Denied) as error:
             raise _unread(url, found[index:], error, patience.spent_s) from error

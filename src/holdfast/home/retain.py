@@ -13,12 +13,12 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
 from holdfast.home.deletion import delete_files
-from holdfast.home.listing import Id, files_of
+from holdfast.home.listing import CheckpointId, files_of
 from holdfast.home.metrics import read_metrics
 from holdfast.policy import Keep, line_of
 from holdfast.store import Store
 
-_MAX_PASSED_ATTEMPTS = 3  # attempts whose skipped checkpoints stay, the newest of those that have any
+_MAX_SKIPPED_ATTEMPTS = 3  # attempts whose skipped checkpoints stay, the newest of those that have any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,16 @@ class Retention:
     def __init__(self, store: Store, keep: Keep) -> None:
         self.store = store
         self.keep = keep
-        self._readable: set[Id] = set()
-        self._metrics: dict[Id, Mapping[str, float] | None] = {}  # None: unreadable
+        self._readable: set[CheckpointId] = set()
+        self._metrics: dict[CheckpointId, Mapping[str, float] | None] = {}  # None: unreadable
 
-    def note_metrics(self, found: Id, metrics: Mapping[str, float]) -> None:
+    def note_metrics(self, found: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Record the metrics that were just written for a checkpoint."""
         self._metrics[found] = metrics
 
-    def apply(self, newest: Id, ancestors: Ancestors, in_work: Collection[Id]) -> Iterator[Deleted]:
+    def apply(
+        self, newest: CheckpointId, ancestors: Ancestors, in_work: Collection[CheckpointId]
+    ) -> Iterator[Deleted]:
         """Delete what the policy does not keep, now that `newest` is complete.
 
         Args:
@@ -58,12 +60,12 @@ class Retention:
         complete = {
             found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names
         }
-        passed = passed_over(files)
+        skipped = skipped_in(files)
         self._readable.add(newest)  # it need not be read back
-        counted = (found for found in complete - passed if self._is_readable(found))
+        counted = (found for found in complete - skipped if self._is_readable(found))
         line = line_of(counted, newest, ancestors)
         values, unknown = self._values(line.current, files)
-        kept = self.keep.kept(line.current, values) | {newest} | set(in_work) | passed | unknown
+        kept = self.keep.kept(line.current, values) | {newest} | set(in_work) | skipped | unknown
         doomed = {found for found in line.current if found not in kept}
         doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
         half_done = {found for found in files if found not in complete and found < newest} - kept
@@ -73,7 +75,7 @@ class Retention:
             self._metrics.pop(found, None)
             yield Deleted(*found, was_complete=found in complete)
 
-    def _is_readable(self, found: Id) -> bool:
+    def _is_readable(self, found: CheckpointId) -> bool:
         """Return True if the manifest can be read. Others are neither counted nor deleted."""
         if found not in self._readable:
             name = names.manifest(found[1], found[0])
@@ -85,8 +87,8 @@ class Retention:
         return True
 
     def _values(
-        self, line: Sequence[Id], files: Mapping[Id, Sequence[str]]
-    ) -> tuple[dict[Id, float], set[Id]]:
+        self, line: Sequence[CheckpointId], files: Mapping[CheckpointId, Sequence[str]]
+    ) -> tuple[dict[CheckpointId, float], set[CheckpointId]]:
         """Return the metric's value by checkpoint, and the checkpoints with unreadable values."""
         metric = self.keep.metric
         if self.keep.best is None or metric is None:
@@ -119,7 +121,7 @@ class ShareRetention:
         self.keep = keep
         self._is_mine = is_mine
 
-    def apply(self, complete: Id, needed: Collection[Id]) -> Iterator[Deleted]:
+    def apply(self, complete: CheckpointId, needed: Collection[CheckpointId]) -> Iterator[Deleted]:
         """Delete what the policy does not keep, now that `complete` is complete.
 
         Args:
@@ -130,11 +132,11 @@ class ShareRetention:
             RetryLater: the store failed; what was not deleted yet is found again next time.
         """
         files = files_of(self.store, self._is_chosen)
-        passed = passed_over(files)
+        skipped = skipped_in(files)
         saved = {one for one, its_names in files.items() if any(_is_described(name) for name in its_names)}
-        older = [one for one in saved - passed if one <= complete]
+        older = [one for one in saved - skipped if one <= complete]
         line = line_of(older, complete, self._ancestors(files.get(complete, [])))
-        kept = self.keep.kept(line.current) | {complete} | set(needed) | passed
+        kept = self.keep.kept(line.current) | {complete} | set(needed) | skipped
         doomed = set(line.current) | {one for one in line.superseded if one[1] <= complete[1]}
         half_done = {one for one in files if one not in saved and one < complete}
         for one in sorted((doomed | half_done) - kept):
@@ -142,7 +144,7 @@ class ShareRetention:
             yield Deleted(*one, was_complete=one in saved)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:
-        if facts.kind == "passed":
+        if facts.kind == "skipped":
             return True
         # Manifests are left by one host on its own. Metrics are written by rank 0.
         rank = 0 if facts.kind in ("manifest", "refusal", "metrics") else facts.rank
@@ -158,19 +160,21 @@ class ShareRetention:
         return ()
 
 
-def passed_over(files: Mapping[Id, Sequence[str]]) -> set[Id]:
+def skipped_in(files: Mapping[CheckpointId, Sequence[str]]) -> set[CheckpointId]:
     """Return the checkpoints that a restore has skipped, and that are still undecided.
 
-    Those of the newest `_MAX_PASSED_ATTEMPTS` attempts that have any, so that a disk that damages one
+    Those of the newest `_MAX_SKIPPED_ATTEMPTS` attempts that have any, so that a disk that damages one
     checkpoint after the other is not filled by them. An attempt leaves no more of them than were kept.
 
     Args:
         files: names of all files of checkpoints, from `files_of`.
     """
     found = {
-        one for one, its_names in files.items() if names.passed(one[1], one[0]) in its_names and its_names[1:]
+        one
+        for one, its_names in files.items()
+        if names.skipped(one[1], one[0]) in its_names and its_names[1:]
     }
-    attempts = sorted({attempt for attempt, _ in found}, reverse=True)[:_MAX_PASSED_ATTEMPTS]
+    attempts = sorted({attempt for attempt, _ in found}, reverse=True)[:_MAX_SKIPPED_ATTEMPTS]
     return {one for one in found if one[0] in attempts}
 
 

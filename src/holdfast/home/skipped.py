@@ -6,18 +6,20 @@ that have any (`holdfast.home.retain`), and `holdfast rm` deletes a checkpoint w
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
+from holdfast.home.documents import read_run
 from holdfast.home.listing import list_home
 from holdfast.store.contract import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class Skipped:
     """A checkpoint that a restore has skipped, with the reason."""
 
     step: int
@@ -26,7 +28,7 @@ class Passed:
     is_superseded: bool = False  # a newer attempt resumed from an older one; its bytes are good
 
 
-def note_passed(store: Store, passed: Iterable[Passed], run_id: str | None) -> None:
+def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -> None:
     """Write a note for each skipped checkpoint that has files in `store`.
 
     Superseded checkpoints get no note: their bytes are good.
@@ -37,12 +39,16 @@ def note_passed(store: Store, passed: Iterable[Passed], run_id: str | None) -> N
 
     Blocks: until the notes are durable.
     """
-    for one in passed:
+    if run_id is None:  # this attempt has not claimed the home yet
+        with contextlib.suppress(Corrupt, Unsupported):
+            found = read_run(store)
+            run_id = found.id if found else None
+    for one in skipped:
         saved = list_home(store, step=one.step).saved.get((one.step, one.attempt))
-        if one.is_superseded or saved is None or saved.was_passed:
+        if one.is_superseded or saved is None or saved.was_skipped:
             continue
-        note = run.Passed(run_id or "", one.attempt, one.step, one.reason, noted_unix_s=time.time())
-        store.put(names.passed(one.step, one.attempt), run.document(note))
+        note = run.SkippedNote(run_id or "", one.attempt, one.step, one.reason, noted_unix_s=time.time())
+        store.put(names.skipped(one.step, one.attempt), run.document(note))
 
 
 def drop_note(store: Store, step: int, attempt: int) -> None:
@@ -52,7 +58,7 @@ def drop_note(store: Store, step: int, attempt: int) -> None:
         Denied: the store cannot be written to.
         RetryLater: the store failed.
     """
-    name = names.passed(step, attempt)
+    name = names.skipped(step, attempt)
     if store.size(name) is not None:
         store.delete(name)
 
@@ -63,8 +69,8 @@ def read_reason(store: Store, step: int, attempt: int) -> str:
     Raises:
         RetryLater: the store failed.
     """
-    name = names.passed(step, attempt)
+    name = names.skipped(step, attempt)
     try:
-        return run.parse(run.Passed, store.get(name), name).reason
+        return run.parse(run.SkippedNote, store.get(name), name).reason
     except (Corrupt, NotFound, Unsupported) as error:
         return str(error)

@@ -16,7 +16,7 @@ from holdfast.format.part import Ancestors, DataFile, Part
 from holdfast.home.attempts import check_not_fenced
 from holdfast.home.commit import check_not_refused, publish
 from holdfast.home.history import History
-from holdfast.home.listing import Id, scan
+from holdfast.home.listing import CheckpointId, scan
 from holdfast.home.metrics import copy_metrics
 from holdfast.keeper.cargo import Cargo, Share, Sizes, Whole
 from holdfast.keeper.config import KeeperConfig
@@ -57,11 +57,13 @@ class Drain:
     ) -> None:
         self._near, self._home, self._terms, self._history = near, home, terms, history
         self._done = done
-        self._due: set[Id] = set()
-        self._best: set[Id] = set()  # copied when nothing is due; not forgotten for newer ones
-        self._arrived: set[Id] = set()
-        self._new_metrics: set[Id] = set()  # checkpoints whose metrics have changed since they were copied
-        self._working_on: Id | None = None
+        self._due: set[CheckpointId] = set()
+        self._best: set[CheckpointId] = set()  # copied when nothing is due; not forgotten for newer ones
+        self._arrived: set[CheckpointId] = set()
+        self._new_metrics: set[CheckpointId] = (
+            set()
+        )  # checkpoints whose metrics have changed since they were copied
+        self._working_on: CheckpointId | None = None
         self._closing = False
         self._has_older_histories = False  # home has, of this rank
         self._changed = threading.Condition()
@@ -75,7 +77,7 @@ class Drain:
             self._due.add((attempt, step))
             self._changed.notify_all()
 
-    def set_best(self, found: set[Id]) -> None:
+    def set_best(self, found: set[CheckpointId]) -> None:
         """Have these checkpoints copied too, whatever newer ones become due; replaces those set before."""
         with self._changed:
             self._best = found - self._arrived
@@ -87,7 +89,7 @@ class Drain:
             self._new_metrics.add((attempt, step))
             self._changed.notify_all()
 
-    def needed(self) -> set[Id]:
+    def needed(self) -> set[CheckpointId]:
         """Checkpoints that the near tier must not lose yet."""
         with self._changed:
             return self._due | self._best | ({self._working_on} if self._working_on else set())
@@ -144,7 +146,7 @@ class Drain:
                     self._done(drained)
                     self._copy_history()
 
-    def _copy_or_tell(self, one: Id) -> Drained | None:
+    def _copy_or_tell(self, one: CheckpointId) -> Drained | None:
         """`_copy`, whose bugs become errors: a thread that ended in silence would be waited for for ever."""
         try:
             return self._copy(one)
@@ -159,7 +161,7 @@ class Drain:
             message = f"The drain of step {one[1]} failed by a bug of Holdfast's: {error!r}."
             raise Internal(message, step=one[1]) from error
 
-    def _take_newest(self) -> Id | None:
+    def _take_newest(self) -> CheckpointId | None:
         """Return the newest that is due, else of the best. Older due ones are forgotten. None at the end."""
         while True:
             with self._changed:
@@ -172,10 +174,10 @@ class Drain:
             self._due.clear()
             return self._working_on
 
-    def _wanted(self) -> set[Id]:
+    def _wanted(self) -> set[CheckpointId]:
         return self._due or self._best
 
-    def _is_overtaken(self, one: Id) -> bool:
+    def _is_overtaken(self, one: CheckpointId) -> bool:
         """Whether this rank should leave a checkpoint whose other files are still missing.
 
         Not for a newer one that is merely due: if every rank ran after the newest in its own time, and home
@@ -192,7 +194,7 @@ class Drain:
 
     # -- one checkpoint --------------------------------------------------------------------------------------
 
-    def _copy(self, one: Id) -> Drained | None:
+    def _copy(self, one: CheckpointId) -> Drained | None:
         """Copy one checkpoint; None if a newer one has become due meanwhile."""
         attempt, step = one
         began = time.monotonic()
@@ -309,7 +311,7 @@ class Drain:
     def _copy_new_metrics(self) -> None:
         """Copy metrics that have changed; a failure is forgotten, since the next change sends all again."""
         with self._changed:
-            changed, self._new_metrics = self._new_metrics, set[Id]()
+            changed, self._new_metrics = self._new_metrics, set[CheckpointId]()
         for attempt, step in changed:
             with contextlib.suppress(HoldfastError):
                 if self._home.size(names.manifest(step, attempt)) is not None:  # else they are copied with it

@@ -21,7 +21,7 @@ from holdfast.format.part import Ancestors
 from holdfast.home.attempts import check_claim, check_not_fenced
 from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse
 from holdfast.home.history import History
-from holdfast.home.listing import Id, missing_ranks, newest_committed
+from holdfast.home.listing import CheckpointId, missing_ranks, newest_committed
 from holdfast.home.metrics import write_metrics
 from holdfast.home.retain import Deleted, Retention, ShareRetention
 from holdfast.keeper import protocol
@@ -92,11 +92,13 @@ class Desk:
         self.end = end
         self.jobs: deque[Job] = deque()
         self.notes: deque[Message] = deque()
-        self.drains: deque[Id] = deque()  # that the trainer wants in home
+        self.drains: deque[CheckpointId] = deque()  # that the trainer wants in home
         self.drops: deque[Message] = deque()  # saves that this rank has no copy of
         self.metrics: deque[Message] = deque()  # metrics of saves that were received before
         self.best: set[int] | None = None  # steps of the best saves, not yet taken
-        self.known: deque[Id] = deque()  # that are complete although this host's folder does not show it
+        self.known: deque[CheckpointId] = (
+            deque()
+        )  # that are complete although this host's folder does not show it
         self.arenas: dict[int, Mapped] = {}
         self.arena_in_use = 0  # being persisted
         self.said_goodbye = False
@@ -207,8 +209,10 @@ class Work:
         self.share: ShareRetention | None = None
         if terms.is_scattered:
             self.share = ShareRetention(self.store, Keep(terms.keep_local), terms.is_mine)
-        self.newest_known: Id | None = None  # the newest checkpoint known to be complete, where that is told
-        self.newest_in_home: Id | None = None  # of those that this keeper has drained
+        self.newest_known: CheckpointId | None = (
+            None  # the newest checkpoint known to be complete, where that is told
+        )
+        self.newest_in_home: CheckpointId | None = None  # of those that this keeper has drained
         self.drain: Drain | None = None
         if terms.local is not None:
             self.home = _open_patiently(terms.home, desk)
@@ -216,12 +220,12 @@ class Work:
             self.drain = Drain(self.store, self.home, terms, self.history, self._after_drain)
             self.is_home_failing = False
         self.newest: Job | None = None  # that this keeper saw committed; not always the last
-        self.wanted_home: set[Id] = set()  # to be drained as soon as they are committed
+        self.wanted_home: set[CheckpointId] = set()  # to be drained as soon as they are committed
         self.untold: list[Message] = []  # drops that other ranks have not been told of, as the store failed
-        self.best: set[Id] = set()  # saves of this attempt that have to come home
+        self.best: set[CheckpointId] = set()  # saves of this attempt that have to come home
         self.newest_drained: Drained | None = None
         self.unwritten: dict[int, Message] = {}  # metrics by step, as the store failed
-        self.unseen: list[Id] = []  # wanted in home, while the near tier cannot be looked at
+        self.unseen: list[CheckpointId] = []  # wanted in home, while the near tier cannot be looked at
         self.waiting: list[Job] = []  # persisted, not committed
         self.retain_due: list[Job] = []  # committed, what they make superfluous not yet deleted
         self.retaining = threading.Thread()  # never started: nothing is being deleted
@@ -679,7 +683,7 @@ class Work:
             kind = type(error).__name__ if drained.is_over else ""
             self._tell("drain-failed", job, tier="home", detail=str(error), kind=kind)
 
-    def _note_in_home(self, one: Id) -> None:
+    def _note_in_home(self, one: CheckpointId) -> None:
         with self.desk.changed:
             self.newest_in_home = max(one, self.newest_in_home or one)
             self.desk.known.append(one)

@@ -23,7 +23,7 @@ later. Closed: the program closed it. If an attempt recorded its end, the detail
 """
 _IDLE = (FINISHED, CLOSED)  # not meant to train
 # In the detail of a restore.
-_PASSED_OVER = re.compile(r"passed over step ([0-9]{1,19}) of attempt ([0-9]{1,19})(?![0-9])")
+_SKIPPED = re.compile(r"skipped step ([0-9]{1,19}) of attempt ([0-9]{1,19})(?![0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _kind(before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], 
     same_process = before.pid is not None and (before.host, before.pid) == (after.host, after.pid)
     newest = max((one.step for one in saves if one.attempt == before.number and one.durable), default=None)
     chose_older = (
-        newest is not None and (after.restored_step or 0) < newest and not _PASSED_OVER.search(after.remark)
+        newest is not None and (after.restored_step or 0) < newest and not _SKIPPED.search(after.remark)
     )
     return WENT_BACK if same_process and chose_older else STOPPED
 
@@ -167,7 +167,7 @@ def _reached_at(
 ) -> float:
     """Return the time when training first reached the step that `after` resumed from."""
     earlier = [attempt for attempt in trained if attempt.number < after.number]
-    damaged = {(int(attempt), int(step)) for step, attempt in _PASSED_OVER.findall(after.remark)}
+    damaged = {(int(attempt), int(step)) for step, attempt in _SKIPPED.findall(after.remark)}
     at_step = [
         save
         for save in saves

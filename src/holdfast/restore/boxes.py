@@ -11,7 +11,7 @@ from holdfast.format.layout import Piece
 
 
 def run_bytes(piece: Piece) -> int:
-    """Length in bytes of the runs that a piece makes in its whole tensor; all of it if it is a single run."""
+    """Return the length in bytes of a piece's runs in the whole tensor; its own if it is one run."""
     items = 1
     for length, size in zip(reversed(piece.lengths), reversed(piece.shape), strict=True):
         items *= length
@@ -21,7 +21,7 @@ def run_bytes(piece: Piece) -> int:
 
 
 def run_start(piece: Piece, offset: int) -> int:
-    """Byte in the whole tensor of byte `offset` of a piece that is not empty."""
+    """Return the byte in the whole tensor of byte `offset` of a non-empty piece."""
     item, rest = divmod(offset, ITEM_BYTES[piece.dtype])
     start, stride = 0, 1
     for at, length, size in zip(
@@ -34,7 +34,10 @@ def run_start(piece: Piece, offset: int) -> int:
 
 
 def runs(piece: Piece, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Runs in bytes `start` to `stop` of a piece: (byte in the piece, byte in the whole tensor, length)."""
+    """Yield the runs in bytes `start` to `stop` of a piece.
+
+    Each is (byte in the piece, byte in the whole tensor, length).
+    """
     step = run_bytes(piece)
     while start < stop:
         end = min(start - start % step + step, stop)
@@ -43,14 +46,14 @@ def runs(piece: Piece, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def is_run(inner: Box, outer: Box) -> bool:
-    """True if the elements of a box follow each other in the row-major order of one around it."""
+    """Return True if `inner` is one contiguous run in the row-major order of `outer`."""
     dims = zip(inner.lengths, outer.lengths, strict=True)
     rest = itertools.dropwhile(lambda sides: sides[0] == 1, dims)
     return all(mine == theirs for mine, theirs in itertools.islice(rest, 1, None))
 
 
 def item_offset(inner: Box, outer: Box) -> int:
-    """Which element of a box, in row-major order, is the first of one inside it."""
+    """Return the index in `outer`, in row-major order, of the first element of `inner`."""
     offset = 0
     for at, start, length in zip(inner.offsets, outer.offsets, outer.lengths, strict=True):
         offset = offset * length + at - start
@@ -58,7 +61,7 @@ def item_offset(inner: Box, outer: Box) -> int:
 
 
 def covering_run(inner: Box, outer: Box) -> Box:
-    """The smallest box around `inner`, which is not empty, that is a run of `outer`."""
+    """Return the smallest box around a non-empty `inner` that is one run of `outer`."""
     if is_run(inner, outer):
         return inner
     cut = next(dim for dim, length in enumerate(inner.lengths) if length > 1) + 1

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading, without any model: look, take tensors out, verify, export."""
+"""A checkpoint opened for reading, without a model: its facts, tensors, values, verification and export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.home.listing import candidates
 from holdfast.home.metrics import read_metrics, read_values
 from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import Patience
-from holdfast.home.skipped import Passed
+from holdfast.home.skipped import Skipped
 from holdfast.policy import best_first, check_mode, line_of
 from holdfast.restore import export as exporting
 from holdfast.restore import verify as verifying
@@ -44,7 +44,7 @@ HomeLike = Union[str, "os.PathLike[str]", Store]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor without reading it. `dtype` is a safetensors name, such as "BF16"."""
+    """Facts about a tensor from the manifest. `dtype` is a safetensors name, such as "BF16"."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,16 +66,16 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """One complete checkpoint. Made by `open`; reads files only when asked, and checks every byte it reads.
+    """One complete checkpoint, opened by `open`. Reads files on demand, and verifies every byte.
 
     Attributes:
-        manifest: all that is known of it without reading further.
-        passed: newer checkpoints that `open` passed over because their manifest cannot be read.
+        manifest: its tensors, ranks and files; reading it needs no other file.
+        skipped: newer checkpoints that `open` skipped, since their manifests are damaged.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, passed: tuple[Passed, ...] = ()) -> None:
+    def __init__(self, store: Store, manifest: Manifest, skipped: tuple[Skipped, ...] = ()) -> None:
         self.manifest = manifest
-        self.passed = passed
+        self.skipped = skipped
         self._store = store
         self._parts = Parts(store, manifest)
 
@@ -89,7 +89,7 @@ class Checkpoint:
 
     @property
     def attempt(self) -> int:
-        """The start of the run that saved it."""
+        """Number of the attempt that saved it."""
         return self.manifest.attempt
 
     @property
@@ -131,7 +131,7 @@ class Checkpoint:
         return len(self.manifest.tensors) + len(self.manifest.tied)
 
     def info(self, key: str) -> TensorInfo:
-        """What is known of a tensor without reading it; of a per-rank one, the first rank's.
+        """Return the facts about a tensor; for a per-rank one, those of the first rank.
 
         Raises:
             NotFound: no such tensor.
@@ -141,7 +141,7 @@ class Checkpoint:
         return TensorInfo(tensor.dtype, tensor.shape, tensor.owner, name if name != key else None)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """A tensor, on the CPU, verified; of a per-rank one, the first rank's.
+        """Return a verified tensor on the CPU; for a per-rank one, that of the first rank.
 
         Raises:
             NotFound: no such tensor, or a file is missing.
@@ -151,7 +151,7 @@ class Checkpoint:
         return self.tensor(key)
 
     def tensor(self, key: str, *, rank: int = 0) -> torch.Tensor:
-        """A tensor as a rank sees it, on the CPU, verified; reads only the chunks that it is in.
+        """Return a rank's tensor, verified, on the CPU. Reads only the chunks that hold it.
 
         Raises:
             NotFound: no such tensor, that rank has none, or a file is missing.
@@ -159,21 +159,25 @@ class Checkpoint:
             RetryLater: the store failed.
         """
         name = self._name(key)
-        self._parts.part(rank)  # refuses a rank that there is not
+        self._parts.part(rank)  # raises for a rank that did not save
         found = self._read([name], rank, num_threads=4)
         if name not in found:
-            message = f"{key} is a tensor per rank, and rank {rank} saved none at step {self.step}."
-            raise MissingKey(message, step=self.step, rank=rank, key=key)
+            raise MissingKey(
+                f"{key} is a tensor per rank, and rank {rank} saved none at step {self.step}.",
+                step=self.step,
+                rank=rank,
+                key=key,
+            )
         return found[name]
 
     def tensors(
         self, rank: int = 0, *, keys: Sequence[str] | None = None, num_threads: int = 4
     ) -> dict[str, torch.Tensor]:
-        """All tensors as a rank sees them, or some, on the CPU, verified; tied names share one tensor.
+        """Return a rank's tensors by name, verified, on the CPU. Tied names share one tensor.
 
         Args:
-            rank: whose copies of per-rank tensors; those that it has none of are left out.
-            keys: names of those that are wanted; all by default.
+            rank: rank whose per-rank tensors are returned; a tensor that it did not save is left out.
+            keys: names of the tensors; all by default.
             num_threads: threads that read and hash.
 
         Raises:
@@ -189,11 +193,11 @@ class Checkpoint:
     def state_dict(
         self, key: str = "model", *, rank: int = 0, num_threads: int = 4
     ) -> dict[str, torch.Tensor]:
-        """The state dict of a saved module, for `load_state_dict`: whole tensors on the CPU, verified.
+        """Return the state dict of a saved module: whole tensors, verified, on the CPU.
 
         Args:
-            key: what the module was called in the state that was saved.
-            rank: whose copies of per-rank tensors; those that it has none of are left out.
+            key: key of the module in the saved state.
+            rank: rank whose per-rank tensors are returned; a tensor that it did not save is left out.
             num_threads: threads that read and hash.
 
         Raises:
@@ -205,8 +209,11 @@ class Checkpoint:
         wanted = [name for name in self.keys() if name.startswith(prefix)]
         if not wanted:
             held = sorted({name.partition(".")[0] for name in self.keys()})
-            message = f"Step {self.step} holds no tensors under {key!r}; it has {', '.join(held) or 'none'}."
-            raise MissingKey(message, step=self.step, key=key)
+            raise MissingKey(
+                f"Step {self.step} holds no tensors under {key!r}; it has {', '.join(held) or 'none'}.",
+                step=self.step,
+                key=key,
+            )
         found = self.tensors(rank, keys=wanted, num_threads=num_threads)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
@@ -219,7 +226,7 @@ class Checkpoint:
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
         num_threads: int = 4,
     ) -> Loaded:
-        """Load this checkpoint into live objects, verified, beside whatever training saves to the home.
+        """Load this checkpoint into live objects, verified. Training may save to the home meanwhile.
 
         Only reads: nothing in the home changes, and no attempt is claimed. A rank reads the chunks that hold
         its parts of sharded tensors (DTensor, FSDP2), whatever layout was saved. Random number generators
@@ -228,17 +235,17 @@ class Checkpoint:
         Args:
             target: a module; or objects by key, as a Checkpointer takes them, whose plain values are written
                 back into the mapping; or tensors by name, such as a state dict, which are filled in place.
-            key: what the module was called in the state that was saved, by default "model"; or what comes
-                before the names of tensors.
+            key: key of the module in the saved state, by default "model"; or the prefix of the names of
+                tensors.
             strict: refuse a checkpoint whose names differ from those of `target`.
             rename: saved names to names in `target`: a map of prefixes, or a function.
             num_threads: threads that read, hash and copy.
 
         Returns:
-            In what names the two differ.
+            The names in which the two differ.
 
         Raises:
-            InvalidInput: the checkpoint does not fit; says what differs. Nothing was changed.
+            InvalidInput: the checkpoint does not fit; the message lists the differences. Nothing was changed.
             NotFound: a file is missing.
             Corrupt: damage was found; `target` may have been partly filled.
             RetryLater: the store failed; `target` may have been partly filled.
@@ -259,7 +266,7 @@ class Checkpoint:
         )
 
     def values(self, rank: int = 0) -> dict[str, Any]:
-        """What a rank saved beside tensors, by top-level key; a `TensorRef` stands where a tensor was.
+        """Return the values that a rank saved, by top-level key. A `TensorRef` replaces each tensor.
 
         Raises:
             NotFound: the rank's part is missing.
@@ -273,11 +280,14 @@ class Checkpoint:
         except HoldfastError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            message = f"The values of rank {rank} at step {self.step} cannot be decoded: {error!r}."
-            raise Corrupt(message, step=self.step, rank=rank) from error
+            raise Corrupt(
+                f"The values of rank {rank} at step {self.step} cannot be decoded: {error!r}.",
+                step=self.step,
+                rank=rank,
+            ) from error
 
     def verify(self, on_bytes: Callable[[int], None] | None = None, num_threads: int = 4) -> VerifyReport:
-        """Re-hash every byte of every file of every rank, and collect all damage.
+        """Hash every byte of every file of every rank, and collect all damage.
 
         Args:
             on_bytes: called with the bytes of each read when hashed; never by two threads at once.
@@ -293,7 +303,7 @@ class Checkpoint:
     def export(
         self, path: str | os.PathLike[str], *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
     ) -> ReadStats:
-        """Write all tensors, as a rank sees them, into one plain safetensors file; needs little memory.
+        """Write a rank's tensors into one plain safetensors file, with little memory.
 
         Raises:
             Conflict: the file exists and `overwrite` is False.
@@ -317,13 +327,13 @@ class Checkpoint:
         slab_bytes: int = SLAB_BYTES,
         num_threads: int = 4,
     ) -> Iterator[Slab]:
-        """The bytes of tensors, verified, in order and with bounded memory; does not import torch.
+        """Yield the verified bytes of tensors in order, with bounded memory. Does not import torch.
 
         Args:
-            keys: which tensors, in which order; default all but tied ones. A tied one is given under the name
-                whose bytes it shows.
-            rank: whose copies of per-rank tensors; those that it has none of are left out.
-            slab_bytes: memory that is used; a greater tensor comes in several slabs.
+            keys: names of the tensors, in order; by default all but tied ones. A tied one comes under the
+                name that its bytes are stored under.
+            rank: rank whose per-rank tensors are read; a tensor that it did not save is left out.
+            slab_bytes: limit of the memory; a larger tensor comes in several slabs.
             num_threads: threads that read and hash.
 
         Raises:
@@ -338,7 +348,7 @@ class Checkpoint:
         )
 
     def facts(self, rank: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype (safetensors name) and shape of every tensor that a rank sees, by key, also of aliases.
+        """Return the safetensors dtype and the shape of every tensor of a rank, aliases included.
 
         Raises:
             NotFound: a part is missing.
@@ -389,16 +399,16 @@ def open(
     mode: str = "min",
     patience: str | float | datetime.timedelta = "20s",
 ) -> Checkpoint:
-    """Open a checkpoint for reading; needs no model, runs no code from it, does not import torch.
+    """Open a checkpoint for reading. Needs no model, runs no code from it, and does not import torch.
 
     Args:
         home: path or URL of a run's checkpoints.
-        step: which step; default the newest complete checkpoint whose manifest can be read.
-        attempt: which attempt's, if several saved that step; default the newest.
+        step: step of the checkpoint; by default the newest complete one whose manifest can be read.
+        attempt: attempt of the checkpoint, if several saved that step; by default the newest.
         best: name of a metric; opens the checkpoint with its best value, of those that the newest continues.
         mode: "min" if lower values of `best` are better, "max" if higher ones are.
-        patience: how long what cannot be read is tried again, as seconds or "2m". An older checkpoint is
-            never opened because a newer one could not be read.
+        patience: time limit for retries of failed reads, in seconds or as "2m". An older checkpoint is never
+            opened because a newer one could not be read.
 
     Raises:
         NotFound: no complete checkpoint there, or none of that step, or none with a value of `best`.
@@ -420,26 +430,26 @@ def open(
     if not matching:
         raise _nothing(store.url, every, step, attempt)
     run_id = waits.spend(store.url, lambda: _run_id(store))
-    passed: list[Passed] = []
+    skipped: list[Skipped] = []
     errors: list[HoldfastError] = []
 
-    def note(one: Passed, error: HoldfastError) -> None:
-        passed.append(one)
+    def note(one: Skipped, error: HoldfastError) -> None:
+        skipped.append(one)
         errors.append(error)
 
     def take(of_attempt: int, of_step: int) -> Manifest:
         return read_manifest(store, of_step, of_attempt, run_id)
 
     if best is not None:
-        newest = next(usable(matching, take, url=store.url, patience=waits, on_passed=note), None)
+        newest = next(usable(matching, take, url=store.url, patience=waits, on_skipped=note), None)
         if newest is not None:
             line = line_of(every, (newest.attempt, newest.step), newest.ancestors).current
             values = waits.spend(store.url, lambda: read_values(store, best, line))
             matching = best_first(line, values, mode)
         if not matching:
             raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
-    for manifest in usable(matching, take, url=store.url, patience=waits, on_passed=note):
-        return Checkpoint(store, manifest, tuple(passed))
+    for manifest in usable(matching, take, url=store.url, patience=waits, on_skipped=note):
+        return Checkpoint(store, manifest, tuple(skipped))
     raise errors[0]
 
 
@@ -454,7 +464,7 @@ def _run_id(store: Store) -> str | None:
     try:
         run: Run | None = read_run(store)
     except Corrupt:
-        return None  # the manifests are sealed on their own; a damaged run document must not lock them in
+        return None  # each manifest has a seal of its own, so a damaged run document does not matter
     return run.id if run else None
 
 

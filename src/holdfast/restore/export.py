@@ -1,4 +1,4 @@
-"""Tensors as one plain safetensors file, written as a stream."""
+"""Export of tensors to one plain safetensors file, written as a stream."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def write_safetensors(
 
     Args:
         path: the file.
-        pieces: what each tensor is called, its dtype and its shape.
-        feed: the bytes of tensors, one after the other in the order of these indices of `pieces`; a buffer
-            may be reused once the next one is asked for.
+        pieces: name, dtype and shape of each tensor.
+        feed: returns the bytes of tensors in the order of the given indices of `pieces`; a buffer may be
+            reused once the next one is requested.
 
     Raises:
         InvalidInput: a reserved name, two tensors of one name, or too many of them.
@@ -41,22 +41,22 @@ def write_safetensors(
 def export(
     store: Store, parts: Parts, path: Path, *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
 ) -> ReadStats:
-    """Write all tensors of a checkpoint, as `rank` sees them, into one safetensors file.
+    """Write a rank's tensors of a checkpoint into one safetensors file.
 
-    Every key has its own bytes, tied ones too, so that any safetensors reader gives a complete state dict.
-    The file appears under its name when it is whole.
+    Every key has its own bytes, tied ones too, so that any safetensors reader returns a complete state dict.
+    The file gets its name when it is complete.
 
     Args:
         store: the home.
         parts: the checkpoint.
         path: the file to write; its directory must exist.
-        rank: whose copies of per-rank tensors are taken.
+        rank: rank whose per-rank tensors are written.
         overwrite: replace an existing file.
         num_threads: threads that read and hash.
 
     Raises:
         Conflict: the file exists.
-        InvalidInput: the path is a folder, or in none.
+        InvalidInput: the path is a folder, or its folder does not exist.
         Corrupt: damage was found; no file was written.
         NotFound: a file of the checkpoint is missing.
         RetryLater: the store failed, or the file could not be written.

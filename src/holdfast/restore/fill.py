@@ -1,4 +1,4 @@
-"""Verified bytes of a checkpoint into torch tensors."""
+"""Fill of torch tensors with verified bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorSink:
-    """Puts bytes into a contiguous tensor, as its row-major bytes from byte `base` on.
+    """Sink that writes bytes into a contiguous tensor in row-major order, from byte `base` on.
 
     Args:
         tensor: contiguous, of any dtype and device; filled in place, also if it requires grad.
-        base: byte of the tensor that byte 0 of what is wanted goes to.
+        base: byte of the tensor for byte 0 of the input.
     """
 
     __slots__ = ("_address", "_base", "_limit", "_tensor")
@@ -40,13 +40,13 @@ class TensorSink:
             raise InvalidInput(f"A tensor of shape {list(tensor.shape)} must be contiguous to be filled.")
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Copy `view` to byte `base + offset` of the tensor. A large copy does not hold the GIL."""
+        """Copy `view` to byte `base + offset` of the tensor. A large copy releases the GIL."""
         num_bytes, at = len(view), self._base + offset
         assert 0 <= at <= self._limit - num_bytes, (at, num_bytes, self._limit)
         if self._address:
             # Not Tensor.copy_: it costs five times as much for a small piece, and its thread pool for a large
-            # one competes with the reader's threads. ctypes gives the GIL up while memmove runs.
-            if view.readonly:  # lent by a store that is slower than any copy: this one holds the GIL
+            # one competes with the reader's threads. ctypes releases the GIL while memmove runs.
+            if view.readonly:  # memory of a store that is slower than any copy: this copy holds the GIL
                 target = (ctypes.c_char * num_bytes).from_address(self._address + at)
                 memoryview(target).cast("B")[:] = view
             elif num_bytes:
@@ -59,13 +59,13 @@ class TensorSink:
 
 
 class RegionSink:
-    """Collects rows of a saved box, then copies what is wanted of them to its place in a tensor.
+    """Sink that collects rows of a saved box, then copies a region into a tensor.
 
     Args:
-        tensor: what is filled.
-        place: the box of the saved tensor that it is.
-        wanted: what of that is to come.
-        rows: what does come, a box around `wanted`.
+        tensor: the tensor to fill.
+        place: box of the saved tensor that it is.
+        wanted: region of that box to copy.
+        rows: box around `wanted` that is read.
     """
 
     def __init__(self, tensor: torch.Tensor, place: Box, wanted: Box, rows: Box) -> None:
@@ -79,7 +79,7 @@ class RegionSink:
         self._sink: TensorSink | None = None
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Take bytes of the rows; with the last ones, what is wanted is copied into the tensor."""
+        """Add bytes of the rows; the last ones start the copy into the tensor."""
         with self._lock:
             if self._sink is None:  # not earlier: boxes come in turn, so few are in memory at once
                 self._whole = torch.empty(self._rows.lengths, dtype=self._tensor.dtype)
@@ -101,21 +101,21 @@ class RegionSink:
 
 
 def _narrowed(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
-    """The region `inner` of a tensor that is the box `outer`."""
+    """Return the region `inner` of a tensor that is the box `outer`."""
     for dim, (at, start, length) in enumerate(zip(inner.offsets, outer.offsets, inner.lengths, strict=True)):
         tensor = tensor.narrow(dim, at - start, length)
     return tensor
 
 
 def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, parts: Parts) -> list[Job]:
-    """What has to be read to fill tensors; nothing is changed.
+    """Return the reads that fill tensors. Changes nothing.
 
     Args:
         manifest: the checkpoint.
-        targets: name or alias of a saved tensor -> contiguous tensor of the saved dtype, and which box of the
-            saved tensor it is.
-        rank: whose copies of per-rank tensors are taken, modulo the saved world size.
-        parts: the parts of the checkpoint.
+        targets: contiguous tensor of the saved dtype by name or alias of the saved one, with the box of the
+            saved tensor that it is.
+        rank: rank whose per-rank tensors are read, modulo the saved world size.
+        parts: parts of the checkpoint.
 
     Raises:
         NotFound: a missing name (`MissingKey`), part or file.
@@ -147,15 +147,15 @@ def fill(
     on_bytes: Callable[[int], None] | None = None,
     parts: Parts | None = None,
 ) -> ReadStats:
-    """Fill tensors with what a checkpoint holds under their names, verified; read nothing else.
+    """Fill tensors from a checkpoint by name, verified. Reads nothing else.
 
     Args:
         store: the home.
         manifest: the checkpoint.
         targets: see `plan_fill`.
-        rank: whose copies of per-rank tensors are taken, modulo the saved world size.
+        rank: rank whose per-rank tensors are read, modulo the saved world size.
         num_threads: threads that read, hash and copy.
-        on_bytes: called with the bytes of each read when it is done; never by two threads at once.
+        on_bytes: called with the size of each read when it is done, by one thread at a time.
         parts: parts of this checkpoint that have been read already.
 
     Raises:
@@ -172,27 +172,32 @@ def fill(
 
 
 def _place(parts: Parts, name: str, target: Target, rank: int) -> Box:
-    """The box of the saved tensor that a target is."""
+    """Return the box of the saved tensor that a target is."""
     saved = parts.shape_of(parts.manifest.tied.get(name, name), rank)
     if saved is None:
         saved_rank, step = rank % parts.manifest.world_size, parts.manifest.step
-        message = f"Rank {saved_rank} saved no {name} of its own at step {step}."
-        raise MissingKey(message, step=step, rank=saved_rank, key=name)
+        raise MissingKey(
+            f"Rank {saved_rank} saved no {name} of its own at step {step}.",
+            step=step,
+            rank=saved_rank,
+            key=name,
+        )
     dtype, shape = saved
     place = Box.whole(shape) if target.box is None else target.box
     tensor = target.tensor
     if tensor.dtype is torch_dtype(dtype) and tensor.shape == place.lengths and place.is_inside(shape):
         return place
-    message = (
+    raise InvalidInput(
         f"{name} of step {parts.manifest.step} is {dtype}{list(shape)}; the tensor to be filled is "
         f"{tensor.dtype}{list(tensor.shape)}, as {list(place.lengths)} at {list(place.offsets)} of it. "
-        "Nothing was changed."
+        "Nothing was changed.",
+        step=parts.manifest.step,
+        key=name,
     )
-    raise InvalidInput(message, step=parts.manifest.step, key=name)
 
 
 def _want(tensor: torch.Tensor, place: Box, found: Located) -> Want:
-    """What is read of a saved box for a tensor that is the box `place`."""
+    """Return the read from a saved box for a tensor that is the box `place`."""
     if found.box == place:
         return Want(found.start, found.piece.num_bytes, TensorSink(tensor))
     common = place.overlap(found.box)

@@ -1,4 +1,4 @@
-"""Loading of one checkpoint into live objects by a reader: verified, resharded, and without a claim."""
+"""Load of one checkpoint into live objects by a reader: verified, resharded, without a claim."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The differences between what was loaded and the live objects; all empty if they fit exactly."""
+    """Differences between a loaded checkpoint and the live objects; all empty if they fit exactly."""
 
     missing: tuple[str, ...]  # names that only the live objects have; they stay as they are
     unexpected: tuple[str, ...]  # names that only the checkpoint has
@@ -37,7 +37,7 @@ def load_into(
     rename: Rename,
     num_threads: int,
 ) -> Loaded:
-    """Fill live objects; see `Checkpoint.load_into`."""
+    """Fill live objects from a checkpoint; see `Checkpoint.load_into`."""
     rank = torch.distributed.get_rank() if _is_distributed() else 0
     source = rank % parts.manifest.world_size
     if isinstance(target, torch.nn.Module):
@@ -90,7 +90,7 @@ def _plan_tensors(
     strict: bool,
     rename: Rename,
 ) -> Load:
-    """Plan what fills a state dict; its names are those of the checkpoint, or what follows `key` in these."""
+    """Plan the fill of a state dict. Its names are those of the checkpoint without the prefix `key`."""
     prefix = "" if key is None else f"{key}."
     plan = Plan(parts.manifest.tensors, parts.manifest.tied, {}, renamer(rename), rank=rank)
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The parts of one checkpoint, each read and checked once, and where in them the pieces of a tensor are."""
+"""Parts of one checkpoint, each read once, and the pieces of tensors in them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from holdfast.units import plural
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A box of a tensor, and where it is."""
+    """A box of a tensor, with its position in a data file."""
 
-    rank: int  # that wrote it
+    rank: int  # the rank that wrote it
     piece: Piece
     box: Box
     start: int  # its first byte in the data file
 
 
 class Parts:
-    """The parts of a checkpoint, read when asked for. Not for several threads at once."""
+    """Parts of a checkpoint, read on demand. Not thread-safe."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -35,7 +35,7 @@ class Parts:
         self._pieces: dict[int, dict[str, tuple[Piece, int]]] = {}
 
     def part(self, rank: int) -> Part:
-        """The part of a rank.
+        """Return the part of a rank.
 
         Raises:
             InvalidInput: the checkpoint has no such rank.
@@ -45,24 +45,25 @@ class Parts:
         """
         if not 0 <= rank < self.manifest.world_size:
             count, step = self.manifest.world_size, self.manifest.step
-            message = (
+            raise InvalidInput(
                 f"Step {step} was saved by {plural(count, 'rank')} (0 to {count - 1}); "
-                f"there is no rank {rank}."
+                f"rank {rank} does not exist.",
+                step=step,
+                rank=rank,
             )
-            raise InvalidInput(message, step=step, rank=rank)
         if rank not in self._parts:
             self._parts[rank] = read_part(self._store, self.manifest, rank)
         return self._parts[rank]
 
     def pieces_of(self, name: str, rank: int, box: Box | None = None) -> Iterator[Located]:
-        """Where the boxes are that together hold a box of a tensor, as `rank` sees it; empty ones left out.
+        """Yield the saved boxes that together hold a box of a tensor. Leaves out empty ones.
 
         Reads only the parts of the ranks that wrote them.
 
         Args:
-            name: a tensor of the manifest, no alias.
-            rank: whose copy of a per-rank tensor, see `holder`.
-            box: what is wanted of it; all of it by default.
+            name: a tensor of the manifest, not an alias.
+            rank: rank whose copy of a per-rank tensor is found, see `holder`.
+            box: region of the tensor; all of it by default.
 
         Raises:
             Corrupt: the parts do not hold what the manifest says.
@@ -77,26 +78,30 @@ class Parts:
         for one, expected in tensor.cut.touching(wanted, tensor.shape):
             found = self._located(name, one, Corrupt)
             if (found.box, found.piece.dtype, found.piece.shape) != (expected, tensor.dtype, tensor.shape):
-                message = (
-                    f"The manifest of step {self.manifest.step} says that {name} is "
-                    f"{tensor.dtype}{list(tensor.shape)} and that rank {one} holds {expected}; it holds "
-                    f"{found.piece}."
+                raise Corrupt(
+                    f"The manifest of step {self.manifest.step} has {name} as "
+                    f"{tensor.dtype}{list(tensor.shape)}, {expected} of it on rank {one}, which holds "
+                    f"{found.piece}.",
+                    step=self.manifest.step,
+                    rank=one,
+                    key=name,
                 )
-                raise Corrupt(message, step=self.manifest.step, rank=one, key=name)
             yield found
 
     def _located(self, name: str, rank: int, error: type[HoldfastError]) -> Located:
         held = self._pieces_in(rank).get(name)
         if held is None:
-            message = (
-                f"The manifest of step {self.manifest.step} names {name}, but rank {rank} did not save it."
+            raise error(
+                f"The manifest of step {self.manifest.step} names {name}, but rank {rank} did not save it.",
+                step=self.manifest.step,
+                rank=rank,
+                key=name,
             )
-            raise error(message, step=self.manifest.step, rank=rank, key=name)
         piece, start = held
         return Located(rank, piece, Box(piece.offsets, piece.lengths), start)
 
     def structures(self, rank: int) -> list[int]:
-        """Ranks whose parts together hold the values of all structures: `rank` first, one for each other."""
+        """Return one rank per distinct catalog, `rank` itself first. Their parts hold all values."""
         own = rank % self.manifest.world_size
         first_of = {self.manifest.parts[own].catalog: own}
         for part in self.manifest.parts:
@@ -104,10 +109,10 @@ class Parts:
         return list(first_of.values())
 
     def holder(self, name: str, rank: int) -> int:
-        """The rank whose copy of a per-rank tensor `rank` takes.
+        """Return the rank whose copy of a per-rank tensor is loaded by `rank`.
 
-        It is `rank` modulo the saved number of ranks. If that one saved none, it is the first of `structures`
-        that did: a buffer of a pipeline stage is wanted by ranks that were in another stage.
+        It is `rank` modulo the saved world size. If that rank did not save the tensor, it is the first of
+        `structures` that did: ranks that were in another pipeline stage need a buffer of this one.
         """
         own = rank % self.manifest.world_size
         for one in self.structures(rank):
@@ -116,9 +121,9 @@ class Parts:
         return own
 
     def shape_of(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
-        """Dtype and shape of a tensor as `rank` sees it; None if it is per rank and none is there for it.
+        """Return dtype and shape of a rank's tensor; None for a per-rank tensor that was not saved for it.
 
-        Ranks may differ in the shape of a per-rank tensor; the manifest knows only the first.
+        Ranks may differ in the shape of a per-rank tensor; the manifest has that of the first rank.
 
         Raises:
             NotFound: a part is missing.

@@ -1,4 +1,4 @@
-"""Files and folders that appear when they are whole, and replace others only if that was asked for."""
+"""Output files and folders that appear when they are complete; they replace others on request."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_NAME_CHARS = 50  # of four bytes each at most, so that a long name leaves room for what is added
+_NAME_CHARS = 50  # of at most four bytes each, so that a suffix fits behind a long name
 
 
 @contextlib.contextmanager
 def placed_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterator[Path]:
-    """Yield the path of a new file to write to; at the end it gets the name `path`, durably.
+    """Yield the path of a new file to write to. It is renamed to `path` at the end, durably.
 
     Its name until then is random and new, so that a link that another user has left is never followed.
 
     Args:
         path: the file.
         overwrite: replace an older one.
-        private: nobody else may read it.
+        private: make it unreadable for other users.
 
     Raises:
         Conflict: the file exists and `overwrite` is False.
-        InvalidInput: it is a folder, or the folder that it is to be in does not exist.
+        InvalidInput: it is a folder, or its folder does not exist.
         RetryLater: it could not be written.
     """
     path = path.absolute()
@@ -51,19 +51,19 @@ def placed_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def placed_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write into; at the end its files are in the folder `path`, durably.
+    """Yield a folder to write into. Its files are moved to `path` at the end, durably.
 
     Files in `path` that match none of the patterns are left alone: a tokenizer, a model card.
 
     Args:
         path: the folder, which may exist.
-        patterns: globs of what an export of this kind consists of. The last one matches the file that makes
-            it complete: of an older export it is removed first, of the new one it comes last.
+        patterns: globs of the files of such an export. The last one matches the file that makes it complete:
+            that of an older export is removed first, and that of the new one is moved last.
         overwrite: replace an older export.
 
     Raises:
         Conflict: the folder holds a file that matches, and `overwrite` is False.
-        InvalidInput: it is a file, or the folder that it is to be in does not exist.
+        InvalidInput: it is a file, or its parent folder does not exist.
         RetryLater: it could not be written.
     """
     path = path.absolute()
@@ -93,13 +93,13 @@ def placed_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> It
 def _move_in(partial: Path, path: Path, patterns: Sequence[str]) -> None:
     for old in reversed(_matching(path, patterns)):
         old.unlink()
-    _sync(path)  # a power cut must not bring the old mark of completeness back beside new files
+    _sync(path)  # after a power cut the old completing file must not be among new files
     for new in _matching(partial, patterns):
         new.rename(path / new.name)
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Files that match, in the order of the first pattern that they match."""
+    """Return the files that match, in the order of the first pattern that they match."""
     found = []
     for file in sorted(folder.iterdir()):
         order = next(
@@ -112,13 +112,12 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 def _partial(path: Path) -> Path:
     if not path.parent.is_dir():
-        message = f"{path.parent} does not exist; make the folder first."
-        raise InvalidInput(message, key=str(path))
+        raise InvalidInput(f"{path.parent} does not exist; make the folder first.", key=str(path))
     return path.with_name(f".{path.name[:_NAME_CHARS]}.{secrets.token_hex(8)}.partial")
 
 
 def _taken(path: Path) -> Conflict:
-    message = f"{path} exists; it was left alone. To replace it, say overwrite=True (--overwrite)."
+    message = f"{path} exists; it was left alone. To replace it, pass overwrite=True (--overwrite)."
     return Conflict(message, key=str(path))
 
 
@@ -129,8 +128,10 @@ def _in_words(path: Path) -> Iterator[None]:
     except HoldfastError:
         raise
     except OSError as error:
-        message = f"{path} could not be written: {error.strerror}. What was written of it has been removed."
-        raise RetryLater(message, key=str(path)) from error
+        raise RetryLater(
+            f"{path} could not be written: {error.strerror}. What was written of it has been removed.",
+            key=str(path),
+        ) from error
 
 
 def _sync(path: Path) -> None:

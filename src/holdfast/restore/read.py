@@ -1,4 +1,4 @@
-"""The verified parallel reader: whole chunks into bounce buffers, hashed, and only then handed on."""
+"""Parallel reads with verification: chunks go into a buffer, are hashed, and then delivered."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ READ_BYTES = 8 << 20
 """Adjacent chunks are read together up to this many bytes, at least one chunk; a store may say otherwise."""
 
 STRETCH_BYTES = 1 << 20
-"""Hashed and then handed on at once, at least one chunk: it is copied out of the processor's cache."""
+"""Bytes that are hashed and then delivered together, at least one chunk: they fit into the CPU's cache."""
 
 
 class Sink(Protocol):
-    """Where verified bytes go."""
+    """Receiver of verified bytes."""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Take bytes `offset` onwards of what was wanted; `view` is valid only during the call.
+        """Receive the bytes from `offset` on of one `Want`. `view` is valid only during the call.
 
         Called from several threads at once, on disjoint ranges, each byte once.
         """
@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 
 class Want(NamedTuple):
-    """`num_bytes` at byte `start` of a data file are wanted in `sink`."""
+    """Request to deliver `num_bytes` from byte `start` of a data file to `sink`."""
 
     start: int
     num_bytes: int
@@ -45,7 +45,7 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is wanted from a data file of a part."""
+    """Requests to read one data file."""
 
     part: Part
     wanted: Sequence[Want]
@@ -53,43 +53,47 @@ class Job:
 
     @property
     def file(self) -> DataFile:
-        """The file's size and hashes.
+        """Size and hashes of the file.
 
         Raises:
             Corrupt: the part has no such file.
         """
         name = self.part.file_name(frozen=self.frozen)
         if name not in self.part.files:
-            message = f"{self.part.what} names no file of frozen tensors, but has some."
-            raise Corrupt(message, step=self.part.step, rank=self.part.rank, key=name)
+            raise Corrupt(
+                f"{self.part.what} names no file of frozen tensors, but has some.",
+                step=self.part.step,
+                rank=self.part.rank,
+                key=name,
+            )
         return self.part.files[name]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What a read did. `num_bytes` counts bytes read from the store, so whole chunks."""
+    """Statistics of a read. `num_bytes` counts whole chunks, as read from the store."""
 
     num_bytes: int
     num_reads: int
     seconds: float
     sources: Mapping[str, int] = field(default_factory=dict)  # bytes by the URL of the copy they came from
-    mended: tuple[str, ...] = ()  # what was wrong with nearer copies, where a farther one was good
+    recovered_from: tuple[str, ...] = ()  # damage in nearer copies, where a farther one was good
 
     def plus(self, other: ReadStats) -> ReadStats:
-        """Both together, one after the other."""
+        """Return the sum of two reads, one after the other."""
         urls = self.sources.keys() | other.sources.keys()
         return ReadStats(
             self.num_bytes + other.num_bytes,
             self.num_reads + other.num_reads,
             self.seconds + other.seconds,
             {url: self.sources.get(url, 0) + other.sources.get(url, 0) for url in urls},
-            self.mended + other.mended,
+            self.recovered_from + other.recovered_from,
         )
 
 
 @dataclass(slots=True)
 class Read:
-    """One read: some adjacent chunks of one file, and what is wanted from them."""
+    """One read of adjacent chunks of a file, with the requests that it serves."""
 
     name: str
     part: Part
@@ -99,7 +103,7 @@ class Read:
     wanted: list[Want] = field(default_factory=list)
 
     def stretches(self) -> list[Read]:
-        """The same, cut where chunks end into reads that are short enough for the processor's cache."""
+        """Return this read divided at chunk borders into reads that fit into the CPU's cache."""
         chunk_bytes = self.file.chunk_bytes
         step = max(STRETCH_BYTES // chunk_bytes, 1) * chunk_bytes
         if self.stop - self.start <= step:
@@ -118,17 +122,17 @@ def read(
     on_bytes: Callable[[int], None] | None = None,
     on_error: Callable[[HoldfastError], None] | None = None,
 ) -> ReadStats:
-    """Read what is wanted, hash every chunk it touches, and hand on only what matches.
+    """Read data files, verify every chunk, and deliver the requested bytes to their sinks.
 
-    Reads no chunk that is not needed and none twice. Memory: one buffer of 8 MiB a thread.
+    Reads each needed chunk once. Memory: one buffer of 8 MiB per thread.
 
     Args:
         store: where the data files are.
-        jobs: what is wanted; at most one job a data file.
-        num_threads: threads that read, hash and copy; None for what suits the places that are nearest.
-        on_bytes: called with the bytes of each read when it is done; never by two threads at once.
-        on_error: called with each damaged chunk or failed read instead of stopping at the first; never by two
-            threads at once. What is wanted from there is not delivered.
+        jobs: requests, at most one job per data file.
+        num_threads: threads that read, hash and copy; None for what suits the nearest tier.
+        on_bytes: called with the size of each read when it is done, by one thread at a time.
+        on_error: called with each damaged chunk or failed read, by one thread at a time. The read continues
+            then, and nothing is delivered from there.
 
     Raises:
         Corrupt: a chunk does not match its hash, or a file ends early. Sinks may have been written to.
@@ -150,21 +154,22 @@ def read(
     crew.work(min(num_threads, len(reads)))
     wanted_bytes = sum(want.num_bytes for job in jobs for want in job.wanted)
     if on_error is None and crew.num_delivered != wanted_bytes:
-        message = f"{wanted_bytes} bytes were wanted of {store.url}, and {crew.num_delivered} were handed on."
-        raise Internal(message)
+        raise Internal(
+            f"{wanted_bytes} bytes were requested from {store.url}, and {crew.num_delivered} were delivered."
+        )
     num_bytes, seconds = sum(one.stop - one.start for one in reads), time.perf_counter() - began
-    return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.mended))
+    return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.recovered_from))
 
 
 def _nearest(store: Store, job: Job) -> Store:
-    """The copy that a job's file will be read from, unless that is damaged."""
+    """Return the copy that a job's file is read from first."""
     *nearer, last = store.copies()
     name = job.part.file_name(frozen=job.frozen)
     return next((copy for copy in nearer if _has(copy, name)), last)
 
 
 def _has(store: Store, name: str) -> bool:
-    """Return whether a copy is known to have an object; one that cannot answer is not."""
+    """Return True if a copy has an object; False also if it cannot answer."""
     try:
         return store.size(name) is not None
     except HoldfastError:
@@ -172,11 +177,11 @@ def _has(store: Store, name: str) -> bool:
 
 
 def plan_reads(job: Job, read_bytes: int = READ_BYTES) -> list[Read]:
-    """The reads of a job: needed chunks, adjacent ones together, each with what is wanted from it.
+    """Return the reads of a job: its chunks, adjacent ones together.
 
     Args:
-        job: what is wanted.
-        read_bytes: the most that one read has, unless a chunk is longer.
+        job: the requests.
+        read_bytes: limit on the size of one read, unless a chunk is longer.
     """
     file = job.file
     chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
@@ -201,7 +206,7 @@ def plan_reads(job: Job, read_bytes: int = READ_BYTES) -> list[Read]:
 
 
 def distribute(wanted: list[Want], reads: list[Read]) -> None:
-    """Add to each read of a file, in order, what is wanted from it."""
+    """Add the requests to the reads of one file that they touch."""
     starts = [one.start for one in reads]
     for want in wanted:
         stop = want.start + want.num_bytes
@@ -212,7 +217,7 @@ def distribute(wanted: list[Want], reads: list[Read]) -> None:
 
 
 class _Crew:
-    """The threads of one `read`, what they share, and how they stop together."""
+    """Threads of one `read`. The first error stops all of them."""
 
     def __init__(
         self,
@@ -223,7 +228,7 @@ class _Crew:
     ) -> None:
         self.num_delivered = 0
         self.sources: dict[str, int] = {}
-        self.mended: list[str] = []
+        self.recovered_from: list[str] = []
         self._store = store
         self._todo = todo
         self._on_bytes = on_bytes
@@ -233,7 +238,7 @@ class _Crew:
         self._buffer_bytes = max((one.stop - one.start for one in todo), default=0)
 
     def work(self, num_threads: int) -> None:
-        """Do all reads with this many threads, the calling one included."""
+        """Do all reads with this number of threads, the calling one included."""
         others = range(1, num_threads)
         threads = [threading.Thread(target=self._loop, name=f"holdfast-read-{i}") for i in others]
         try:
@@ -259,7 +264,7 @@ class _Crew:
     def _drain(self) -> None:
         if not self._todo:
             return
-        view = memoryview(mmap.mmap(-1, self._buffer_bytes))  # page-aligned, as direct reads ask
+        view = memoryview(mmap.mmap(-1, self._buffer_bytes))  # page-aligned, as direct reads need
         while not self._errors:
             try:
                 one = self._todo.popleft()
@@ -269,12 +274,12 @@ class _Crew:
 
     def _do(self, one: Read, buffer: memoryview) -> None:
         for stretch, fetched in fetch_each(self._store, one.stretches(), buffer):
-            self._hand_on(stretch, fetched)
+            self._deliver(stretch, fetched)
         if self._on_bytes is not None:
             with self._lock:
                 self._on_bytes(len(buffer))
 
-    def _hand_on(self, one: Read, fetched: Fetched) -> None:
+    def _deliver(self, one: Read, fetched: Fetched) -> None:
         if fetched.view is None:
             if self._on_error is None:
                 raise verdict(fetched.errors)
@@ -285,7 +290,7 @@ class _Crew:
         with self._lock:
             self.num_delivered += num_bytes
             self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(fetched.view)
-            self.mended += map(str, fetched.errors)
+            self.recovered_from += map(str, fetched.errors)
 
     def _report(self, error: HoldfastError, on_error: Callable[[HoldfastError], None]) -> None:
         with self._lock:
@@ -293,32 +298,32 @@ class _Crew:
 
 
 class Fetched(NamedTuple):
-    """What came of one read: verified bytes, or only reasons why there are none."""
+    """Result of one read: verified bytes, or errors."""
 
     view: memoryview | None
-    source: str  # URL of the copy that was good
-    errors: list[HoldfastError]  # what is wrong with the copies before it, or with all
+    source: str  # URL of the good copy
+    errors: list[HoldfastError]  # of the copies before the good one, or of all
 
 
 def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
-    """Verified bytes of one read as a whole; see `fetch_each`."""
+    """Return the verified bytes of one read; see `fetch_each`."""
     ((_, fetched),) = fetch_each(store, [one], buffer)
     return fetched
 
 
 def fetch_each(store: Store, reads: list[Read], buffer: memoryview) -> Iterator[tuple[Read, Fetched]]:
-    """Each of some reads with its verified bytes, from the nearest copy that is good; in any order.
+    """Yield reads with their verified bytes, each from its nearest good copy, in any order.
 
-    What one copy is asked for is asked for at once. An error of a copy stands with one of the reads only.
+    A copy is read once for all of them. An error of a copy is returned with one of the reads only.
 
     Args:
         store: where the copies are.
         reads: adjacent reads of one file, in order.
-        buffer: as long as all of them; filled unless a copy lends memory of its own.
+        buffer: as long as all of them; filled unless a copy has them in memory.
     """
     left, origin = reads, reads[0].start
     failures: list[HoldfastError] = []  # of copies as a whole
-    missing: list[HoldfastError] = []  # that a nearer tier lacks an object is as it should be
+    missing: list[HoldfastError] = []  # a nearer tier need not have an object
     damage: dict[int, list[HoldfastError]] = {}  # by where a read starts
     for copy in store.copies():
         first, last = left[0].start, left[-1].stop
@@ -352,7 +357,7 @@ def fetch_each(store: Store, reads: list[Read], buffer: memoryview) -> Iterator[
 
 
 def find_damage(one: Read, view: memoryview) -> list[HoldfastError]:
-    """The damage in what was read: one error for each chunk that does not match its hash."""
+    """Return an error for each chunk of a read that does not match its hash."""
     chunk_bytes = one.file.chunk_bytes
     damage: list[HoldfastError] = []
     for start in range(one.start, one.stop, chunk_bytes):
@@ -377,7 +382,7 @@ def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) ->
 
 
 def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> list[str]:
-    """Names of the tensors that have bytes between two offsets of a data file of a part."""
+    """Return the names of the tensors with bytes between two offsets of a data file."""
     placed = zip(part.pieces, part.starts, strict=True)
     return [
         piece.name
@@ -387,7 +392,7 @@ def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> li
 
 
 def deliver(one: Read, view: memoryview) -> int:
-    """Hand what was read and verified to the sinks that want it; how many bytes that was."""
+    """Deliver verified bytes to the sinks that requested them, and return their number."""
     first, last, num_bytes = one.start, one.stop, 0
     for start, length, sink in one.wanted:
         low, high = max(start, first), min(start + length, last)

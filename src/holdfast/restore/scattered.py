@@ -1,4 +1,4 @@
-"""Checkpoints whose files lie in folders of several hosts: who has which, and what is complete together."""
+"""Checkpoints whose files are in local folders of several hosts."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ from holdfast.format.hashes import digest
 from holdfast.format.manifest import Manifest
 from holdfast.home.commit import make_manifest, parse_parts
 from holdfast.home.documents import read_draft
-from holdfast.home.listing import ListedSave, Listing, list_home
+from holdfast.home.listing import CheckpointId, ListedSave, Listing, list_home
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.store.nearest import first_good
 
-Id = tuple[int, int]  # (attempt, step), the order of checkpoints
-
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A rank's files of one checkpoint, all there and described by a part whose seal is whole."""
+    """A rank's complete files of one checkpoint, with a part that matches them."""
 
     attempt: int
     step: int
-    rank: int  # that saved them
-    world_size: int  # of the attempt that saved
+    rank: int  # the rank that saved them
+    world_size: int  # of the attempt that saved them
     part_bytes: int
     part_xxh3: str
     data_bytes: int
     frozen_bytes: int | None
 
     def wire(self) -> dict[str, Any]:
-        """Its members, as they travel."""
+        """Return its members, to be sent to other ranks."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """A checkpoint that home does not call complete, and whose files are nevertheless all somewhere."""
+    """A checkpoint that is incomplete in home, but complete in several tiers together."""
 
     step: int
     attempt: int
@@ -51,7 +49,7 @@ class Scattered:
 
     @property
     def listing(self) -> Listing:
-        """What a listing would show if one place had all its files."""
+        """Listing of a place that had all its files."""
         saved = ListedSave(self.step, self.attempt)
         for file in self.files:
             saved.parts[file.rank] = file.part_bytes
@@ -61,17 +59,19 @@ class Scattered:
         return Listing((), {(self.step, self.attempt): saved}, ())
 
     def sent_by(self, rank: int) -> list[Holding]:
-        """The files whose parts a living rank is to tell the others: each part is told by one rank."""
+        """Return the files whose parts a rank sends to the others; each part is sent by one rank."""
         return [file for file in self.files if self.holders[file.rank][0] == rank]
 
 
-def find_holdings(store: Store, run_id: str | None, *, besides: Collection[Id] = ()) -> list[Holding]:
-    """The files that a store has of any rank and step, as far as their parts describe them rightly.
+def find_holdings(
+    store: Store, run_id: str | None, *, besides: Collection[CheckpointId] = ()
+) -> list[Holding]:
+    """Return the files in a store that match their parts, of any rank and step.
 
     Args:
-        store: where to look.
-        run_id: the run; parts of other runs do not count. None: whatever run.
-        besides: checkpoints not to look at.
+        store: a tier.
+        run_id: id of the run; parts of other runs are left out. None for any run.
+        besides: checkpoints to leave out.
 
     Raises:
         RetryLater: the store failed.
@@ -94,20 +94,20 @@ def find_holdings(store: Store, run_id: str | None, *, besides: Collection[Id] =
 
 def put_together(
     local: Sequence[Iterable[Holding]], in_home: Iterable[Holding]
-) -> tuple[list[Scattered], dict[Id, list[int]]]:
-    """What is complete if all places are taken together, and what is not.
+) -> tuple[list[Scattered], dict[CheckpointId, list[int]]]:
+    """Return the checkpoints that all places hold together, and the missing ranks of others.
 
     Pure, so that every rank computes the same.
 
     Args:
-        local: by living rank, what its own folder has.
-        in_home: what home has of checkpoints that it does not call complete.
+        local: files in the folder of each rank.
+        in_home: files in home of checkpoints that are incomplete there.
 
     Returns:
-        The complete ones, and of the others the ranks whose files are nowhere.
+        The complete checkpoints; and for the others the ranks whose files no place has.
     """
     everyone = tuple(range(len(local)))
-    copies: dict[Id, dict[int, dict[Holding, tuple[int, ...]]]] = {}
+    copies: dict[CheckpointId, dict[int, dict[Holding, tuple[int, ...]]]] = {}
 
     def add(file: Holding, holders: tuple[int, ...]) -> None:
         of_rank = copies.setdefault((file.attempt, file.step), {}).setdefault(file.rank, {})
@@ -119,14 +119,14 @@ def put_together(
         for file in files:
             add(file, (rank,))
     complete: list[Scattered] = []
-    lacking: dict[Id, list[int]] = {}
+    lacking: dict[CheckpointId, list[int]] = {}
     for one, by_rank in copies.items():
         world_size = max(file.world_size for found in by_rank.values() for file in found)
         absent = [rank for rank in range(world_size) if rank not in by_rank]
         if absent:
             lacking[one] = absent
             continue
-        # Nobody writes a file twice with other bytes; should it be so, the copy that most can read is taken.
+        # No file is written twice with other bytes. If it were, the copy that most ranks can read is used.
         chosen = [max(by_rank[rank].items(), key=lambda copy: len(copy[1])) for rank in range(world_size)]
         holders = {file.rank: tuple(sorted(set(ranks))) for file, ranks in chosen}
         complete.append(Scattered(one[1], one[0], tuple(file for file, _ in chosen), holders))
@@ -134,11 +134,11 @@ def put_together(
 
 
 def read_texts(store: Store, files: Iterable[Holding]) -> dict[int, str]:
-    """The part documents of some ranks' files, by rank.
+    """Return the part documents of some ranks' files, by rank.
 
     Args:
-        store: where they can be read.
-        files: whose.
+        store: a store that has them.
+        files: the files.
 
     Raises:
         NotFound, Corrupt: a part has changed since it was found.
@@ -154,13 +154,17 @@ def read_texts(store: Store, files: Iterable[Holding]) -> dict[int, str]:
 def _text(name: str, file: Holding, copy: Store) -> bytes:
     text = copy.get(name)
     if digest(text) != file.part_xxh3:
-        message = f"{copy.url}/{name} has changed since it was found by this start."
-        raise Corrupt(message, step=file.step, rank=file.rank, key=name)
+        raise Corrupt(
+            f"{copy.url}/{name} has changed since it was found by this start.",
+            step=file.step,
+            rank=file.rank,
+            key=name,
+        )
     return text
 
 
 def assemble(found: Scattered, texts: Mapping[int, str]) -> MemoryStore:
-    """The documents of a scattered checkpoint in memory, with the manifest that its commit would write.
+    """Return the documents of a scattered checkpoint in memory, with the manifest of its commit.
 
     Pure but for the store that it makes: every rank makes the same manifest.
 

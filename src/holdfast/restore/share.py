@@ -1,4 +1,4 @@
-"""Reads what several ranks need once, and passes it on from rank to rank: for a home that is slow."""
+"""Shared reads: each chunk is read by one rank and sent to the others that need it, for a slow home."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from holdfast.store.contract import Store
 from holdfast.store.nearest import verdict
 
 OTHER_RANKS = "other ranks"
-"""Stands among the sources of a read for bytes that came from folders of other hosts."""
+"""Source of bytes that came from local folders of other hosts."""
 
-_MAX_AHEAD = 4  # blocks that are read, or on their way to other ranks, before a rank waits
+_MAX_AHEAD = 4  # blocks that are read, or being sent, before a rank waits
 
 Key = tuple[int, bool]  # a data file: the rank that wrote it, and whether it is that of the frozen tensors
 Need = tuple[int, int, int, int, int]  # rank, frozen, first chunk, chunk after the last, chunk_bytes
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer in progress."""
 
     def wait(self) -> object:
         """Wait until it is complete."""
@@ -37,20 +37,20 @@ class Pending(Protocol):
 
 
 class Exchange(Protocol):
-    """Ranks that can pass bytes to each other."""
+    """Ranks that can send bytes to each other."""
 
     rank: int
 
     def gather(self, value: list[Need]) -> list[list[Need]]:
-        """The values of all ranks, by rank, on every rank. Collective."""
+        """Return the values of all ranks, by rank. Collective."""
         ...
 
     def send(self, data: torch.Tensor, to: int) -> Pending:
-        """Start sending a uint8 tensor, which must not change until that is complete."""
+        """Start sending a uint8 tensor, which must not change until the transfer is complete."""
         ...
 
     def receive(self, data: torch.Tensor, source: int) -> Pending:
-        """Start receiving into a uint8 tensor what `source` sends next."""
+        """Start receiving the next transfer of `source` into a uint8 tensor."""
         ...
 
 
@@ -67,22 +67,22 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """Ranks that can read what others need and have no copy of: each file lies with some of them only."""
+    """Ranks that read files for others that have no copy."""
 
-    lenders: Mapping[int, Sequence[int]]  # by the saved rank whose files they are, the ranks that have them
-    part_of: Callable[[int], Part]  # the part of a saved rank, also to ranks that need nothing of it
+    lenders: Mapping[int, Sequence[int]]  # ranks that have the files, by saved rank
+    part_of: Callable[[int], Part]  # returns the part of a saved rank
 
 
 def assign_blocks(
     needs: Sequence[Iterable[Need]], lenders: Mapping[int, Sequence[int]] | None = None
 ) -> list[Block]:
-    """The blocks of all files, each with its reader: of the ranks that can be, the one with least to do.
+    """Return the blocks of all files, each with its reader: the rank with the least to read.
 
     Pure, so that every rank computes the same.
 
     Args:
-        needs: by rank, the chunks it needs.
-        lenders: by the saved rank whose file it is, the ranks that can read it; default all that need it.
+        needs: chunks that each rank needs.
+        lenders: ranks that can read a file, by saved rank; by default all that need it.
     """
     by_file: dict[Key, list[tuple[int, int, int]]] = {}
     chunk_bytes_of: dict[Key, int] = {}
@@ -105,7 +105,7 @@ def assign_blocks(
 def _segments(
     intervals: list[tuple[int, int, int]], limit: int
 ) -> Iterable[tuple[int, int, tuple[int, ...]]]:
-    """Runs of chunks, at most `limit` long, with the ranks that need them."""
+    """Yield runs of at most `limit` chunks, with the ranks that need them."""
     borders = sorted({edge for first, last, _ in intervals for edge in (first, last)})
     starting: dict[int, list[int]] = {}
     ending: dict[int, list[int]] = {}
@@ -131,18 +131,18 @@ def read_shared(
     on_bytes: Callable[[int], None] | None = None,
     lending: Lending | None = None,
 ) -> ReadStats:
-    """Like `read`, but each chunk is read by one of the ranks that need it, which passes it on to the others.
+    """Read each chunk on one rank, which sends it to the others; else as `read`.
 
-    With `lending` it is read by one of the ranks that have it, whether or not that one needs it.
+    With `lending` a chunk is read by one of the ranks that have it, whether or not that one needs it.
 
     Memory: a few blocks of 8 MiB.
 
     Args:
-        store: where the data files are.
-        jobs: what this rank wants; at most one job a data file.
+        store: store with the data files.
+        jobs: requests of this rank, at most one job per data file.
         exchange: the ranks.
-        on_bytes: called with the bytes of each block when this rank has it.
-        lending: who has what; default: every rank can read every file.
+        on_bytes: called with the size of each block when this rank has it.
+        lending: ranks that have each file; by default every rank can read every file.
 
     Raises:
         Corrupt: a chunk does not match its hash, here or on the rank that read it for this one.
@@ -150,7 +150,7 @@ def read_shared(
         RetryLater: the store failed, or a rank did not answer.
 
     Ranks: collective.
-    Blocks: until every block this rank needs is there, and all that others need from it is sent.
+    Blocks: until this rank has received every block that it needs, and sent every block that others need.
     """
     began = time.perf_counter()
     wanted = {(job.part.rank, job.frozen): job for job in jobs}
@@ -164,7 +164,7 @@ def read_shared(
     own = [one for block, one in zip(mine, reads, strict=True) if block.reader == exchange.rank]
     ahead = _Ahead(store, own)
     try:
-        errors = _pass_on(list(zip(mine, reads, strict=True)), ahead, exchange, on_bytes)
+        errors = _transfer(list(zip(mine, reads, strict=True)), ahead, exchange, on_bytes)
     finally:
         ahead.close()
     if errors:
@@ -176,11 +176,11 @@ def read_shared(
         if lending and block.reader != exchange.rank
     )
     sources = ahead.sources | ({OTHER_RANKS: received} if received else {})
-    return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, sources, tuple(ahead.mended))
+    return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, sources, tuple(ahead.recovered_from))
 
 
 def _needs(job: Job) -> list[Need]:
-    """Chunks that a job needs, as intervals that do not touch."""
+    """Return the chunks that a job needs, as intervals that do not touch."""
     chunk_bytes = job.file.chunk_bytes
     intervals: list[list[int]] = []
     for start, num_bytes, _ in sorted(job.wanted, key=lambda want: want.start):
@@ -195,7 +195,7 @@ def _needs(job: Job) -> list[Need]:
 
 
 def _reads(mine: list[Block], wanted: dict[Key, Job]) -> list[Read]:
-    """The blocks as reads, each with what this rank wants from it."""
+    """Return blocks as reads, each with the requests of this rank."""
     reads: dict[Key, list[Read]] = {}
     every = []
     for block in mine:
@@ -210,13 +210,13 @@ def _reads(mine: list[Block], wanted: dict[Key, Job]) -> list[Read]:
     return every
 
 
-def _pass_on(
+def _transfer(
     pairs: list[tuple[Block, Read]],
     ahead: _Ahead,
     exchange: Exchange,
     on_bytes: Callable[[int], None] | None,
 ) -> list[HoldfastError]:
-    """Take all blocks in their order, which is the same on every rank, so that nobody waits in a circle."""
+    """Read, send or receive all blocks. The order is the same on every rank, which excludes deadlocks."""
     errors: list[HoldfastError] = []
     sending: deque[tuple[torch.Tensor, list[Pending]]] = deque()
     for block, one in pairs:
@@ -227,7 +227,7 @@ def _pass_on(
         else:
             data = torch.empty(one.stop - one.start + 1, dtype=torch.uint8)
             _wait(exchange.receive(data, block.reader))
-            error = _said(data, block, one)
+            error = _received_error(data, block, one)
         if error is not None:
             errors.append(error)
             ahead.give_up()
@@ -251,12 +251,11 @@ def _wait(transfer: Pending) -> None:
     try:
         transfer.wait()
     except RuntimeError as error:
-        message = f"A rank was lost while ranks passed on what they had read: {error}"
-        raise RetryLater(message) from error
+        raise RetryLater(f"A rank was lost while the ranks sent blocks to each other: {error}") from error
 
 
 _TROUBLES: tuple[type[HoldfastError], ...] = (RetryLater, Corrupt, NotFound)
-"""What one rank tells another of a block, by number."""
+"""Errors that are sent with a block, by number."""
 
 
 def _number(error: HoldfastError) -> int:
@@ -264,12 +263,12 @@ def _number(error: HoldfastError) -> int:
 
 
 def _view(data: torch.Tensor) -> memoryview:
-    """The bytes of a block, without the last one, which says whether they are good."""
+    """Return the bytes of a block without the last one, which is its error number."""
     return view_bytes(data)[:-1]
 
 
-def _said(data: torch.Tensor, block: Block, one: Read) -> HoldfastError | None:
-    """What the reader of a block found wrong with it."""
+def _received_error(data: torch.Tensor, block: Block, one: Read) -> HoldfastError | None:
+    """Return the error that the reader of a block has sent with it; None for a good one."""
     number = int(data[-1])
     if not number:
         return None
@@ -278,13 +277,13 @@ def _said(data: torch.Tensor, block: Block, one: Read) -> HoldfastError | None:
 
 
 class _Ahead:
-    """Reads and verifies a rank's own blocks in a thread, a few ahead of where they are needed."""
+    """Thread that reads and verifies a rank's own blocks, a few ahead of their use."""
 
     def __init__(self, store: Store, reads: list[Read]) -> None:
         self.num_bytes = 0
         self.num_reads = 0
         self.sources: dict[str, int] = {}
-        self.mended: list[str] = []
+        self.recovered_from: list[str] = []
         self._store = store
         self._reads = reads
         self._ready: deque[tuple[torch.Tensor, HoldfastError | None]] = deque()
@@ -294,7 +293,7 @@ class _Ahead:
         self._thread.start()
 
     def take(self) -> tuple[torch.Tensor, HoldfastError | None]:
-        """The next block with a last byte that says whether it is good, and what is wrong if it is not.
+        """Return the next block, which ends with its error number, and its error if any.
 
         Blocks: until it is read.
         """
@@ -305,11 +304,11 @@ class _Ahead:
         return taken
 
     def give_up(self) -> None:
-        """Read no more: what is left is told to the others as not readable."""
+        """Stop reading. The remaining blocks are sent as unreadable."""
         self._is_over = True
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread, and wait for its end."""
         with self._changed:
             self._is_over = True
             self._ready.clear()
@@ -326,11 +325,11 @@ class _Ahead:
                 self._changed.notify_all()
 
     def _read(self, one: Read) -> tuple[torch.Tensor, HoldfastError | None]:
-        # page-aligned, as direct reads ask
+        # page-aligned, as direct reads need
         data = torch.frombuffer(mmap.mmap(-1, one.stop - one.start + 1), dtype=torch.uint8)
         error: HoldfastError | None
         if self._is_over:
-            message = f"{one.name} was not read: another block could not be."
+            message = f"{one.name} was not read, since another block could not be read."
             error = RetryLater(message, step=one.part.step, rank=one.part.rank, key=one.name)
         else:
             error = self._fetch(one, _view(data))
@@ -346,5 +345,5 @@ class _Ahead:
         self.num_bytes += len(view)
         self.num_reads += 1
         self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(view)
-        self.mended += map(str, fetched.errors)
+        self.recovered_from += map(str, fetched.errors)
         return None

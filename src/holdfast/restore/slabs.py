@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as slabs, in order: verified bytes of any number of tensors with bounded memory."""
+"""Slabs: verified bytes of any number of tensors, in order, with bounded memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from holdfast.restore.read import Job, ReadStats, Want, read
 from holdfast.store.contract import Store
 
 SLAB_BYTES = 32 << 20
-"""Bytes in memory at once: large enough for several reads at a time to be under way."""
+"""Bytes in memory at once: large enough for several parallel reads."""
 
 
 def cut_in_slabs(shape: tuple[int, ...], item_bytes: int, limit_bytes: int) -> Iterator[Box]:
-    """Boxes of at most `limit_bytes` (at least one element) that cover a tensor in row-major order.
+    """Yield boxes of at most `limit_bytes` that cover a tensor in row-major order.
 
-    Each is one element long in some first dimensions, a range of the next one, and all of the others. So it
-    is one run of bytes in the tensor, and what it has in common with any other box is one run in that box.
+    Each has at least one element. It is one element long in some first dimensions, a range of the next one,
+    and all of the others. So it is one run of bytes in the tensor, and its overlap with any other box is one
+    run in that box.
     """
     if 0 in shape:
         return
@@ -46,7 +47,7 @@ def cut_in_slabs(shape: tuple[int, ...], item_bytes: int, limit_bytes: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One run of bytes of a tensor: `view` is its bytes from byte `start` on, valid until the next slab."""
+    """One run of bytes of a tensor, from byte `start` on. `view` is valid until the next slab."""
 
     name: str
     start: int
@@ -55,21 +56,21 @@ class Slab:
 
 @dataclass(slots=True)
 class _Batch:
-    """Runs of bytes of some tensors that are read together."""
+    """Runs of bytes of tensors that are read together."""
 
     slabs: list[tuple[str, int, Box, int]] = field(default_factory=list)  # name, start, box, bytes
     num_bytes: int = 0
 
 
 class _SlabSink:
-    """Puts a part of a piece where it belongs in a slab."""
+    """Sink that writes a part of a piece to its position in a slab."""
 
     def __init__(self, room: memoryview, inside: Piece) -> None:
         self._room = room
         self._inside = inside
 
     def write(self, offset: int, view: memoryview) -> None:
-        """See `Sink.write`."""
+        """Write bytes of the piece into the slab."""
         for start, at, num_bytes in runs(self._inside, offset, offset + len(view)):
             self._room[at : at + num_bytes] = view[start - offset : start - offset + num_bytes]
 
@@ -84,22 +85,22 @@ def read_slabs(
     num_threads: int = 4,
     on_read: Callable[[ReadStats], None] | None = None,
 ) -> Iterator[Slab]:
-    """All bytes of some tensors, tensor by tensor in the order given, each from its first byte to its last.
+    """Yield all bytes of tensors in the given order, each from first to last.
 
-    Memory: `slab_bytes`, and what `read` needs. A chunk that two slabs share is read and hashed for each.
+    Memory: `slab_bytes`, and the buffers of `read`. A chunk that two slabs share is read and hashed twice.
 
     Args:
         store: the home.
         parts: the checkpoint.
-        wanted: names of tensors, no aliases; those that `rank` has none of are left out. A tensor without
-            elements has no slab.
-        rank: whose copies of per-rank tensors are taken.
+        wanted: names of tensors, without aliases; those that `rank` did not save are left out. A tensor
+            without elements has no slab.
+        rank: rank whose per-rank tensors are read.
         slab_bytes: bytes that are read together.
         num_threads: threads that read and hash.
-        on_read: called with what each read did, before its slabs are given.
+        on_read: called with the statistics of each read, before its slabs are yielded.
 
     Raises:
-        Corrupt: damage was found; what came before is good.
+        Corrupt: damage was found; the slabs before it are good.
         NotFound: a file is missing.
         RetryLater: the store failed.
     """
@@ -144,7 +145,7 @@ def _batches(parts: Parts, wanted: Sequence[str], rank: int, limit_bytes: int) -
 def _wants(
     parts: Parts, name: str, rank: int, box: Box, room: memoryview
 ) -> Iterator[tuple[tuple[int, bool], Want]]:
-    """What one slab wants: of which rank, from its file of frozen tensors or not, what."""
+    """Yield the requests of one slab, each with its file: the saved rank, and whether it is frozen."""
     for found in parts.pieces_of(name, rank, box):
         common = box.overlap(found.box)
         assert common is not None, (box, found)

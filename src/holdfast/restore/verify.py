@@ -1,4 +1,4 @@
-"""Re-hash every byte of a checkpoint and collect every problem there is."""
+"""Verification of a checkpoint: every byte is hashed again, and all problems are collected."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from holdfast.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem of a checkpoint."""
 
-    kind: str  # of the error: corrupt, not-found, unsupported; retry-later or denied if it could not be read
+    kind: str  # corrupt, not-found, unsupported; retry-later or denied if a file could not be read
     rank: int | None
-    key: str | None  # the tensor or the object concerned
+    key: str | None  # the tensor or file concerned
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found. `extra` files are in the way of nothing and are no problem."""
+    """Result of a verification. `extra` files belong to no checkpoint, and do no harm."""
 
     step: int
     attempt: int
@@ -41,12 +41,12 @@ class VerifyReport:
 
     @property
     def is_good(self) -> bool:
-        """True if every byte is the byte that was written."""
+        """True if every byte equals the one that was written."""
         return not self.problems
 
     @property
     def damage(self) -> tuple[Problem, ...]:
-        """Problems of the checkpoint itself, without those of a store that did not answer."""
+        """Problems of the checkpoint itself, without those of a store that does not answer."""
         return tuple(one for one in self.problems if one.kind not in (RetryLater.kind, Denied.kind))
 
 
@@ -55,7 +55,7 @@ _UNREAD = {kind.kind: kind for kind in (RetryLater, Denied)}
 
 class _Nowhere:
     def write(self, offset: int, view: memoryview) -> None:
-        """Hashing is all that is wanted."""
+        """Discard the bytes, which have been hashed."""
 
 
 def verify(
@@ -65,17 +65,17 @@ def verify(
     num_threads: int = 4,
     on_bytes: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Check every file of every rank of a checkpoint; damage is collected, not raised.
+    """Check every file of every rank of a checkpoint. Damage is collected, not raised.
 
     Args:
         store: the home.
         manifest: the checkpoint.
         num_threads: threads that read and hash.
-        on_bytes: called with the bytes of each read when it has been hashed; in all at most
+        on_bytes: called with the size of each read when it has been hashed; in all at most
             `manifest.data_bytes`.
 
     Raises:
-        RetryLater: the store cannot even list the home.
+        RetryLater: the home cannot be listed.
 
     Blocks: until everything has been read once.
     """
@@ -116,7 +116,7 @@ def verify(
 
 
 def _present_bytes(home: Listing, part: Part, note: Callable[[HoldfastError], None], *, frozen: bool) -> int:
-    """Bytes of a data file that are there to be hashed: all, or the chunks before a truncation."""
+    """Return the bytes of a data file to hash: all, or the chunks before a truncation."""
     saved = home.saved.get((part.step, part.attempt))
     found = (saved.frozen if frozen else saved.data).get(part.rank) if saved else None
     name = part.file_name(frozen=frozen)
@@ -130,7 +130,7 @@ def _present_bytes(home: Listing, part: Part, note: Callable[[HoldfastError], No
 
 
 def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
-    """Note each tensor of the manifest that the parts do not hold as it says."""
+    """Note each tensor that the parts hold in another form than the manifest has it."""
     for name, tensor in parts.manifest.tensors.items():
         if tensor.owner == EACH:
             continue  # a rank may have none
@@ -142,7 +142,7 @@ def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
 
 
 def _extra(home: Listing, manifest: Manifest) -> tuple[str, ...]:
-    """Objects beside a checkpoint that nothing refers to."""
+    """Return the names of objects that no checkpoint refers to."""
     step, attempt = manifest.step, manifest.attempt
     saved = home.saved.get((step, attempt))
     beyond = range(manifest.world_size)
@@ -156,7 +156,7 @@ def _extra(home: Listing, manifest: Manifest) -> tuple[str, ...]:
 
 
 def check_verified(report: VerifyReport) -> None:
-    """Raise the problem that counts most in a report; damage is proof, a failure to read is not.
+    """Raise the most important problem of a report: damage before a failure to read.
 
     Raises:
         Corrupt: some bytes are damaged or missing.

@@ -36,7 +36,7 @@ from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import candidates
 from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import LIMIT_S, Patience
-from holdfast.home.skipped import Passed
+from holdfast.home.skipped import Skipped
 from holdfast.restore.parts import Located, Parts
 from holdfast.restore.read import Job, Want, read
 from holdfast.state.tensors import torch_dtype
@@ -190,11 +190,11 @@ def _open(target: Target) -> _Opened:
             f"{store.url} has no complete {wanted}. Complete steps, newest first: {steps}.", step=target.step
         )
     run = patience.spend(store.url, lambda: _run_id(store))
-    passed: list[Passed] = []
+    skipped: list[Skipped] = []
     errors: list[HoldfastError] = []
 
-    def record(one: Passed, error: HoldfastError) -> None:
-        passed.append(one)
+    def record(one: Skipped, error: HoldfastError) -> None:
+        skipped.append(one)
         errors.append(error)
 
     def open_one(attempt: int, step: int) -> _Opened:
@@ -203,8 +203,8 @@ def _open(target: Target) -> _Opened:
         parts = Parts(store, manifest)
         return _Opened(store, manifest, parts, _index(parts))
 
-    for opened in usable(matching, open_one, url=store.url, patience=patience, on_passed=record):
-        for one in passed:
+    for opened in usable(matching, open_one, url=store.url, patience=patience, on_skipped=record):
+        for one in skipped:
             warn(
                 f"Step {opened.manifest.step} is loaded, because step {one.step} of attempt {one.attempt} is "
                 f"damaged: {one.reason}",

@@ -16,7 +16,7 @@ from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import Listing, candidates, list_home
 from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import LIMIT_S, Patience
-from holdfast.home.skipped import Passed
+from holdfast.home.skipped import Skipped
 from holdfast.policy import line_of
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.verify import check_verified
@@ -210,7 +210,7 @@ class TagIndex:
         Blocks: until the checkpoint has been read once.
         """
         every, listings = self._candidates(only_home=only_home)
-        skipped: list[Passed] = []
+        skipped: list[Skipped] = []
         line: frozenset[tuple[int, int]] | None = None
 
         def open_one(found: tuple[int, int]) -> TaggedCheckpoint | None:
@@ -227,7 +227,7 @@ class TagIndex:
                 verified.add(found)
             return tagged
 
-        for tagged in self._usable(every, open_one, on_passed=lambda one, _: skipped.append(one)):
+        for tagged in self._usable(every, open_one, on_skipped=lambda one, _: skipped.append(one)):
             for one in skipped:
                 warn(
                     f"{tagged.tag} is used as the newest checkpoint, because a newer one is damaged: step "
@@ -246,14 +246,14 @@ class TagIndex:
         self,
         found: Sequence[tuple[int, int]],
         open_one: Callable[[tuple[int, int]], _T | None],
-        on_passed: Callable[[Passed, HoldfastError], None] = lambda skipped, error: None,
+        on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
     ) -> Iterator[_T]:
         return usable(
             found,
             lambda attempt, step: open_one((attempt, step)),
             url=self._store.url,
             patience=_make_patience(),
-            on_passed=on_passed,
+            on_skipped=on_skipped,
         )
 
     def _candidates(self, *, only_home: bool = False) -> tuple[list[tuple[int, int]], dict[str, Listing]]:

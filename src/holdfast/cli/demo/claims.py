@@ -69,7 +69,7 @@ def _killed_between_saves(outcome: Outcome) -> Claim:
 
 def _damage_passed_over(outcome: Outcome) -> Claim:
     damage, event, found = outcome.damage, outcome.restored(3), restored_step(outcome, 3)
-    message = f"passed over step {damage.step} of attempt {damage.attempt}"
+    message = f"skipped step {damage.step} of attempt {damage.attempt}"
     in_history = event is not None and message in event.get("detail", "")
     on_stderr = (
         any(message in line for line in outcome.starts[2].output) if len(outcome.starts) > 2 else False

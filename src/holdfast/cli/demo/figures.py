@@ -86,7 +86,7 @@ def _recoveries(outcome: Outcome) -> list[Recovery]:
                 status=failure.status,
                 restored=event["step"],
                 steps_lost=failure.at_step - event["step"],
-                passed_over="passed over" in event.get("detail", ""),
+                passed_over="skipped step" in event.get("detail", ""),
                 restore_s=event["seconds"],
                 back_s=outcome.starts[attempt - 1].first_step_s if attempt <= len(outcome.starts) else None,
             )

@@ -65,7 +65,7 @@ class Screen:
     def show_output(self, line: str) -> None:
         """Show a line that a training has written to stderr."""
         short = line.replace(self._home, "HOME")
-        style = "yellow" if "passed over" in short else "green" if short.startswith("holdfast: ") else "red"
+        style = "yellow" if "skipped step" in short else "green" if short.startswith("holdfast: ") else "red"
         self._line(Text(" " * 8), Text(short, style=style))
 
     def show_step(self, name: str, step: int, loss: float) -> None:

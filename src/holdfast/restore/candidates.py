@@ -1,0 +1,232 @@
+"""Candidates of a restore: the checkpoints in the tiers of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.errors import Denied, NotFound, RetryLater
+from holdfast.home.documents import read_run
+from holdfast.home.listing import CheckpointId, Listing, candidates, list_home
+from holdfast.home.losses import find_losses
+from holdfast.home.metrics import read_values
+from holdfast.home.patience import Patience
+from holdfast.home.recovery import merge_saved, recover_commit
+from holdfast.home.skipped import Skipped
+from holdfast.ranks import raise_first, values_of
+from holdfast.restore.request import Request
+from holdfast.restore.scattered import Holding, Scattered, find_holdings, put_together
+from holdfast.store.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Checkpoints that rank 0 has found. Equal on all ranks."""
+
+    run: str | None
+    found: tuple[CheckpointId, ...] = ()  # newest first
+    whole: tuple[CheckpointId, ...] = ()  # of these, those that lack their manifest
+    denied: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, reason) where it could not be written
+    finished: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, URL) where it was written
+    marked: tuple[CheckpointId, ...] = ()  # skipped by an earlier restore
+    losses: tuple[str, ...] = ()  # signs of lost checkpoints, if none was found
+    holdings: tuple[Holding, ...] = ()  # files in home of checkpoints that are not complete there
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Checkpoints that may be restored. Equal on all ranks."""
+
+    survey: Survey
+    order: tuple[CheckpointId, ...]  # newest first
+    skipped: tuple[Skipped, ...]  # complete but for a manifest that could not be written
+    scattered: Mapping[
+        CheckpointId, Scattered
+    ]  # complete in the local folders of all ranks and home together
+    lacking: Mapping[CheckpointId, list[int]]  # ranks whose files no tier has
+
+    @property
+    def seen(self) -> tuple[CheckpointId, ...]:
+        """Everything that could be restored."""
+        return tuple({*self.survey.found, *self.scattered})
+
+
+def find_candidates(request: Request, patience: Patience) -> Candidates:
+    """Find the checkpoints that may be restored. Commits those that lack only their manifest.
+
+    Raises:
+        NotFound: there is no checkpoint of the requested step.
+        RetryLater: a tier could not be read on some rank until the patience ended.
+        HoldfastError: another error of a tier, on any rank.
+
+    Ranks: collective.
+    """
+    survey = _survey(request, patience)
+    scattered: dict[CheckpointId, Scattered] = {}
+    lacking: dict[CheckpointId, list[int]] = {}
+    if request.own_local is not None:
+        scattered, lacking = _find_scattered(request.own_local, request, survey, patience)
+    order = tuple(sorted({*survey.found, *scattered}, reverse=True))
+    skipped = tuple(Skipped(*row) for row in survey.denied if (row[1], row[0]) not in scattered)
+    if request.step is not None:
+        skipped = tuple(one for one in skipped if one.step == request.step)
+        if not skipped and not any(step == request.step for _, step in order):
+            shown = ", ".join(f"{step} (attempt {attempt})" for attempt, step in order[:20]) or "none"
+            raise NotFound(
+                f"{request.store.url} holds no complete step {request.step}. Complete steps, newest first: "
+                f"{shown}.",
+                step=request.step,
+            )
+        order = tuple(one for one in order if one[1] == request.step)
+    return Candidates(survey, order, skipped, scattered, lacking)
+
+
+def _survey(request: Request, patience: Patience) -> Survey:
+    """List the tiers on rank 0: all of them, or only home if other ranks have other local folders."""
+    store = request.store if request.own_local is None else request.store.copies()[-1]
+
+    def look() -> dict[str, Any]:
+        return asdict(patience.spend(store.url, lambda: _look(store, request)))
+
+    outcome = request.group.on_first(look)
+    if outcome.error is not None:
+        raise_first([outcome], request.group.rank, f"could not look into {store.url}")
+    found = outcome.value or {}
+    return Survey(**{**found, "holdings": tuple(Holding(**one) for one in found["holdings"])})
+
+
+def _look(store: Store, request: Request) -> Survey:
+    """List every copy of a store, and complete the saves that lack only their manifest."""
+    run = read_run(store)
+    run_id = run.id if run else None
+    homes = [(copy, list_home(copy)) for copy in store.copies()]
+    complete = {found for _, home in homes for found in candidates(home)}
+    marked = {(one.attempt, one.step) for _, home in homes for one in home.saved.values() if one.was_skipped}
+    found, whole = set(complete), set[CheckpointId]()
+    denied: list[tuple[int, int, str]] = []
+    finished: list[tuple[int, int, str]] = []
+    for copy, home in homes:
+        if not request.may_commit:
+            whole.update(_find_whole(copy, home, run_id, complete, request.step))
+            continue
+        here = _finish_commits(copy, home, run_id, complete, denied, request.step)
+        finished += here
+        found.update(candidates(list_home(copy) if here else home))
+    found |= whole
+    is_alone = request.own_local is None
+    return Survey(
+        run=run_id,
+        found=tuple(sorted(found, reverse=True)),
+        whole=tuple(sorted(whole)),
+        denied=tuple(denied),
+        finished=tuple(finished),
+        marked=tuple(sorted(marked)),
+        losses=() if found else tuple(find_losses(store.copies())),
+        holdings=() if is_alone else tuple(find_holdings(store, run_id, besides=found)),
+    )
+
+
+def _find_whole(
+    store: Store, home: Listing, run_id: str | None, complete: Collection[CheckpointId], step: int | None
+) -> Iterator[CheckpointId]:
+    """Yield the saves that lack only their manifest, and leave them so. See `_finish_commits`.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    for (saved_step, attempt), saved in sorted(home.saved.items()):
+        if step not in (None, saved_step) or (attempt, saved_step) in complete:
+            continue
+        if merge_saved(store, saved, run_id) is not None:
+            yield attempt, saved_step
+
+
+def _finish_commits(
+    store: Store,
+    home: Listing,
+    run_id: str | None,
+    complete: Collection[CheckpointId],
+    denied: list[tuple[int, int, str]],
+    step: int | None,
+) -> list[tuple[int, int, str]]:
+    """Commit the saves that lack only their manifest, and return each as (step, attempt, URL).
+
+    Args:
+        store: one copy.
+        home: its listing.
+        run_id: id of the run.
+        complete: checkpoints that are complete in some copy; a failure to complete them here does no harm.
+        denied: receives the saves that could not be completed, since the store refuses writes.
+        step: consider this step only; None for all.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    finished: list[tuple[int, int, str]] = []
+    for (saved_step, attempt), saved in sorted(home.saved.items()):
+        if step not in (None, saved_step):
+            continue
+        try:
+            if recover_commit(store, saved, run_id):
+                finished.append((saved_step, attempt, store.url))
+        except Denied as error:
+            if (attempt, saved_step) not in complete:
+                reason = f"its manifest is missing and could not be written: {error}"
+                denied.append((saved_step, attempt, reason))
+        except RetryLater as error:
+            if (attempt, saved_step) not in complete:
+                raise RetryLater(
+                    f"Step {saved_step} lacks only its manifest, which could not be written: {error}",
+                    step=saved_step,
+                ) from error
+    return finished
+
+
+def _find_scattered(
+    own_local: Store, request: Request, survey: Survey, patience: Patience
+) -> tuple[dict[CheckpointId, Scattered], dict[CheckpointId, list[int]]]:
+    """Return the checkpoints that all folders and home hold together, and missing ranks of others.
+
+    Raises:
+        HoldfastError: a rank could not look into its folder.
+    """
+
+    def look() -> list[dict[str, Any]]:
+        found = patience.spend(
+            own_local.url, lambda: find_holdings(own_local, survey.run, besides=survey.found)
+        )
+        return [one.wire() for one in found]
+
+    group = request.group
+    rows = values_of(group.agree(look), group.rank, "could not look into its local folder")
+    found, lacking = put_together([[Holding(**one) for one in theirs] for theirs in rows], survey.holdings)
+    return {(one.attempt, one.step): one for one in found}, lacking
+
+
+def gather_values(
+    request: Request, found: Candidates, metric: str, patience: Patience
+) -> dict[CheckpointId, float]:
+    """Return the value of a metric by checkpoint, from the tiers of all ranks.
+
+    Raises:
+        HoldfastError: a rank could not read its tiers.
+
+    Ranks: collective.
+    """
+    store = request.store if request.group.rank == 0 else request.own_local
+
+    def look() -> list[tuple[int, int, float]]:
+        return [] if store is None else _read_values(store, metric, found.order, patience)
+
+    rows = values_of(
+        request.group.agree(look), request.group.rank, "could not read the metrics of checkpoints"
+    )
+    return {(attempt, step): value for theirs in reversed(rows) for attempt, step, value in theirs}
+
+
+def _read_values(
+    store: Store, metric: str, order: Sequence[CheckpointId], patience: Patience
+) -> list[tuple[int, int, float]]:
+    values = patience.spend(store.url, lambda: read_values(store, metric, order))
+    return [(*one, value) for one, value in values.items()]

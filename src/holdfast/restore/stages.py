@@ -1,0 +1,162 @@
+"""Stages of restoring one checkpoint on one rank: look, check, plan, read, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import InvalidInput
+from holdfast.format.manifest import Manifest
+from holdfast.format.part import Ancestors
+from holdfast.home.documents import check_listed, read_manifest
+from holdfast.home.listing import CheckpointId
+from holdfast.home.recovery import merge_in_memory
+from holdfast.ranks import Outcome, values_of
+from holdfast.restore.candidates import Candidates
+from holdfast.restore.fill import plan_fill
+from holdfast.restore.parts import Parts
+from holdfast.restore.read import Job, ReadStats, read
+from holdfast.restore.request import Loading, Request
+from holdfast.restore.scattered import Scattered, assemble, read_texts
+from holdfast.restore.share import Lending, read_shared
+from holdfast.store.contract import Store
+from holdfast.store.nearest import Nearest
+
+
+@dataclass(slots=True)
+class _Opened:
+    """Documents of the checkpoint, and the store that has them."""
+
+    store: Store
+    manifest: Manifest
+    parts: Parts
+
+
+class Stages:
+    """Stages of restoring one checkpoint. Each runs once, after all ranks have completed the one before.
+
+    What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`.
+
+    Args:
+        request: the request.
+        found: all candidates.
+        one: (attempt, step) of the checkpoint.
+        touched: names of live tensors that may have been overwritten; `read` adds to it.
+    """
+
+    def __init__(self, request: Request, found: Candidates, one: CheckpointId, touched: set[str]) -> None:
+        self._request, self._found = request, found
+        self._attempt, self._step = one
+        self._scattered: Scattered | None = found.scattered.get(one)
+        self._is_whole = one in found.survey.whole
+        self._touched = touched
+        self._texts: list[Outcome[list[tuple[int, str]]]] = []
+        self._opened: _Opened | None = None
+        self._values: Sequence[Mapping[str, Any]] = ()
+        self._loading: Loading | None = None
+        self._jobs: Sequence[Job] = ()
+        self.stats = ReadStats(0, 0, 0.0)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the checkpoint, after `look`."""
+        return self._open.manifest
+
+    @property
+    def _open(self) -> _Opened:
+        assert self._opened is not None
+        return self._opened
+
+    def exchange_parts(self) -> None:
+        """Send this rank's parts of a scattered checkpoint, and receive those of other ranks.
+
+        An error is kept for `look`.
+
+        Ranks: collective.
+        """
+        scattered, group = self._scattered, self._request.group
+        if scattered is None:
+            return
+        own = scattered.sent_by(group.rank)
+        # As pairs: JSON makes texts of the keys of an object.
+        self._texts = group.agree(lambda: list(read_texts(self._request.store, own).items()))
+
+    def look(self) -> Ancestors:
+        """Read the manifest, and return the checkpoint's ancestors."""
+        store, step, attempt = self._request.store, self._step, self._attempt
+        if self._scattered is not None:
+            rows = values_of(self._texts, self._request.group.rank, "could not send the parts that it has")
+            texts = {rank: text for theirs in rows for rank, text in theirs}
+            store = Nearest([assemble(self._scattered, texts), *store.copies()])
+        elif self._is_whole:
+            made = merge_in_memory(store, step, attempt, self._found.survey.run)
+            store = store if made is None else Nearest([made, *store.copies()])
+        manifest = read_manifest(store, step, attempt, self._found.survey.run)
+        self._opened = _Opened(store, manifest, Parts(store, manifest))
+        return manifest.ancestors
+
+    def check(self) -> None:
+        """Check that all files exist with their sizes, and read this rank's values."""
+        opened = self._open
+        besides = [] if self._scattered is None else [self._scattered.listing]
+        check_listed(opened.store, opened.manifest, besides=besides)
+        ranks = opened.parts.structures(self._source())
+        self._values = [opened.parts.part(rank).values for rank in ranks]
+
+    def _source(self) -> int:
+        """Return the saved rank whose per-rank state this rank loads.
+
+        Raises:
+            InvalidInput: the caller's function returns a rank that the checkpoint does not have.
+        """
+        request, saved = self._request, self.manifest.world_size
+        rank, world_size = request.group.rank, request.group.world_size
+        if request.rank_from is None:
+            return rank % saved
+        source = request.rank_from(rank, world_size, saved)
+        if source not in range(saved):
+            raise InvalidInput(
+                f"rank_from returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved by "
+                f"ranks 0 to {saved - 1}. Nothing was changed.",
+                step=self._step,
+                rank=rank,
+            )
+        return source
+
+    def plan(self) -> list[str]:
+        """Plan the reads. Returns overwritten tensors that this checkpoint does not hold."""
+        opened = self._open
+        self._loading = self._request.load(opened.manifest, self._values)
+        self._jobs = plan_fill(opened.manifest, self._loading.targets, self._source(), opened.parts)
+        return sorted(self._touched - self._loading.targets.keys())[:100]
+
+    def read(self) -> None:
+        """Fill the live tensors with verified bytes."""
+        request = self._request
+        assert self._loading is not None
+        self._touched.update(self._loading.targets)
+        if self._scattered is not None:
+            self.stats = self._read_scattered(self._scattered)
+        elif request.share_reads and request.group.world_size > 1:
+            self.stats = read_shared(request.store, self._jobs, request.group, on_bytes=request.on_bytes)
+        else:
+            self.stats = read(
+                request.store, self._jobs, num_threads=request.num_threads, on_bytes=request.on_bytes
+            )
+
+    def _read_scattered(self, scattered: Scattered) -> ReadStats:
+        """Read the files in this rank's own tiers, and receive the rest from other ranks."""
+        request, holders = self._request, scattered.holders
+        near = [job for job in self._jobs if request.group.rank in holders[job.part.rank]]
+        far = [job for job in self._jobs if request.group.rank not in holders[job.part.rank]]
+        # First the files that others may need from us: a rank that fails below must not be waited for.
+        lending = Lending(holders, self._open.parts.part)
+        lent = read_shared(request.store, far, request.group, on_bytes=request.on_bytes, lending=lending)
+        own = read(request.store, near, num_threads=request.num_threads, on_bytes=request.on_bytes)
+        return lent.plus(own)
+
+    def finish(self) -> None:
+        """Set everything that is not a tensor."""
+        assert self._loading is not None
+        self._loading.finish()

@@ -140,7 +140,7 @@ def test_a_tensor_that_is_not_there_is_answered_with_close_names() -> None:
 def test_a_rank_that_is_not_there_is_refused() -> None:
     opened = open_checkpoint(make_store())
     for ask in (opened.values, opened.tensors):
-        with pytest.raises(InvalidInput, match="no rank 2"):
+        with pytest.raises(InvalidInput, match="rank 2 does not exist"):
             ask(2)
 
 

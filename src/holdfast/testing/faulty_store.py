@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -119,7 +120,7 @@ class FaultyStore(Store):
             gate.opened.set()
 
     def calls(self, method: str | None = None) -> list[Call]:
-        """Return all recorded calls, or those of one method. Calls that failed are included."""
+        """Return all recorded calls, or those of one method. A `get` is recorded once it has data."""
         with self._lock:
             return [call for call in self._calls if method in (None, call.method)]
 
@@ -140,69 +141,59 @@ class FaultyStore(Store):
 
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        after = self._begin(Call("put", name, num_bytes=memoryview(data).nbytes))
-        self.inner.put(name, data, if_absent=if_absent)
-        _apply(after)
+        with self._call(Call("put", name, num_bytes=memoryview(data).nbytes)):
+            self.inner.put(name, data, if_absent=if_absent)
 
     @override
     def link(self, source: str, name: str) -> None:
-        after = self._begin(Call("link", name))
-        self.inner.link(source, name)
-        _apply(after)
+        with self._call(Call("link", name)):
+            self.inner.link(source, name)
 
     @override
     def get(self, name: str) -> bytes:
-        after = self._begin(None, "get", name)
-        data = bytearray(self.inner.get(name)[: self._sizes.get(name)])
-        self._record(Call("get", name, num_bytes=len(data)))
-        self._flip(name, 0, memoryview(data))
-        _apply(after)
+        with self._inject("get", name):
+            data = bytearray(self.inner.get(name)[: self._sizes.get(name)])
+            self._record(Call("get", name, num_bytes=len(data)))
+            self._flip(name, 0, memoryview(data))
         return bytes(data)
 
     @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        after = self._begin(Call("read_into", name, offset, len(buffer)))
-        num_bytes = self._sizes.get(name)
-        if num_bytes is not None and offset + len(buffer) > num_bytes:
-            raise Corrupt(f"{self.url}/{name} ends at byte {num_bytes} (truncated by a test).", key=name)
-        self.inner.read_into(name, offset, buffer)
-        self._flip(name, offset, buffer)
-        _apply(after)
+        with self._call(Call("read_into", name, offset, len(buffer))):
+            num_bytes = self._sizes.get(name)
+            if num_bytes is not None and offset + len(buffer) > num_bytes:
+                raise Corrupt(f"{self.url}/{name} ends at byte {num_bytes} (truncated by a test).", key=name)
+            self.inner.read_into(name, offset, buffer)
+            self._flip(name, offset, buffer)
 
     @override
     def append(self, name: str, data: bytes) -> None:
-        after = self._begin(Call("append", name, num_bytes=len(data)))
-        self.inner.append(name, data)
-        _apply(after)
+        with self._call(Call("append", name, num_bytes=len(data))):
+            self.inner.append(name, data)
 
     @override
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        after = self._begin(Call("list", prefix))
-        found = [
-            Entry(entry.name, self._truncated(entry.name, entry.num_bytes))
-            for entry in self.inner.list(prefix)
-        ]
-        _apply(after)
+        with self._call(Call("list", prefix)):
+            found = [
+                Entry(one.name, self._truncated(one.name, one.num_bytes)) for one in self.inner.list(prefix)
+            ]
         return iter(found)
 
     @override
     def size(self, name: str) -> int | None:
-        after = self._begin(Call("size", name))
-        num_bytes = self.inner.size(name)
-        _apply(after)
+        with self._call(Call("size", name)):
+            num_bytes = self.inner.size(name)
         return None if num_bytes is None else self._truncated(name, num_bytes)
 
     @override
     def delete(self, name: str) -> None:
-        after = self._begin(Call("delete", name))
-        self.inner.delete(name)
-        _apply(after)
+        with self._call(Call("delete", name)):
+            self.inner.delete(name)
 
     @override
     def sync(self, folder: str) -> None:
-        after = self._begin(Call("sync", folder))
-        self.inner.sync(folder)
-        _apply(after)
+        with self._call(Call("sync", folder)):
+            self.inner.sync(folder)
 
     @override
     def check(self) -> None:
@@ -218,13 +209,12 @@ class FaultyStore(Store):
 
     @override
     def sweep(self, prefix: str = "") -> None:
-        after = self._begin(Call("sweep", prefix))
-        self.inner.sweep(prefix)
-        _apply(after)
+        with self._call(Call("sweep", prefix)):
+            self.inner.sweep(prefix)
 
     def _add(self, fault: _Fault) -> None:
         if fault.method not in METHODS:
-            raise InvalidInput(f"A store has no method {fault.method!r}; it has {', '.join(METHODS)}.")
+            raise InvalidInput(f"A store has no method {fault.method!r}. It has {', '.join(METHODS)}.")
         with self._lock:
             self._faults.append(fault)
 
@@ -232,14 +222,19 @@ class FaultyStore(Store):
         with self._lock:
             self._calls.append(call)
 
-    def _begin(self, call: Call | None, method: str = "", name: str = "") -> list[_Fault]:
-        """Record a call and apply the faults due before it; return those due after it."""
-        if call:
-            self._record(call)
-            method, name = call.method, call.name
+    @contextmanager
+    def _call(self, call: Call) -> Iterator[None]:
+        """Record a call and apply the faults due before and after it."""
+        self._record(call)
+        with self._inject(call.method, call.name):
+            yield
+
+    @contextmanager
+    def _inject(self, method: str, name: str) -> Iterator[None]:
         due = self._due(method, name)
         _apply([fault for fault in due if not fault.after])
-        return [fault for fault in due if fault.after]
+        yield
+        _apply([fault for fault in due if fault.after])
 
     def _due(self, method: str, name: str) -> list[_Fault]:
         due = []

@@ -6,7 +6,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.store import open_store
 from holdfast.store.place import absolute_place
 
 _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
@@ -43,3 +44,12 @@ class Target:
             home = found[1] if found[1] is not None else "."
             return Target.of(home or "/", int(found[2]))
         return Target.of(checkpoint_id, self.step)
+
+    @staticmethod
+    def is_valid(checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True if a checkpoint id is a place that a store can be opened for."""
+        try:
+            open_store(Target.of("", None).at(checkpoint_id).home)
+        except HoldfastError:
+            return False
+        return True

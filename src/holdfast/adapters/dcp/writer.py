@@ -211,11 +211,7 @@ class HoldfastWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return True if a checkpoint id is a place that can be written to."""
-        try:
-            open_store(Target.of("", None).at(checkpoint_id).home)
-        except HoldfastError:
-            return False
-        return True
+        return Target.is_valid(checkpoint_id)
 
 
 def _create(store: Store, name: str, document: bytes) -> None:

@@ -47,7 +47,7 @@ class Target:
 
     @staticmethod
     def is_valid(checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if a checkpoint id is a place that a store can be opened for."""
+        """Return True if a store can be opened for a checkpoint id."""
         try:
             open_store(Target.of("", None).at(checkpoint_id).home)
         except HoldfastError:

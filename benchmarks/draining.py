@@ -24,9 +24,9 @@ from holdfast.format import names, part
 from holdfast.format.part import Part
 from holdfast.keeper.drain import verified_blocks
 from holdfast.store.address import parse_address
+from holdfast.store.bucket import ObjectStore
 from holdfast.store.clients import Clients
 from holdfast.store.local import LocalStore
-from holdfast.store.objects import ObjectStore
 
 HERE = Path(__file__).resolve().parent
 GOAL = 0.03

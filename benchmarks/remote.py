@@ -29,8 +29,8 @@ from holdfast.format.part import DataFile, Part
 from holdfast.keeper.persist import persist
 from holdfast.restore.read import Job, Want, read
 from holdfast.store.address import parse_address
+from holdfast.store.bucket import READ_BYTES, ObjectStore
 from holdfast.store.clients import Clients
-from holdfast.store.objects import READ_BYTES, ObjectStore
 from holdfast.units import format_bytes, parse_bytes
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -54,7 +54,7 @@ class Subject:
         self.room[:] = self.arena  # every page is there before anything is measured
         self.address = parse_address(url)
         self.store = ObjectStore(self.address)
-        self.client = Clients(self.address).get(patient=True)
+        self.client = Clients(self.address).get(retrying=True)
         chunk_bytes = chunk_bytes_for(num_bytes)
         self.file = DataFile(num_bytes, chunk_bytes, hash_chunks(self.arena, chunk_bytes))
         self.part = Part(

@@ -31,9 +31,9 @@ from holdfast.home.writer import WriterId
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.parts import Parts
 from holdfast.stage import Plan
-from holdfast.state import Captured, Sharding, Target, catalog_of
-from holdfast.state.sharding import Layout
-from holdfast.state.table import Structure
+from holdfast.state import CapturedState, Sharding, Target, catalog_of
+from holdfast.state.sharding import ShardLayout
+from holdfast.state.tensor_table import StateStructure
 from holdfast.store import open_store
 
 HERE = Path(__file__).resolve().parent
@@ -44,23 +44,23 @@ KINDS = ("fsdp", "hsdp", "fsdp-tp", "pipeline")
 GOALS = {"plan_s": 0.1, "commit_s": 3.0, "restore_plan_s": 1.0}
 
 
-def layout_of(kind: str, world_size: int, rank: int) -> Layout:
+def layout_of(kind: str, world_size: int, rank: int) -> ShardLayout:
     """How tensors lie on the ranks of `rank`'s mesh."""
     ranks = tuple(range(world_size))
     if kind == "fsdp":
-        return Layout(((0, world_size),), (ranks,))
+        return ShardLayout(((0, world_size),), (ranks,))
     if kind == "hsdp":  # 8 replica groups
         size = world_size // 8
-        return Layout(((0, size),), tuple(ranks[i : i + size] for i in range(0, world_size, size)))
+        return ShardLayout(((0, size),), tuple(ranks[i : i + size] for i in range(0, world_size, size)))
     if kind == "fsdp-tp":  # 8 tensor-parallel ranks side by side: strided shards
         order = tuple(rank for first in range(8) for rank in ranks[first::8])
-        return Layout(((0, 8), (0, world_size // 8)), (order,))
+        return ShardLayout(((0, 8), (0, world_size // 8)), (order,))
     size = world_size // 16  # 16 stages, each sharded
     first = rank // size * size
-    return Layout(((0, size),), (ranks[first : first + size],))
+    return ShardLayout(((0, size),), (ranks[first : first + size],))
 
 
-def captured(kind: str, world_size: int, rank: int) -> Captured:
+def captured(kind: str, world_size: int, rank: int) -> CapturedState:
     """What a rank would capture: its parts of all tensors, on the meta device."""
     layout = layout_of(kind, world_size, rank)
     stage = f"stage{rank // (world_size // 16)}." if kind == "pipeline" else ""
@@ -74,11 +74,11 @@ def captured(kind: str, world_size: int, rank: int) -> Captured:
         assert box is not None
         tensors[name] = torch.empty(box.lengths, dtype=torch.bfloat16, device="meta")
     none: frozenset[str] = frozenset()
-    structure: Any = object.__new__(Structure)
-    return Captured(tensors, shardings, none, frozenset(shardings), none, {}, {}, structure)
+    structure: Any = object.__new__(StateStructure)
+    return CapturedState(tensors, shardings, none, frozenset(shardings), none, {}, {}, structure)
 
 
-def plan_save(state: Captured, rank: int) -> tuple[Catalog, Plan]:
+def plan_save(state: CapturedState, rank: int) -> tuple[Catalog, Plan]:
     """What a rank does once for a structure, before its first save."""
     catalog = catalog_of(state)
     plan = Plan.make(state.tensors, catalog=catalog, per_rank=(), owned=state.owned, rank=rank)

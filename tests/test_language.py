@@ -22,8 +22,6 @@ NOT_YET = {
     "privacy",
     "rawbytes",
     "stage",
-    "state",
-    "store",
 }
 
 RULES = {

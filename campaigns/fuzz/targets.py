@@ -780,7 +780,7 @@ def _run_words(data: bytes) -> None:
     from holdfast.compiled.trust import place_of
     from holdfast.format import names
     from holdfast.store.address import hide_secrets, parse_address
-    from holdfast.store.naming import check_name
+    from holdfast.store.object_names import check_name
 
     text = data.decode("utf-8", "surrogateescape")
     for act in (

@@ -65,8 +65,9 @@ def decode(
         Corrupt: it is not JSON, or exceeds a limit.
     """
     if len(text) > max_bytes:
-        message = f"{what} is not read: it has {len(text)} bytes; at most {max_bytes} are allowed."
-        raise Corrupt(message, key=what)
+        raise Corrupt(
+            f"{what} is not read: it has {len(text)} bytes; at most {max_bytes} are allowed.", key=what
+        )
     try:
         data = text.encode() if isinstance(text, str) else bytes(text)
         bare = _STRING.sub(b"", data)
@@ -216,8 +217,7 @@ def read_integers(
         if type(value) is not list
         else next((one for one in value if type(one) is not int or not at_least <= one <= at_most), value)
     )
-    message = f"expected an array of {most}integers from {at_least} to {at_most}, found {shown(bad)}"
-    raise ValueError(message)
+    raise ValueError(f"expected an array of {most}integers from {at_least} to {at_most}, found {shown(bad)}")
 
 
 @final

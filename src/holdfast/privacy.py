@@ -56,10 +56,9 @@ def private_folder(wanted: Path) -> Path:
         try:
             known = Path(tempfile.mkdtemp(prefix=f"{wanted.name}-", dir=wanted.parent))
         except OSError as error:
-            message = (
+            raise Unsupported(
                 f"{wanted} is not a private folder of yours, and none could be made beside it: "
                 f"{error.strerror}. Set TMPDIR to a folder of yours."
-            )
-            raise Unsupported(message) from error
+            ) from error
         _made[wanted] = known
     return known

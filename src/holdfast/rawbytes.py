@@ -22,8 +22,7 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
         ValueError: the tensor is on another device, or not contiguous.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        message = f"Only contiguous CPU tensors have such a view; got one on {tensor.device}."
-        raise ValueError(message)
+        raise ValueError(f"Only contiguous CPU tensors have such a view; got one on {tensor.device}.")
     array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor  # the memory must outlive the view
     return memoryview(array).cast("B")

@@ -12,7 +12,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.errors import Denied, RetryLater
 from holdfast.store import open_store
-from holdfast.store.haste import haste
+from holdfast.store.command_limit import command_limit
 from holdfast.store.local import LocalStore
 
 
@@ -35,10 +35,10 @@ def test_a_silent_store_is_reported_and_given_up(
     seconds = time.monotonic() - began
     result = capsys.readouterr().err
     assert "has not answered for 3" in result
-    assert "trying again for up to 4" in result
+    assert "retrying for up to 4" in result
     assert "limit 4" in result
     assert seconds < 60, "the usual limit is 300 s"
-    assert haste.limit_s is None, "and no longer than the command"
+    assert command_limit.limit_s is None, "and no longer than the command"
 
 
 def test_the_limit_is_20_seconds_by_default() -> None:

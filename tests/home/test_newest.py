@@ -18,7 +18,7 @@ from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.nebula import default_session, tag_index
 from holdfast.cli import main
 from holdfast.errors import Denied, ResumeWarning, RetryLater
-from holdfast.store import direct, local
+from holdfast.store import direct_io, local
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -42,7 +42,7 @@ class Disk:
 
     def __init__(self, patch: pytest.MonkeyPatch, step: int, number: int, times: int, call: str) -> None:
         self.step, self.number, self.left, self.failed, self.call = step, number, times, 0, call
-        real_open, real_read = local.open_regular, direct.read
+        real_open, real_read = local.open_regular, direct_io.read
 
         def open_regular(folder_fd: int, name: str, flags: int) -> int:
             fd = real_open(folder_fd, name, flags)
@@ -57,7 +57,7 @@ class Disk:
             return real_read(fd, offset, buffer)
 
         patch.setattr(local, "open_regular", open_regular)
-        patch.setattr(direct, "read", read)
+        patch.setattr(direct_io, "read", read)
 
     def _is_due(self, fd: int) -> bool:
         path = Path(f"/proc/self/fd/{fd}").readlink()

@@ -23,7 +23,7 @@ from holdfast.restore.fill import fill
 from holdfast.stage import Arena
 from holdfast.state.load import Target
 from holdfast.store.memory import MemoryStore
-from holdfast.store.nearest import Nearest
+from holdfast.store.tiered import TieredStore
 from making import make_checkpoint, make_home
 from nursery import shared
 
@@ -81,16 +81,16 @@ def test_images_are_objects(hold: Callable[..., Holder]) -> None:
     target = memoryview(bytearray(2))
     store.read_into("a/b", 1, target)
     assert target == b"de"
-    assert store.lend("a/b", 3, 1) == b"f"
+    assert store.read_view("a/b", 3, 1) == b"f"
 
 
 def test_what_is_not_there_is_an_error(hold: Callable[..., Holder]) -> None:
     hold(b"abcdefgh", (Image("a", 0, 4),))
     store = HeldStore(HOME)
     with pytest.raises(NotFound):
-        store.lend("b", 0, 1)
+        store.read_view("b", 0, 1)
     with pytest.raises(Corrupt, match="ends at 4"):
-        store.lend("a", 3, 2)
+        store.read_view("a", 3, 2)
     for write in (lambda: store.put("a", b""), lambda: store.delete("a"), store.sweep):
         with pytest.raises(Unsupported):
             write()
@@ -99,7 +99,7 @@ def test_what_is_not_there_is_an_error(hold: Callable[..., Holder]) -> None:
 def test_a_view_outlives_its_keeper(hold: Callable[..., Holder]) -> None:
     holder = hold(b"abcdefgh", (Image("a", 0, 8),))
     store = HeldStore(HOME)
-    view = store.lend("a", 0, 8)
+    view = store.read_view("a", 0, 8)
     store.close()
     end_held(HOME)
     holder.thread.join(WAIT_S)
@@ -164,7 +164,7 @@ def test_restoring_takes_what_is_good_in_memory_and_the_rest_from_elsewhere(
         holder.map[5000:6000] = bytes(1000)
     target = torch.zeros(5_000_000)
     manifest = read_manifest(home, 7, 1, None)
-    stats = fill(Nearest([HeldStore(HOME), home]), manifest, {"w": Target(target)}, 0)
+    stats = fill(TieredStore([HeldStore(HOME), home]), manifest, {"w": Target(target)}, 0)
     assert torch.equal(target, saved)
     assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})
     assert len(stats.recovered_from) == is_overwritten

@@ -27,7 +27,7 @@ from holdfast.restore.resume import restore_newest
 from holdfast.state.load import Target
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
-from holdfast.store.nearest import Nearest
+from holdfast.store.tiered import TieredStore
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home, reseal
 
@@ -401,7 +401,7 @@ def test_a_near_copy_that_is_damaged_does_not_condemn_a_far_one_that_cannot_be_r
     near, far = FaultyStore(make_store()), FaultyStore(make_store())
     flip(near, names.data(300, 1, 0))
     far.fail("read_into", RetryLater("no answer"), matching=names.data(300, 1, 0), times=2)
-    restored = restore(Nearest([near, far]), empty_live())
+    restored = restore(TieredStore([near, far]), empty_live())
     assert restored is not None
     assert restored.step == 300
 
@@ -411,7 +411,7 @@ def test_a_near_tier_that_cannot_be_read_does_no_harm_where_the_far_one_is_whole
     for method in ("get", "read_into", "size"):
         near.fail(method, RetryLater("input/output error"), times=None)
     near.fail("list", RetryLater("input/output error"), times=None, matching="step-")
-    restored = restore(Nearest([near, far]), empty_live(), patience_s=0)
+    restored = restore(TieredStore([near, far]), empty_live(), patience_s=0)
     assert restored is not None
     assert restored.step == 300
 

@@ -18,7 +18,7 @@ from holdfast.restore.scattered import Holding, find_holdings, put_together
 from holdfast.restore.share import OTHER_RANKS, assign_blocks
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
-from holdfast.store.nearest import Nearest
+from holdfast.store.tiered import TieredStore
 from making import RUN_ID, make_checkpoint, make_home
 from restore.test_resume import Live, Member, Threads
 
@@ -99,7 +99,7 @@ class Hosts:
         def one(rank: int) -> Restored | Exception | None:
             try:
                 request = Request(
-                    Nearest([self.local[rank], self.home]),
+                    TieredStore([self.local[rank], self.home]),
                     lives[rank].load,
                     Rank(threads, post, rank),
                     step=step,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.format.cuts import Box, Cut
 from holdfast.state import Sharding, assign
-from holdfast.state.sharding import Layout, held_by
+from holdfast.state.sharding import ShardLayout, held_by
 
 _names = st.text("abc.", min_size=1, max_size=6)
 _sizes = st.dictionaries(_names, st.integers(0, 10**9), max_size=40)
@@ -44,7 +44,7 @@ def test_ranks_that_see_other_tensors_agree_about_those_that_both_hold() -> None
 def test_copies_that_are_cut_differently_are_spread_together() -> None:
     """Two replica groups: rows and columns of equal tensors, half of them from each group."""
     copies = ((0, 1), (2, 3))
-    rows, columns = Layout(((0, 2),), copies), Layout(((1, 2),), copies)
+    rows, columns = ShardLayout(((0, 2),), copies), ShardLayout(((1, 2),), copies)
     shardings = {f"{i}": Sharding((4, 4), rows if i < 4 else columns) for i in range(8)}
     cuts = assign(dict.fromkeys(shardings, 64), shardings)
     assert sorted(cut.ranks for cut in cuts.values()) == [(0, 1)] * 4 + [(2, 3)] * 4
@@ -54,7 +54,7 @@ def test_copies_that_are_cut_differently_are_spread_together() -> None:
 def test_boxes_without_a_rule_are_listed() -> None:
     """Uneven boxes are written as they are."""
     boxes = (Box((0,), (3,)), Box((3,), (1,)))
-    sharding = Sharding((4,), Layout((), ((5, 7),), boxes))
+    sharding = Sharding((4,), ShardLayout((), ((5, 7),), boxes))
     cut = assign({"t": 16}, {"t": sharding})["t"]
     assert list(cut.boxes((4,))) == [(5, boxes[0]), (7, boxes[1])]
     assert sharding.box_of(7) == boxes[1]
@@ -64,7 +64,7 @@ def test_boxes_without_a_rule_are_listed() -> None:
 
 def test_equal_layouts_make_one_group() -> None:
     """Layouts that are equal, but other objects, are balanced together."""
-    shardings = {str(i): Sharding((1,), Layout((), ((0,), (1,)))) for i in range(4)}
+    shardings = {str(i): Sharding((1,), ShardLayout((), ((0,), (1,)))) for i in range(4)}
     cuts = assign(dict.fromkeys(shardings, 4), shardings)
     assert sorted(cut.ranks for cut in cuts.values()) == [(0,), (0,), (1,), (1,)]
     assert Cut((), (0,)) in cuts.values()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import InvalidInput
-from holdfast.state import Captured, State
+from holdfast.state import CapturedState, State
 from state.trip import Net, same, train
 
 
@@ -28,7 +28,7 @@ class Story:
         self.first = self.state.capture()
         assert self.state.capture().structure is self.first.structure
 
-    def capture(self) -> Captured:
+    def capture(self) -> CapturedState:
         """The next capture, which must say what one without a past says."""
         captured, fresh = self.state.capture(), State(self.objects).capture()
         assert list(captured.tensors) == list(fresh.tensors)

@@ -126,7 +126,7 @@ def test_generators_continue_where_they_were() -> None:
     objects2 = build(2)
     saved.restore(State(objects2))
     assert [draw(objects2), draw(objects2)] == expected
-    with pytest.raises(InvalidInput, match="no state that fits"):
+    with pytest.raises(InvalidInput, match="does not fit it"):
         saved.restore(State({**build(3), "numpy": random.Random(1)}))
 
 

@@ -102,7 +102,7 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "scheduler": ({"model": model, "opt": scheduled}, "set by a scheduler that is not in the state"),
         "model": ({"opt": SGD(other.parameters(), lr=0.1)}, "opt trains 6 parameters that are in no module"),
-        "loader": ({"data": StatefulDataLoader(Numbers())}, "data has no generator of its own"),
+        "loader": ({"data": StatefulDataLoader(Numbers())}, "data does not have its own generator"),
         "generator": (
             {"data": StatefulDataLoader(Numbers(), generator=shared), "g": shared},
             "Leave g out of the state",
@@ -152,7 +152,7 @@ def test_a_load_state_dict_that_ignores_what_was_saved_is_named_at_the_restore(t
         ckpt.save(1)
     with (
         make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 0})}) as ckpt,
-        pytest.warns(ResumeWarning, match="meter: after load_state_dict.* of this Meter is other than"),
+        pytest.warns(ResumeWarning, match="meter: after load_state_dict.* of this Meter differs from"),
     ):
         ckpt.restore()
 

@@ -165,7 +165,7 @@ def test_a_part_that_does_not_fit_its_placements_is_refused() -> None:
     """Otherwise a checkpoint would have holes."""
     tensor = _tensor(_mesh([5, 6]), [Shard(0)], (4,))
     tensor._local_tensor = torch.zeros(3)
-    with pytest.raises(Unsupported, match=r"part here is \[3\], but its placements say \[2\]"):
+    with pytest.raises(Unsupported, match=r"part here is \[3\], but its placements require \[2\]"):
         State({"x": tensor})
 
 

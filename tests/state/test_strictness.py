@@ -121,7 +121,7 @@ def test_a_part_of_a_model_can_be_moved_to_a_key_of_its_own() -> None:
 def test_two_names_renamed_to_one_are_refused() -> None:
     """Which of them would win is nobody's guess."""
     saved = kept({"a": torch.ones(1), "b": torch.ones(1)})
-    with pytest.raises(InvalidInput, match="rename= calls both"):
+    with pytest.raises(InvalidInput, match="rename= maps both"):
         saved.plan(State({"c": torch.ones(1)}), rename={"a": "c", "b": "c"})
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from holdfast.format.manifest import Tensor
 from holdfast.format.sealed import dumps
 from holdfast.format.values import decode
-from holdfast.state import Captured, Load, State, dtype_name
+from holdfast.state import CapturedState, Load, State, dtype_name
 from holdfast.state.load import region
 
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 class Kept:
     """What a checkpoint keeps of a captured state: copies of the bytes, values as JSON text."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: CapturedState) -> None:
         self.tensors = {
             name: t.clone(memory_format=torch.contiguous_format) for name, t in captured.tensors.items()
         }
@@ -117,5 +117,5 @@ def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert decode_all(left) == decode_all(right)
 
 
-def decode_all(captured: Captured) -> dict[str, Any]:
+def decode_all(captured: CapturedState) -> dict[str, Any]:
     return {key: repr(decode(value)) for key, value in captured.values.items()}

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.multiprocessing.spawn import start_processes
 
 from holdfast.format.manifest import Tensor
-from holdfast.state import Captured, Load, State, assign, dtype_name
+from holdfast.state import CapturedState, Load, State, assign, dtype_name
 from holdfast.state.load import region
 from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
 
@@ -135,7 +135,7 @@ class Checkpoint:
         return load
 
 
-def told(captured: Captured, rank: int) -> dict[str, Any]:
+def told(captured: CapturedState, rank: int) -> dict[str, Any]:
     """What a rank writes of a captured state."""
     sizes = {
         n: torch.Size(s.shape).numel() * captured.tensors[n].element_size()
@@ -206,7 +206,7 @@ def save_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
     gather(None)  # rank 0 has written
 
 
-def _check_facts(captured: Captured, full: dict[str, torch.Tensor]) -> None:
+def _check_facts(captured: CapturedState, full: dict[str, torch.Tensor]) -> None:
     names = full.keys() & captured.tensors.keys()
     is_flat = "model.head.weight" in captured.tensors  # FSDP1 gives copies: nothing is tied, nothing is owned
     assert captured.owned == (frozenset() if is_flat else names)

@@ -1,4 +1,4 @@
-"""The servers that the tests of this folder share, started when first needed."""
+"""Servers for the tests of this folder, started when first needed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ numbers = itertools.count()
 
 @pytest.fixture
 def home(s3: Server) -> Callable[..., str]:
-    """Makes the URL of a place that no other test uses; always the same one in one test."""
+    """Return a function that makes a URL that no other test uses; within one test it is always the same."""
     number = next(numbers)
     return lambda **options: s3.home(f"t{number}", **{"timeout": "20", **options})

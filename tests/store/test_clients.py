@@ -1,4 +1,4 @@
-"""How a client is set up from URL and environment, and what is asked of the process."""
+"""Setup of clients from URL and environment, and checks of the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.store.address import parse_address
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings of clouds but the test's own."""
+    """Remove all cloud settings from the environment except the test's own."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
@@ -29,7 +29,9 @@ def settings(url: str) -> Any:
     return {**client.config, **(client.client_options or {})}
 
 
-def test_a_missing_library_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_library_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(Unsupported, match=r"pip install 'torch-holdfast\[remote\]'"):
         open_store("s3://bucket/run")
@@ -69,14 +71,14 @@ def test_the_endpoint_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert str(found["allow_http"]).lower() == "true"
 
 
-def test_the_url_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_url_takes_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
     monkeypatch.setenv("AWS_REGION", "eu-west-3")
     found = settings("s3://bucket/run?endpoint_url=https://host&region=us-west-2")
     assert (found["endpoint"], found["region"]) == ("https://host", "us-west-2")
 
 
-def test_azure_takes_its_account_from_variables_url_or_connection_string(
+def test_the_azure_account_comes_from_variables_url_or_connection_string(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(InvalidInput, match="AZURE_STORAGE_ACCOUNT_NAME"):
@@ -91,12 +93,12 @@ def test_azure_takes_its_account_from_variables_url_or_connection_string(
     assert found["endpoint"] == "https://acc3.blob.x.y"
 
 
-def test_google_takes_an_endpoint_too() -> None:
+def test_google_endpoints_can_be_set() -> None:
     found = settings("gs://bucket/run?anonymous=yes&endpoint_url=http://127.0.0.1:1")
     assert found["base_url"] == "http://127.0.0.1:1"
 
 
-def test_a_setting_that_the_library_refuses_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_the_library_refuses_raises_invalid_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "HIDE no base64!")
     with pytest.raises(InvalidInput, match="az://box/run") as caught:
         settings("az://box/run?account=acc1")
@@ -107,7 +109,7 @@ def test_one_client_serves_all_calls_until_it_is_dropped() -> None:
     pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
     made = clients.Clients(parse_address("s3://bucket/run"))
     assert made.get() is made.get()
-    assert made.get() is not made.get(patient=True)
+    assert made.get() is not made.get(retrying=True)
     before = made.get()
     made.drop()
     assert made.get() is not before

@@ -1,4 +1,4 @@
-"""Where AWS keys come from, in the order of AWS's own tools."""
+"""Sources of AWS keys, in the order of AWS's own tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIABLES = ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with both files, and an environment without AWS variables."""
+    """Return a folder for both files, and remove AWS variables from the environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -37,7 +37,7 @@ def test_without_files_the_client_finds_keys_by_itself() -> None:
     assert shared_region(None) is None
 
 
-def test_the_default_profile_is_taken(files: Path) -> None:
+def test_the_default_profile_is_used(files: Path) -> None:
     write(files / "credentials", "default", **KEYS, aws_session_token="T")
     provider = shared_credentials(None)
     assert isinstance(provider, SharedKeys)
@@ -46,19 +46,19 @@ def test_the_default_profile_is_taken(files: Path) -> None:
     assert found["expires_at"].tzinfo is not None
 
 
-def test_keys_are_read_anew_each_time(files: Path) -> None:
+def test_keys_are_read_again_each_time(files: Path) -> None:
     write(files / "credentials", "default", **KEYS)
     provider = shared_credentials(None)
     assert provider is not None
     (files / "credentials").unlink()
-    with pytest.raises(InvalidInput, match="no keys any more"):
+    with pytest.raises(InvalidInput, match="no longer has keys"):
         provider()
     write(files / "credentials", "default", aws_access_key_id="K2", aws_secret_access_key="S2")
     assert provider()["access_key_id"] == "K2"
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"])
-def test_variables_go_before_the_default_profile(
+def test_variables_take_precedence_over_the_default_profile(
     files: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     write(files / "credentials", "default", **KEYS)
@@ -66,7 +66,7 @@ def test_variables_go_before_the_default_profile(
     assert shared_credentials(None) is None
 
 
-def test_a_profile_that_is_asked_for_goes_before_other_sources(
+def test_a_requested_profile_takes_precedence_over_other_sources(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(files / "credentials", "work", **KEYS)
@@ -94,8 +94,8 @@ def test_a_profile_with_a_login_needs_boto3(files: Path, monkeypatch: pytest.Mon
         shared_credentials("work")
 
 
-def test_a_broken_file_is_told_without_its_lines(files: Path) -> None:
+def test_the_error_for_a_broken_file_does_not_show_its_lines(files: Path) -> None:
     (files / "credentials").write_text("HIDE-this-is-no-section\n")
-    with pytest.raises(InvalidInput, match="cannot be read") as caught:
+    with pytest.raises(InvalidInput, match="cannot be parsed") as caught:
         shared_credentials(None)
     assert "HIDE" not in str(caught.value)

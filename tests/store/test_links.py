@@ -1,4 +1,4 @@
-"""Hostile homes: links, FIFOs and devices inside a home are refused, and nothing outside is touched."""
+"""Hostile homes: links, FIFOs and devices inside a home are refused, and files outside stay untouched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
-from holdfast.store import Entry, Store, lookup
+from holdfast.store import ObjectInfo, Store, lookup
 from holdfast.store.local import LocalStore
 from holdfast.testing import StoreSuite
 
@@ -23,7 +23,7 @@ LIMIT_S = 20
 
 @pytest.fixture(params=["openat2", "by parts"], autouse=True)
 def _lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try everything with the kernel's own call and with the fallback where a sandbox forbids it."""
+    """Try everything with the kernel's own call and with the fallback for sandboxes that forbid it."""
     if request.param == "by parts":
         monkeypatch.setattr(lookup, "_has_openat2", lambda: False)
     elif not lookup._has_openat2():
@@ -32,7 +32,7 @@ def _lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _alarm() -> Iterator[None]:
-    """A call that waits for a FIFO's other end fails, rather than hang the suite."""
+    """Fail a call that waits for a FIFO's other end, instead of blocking the suite."""
 
     def expired(*_: object) -> None:
         message = "the call hangs"
@@ -53,7 +53,7 @@ class TestLocalStore(StoreSuite):
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder beside the home with a file that nobody may read or change."""
+    """A folder beside the home with a file that must not be read or changed."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "bashrc").write_bytes(SECRET)
@@ -89,7 +89,7 @@ READS = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_is_changed_in_a_folder_that_a_link_leads_to(
+def test_the_target_folder_of_a_link_is_not_changed(
     home: Path, outside: Path, change: Callable[[Store, str], None]
 ) -> None:
     (home / "step-00000001").symlink_to(outside)
@@ -149,7 +149,7 @@ def test_deleting_a_link_removes_only_the_link(home: Path, outside: Path) -> Non
 
 
 def test_a_log_with_a_second_name_is_not_appended_to(home: Path, outside: Path) -> None:
-    """A hard link needs no permission to read: the file may be anybody's."""
+    """A hard link needs no read permission, so the file may belong to anybody."""
     os.link(outside / "bashrc", home / "log")
     with pytest.raises(InvalidInput, match="hard links"):
         LocalStore(home).append("log", b"x")
@@ -157,7 +157,7 @@ def test_a_log_with_a_second_name_is_not_appended_to(home: Path, outside: Path) 
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
-def test_what_is_no_regular_file_is_neither_read_nor_written(home: Path, kind: str) -> None:
+def test_irregular_files_are_neither_read_nor_written(home: Path, kind: str) -> None:
     _make(kind, home / "odd")
     store = LocalStore(home)
     for read in (lambda: store.get("odd"), lambda: store.size("odd")):
@@ -166,7 +166,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_written(home: Path, kind: s
     for change in (lambda: store.append("odd", b"x"), lambda: store.link("odd", "other")):
         with pytest.raises(InvalidInput, match="not a regular file"):
             change()
-    assert Entry("odd", 0) in list(store.list())
+    assert ObjectInfo("odd", 0) in list(store.list())
     store.delete("odd")
     assert {entry.name for entry in store.list()} == {"d/whole"}
 
@@ -211,7 +211,7 @@ def test_linked_folders_are_not_walked(home: Path, outside: Path) -> None:
 
 
 def test_the_home_itself_may_be_reached_through_links(tmp_path: Path) -> None:
-    """A user's own link to a big disk is fine; its target is taken once, so that one run has one home."""
+    """A user's own link to a large disk is allowed. It is resolved once, so that one run has one home."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
     store = LocalStore(tmp_path / "runs" / "gpt")
@@ -224,7 +224,7 @@ def test_the_home_itself_may_be_reached_through_links(tmp_path: Path) -> None:
     assert list((tmp_path / "other" / "gpt").iterdir()) == []
 
 
-def test_names_lead_nowhere_else(home: Path) -> None:
+def test_names_cannot_escape_the_root(home: Path) -> None:
     store = LocalStore(home)
     for name in ("../outside/bashrc", "/etc/passwd", "d/../../outside/bashrc", ""):
         with pytest.raises(InvalidInput):
@@ -233,7 +233,7 @@ def test_names_lead_nowhere_else(home: Path) -> None:
             store.append(name, b"x")
 
 
-def test_a_folder_that_becomes_a_link_during_writes_leads_nowhere(home: Path, outside: Path) -> None:
+def test_a_folder_that_becomes_a_link_during_writes_is_not_followed(home: Path, outside: Path) -> None:
     """An attacker swaps a folder for a link and back while objects are written."""
     store, stop = LocalStore(home), threading.Event()
 
@@ -264,7 +264,7 @@ def test_a_folder_that_becomes_a_link_during_writes_leads_nowhere(home: Path, ou
     assert (outside / "bashrc").read_bytes() == SECRET
 
 
-def test_missing_names_are_still_just_missing(home: Path) -> None:
+def test_missing_names_are_reported_as_missing(home: Path) -> None:
     with pytest.raises(NotFound):
         LocalStore(home).get("d/none")
     with pytest.raises(NotFound):

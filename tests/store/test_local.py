@@ -1,4 +1,4 @@
-"""The local store keeps the store contract, and what only a file system can break."""
+"""The local store keeps the store contract, also when the file system fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, RetryLater, Unsupported
-from holdfast.store import Entry, Store
+from holdfast.store import ObjectInfo, Store
 from holdfast.store.local import LocalStore
 from holdfast.testing import StoreSuite
 
@@ -34,7 +34,7 @@ class TestLocalStore(StoreSuite):
 
 
 class TestLocalStoreWithoutDirectIo(StoreSuite):
-    """The same where the file system refuses O_DIRECT."""
+    """The same on a file system that refuses O_DIRECT."""
 
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
@@ -47,7 +47,7 @@ class TestLocalStoreWithoutDirectIo(StoreSuite):
 
 
 def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have the kernel seem to refuse O_DIRECT; returns the refused descriptors, as they come."""
+    """Simulate a kernel that refuses O_DIRECT; return the refused descriptors, as they come."""
     real, refusals = fcntl.fcntl, []
 
     def fake(fd: int, command: int, argument: int = 0) -> int:
@@ -67,7 +67,7 @@ def _page_aligned(data: bytes) -> memoryview:
 
 
 def _files(root: Path) -> set[str]:
-    """Every file below a directory, whether the store would list it or not."""
+    """Return every file below a directory, listed by the store or not."""
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
@@ -101,7 +101,7 @@ def test_a_file_system_that_refuses_only_when_it_is_used_is_read_and_written(
 
 def test_large_aligned_puts_do_not_fill_the_page_cache(tmp_path: Path) -> None:
     """A put of an arena leaves the page cache to the training data; the tail and small objects may use it."""
-    from holdfast.store import direct
+    from holdfast.store import direct_io
 
     store = LocalStore(tmp_path)
     store.put("a", _page_aligned(os.urandom(DIRECT)))
@@ -112,23 +112,23 @@ def test_large_aligned_puts_do_not_fill_the_page_cache(tmp_path: Path) -> None:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         except OSError:
             pytest.skip("the file system under the temporary directory has no direct I/O")
-        assert not direct._cached(fd, 0, 1 << 20)
+        assert not direct_io._cached(fd, 0, 1 << 20)
     finally:
         os.close(fd)
 
 
-def test_what_the_page_cache_holds_is_read_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_data_is_read_from_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that was just written through the page cache is not read from the disk again."""
     data = os.urandom(DIRECT)
     store, room = LocalStore(tmp_path), _page_aligned(bytes(DIRECT))
     store.path("a").write_bytes(data)
     fd = os.open(store.path("a"), os.O_RDONLY)
-    from holdfast.store import direct
+    from holdfast.store import direct_io
 
-    known = direct._cached(fd, 0, DIRECT - DIRECT % 4096)
+    known = direct_io._cached(fd, 0, DIRECT - DIRECT % 4096)
     os.close(fd)
     if not known:
-        pytest.skip("this kernel does not tell what it caches (cachestat, Linux 6.5)")
+        pytest.skip("this kernel does not report cached pages (cachestat, Linux 6.5)")
     refusals = _refuse_direct(monkeypatch)
     store.read_into("a", 0, room)
     assert room == data
@@ -165,7 +165,7 @@ def _mounted(place: Path, *, num_bytes: int = SMALL_DISK_BYTES) -> Iterator[None
 @pytest.mark.parametrize("num_bytes", [SMALL_DISK_BYTES // 2 + 1, SMALL_DISK_BYTES * 2])
 @pytest.mark.parametrize("if_absent", [False, True])
 def test_a_full_disk_keeps_the_old_object(tmp_path: Path, num_bytes: int, if_absent: bool) -> None:
-    """The put says what it wanted and what is free, leaves nothing behind, and works once there is room."""
+    """The error names the required and the free space. Nothing is left behind, and a later put works."""
     with _mounted(tmp_path / "disk"):
         store = LocalStore(tmp_path / "disk")
         old = os.urandom(SMALL_DISK_BYTES // 2)
@@ -212,8 +212,8 @@ def test_a_read_only_disk_is_read_and_refuses_to_be_written(tmp_path: Path) -> N
         assert [entry.name for entry in store.list()] == ["d/a"]
 
 
-def test_a_directory_without_permission_refuses_plainly() -> None:
-    """A user who may read but not write a home can read, and is told what failed."""
+def test_the_error_for_a_directory_without_permission_is_clear() -> None:
+    """A user who may read but not write a home can read it, and receives a clear error on writing."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
         home = Path(folder) / "home"
         LocalStore(home).put("d/a", b"old")
@@ -242,8 +242,8 @@ for change in (lambda: put("d/a", b"new"), lambda: put("e/a", b"new"), lambda: d
         assert LocalStore(home).get("d/a") == b"old"
 
 
-def test_a_home_that_was_deleted_is_not_made_anew(tmp_path: Path) -> None:
-    """After the root has vanished, nothing is written and nothing is reported as absent, until it is back."""
+def test_a_deleted_home_is_not_created_again(tmp_path: Path) -> None:
+    """After the root has vanished, writes fail and no object is reported as absent, until it is back."""
     home = tmp_path / "home"
     home.mkdir()
     store = LocalStore(home)
@@ -266,7 +266,7 @@ def test_a_home_that_was_deleted_is_not_made_anew(tmp_path: Path) -> None:
     assert store.get("d/a") == b"x"
 
 
-def test_a_home_made_by_the_first_put_may_not_vanish_either(tmp_path: Path) -> None:
+def test_a_home_created_by_the_first_put_is_not_created_again(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "new" / "home")
     store.put("a", b"x")
     shutil.rmtree(tmp_path / "new")
@@ -276,7 +276,7 @@ def test_a_home_made_by_the_first_put_may_not_vanish_either(tmp_path: Path) -> N
 
 
 def test_an_unmounted_disk_is_not_written_through_its_mount_point(tmp_path: Path) -> None:
-    """The empty directory under a mount is another file system: a put there would fill the wrong disk."""
+    """The empty directory under a mount is on another file system: a put there would fill the wrong disk."""
     disk = tmp_path / "disk"
     with _mounted(disk):
         store = LocalStore(disk)
@@ -291,7 +291,7 @@ def test_an_unmounted_disk_is_not_written_through_its_mount_point(tmp_path: Path
 
 
 def test_a_directory_deleted_by_hand_is_made_again(tmp_path: Path) -> None:
-    """Only the root is guarded: what is below belongs to the store."""
+    """Only the root is protected: everything below belongs to the store."""
     store = LocalStore(tmp_path)
     store.put("d/e/a", b"x")
     shutil.rmtree(tmp_path / "d")
@@ -306,11 +306,11 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_name_below_an_object_and_a_directory_name_are_refused(tmp_path: Path) -> None:
-    """A file cannot be a directory too; the message says which path is in the way."""
+    """A file cannot be a directory too; the message names the conflicting path."""
     store = LocalStore(tmp_path)
     store.put("d/a", b"x")
     for name in ("d/a/b", "d"):
-        with pytest.raises(InvalidInput, match="a directory has this name, or a part of the path is a file"):
+        with pytest.raises(InvalidInput, match="belongs to a directory, or a part of the path is a file"):
             store.put(name, b"y")
     assert _files(tmp_path) == {"d/a"}
 
@@ -320,13 +320,15 @@ def test_names_of_unfinished_files_cannot_be_used(tmp_path: Path) -> None:
         LocalStore(tmp_path).put("d/.unfinished-1-2", b"x")
 
 
-def test_a_file_system_without_hard_links_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_raises_unsupported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     store = LocalStore(tmp_path)
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(Unsupported, match="no hard links"):
+    with pytest.raises(Unsupported, match="does not support hard links"):
         store.put("a", b"x", if_absent=True)
     assert _files(tmp_path) == set()
     store.put("a", b"x")
@@ -345,7 +347,7 @@ def test_a_link_shares_the_bytes_on_the_disk(tmp_path: Path) -> None:
 def test_a_link_that_the_file_system_cannot_make_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """No hard links at all, or as many as one file may have."""
+    """The file system has no hard links, or the file has reached its limit of them."""
 
     def refuse(*args: object, **options: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -428,7 +430,7 @@ def _run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def _put_killed(home: Path, point: str, *, if_absent: bool, name: str = "d/a") -> None:
-    """Have another process killed at a failpoint while it puts bytes of value 1 under `name`."""
+    """Start a process that is killed at a failpoint while it puts bytes of value 1 under `name`."""
     done = _run(
         f"""
 import mmap
@@ -445,7 +447,7 @@ open_store({str(home)!r}).put({name!r}, data, if_absent={if_absent})
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_killed_put_leaves_the_old_or_the_new_object(tmp_path: Path, point: str, existing: bool) -> None:
-    """`kill -9` at any moment: one whole object under the name or none, and sweep removes what was left."""
+    """After `kill -9` the name has one complete object or none, and sweep removes the remains."""
     old, new = b"\0" * 1000, b"\1" * DIRECT
     store = LocalStore(tmp_path / "home")
     store.put("other", b"x")
@@ -455,7 +457,7 @@ def test_a_killed_put_leaves_the_old_or_the_new_object(tmp_path: Path, point: st
     expected = new if point == "store.linked" else old if existing else None
     size = None if expected is None else len(expected)
     assert store.size("d/a") == size
-    assert {e for e in store.list("d") if e.name != "other"} == ({Entry("d/a", size)} if size else set())
+    assert {e for e in store.list("d") if e.name != "other"} == ({ObjectInfo("d/a", size)} if size else set())
     if expected is not None:
         assert store.get("d/a") == expected
     left = {name for name in _files(tmp_path / "home") if ".unfinished-" in name}
@@ -476,7 +478,7 @@ def test_a_name_taken_by_a_killed_put_stays_taken(tmp_path: Path) -> None:
 
 
 def test_sweep_leaves_the_unfinished_file_of_a_live_process(tmp_path: Path) -> None:
-    """A put of another process, stopped in the middle, survives any sweep and then finishes."""
+    """A put of another process, paused in the middle, survives any sweep and then finishes."""
     script = f"""
 import sys
 from holdfast.store import local
@@ -509,7 +511,7 @@ LocalStore({str(tmp_path)!r}).put("d/a", b"x" * 5000)
 
 
 def test_a_put_that_a_sweep_overtook_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between making and locking its file, a put looks dead; it notices that the file was removed."""
+    """Between creating and locking its file, a put looks dead. It detects that the file was removed."""
     store, other, real = LocalStore(tmp_path), LocalStore(tmp_path), fcntl.flock
     swept = []
 

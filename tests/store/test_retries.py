@@ -1,4 +1,4 @@
-"""What goes wrong between an object store and its client, and how each call ends."""
+"""Failures between an object store and its client, and the outcome of each call."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Home = Callable[..., str]
 
 @pytest.fixture
 def store(home: Home, proxy: FaultProxy) -> Store:
-    """A store behind the proxy, that gives up after a minute."""
+    """A store behind the proxy, with a time limit of one minute."""
     return open_store(home(port=proxy.port, timeout="60", part_bytes=str(PART_BYTES)))
 
 
 @pytest.fixture
 def behind(home: Home) -> Store:
-    """The same place, seen without the proxy."""
+    """The same place, accessed without the proxy."""
     return open_store(home())
 
 
@@ -48,10 +48,10 @@ def test_a_put_survives(store: Store, behind: Store, proxy: FaultProxy, fault: s
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_create_survives_and_knows_its_own(
+def test_a_create_survives_and_recognizes_its_own_object(
     store: Store, behind: Store, proxy: FaultProxy, fault: str
 ) -> None:
-    """Also where the answer was lost, and the next try is told that the name is taken: by us."""
+    """Also if the answer is lost, and the next try is refused because the name is taken: by us."""
     proxy.inject(fault, method="PUT", times=2, after_bytes=1000)
     store.put("a", b"x" * 10_000, if_absent=True)
     assert behind.get("a") == b"x" * 10_000
@@ -59,7 +59,7 @@ def test_a_create_survives_and_knows_its_own(
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_create_of_a_taken_name_is_a_conflict_whatever_breaks(
+def test_a_create_of_a_taken_name_is_a_conflict_despite_failures(
     store: Store, behind: Store, proxy: FaultProxy, fault: str
 ) -> None:
     behind.put("a", b"somebody else's")
@@ -70,7 +70,7 @@ def test_a_create_of_a_taken_name_is_a_conflict_whatever_breaks(
     assert faults(proxy) == 1
 
 
-def test_a_lost_answer_is_cleared_up_although_reading_back_fails_too(
+def test_a_lost_answer_is_resolved_even_if_reading_back_fails_too(
     store: Store, behind: Store, proxy: FaultProxy
 ) -> None:
     proxy.inject("reset-after", method="PUT")
@@ -137,7 +137,7 @@ def test_a_server_side_copy_survives(store: Store, behind: Store, proxy: FaultPr
     assert faults(proxy) == 1
 
 
-def test_a_stall_is_cut_off_and_tried_again(home: Home, behind: Store, proxy: FaultProxy) -> None:
+def test_a_stalled_request_is_cut_off_and_retried(home: Home, behind: Store, proxy: FaultProxy) -> None:
     store = open_store(home(port=proxy.port, timeout="60", request_timeout="500ms"))
     proxy.inject("stall", method="PUT", seconds=600)
     proxy.inject("stall", method="GET", seconds=600)
@@ -191,7 +191,7 @@ def test_the_message_names_object_limit_and_cause_and_no_keys(
         store.put("a/b", b"x")
 
 
-def test_a_store_that_comes_back_within_the_limit_is_no_failure(home: Home, s3, behind: Store) -> None:  # type: ignore[no-untyped-def]
+def test_a_store_that_comes_back_within_the_limit_is_used(home: Home, s3, behind: Store) -> None:  # type: ignore[no-untyped-def]
     """A call that meets a closed port waits for it to open."""
     first = FaultProxy("127.0.0.1", s3.port)
     store = open_store(home(port=first.port, timeout="60"))
@@ -203,10 +203,10 @@ def test_a_store_that_comes_back_within_the_limit_is_no_failure(home: Home, s3, 
     assert behind.get("a") == b"x"
 
 
-def test_keys_that_expire_and_come_back_are_read_anew(
+def test_expired_keys_are_read_again(
     home: Home, behind: Store, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While they are refused, calls fail and say so; once the file has others, the same store works."""
+    """While keys are rejected, calls raise. Once the file has valid ones, the same store works."""
     keys = tmp_path / "credentials"
     behind.put("before", b"x")
 
@@ -245,7 +245,7 @@ def test_a_body_that_was_spoilt_on_the_way_up_is_sent_again(
 
 
 class Taker:
-    """A sink that keeps what it is given."""
+    """A sink that keeps all it receives."""
 
     def __init__(self, num_bytes: int) -> None:
         self.data = bytearray(num_bytes)
@@ -254,10 +254,10 @@ class Taker:
         self.data[offset : offset + len(view)] = view
 
 
-def test_a_byte_that_was_flipped_on_the_way_down_is_caught_by_its_hash(
+def test_a_byte_flipped_during_a_read_is_detected_by_its_hash(
     store: Store, behind: Store, proxy: FaultProxy
 ) -> None:
-    """The client hands it on silently; the reader compares every chunk."""
+    """The client returns it silently; the reader compares every chunk."""
     made = make_checkpoint(behind, 1, 1, [{"t": torch.arange(100_000, dtype=torch.uint8)}])
     part, name = Parts(behind, made).part(0), names.data(1, 1, 0)
     image = behind.get(name)
@@ -274,7 +274,7 @@ def test_a_byte_that_was_flipped_on_the_way_down_is_caught_by_its_hash(
 def test_a_put_holds_its_buffer_until_the_store_has_answered(
     store: Store, behind: Store, proxy: FaultProxy, num_bytes: int
 ) -> None:
-    """An arena is recycled when put returns, so it must not return before the last byte is acknowledged."""
+    """An arena is recycled when put returns, so put must not return before the last byte is acknowledged."""
     data = bytearray(os.urandom(num_bytes))
     expected = bytes(data)
     gate = proxy.hold(
@@ -292,7 +292,7 @@ def test_a_put_holds_its_buffer_until_the_store_has_answered(
 
 
 def test_a_buffer_can_be_resized_after_put(store: Store) -> None:
-    """Nothing holds on to it: an arena can be unmapped."""
+    """The store keeps no reference to it, so an arena can be unmapped."""
     for num_bytes in (1000, PART_BYTES + 1):
         data = bytearray(num_bytes)
         store.put("a", data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Corrupt, InvalidInput, RetryLater
-from holdfast.store import Entry, Store
+from holdfast.store import ObjectInfo, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Call, FaultyStore, StoreSuite
@@ -98,7 +98,7 @@ def test_a_truncated_object_is_shorter_for_every_method(faulty: FaultyStore) -> 
     faulty.truncate("a", 4)
     assert faulty.get("a") == b"0123"
     assert faulty.size("a") == 4
-    assert list(faulty.list()) == [Entry("a", 4)]
+    assert list(faulty.list()) == [ObjectInfo("a", 4)]
     buffer = bytearray(4)
     faulty.read_into("a", 0, memoryview(buffer))
     assert buffer == b"0123"

@@ -15,7 +15,7 @@ from holdfast.format.part import Ancestors
 from holdfast.keeper import Images, Keeper, Save
 from holdfast.ranks import RankGroup
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
-from holdfast.state import Captured, State, catalog_of
+from holdfast.state import CapturedState, State, catalog_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Pipeline:
             raise
         return Pending(order.save, staging)
 
-    def _plan_for(self, captured: Captured) -> Plan:
+    def _plan_for(self, captured: CapturedState) -> Plan:
         if self._plan is None or captured.structure is not self._structure:
             self._structure = captured.structure
             self._plan = Plan.make(
@@ -206,7 +206,7 @@ class Pipeline:
         plan, captured = self._prepare_arena()
         self.stager.settle_in_background(plan, captured.tensors)
 
-    def _prepare_arena(self) -> tuple[Plan, Captured]:
+    def _prepare_arena(self) -> tuple[Plan, CapturedState]:
         captured = self.objects.capture()
         plan = self._plan_for(captured)
         self.watch_optimizers()
@@ -214,7 +214,7 @@ class Pipeline:
         return plan, captured
 
 
-def _draft(order: Order, keeper: Keeper, plan: Plan, captured: Captured) -> bytes:
+def _draft(order: Order, keeper: Keeper, plan: Plan, captured: CapturedState) -> bytes:
     terms = keeper.terms
     return parts.draft(
         run=terms.run,

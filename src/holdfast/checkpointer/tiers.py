@@ -30,9 +30,9 @@ from holdfast.keeper import HeldStore, end_held
 from holdfast.policy import Every, Keep, single_policies
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
-from holdfast.store.apart import check_apart
-from holdfast.store.nearest import Nearest
-from holdfast.store.place import absolute_place
+from holdfast.store.factory import absolute_place
+from holdfast.store.overlap import check_disjoint
+from holdfast.store.tiered import TieredStore
 from holdfast.units import format_bytes, parse_bytes, parse_duration
 
 Duration = str | float | datetime.timedelta
@@ -119,7 +119,7 @@ class Tiers:
         self.home_store = open_store(self.home)
         self._local_store = None if self.local is None else open_store(self.local)
         if self._local_store is not None:
-            check_apart(self.home_store, self._local_store)
+            check_disjoint(self.home_store, self._local_store)
 
     @property
     def local_store(self) -> Store | None:
@@ -273,7 +273,7 @@ class Tiers:
         held = HeldStore(self.home)
         tiers = [held, *self.durable_stores()] if held else self.durable_stores()
         try:
-            yield tiers[0] if len(tiers) == 1 else Nearest(tiers)
+            yield tiers[0] if len(tiers) == 1 else TieredStore(tiers)
         finally:
             held.close()
 

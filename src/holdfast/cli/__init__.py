@@ -99,9 +99,9 @@ def _limited(args: argparse.Namespace) -> Iterator[None]:
     if not hasattr(args, "patience"):
         yield
         return
-    from holdfast.store.haste import haste
+    from holdfast.store.command_limit import command_limit
 
-    with haste.limited(args.patience, _show):
+    with command_limit.limited(args.patience, _show):
         yield
 
 

@@ -10,7 +10,7 @@ from holdfast.format import names
 from holdfast.home.documents import read_run, read_run_document
 from holdfast.home.listing import Listing, list_home
 from holdfast.store import Store, open_store
-from holdfast.store.nearest import Nearest
+from holdfast.store.tiered import TieredStore
 
 
 def open_home(place: str) -> tuple[Store, Listing]:
@@ -58,5 +58,5 @@ def open_tiers(place: str, local: str) -> tuple[Store, Listing, dict[str, Listin
     runs = read_run(home), read_run(near)
     if None not in runs and len({run.id for run in runs if run}) > 1:
         raise InvalidInput(f"{local} holds another run than {place}, so it is not its local folder.")
-    store = Nearest([near, home])
+    store = TieredStore([near, home])
     return store, list_home(store), {"local": in_near, "home": in_home}

@@ -15,7 +15,7 @@ from holdfast.format.hashes import DIGITS
 from holdfast.format.limits import HASH, MAX_ATTEMPT, MAX_RANKS
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.versions import Versions
-from holdfast.store.naming import check_name
+from holdfast.store.object_names import check_name
 
 FOLDER = "compiled/"
 """Prefix of all objects of compile caches."""

@@ -13,8 +13,8 @@ from urllib.parse import unquote
 
 from holdfast.errors import InvalidInput
 from holdfast.store.address import SCHEMES, parse_address
-from holdfast.store.endpoints import located, sends_in_the_clear
-from holdfast.store.place import absolute_place
+from holdfast.store.endpoints import is_unencrypted, with_environment
+from holdfast.store.factory import absolute_place
 
 VARIABLE = "HOLDFAST_TRUST_HOMES"
 """Variable with trusted homes or prefixes of their addresses, separated by commas."""
@@ -55,7 +55,7 @@ def place_of(text: str, *, here: bool = False) -> TrustedPlace:
     if not text.strip():
         raise InvalidInput("Cannot trust an empty string as a home.")
     if mark and scheme.lower() in SCHEMES:
-        address = located(parse_address(text)) if here else parse_address(text)
+        address = with_environment(parse_address(text)) if here else parse_address(text)
         options = tuple(f"{name}={_normal(address.option(name) or '')}" for name in _DECIDING_OPTIONS)
         parts = tuple(address.prefix.split("/")) if address.prefix else ()
         region = "" if address.option("endpoint_url") else address.option("region") or ""
@@ -160,8 +160,8 @@ def _line_of(home: str, *, allow_http: bool) -> str:
         return absolute_place(home)
     if scheme.lower() not in SCHEMES:
         return home
-    address = located(parse_address(home))
-    if sends_in_the_clear(address) and not allow_http:
+    address = with_environment(parse_address(home))
+    if is_unencrypted(address) and not allow_http:
         raise InvalidInput(
             f"{address.place} uses {address.option('endpoint_url')}: others on the network could change the "
             "compiled code that this machine would run. It was not trusted. Use an https endpoint, or repeat "

@@ -32,8 +32,8 @@ def flatten(tree: Mapping[str, Any]) -> FlatTree:
         InvalidInput: two tensors have the same name, or an object is neither a tensor nor a plain value.
         Unsupported: a checkpoint cannot hold one of the tensors.
     """
-    from holdfast.state.tensors import is_savable, refuse
-    from holdfast.state.tree import strip
+    from holdfast.state.tensors import is_savable, unsavable
+    from holdfast.state.tree import extract_tensors
 
     found = FlatTree()
     views: dict[object, str] = {}  # name by the memory that a tensor refers to
@@ -45,7 +45,7 @@ def flatten(tree: Mapping[str, Any]) -> FlatTree:
                 key=name,
             )
         if not is_savable(tensor):
-            raise refuse(tensor, name)
+            raise unsavable(tensor, name)
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         first = views.setdefault(view, name) if tensor.numel() else name
         if first == name:
@@ -55,7 +55,7 @@ def flatten(tree: Mapping[str, Any]) -> FlatTree:
 
     for key, item in tree.items():
         try:
-            stripped = strip(item, key, emit)
+            stripped = extract_tensors(item, key, emit)
         except RecursionError as error:
             raise InvalidInput(
                 f"The value of {key[:60]!r} contains itself, or is nested too deeply.", key=key[:60]

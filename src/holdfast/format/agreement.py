@@ -60,8 +60,11 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
         tied.update(catalog.tied)
     _check_held(tensors, catalogs, ranks_of)
     for name, (rank_a, rank_b) in disputed.items():
-        message = f"Ranks {rank_a} and {rank_b} disagree about which rank writes which region of {name}."
-        raise InvalidInput(message, rank=rank_b, key=name)
+        raise InvalidInput(
+            f"Ranks {rank_a} and {rank_b} disagree about which rank writes which region of {name}.",
+            rank=rank_b,
+            key=name,
+        )
     counts = _check_cuts(tensors, len(catalog_of), work)
     return Agreement(tensors, tied, tuple(counts[rank] for rank in range(len(catalog_of))))
 
@@ -84,8 +87,9 @@ class _Work:
         """
         self._left -= corners
         if self._left < 0:
-            message = f"The regions of {name} and of tensors before it are too many to be checked."
-            raise InvalidInput(message, key=name)
+            raise InvalidInput(
+                f"The regions of {name} and of tensors before it are too many to be checked.", key=name
+            )
 
 
 def _check_cuts(tensors: dict[str, Tensor], world_size: int, work: _Work) -> Counter[int]:
@@ -119,8 +123,11 @@ def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) 
     holders = set(held_by)
     if not holders.issuperset(writers):
         others = sorted({*writers} - holders)
-        message = f"Ranks {_some(others)} are to write {name}, which is said to be on ranks {_some(held_by)}."
-        raise InvalidInput(message, rank=others[0], key=name)
+        raise InvalidInput(
+            f"Ranks {_some(others)} are to write {name}, which is said to be on ranks {_some(held_by)}.",
+            rank=others[0],
+            key=name,
+        )
 
 
 def _unite(
@@ -243,18 +250,20 @@ def _check_held(
         for index, rank in indices.items():
             if name not in catalogs[index].tensors:
                 have = next(r[0] for r, one in zip(ranks_of, catalogs, strict=True) if name in one.tensors)
-                message = (
+                raise InvalidInput(
                     f"Rank {rank} lacks {name}, which rank {have} has and says is on ranks "
-                    f"{_some(tensor.held_by)}."
+                    f"{_some(tensor.held_by)}.",
+                    rank=rank,
+                    key=name,
                 )
-                raise InvalidInput(message, rank=rank, key=name)
 
 
 def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) -> dict[int, int]:
     outside = [rank for rank in held_by if rank not in index_of]
     if outside:
-        message = f"{name} is said to be on ranks {_some(outside)}, of {plural(len(index_of), 'rank')}."
-        raise InvalidInput(message, key=name)
+        raise InvalidInput(
+            f"{name} is said to be on ranks {_some(outside)}, of {plural(len(index_of), 'rank')}.", key=name
+        )
     return {index_of[rank]: rank for rank in reversed(held_by)}
 
 
@@ -263,11 +272,11 @@ def _check_cut(name: str, cut: Cut, world_size: int) -> None:
     num_boxes = math.prod(parts for _, parts in cut.splits)
     are_ranks = all(0 <= rank < world_size for rank in cut.ranks)
     if not (are_ranks and len(cut.ranks) == num_boxes == len(set(cut.ranks))):
-        message = (
+        raise InvalidInput(
             f"{name} is cut into {num_boxes} regions, but ranks {_some(cut.ranks)} of {world_size} are to "
-            "write them, one each."
+            "write them, one each.",
+            key=name,
         )
-        raise InvalidInput(message, key=name)
 
 
 def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work) -> None:
@@ -275,10 +284,11 @@ def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _
     work.count(len(rows), name)
     for rank, box in rows:
         if not box.is_inside(shape):
-            message = (
-                f"Rank {rank} holds {_region(box)} of {name}, which is not inside its shape {list(shape)}."
+            raise InvalidInput(
+                f"Rank {rank} holds {_region(box)} of {name}, which is not inside its shape {list(shape)}.",
+                rank=rank,
+                key=name,
             )
-            raise InvalidInput(message, rank=rank, key=name)
     ranks = Counter(rank for rank, _ in rows)
     if len(ranks) < len(rows):
         raise _twice(name, ranks.most_common(1)[0][0])
@@ -289,8 +299,11 @@ def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _
         (rank_a, a), (rank_b, b) = clash
         both = a.overlap(b)
         assert both is not None
-        message = f"Ranks {rank_b} and {rank_a} both hold the region {_region(both)} of {name}."
-        raise InvalidInput(message, rank=rank_a, key=name)
+        raise InvalidInput(
+            f"Ranks {rank_b} and {rank_a} both hold the region {_region(both)} of {name}.",
+            rank=rank_a,
+            key=name,
+        )
     gap = _find_gap(shape, [box for _, box in held])
     if gap is None:
         message = f"The regions of {name} do not cover its shape {list(shape)} exactly once."
@@ -313,8 +326,9 @@ def _cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Box], work: _
     whole = Box.whole(shape)
     cut = [d for d in range(len(shape)) if any(b.lengths[d] != shape[d] for b in boxes)]
     if len(cut) > MAX_CUT_DIMS:
-        message = f"{name} is cut along {len(cut)} dimensions; at most {MAX_CUT_DIMS} are allowed."
-        raise InvalidInput(message, key=name)
+        raise InvalidInput(
+            f"{name} is cut along {len(cut)} dimensions; at most {MAX_CUT_DIMS} are allowed.", key=name
+        )
     work.count(len(boxes) << len(cut), name)
     signs = [math.prod(corner) for corner in itertools.product((1, -1), repeat=len(cut))]
     signed: list[tuple[tuple[int, ...], int]] = []

@@ -87,8 +87,7 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
     try:
         return _parse(text)
     except (ValueError, Corrupt) as error:
-        message = f"{what} is sealed but has no catalog that can be read: {error}."
-        raise Corrupt(message, key=what) from error
+        raise Corrupt(f"{what} is sealed but has no catalog that can be read: {error}.", key=what) from error
 
 
 @lru_cache(maxsize=4)  # all parts of a checkpoint hold the same few, and so does its manifest

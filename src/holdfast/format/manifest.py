@@ -89,8 +89,12 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
         _check_tied(agreed.tied, agreed.tensors.keys() | merging.each.keys())
     except InvalidInput as error:
         step = merging.first.step
-        message = f"Step {step} was not committed: {error} Earlier checkpoints stand."
-        raise InvalidInput(message, step=step, rank=error.rank, key=error.key) from error
+        raise InvalidInput(
+            f"Step {step} was not committed: {error} Earlier checkpoints stand.",
+            step=step,
+            rank=error.rank,
+            key=error.key,
+        ) from error
     first = merging.first
     return Manifest(
         id=id,
@@ -130,8 +134,10 @@ class _Merging:
             self._first = part
         _check_same_checkpoint(part, self._first)
         if part.rank != len(self.files):
-            message = f"the part of rank {len(self.files)} is missing; found that of rank {part.rank}."
-            raise InvalidInput(message, rank=part.rank)
+            raise InvalidInput(
+                f"the part of rank {len(self.files)} is missing; found that of rank {part.rank}.",
+                rank=part.rank,
+            )
         self.catalogs.setdefault(part.catalog_digest, part.catalog_text)
         frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
         catalog = self._numbers.setdefault(part.catalog_digest, len(self._numbers))
@@ -145,20 +151,23 @@ class _Merging:
     def agree(self) -> Agreement:
         """Check what can be checked only when all parts are known."""
         if len(self.files) != self.first.world_size:
-            message = f"it needs the parts of {self.first.world_size} ranks, found {len(self.files)}."
-            raise InvalidInput(message)
+            raise InvalidInput(
+                f"it needs the parts of {self.first.world_size} ranks, found {len(self.files)}."
+            )
         agreed = agree(tuple(self.catalogs.values()), tuple(file.catalog for file in self.files))
         for rank, (found, expected) in enumerate(zip(self._num_pieces, agreed.num_pieces, strict=True)):
             if found != expected:
-                message = f"rank {rank} wrote {found} pieces, but the catalogs say {expected}."
-                raise InvalidInput(message, rank=rank)
+                raise InvalidInput(
+                    f"rank {rank} wrote {found} pieces, but the catalogs say {expected}.", rank=rank
+                )
         for name, (_, rank) in self.each.items():
             if name in agreed.tensors:
-                message = (
+                raise InvalidInput(
                     f"Ranks disagree about {name}: rank {rank} has its own, for rank "
-                    f"{agreed.tensors[name].held_by[0]} several ranks share it."
+                    f"{agreed.tensors[name].held_by[0]} several ranks share it.",
+                    rank=rank,
+                    key=name,
                 )
-                raise InvalidInput(message, rank=rank, key=name)
         return agreed
 
 
@@ -175,8 +184,9 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
 def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
     for alias, name in tied.items():
         if name not in names:
-            message = f"{alias} is said to be tied to {name}, but no rank has such a tensor."
-            raise InvalidInput(message, key=alias)
+            raise InvalidInput(
+                f"{alias} is said to be tied to {name}, but no rank has such a tensor.", key=alias
+            )
 
 
 def document(manifest: Manifest) -> bytes:

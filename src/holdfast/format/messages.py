@@ -47,11 +47,10 @@ def unpack(data: bytes | bytearray, sender: str) -> Any:
     try:
         return _unpacked(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, HoldfastError) as error:
-        message = (
+        raise Corrupt(
             f"A message from {sender} is not Holdfast's: {type(error).__name__}. Another version of Holdfast "
             "on that rank, or another program, sent it. Nothing of it was used."
-        )
-        raise Corrupt(message) from error
+        ) from error
 
 
 def _packed(value: Any) -> dict[str, Any]:

@@ -133,8 +133,10 @@ def check_size(name: str, num_bytes: int) -> None:
     """
     limit = _limit_of(name)
     if limit is not None and num_bytes > limit:
-        message = f"{name} is not read: it has {num_bytes} bytes; documents of its kind have at most {limit}."
-        raise Corrupt(message, key=name)
+        raise Corrupt(
+            f"{name} is not read: it has {num_bytes} bytes; documents of its kind have at most {limit}.",
+            key=name,
+        )
 
 
 def _limit_of(name: str) -> int | None:

@@ -87,11 +87,13 @@ class Part:
             for name, tensor, box in self.catalog.written_by(self.rank)
         ]
         if len(shared) != len(self.catalog_starts):
-            message = (
+            raise Corrupt(
                 f"{self.what} says where {len(self.catalog_starts)} pieces are, but its catalog says that "
-                f"rank {self.rank} wrote {len(shared)}."
+                f"rank {self.rank} wrote {len(shared)}.",
+                step=self.step,
+                rank=self.rank,
+                key=self.what,
             )
-            raise Corrupt(message, step=self.step, rank=self.rank, key=self.what)
         own = (Piece.whole(name, dtype, shape, per_rank=True) for name, dtype, shape, _ in self.own)
         return (*shared, *own)
 
@@ -188,8 +190,7 @@ def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
         raise ValueError(f"it has {1 + len(lines)} lines, expected {2 + len(sizes)}")
     catalog, *hashes = lines
     if digest(catalog) != catalog_digest:
-        message = "its catalog is not the one that it names"
-        raise ValueError(message)
+        raise ValueError("its catalog is not the one that it names")
     file, *frozen = (_file(size, line) for size, line in zip(sizes, hashes, strict=True))
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     return Part(

@@ -55,8 +55,9 @@ def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BY
         Corrupt: not a sealed document, its bytes have changed, or it is longer than `max_bytes`.
     """
     if len(document) > max_bytes:
-        message = f"{what} is not read: it has {len(document)} bytes; at most {max_bytes} are allowed."
-        raise Corrupt(message, key=what)
+        raise Corrupt(
+            f"{what} is not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
+        )
     document = bytes(document)
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
@@ -65,8 +66,9 @@ def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BY
         )
     expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), _digest_of_rest(document)
     if expected != found:
-        message = f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found})."
-        raise Corrupt(message, key=what)
+        raise Corrupt(
+            f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found}).", key=what
+        )
     head, *lines = document[_HEAD_BYTES:].split(b"\n")
     return [b"{" + head, *lines]
 

@@ -148,18 +148,20 @@ def _decode(value: Any) -> Any:
 
 def _checked_text(value: str, path: str) -> str:
     if not value.isascii() and not is_text(value):
-        message = (
+        raise InvalidInput(
             f"{path} is the string {value!r}, which is not valid Unicode text (a file name that is not "
-            "UTF-8?), so it cannot be saved. Nothing was written. Save it as bytes, see os.fsencode()."
+            "UTF-8?), so it cannot be saved. Nothing was written. Save it as bytes, see os.fsencode().",
+            key=path,
         )
-        raise InvalidInput(message, key=path)
     return value
 
 
 def _encode_int(value: int, path: str) -> Any:
     if value.bit_length() > _MAX_INT_BITS:
-        message = f"{path} is an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved."
-        raise InvalidInput(message, key=path)
+        raise InvalidInput(
+            f"{path} is an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved.",
+            key=path,
+        )
     return {"$int": str(value)}
 
 

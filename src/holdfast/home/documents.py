@@ -20,7 +20,7 @@ from holdfast.format.part import Part
 from holdfast.home.attempts import read_claim
 from holdfast.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.store.contract import Store
-from holdfast.store.nearest import first_good
+from holdfast.store.tiered import first_good
 
 
 def read_run(store: Store) -> run.Run | None:

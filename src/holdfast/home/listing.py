@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.format import names
 from holdfast.home.writer import WriterId
-from holdfast.store.contract import Entry, Store
+from holdfast.store.contract import ObjectInfo, Store
 
 CheckpointId = tuple[int, int]
 """(attempt, step) of a checkpoint; the newest is the greatest."""
@@ -60,7 +60,7 @@ class Listing:
     foreign: tuple[str, ...]  # objects in step directories that Holdfast did not write
 
 
-def scan(store: Store, prefix: str = "") -> Iterator[tuple[Entry, names.Parsed]]:
+def scan(store: Store, prefix: str = "") -> Iterator[tuple[ObjectInfo, names.Parsed]]:
     """Yield each object of a home with the facts in its name. Every listing of a home comes from here.
 
     Args:
@@ -76,7 +76,7 @@ def scan(store: Store, prefix: str = "") -> Iterator[tuple[Entry, names.Parsed]]
             yield entry, facts
 
 
-def scan_step(store: Store, step: int) -> Iterator[tuple[Entry, names.Parsed]]:
+def scan_step(store: Store, step: int) -> Iterator[tuple[ObjectInfo, names.Parsed]]:
     """Yield each object of one step, of any attempt, with the facts in its name.
 
     Raises:

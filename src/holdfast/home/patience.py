@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from holdfast import backoff
 from holdfast.errors import RetryLater
 from holdfast.units import format_duration
 
@@ -52,7 +53,7 @@ class Patience:
         if self.spent_s >= _QUIET_S and not self._has_said:
             self._has_said = True
             self._say(f"{what} cannot be read; trying again for {format_duration(self._limit_s)}: {reason}")
-        pause_s = min(max(_PAUSE_SHARE * self.spent_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+        pause_s = backoff.proportional(self.spent_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         time.sleep(min(pause_s, max(self._limit_s - self.spent_s, 0.0)))
 
     def reset(self) -> None:

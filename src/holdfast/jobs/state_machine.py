@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast import backoff
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.status import JobStatus
 
@@ -354,8 +355,8 @@ def pause_s(num_hurried: int, is_external: bool) -> float:
         num_hurried: attempts in a row without a newer checkpoint.
         is_external: the last attempt was preempted, so the first retry does not wait.
     """
-    exponent = num_hurried - 1 - is_external
-    return 0.0 if exponent < 0 else min(MAX_WAIT_S, 2.0 ** min(exponent, 10))
+    num_failures = num_hurried - is_external
+    return 0.0 if num_failures < 1 else backoff.doubled(num_failures, 1.0, MAX_WAIT_S)
 
 
 def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:

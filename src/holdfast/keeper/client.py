@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from holdfast import errors
+from holdfast import backoff, errors
 from holdfast.entry import command
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.format.run import encode_metric
@@ -380,7 +380,7 @@ class Keeper:
             self._release(arena)
         if self._deaths == 1:
             return 0.0
-        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._deaths - 2, 30), _LAST_PAUSE_S)
+        pause_s = backoff.doubled(self._deaths - 1, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         if self._deaths > _MAX_DEATHS:  # one of the saves may be the reason
             message = (
                 f"{told} It was the {self._deaths}th in a row; the saves that it had are given up, and "

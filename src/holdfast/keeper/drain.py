@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from holdfast import backoff
 from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, NotFound, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format import names
@@ -132,9 +133,11 @@ class Drain:
                     return
                 if retry and failing_since_s is not None:
                     # A share of the outage so far: not of the tries, since each new save is one more.
-                    pause_s = _PAUSE_SHARE * (now_s - failing_since_s)
+                    pause_s = backoff.proportional(
+                        now_s - failing_since_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S
+                    )
                     with self._changed:
-                        self._changed.wait(min(max(pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S))
+                        self._changed.wait(pause_s)
             else:
                 failing_since_s = None
                 with self._changed:
@@ -252,11 +255,10 @@ class Drain:
             self._home.put(name, text)
             return
         try:
-            self._home.put(name, text, if_absent=True)
+            self._home.put_once(name, text)
         except Conflict as error:  # not of this attempt being fenced, as a Conflict would be taken for
-            if self._home.get(name) != text:
-                message = f"{name} in {self._home.url} has other bytes than in {self._near.url}."
-                raise Corrupt(message, key=name) from error
+            message = f"{name} in {self._home.url} has other bytes than in {self._near.url}."
+            raise Corrupt(message, key=name) from error
 
     def _copy_frozen(self, part: Part, file: DataFile, there: Sizes) -> int:
         name = names.frozen(part.step, part.attempt, part.rank)

@@ -17,8 +17,8 @@ from pathlib import Path
 from holdfast.errors import Corrupt, HoldfastError, NotFound
 from holdfast.keeper import protocol
 from holdfast.keeper.presence import Presence, living
-from holdfast.store.contract import Entry, Properties
-from holdfast.store.readonly import ReadOnly
+from holdfast.store.contract import ObjectInfo, Properties
+from holdfast.store.read_only import ReadOnlyStore
 
 _UNUSABLE = (OSError, ValueError, TypeError, LookupError)
 """What using a keeper's answer may raise."""
@@ -73,7 +73,7 @@ def _answer_all(door: socket.socket, arenas: Mapping[int, Iterable[Image]], dead
                 protocol.send(end, {"images": None})
 
 
-class HeldStore(ReadOnly):
+class HeldStore(ReadOnlyStore):
     """What keepers of dead trainers on this host hold of a home, as objects that can only be read.
 
     Their bytes may be those of a later save in part: only a reader that knows their hashes can use them.
@@ -87,7 +87,7 @@ class HeldStore(ReadOnly):
         self.properties = Properties(
             survives_host=False,
             parallel_reads=len(os.sched_getaffinity(0)),  # nothing is waited for
-            lends_memory=True,
+            zero_copy_views=True,
         )
         self._home = home
         self._images: dict[str, memoryview] = {}
@@ -132,8 +132,8 @@ class HeldStore(ReadOnly):
         if images:
             threading.Thread(target=images.clear, name="holdfast-unmap").start()  # 40 ms for 1.5 GB here
 
-    def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """See `Store.lend`: the keeper's own memory, which stays as long as the view."""
+    def read_view(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """See `Store.read_view`: the keeper's own memory, which stays as long as the view."""
         image = self._images.get(name)
         if image is None:
             raise NotFound(f"No keeper on this host holds {name}.", key=name)
@@ -145,18 +145,18 @@ class HeldStore(ReadOnly):
     def get(self, name: str) -> bytes:
         """See `Store.get`."""
         size = self.size(name)
-        return bytes(self.lend(name, 0, size or 0))
+        return bytes(self.read_view(name, 0, size or 0))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """See `Store.read_into`."""
-        source = self.lend(name, offset, len(buffer))
+        source = self.read_view(name, offset, len(buffer))
         if buffer:  # not a slice assignment: that would hold the interpreter lock
             first = ctypes.c_char.from_buffer
             ctypes.memmove(ctypes.addressof(first(buffer)), ctypes.addressof(first(source)), len(buffer))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`."""
-        return (Entry(n, len(image)) for n, image in list(self._images.items()) if n.startswith(prefix))
+        return (ObjectInfo(n, len(image)) for n, image in list(self._images.items()) if n.startswith(prefix))
 
     def size(self, name: str) -> int | None:
         """See `Store.size`."""
@@ -164,8 +164,8 @@ class HeldStore(ReadOnly):
         return None if image is None else len(image)
 
     @property
-    def why(self) -> str:
-        """See `ReadOnly.why`."""
+    def reason(self) -> str:
+        """See `ReadOnlyStore.reason`."""
         return "the memory of a dead trainer's keeper is only read."
 
 

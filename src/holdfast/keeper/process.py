@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import selectors
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast import backoff
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, InvalidInput, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format import names
@@ -445,15 +447,13 @@ class Work:
 
     def _persist_patiently(self, job: Job) -> None:
         _check_step(job.step)
-        pause_s = self.terms.retry_s
-        for tries_left in range(self.terms.num_retries, -1, -1):
+        for num_failures in range(1, self.terms.num_retries + 2):
             try:
                 self._put_data_and_part(job)
             except _PASSING:
-                if not tries_left or self.desk.jobs:
+                if num_failures > self.terms.num_retries or self.desk.jobs:
                     raise  # a newer save is waiting: it is worth more than another try of this one
-                time.sleep(pause_s)
-                pause_s *= 2
+                time.sleep(backoff.doubled(num_failures, self.terms.retry_s, math.inf))
             else:
                 return
 
@@ -500,13 +500,7 @@ class Work:
         failpoint("keeper.part")
 
     def _create_part(self, step: int, text: bytes) -> None:
-        name = names.part(step, self.terms.attempt, self.terms.rank)
-        try:
-            self.store.put(name, text, if_absent=True)
-        except Conflict:
-            if self.store.get(name) != text:
-                raise
-            self.store.sync(names.step_dir(step))  # an earlier try may not have made the name durable
+        self.store.put_once(names.part(step, self.terms.attempt, self.terms.rank), text)
 
     # -- commit ----------------------------------------------------------------------------------------------
 
@@ -531,8 +525,10 @@ class Work:
                 self.waiting.remove(job)
                 self._after_commit(job)
             else:
-                pause_s = _LOOK_SHARE * (now_s - job.received_s)
-                job.next_look_s = now_s + min(max(pause_s, _FIRST_LOOK_S), _LAST_LOOK_S)
+                waited_s = now_s - job.received_s
+                job.next_look_s = now_s + backoff.proportional(
+                    waited_s, _LOOK_SHARE, _FIRST_LOOK_S, _LAST_LOOK_S
+                )
 
     def _try_commit(self, job: Job) -> bool:
         if self.terms.is_scattered:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterable
 
+from holdfast import backoff
 from holdfast.notice.cloud import Cloud
 from holdfast.notice.file import read_notice
 from holdfast.notice.metadata import Unreachable
@@ -14,7 +15,7 @@ from holdfast.notice.preemption import Notice
 from holdfast.notice.signals import SignalRecorder
 from holdfast.notice.sources import parse_sources
 
-_MAX_PAUSE_S = 60.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0
 """Longest pause before a service that does not answer is polled again."""
 
 
@@ -104,7 +105,7 @@ class NoticeWatcher:
                 num_failures, pause_s = 0, cloud.pause_s
             except Unreachable as error:
                 num_failures += 1
-                pause_s = min(_MAX_PAUSE_S, 2.0**num_failures)
+                pause_s = backoff.doubled(num_failures, _FIRST_PAUSE_S, _MAX_PAUSE_S)
                 if num_failures == 5:  # not at once: a service may be slow to come up with its machine
                     sys.stderr.write(f"holdfast: cannot reach {cloud.name} for preemption notices: {error}\n")
                 notice = None

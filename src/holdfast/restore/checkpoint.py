@@ -29,8 +29,8 @@ from holdfast.restore.read import ReadStats
 from holdfast.restore.slabs import SLAB_BYTES, Slab, read_slabs
 from holdfast.restore.verify import VerifyReport
 from holdfast.store import open_store
+from holdfast.store.command_limit import command_limit
 from holdfast.store.contract import Store
-from holdfast.store.haste import haste
 from holdfast.store.local import LocalStore
 from holdfast.units import parse_duration, plural
 
@@ -424,7 +424,7 @@ def open(
         raise InvalidInput("open() takes best= or a step and an attempt, not both.")
     check_mode(mode)
     store = home if isinstance(home, Store) else open_store(home)
-    waits = Patience(_limit_s(store, patience), haste.say)
+    waits = Patience(_limit_s(store, patience), command_limit.notify)
     every = candidates(list_patiently(store, waits))
     matching = [(a, s) for a, s in every if step in (None, s) and attempt in (None, a)]
     if not matching:
@@ -455,9 +455,11 @@ def open(
 
 def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:
     limit_s = parse_duration(patience, "patience")
-    if haste.limit_s is None:
+    if command_limit.limit_s is None:
         return limit_s
-    return haste.limit_s if isinstance(store, LocalStore) else 0.0  # a bucket has spent it on its requests
+    return (
+        command_limit.limit_s if isinstance(store, LocalStore) else 0.0
+    )  # a bucket has spent it on its requests
 
 
 def _run_id(store: Store) -> str | None:

@@ -12,7 +12,7 @@ from holdfast.errors import InvalidInput
 from holdfast.restore.fill import fill
 from holdfast.restore.parts import Parts
 from holdfast.state import Load, State
-from holdfast.state.load import Plan, mismatch, renamer
+from holdfast.state.load import LoadPlan, mismatch, renamer
 from holdfast.store.contract import Store
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
@@ -92,7 +92,7 @@ def _plan_tensors(
 ) -> Load:
     """Plan the fill of a state dict. Its names are those of the checkpoint without the prefix `key`."""
     prefix = "" if key is None else f"{key}."
-    plan = Plan(parts.manifest.tensors, parts.manifest.tied, {}, renamer(rename), rank=rank)
+    plan = LoadPlan(parts.manifest.tensors, parts.manifest.tied, {}, renamer(rename), rank=rank)
     for name, tensor in tensors.items():
         label = prefix + name
         if label in plan.saved_names:

@@ -15,7 +15,7 @@ from holdfast.errors import Corrupt, HoldfastError, Internal, InvalidInput, NotF
 from holdfast.format.hashes import digest
 from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
-from holdfast.store.nearest import verdict
+from holdfast.store.tiered import decisive_error
 
 READ_BYTES = 8 << 20
 """Adjacent chunks are read together up to this many bytes, at least one chunk; a store may say otherwise."""
@@ -282,7 +282,7 @@ class _Crew:
     def _deliver(self, one: Read, fetched: Fetched) -> None:
         if fetched.view is None:
             if self._on_error is None:
-                raise verdict(fetched.errors)
+                raise decisive_error(fetched.errors)
             for error in fetched.errors:
                 self._report(error, self._on_error)
             return
@@ -328,8 +328,8 @@ def fetch_each(store: Store, reads: list[Read], buffer: memoryview) -> Iterator[
     for copy in store.copies():
         first, last = left[0].start, left[-1].stop
         try:
-            if copy.properties.lends_memory:
-                view = copy.lend(left[0].name, first, last - first)
+            if copy.properties.zero_copy_views:
+                view = copy.read_view(left[0].name, first, last - first)
             else:
                 view = buffer[first - origin : last - origin]
                 copy.read_into(left[0].name, first, view)

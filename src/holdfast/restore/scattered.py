@@ -17,7 +17,7 @@ from holdfast.home.documents import read_draft
 from holdfast.home.listing import CheckpointId, ListedSave, Listing, list_home
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
-from holdfast.store.nearest import first_good
+from holdfast.store.tiered import first_good
 
 
 @dataclass(frozen=True, slots=True)

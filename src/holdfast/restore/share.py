@@ -17,7 +17,7 @@ from holdfast.format.part import Part
 from holdfast.rawbytes import view_bytes
 from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, fetch
 from holdfast.store.contract import Store
-from holdfast.store.nearest import verdict
+from holdfast.store.tiered import decisive_error
 
 OTHER_RANKS = "other ranks"
 """Source of bytes that came from local folders of other hosts."""
@@ -339,7 +339,7 @@ class _Ahead:
     def _fetch(self, one: Read, view: memoryview) -> HoldfastError | None:
         fetched = fetch(self._store, one, view)
         if fetched.view is None:
-            return verdict(fetched.errors)
+            return decisive_error(fetched.errors)
         if fetched.view is not view:
             view[:] = fetched.view
         self.num_bytes += len(view)

@@ -21,7 +21,7 @@ from holdfast.restore.request import Loading, Request
 from holdfast.restore.scattered import Scattered, assemble, read_texts
 from holdfast.restore.share import Lending, read_shared
 from holdfast.store.contract import Store
-from holdfast.store.nearest import Nearest
+from holdfast.store.tiered import TieredStore
 
 
 @dataclass(slots=True)
@@ -88,10 +88,10 @@ class Stages:
         if self._scattered is not None:
             rows = values_of(self._texts, self._request.group.rank, "could not send the parts that it has")
             texts = {rank: text for theirs in rows for rank, text in theirs}
-            store = Nearest([assemble(self._scattered, texts), *store.copies()])
+            store = TieredStore([assemble(self._scattered, texts), *store.copies()])
         elif self._is_whole:
             made = merge_in_memory(store, step, attempt, self._found.survey.run)
-            store = store if made is None else Nearest([made, *store.copies()])
+            store = store if made is None else TieredStore([made, *store.copies()])
         manifest = read_manifest(store, step, attempt, self._found.survey.run)
         self._opened = _Opened(store, manifest, Parts(store, manifest))
         return manifest.ancestors

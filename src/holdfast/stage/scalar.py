@@ -70,6 +70,7 @@ def _number(value: Any, name: str) -> float:
         if hasattr(value, "__float__"):  # a text would be parsed
             return float(value)
     except (OverflowError, TypeError, ValueError) as error:
-        message = f"{name}: {value!r:.100} is no number that a float can hold. Nothing was recorded."
-        raise InvalidInput(message) from error
+        raise InvalidInput(
+            f"{name}: {value!r:.100} is no number that a float can hold. Nothing was recorded."
+        ) from error
     raise InvalidInput(f"{name}: a number was expected, found {value!r:.100}. Nothing was recorded.")

@@ -1,17 +1,17 @@
-"""Training objects <-> named tensors and values: what a checkpoint holds, and how it comes back."""
+"""Training objects as named tensors and values: captured for a checkpoint, and restored from one."""
 
 from holdfast.state.assignment import assign
-from holdfast.state.capture import Captured
-from holdfast.state.listing import catalog_of
-from holdfast.state.live import State
+from holdfast.state.capture import CapturedState
+from holdfast.state.catalog import catalog_of
 from holdfast.state.load import Load, Target
 from holdfast.state.optimizers import stepping
+from holdfast.state.replication import per_rank, replicated
 from holdfast.state.sharding import Sharding, local_of, sharding_of
-from holdfast.state.spread import per_rank, replicated
 from holdfast.state.tensors import dtype_name, torch_dtype
+from holdfast.state.training_objects import State
 
 __all__ = [
-    "Captured",
+    "CapturedState",
     "Load",
     "Sharding",
     "State",

@@ -1,4 +1,4 @@
-"""Which copy of each tensor is written: computed alike by every rank that holds it, without communication."""
+"""Assignment of tensor copies to writers, computed by each rank without communication."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import heapq
 from collections.abc import Mapping
 
 from holdfast.format.cuts import AnyCut
-from holdfast.state.sharding import Layout, Sharding
+from holdfast.state.sharding import Sharding, ShardLayout
 
 
 def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, AnyCut]:
-    """Choose the copy of each tensor that is written, so that all copies' ranks write evenly by bytes.
+    """Choose which copy of each tensor is written, so that ranks write evenly by bytes.
 
-    Tensors whose copies are the same sets of ranks are spread over these copies: the largest first, each
+    Tensors whose copies are the same sets of ranks are distributed over these copies: the largest first, each
     to the copy with the fewest bytes so far. Names and the order of copies break ties, so the order of the
-    mappings does not matter. Nothing else enters: a rank that sees other tensors besides comes to the same
-    answer for these.
+    mappings does not matter. A rank that also holds other tensors computes the same result for these.
 
     Args:
         sizes: bytes of each whole tensor by name.
-        shardings: their shardings; names that are per rank are absent.
+        shardings: their shardings, without per-rank names.
 
     Returns:
-        The cut by which each tensor is written, by name; tensors that are cut alike share one object.
+        The cut by which each tensor is written, by name. Tensors with equal cuts share one object.
 
     Ranks: not collective; every rank computes the same from the same arguments.
     Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
@@ -37,12 +36,14 @@ def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[
     return cuts
 
 
-def _groups(shardings: Mapping[str, Sharding]) -> dict[tuple[tuple[int, ...], ...], list[tuple[str, Layout]]]:
-    """Names and layouts by the copies that there are."""
-    by_layout: dict[int, list[tuple[str, Layout]]] = {}
+def _groups(
+    shardings: Mapping[str, Sharding],
+) -> dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]]:
+    """Return names and layouts, grouped by their copies."""
+    by_layout: dict[int, list[tuple[str, ShardLayout]]] = {}
     for name, sharding in shardings.items():
         by_layout.setdefault(id(sharding.layout), []).append((name, sharding.layout))
-    groups: dict[tuple[tuple[int, ...], ...], list[tuple[str, Layout]]] = {}
+    groups: dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]] = {}
     for members in by_layout.values():  # few: hashing a thousand ranks for each tensor would take long
         groups.setdefault(members[0][1].copies, []).extend(members)
     return groups

@@ -1,4 +1,4 @@
-"""Captured: the live tensors and values of a state, by name; and the sink that collects them."""
+"""Captured states: live tensors and values by name, and the collector that finds them."""
 
 from __future__ import annotations
 
@@ -9,79 +9,80 @@ from typing import Any
 
 import torch
 
-from holdfast.state.agreement import Agreement
+from holdfast.state.holders import HolderAgreement
+from holdfast.state.replication import Replication
 from holdfast.state.sharding import Sharding, local_of
-from holdfast.state.spread import Spread
-from holdfast.state.table import Role, Structure, Table
+from holdfast.state.tensor_table import Role, StateStructure, TensorTable
 from holdfast.state.tensors import is_savable
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedState:
     """A state at one moment: its tensors still live, its values already encoded.
 
-    `tensors` are detached and share memory with the training objects; of tensors that are one and the same
-    only the first is among them. Of a sharded tensor it is this rank's part, perhaps empty; a rank that is
-    outside a tensor's mesh does not list it. The order is the same on every rank whose state has the same
-    structure.
+    `tensors` are detached and share memory with the training objects; of tied tensors only the first is
+    included. A sharded tensor appears as this rank's part, perhaps empty; a rank outside a tensor's mesh does
+    not list it. The order is the same on every rank whose state has the same structure.
 
-    `structure` is the same object as in the capture before if nothing but bytes and values has changed: not
-    names and their order, dtypes, shapes, devices, `shardings`, `per_rank`, `owned`, `frozen` and `tied`.
-    Else it is a new one.
+    `structure` is the same object as in the previous capture if only bytes and values have changed: the names
+    and their order, dtypes, shapes, devices, `shardings`, `per_rank`, `owned`, `frozen` and `tied` have not.
+    Otherwise it is a new object.
     """
 
     tensors: dict[str, torch.Tensor]
-    shardings: dict[str, Sharding]  # of every name that is not per rank; which ranks hold which box
-    per_rank: frozenset[str]  # names of which every rank has its own
-    owned: frozenset[str]  # only a step of an optimizer in the state changes these
+    shardings: dict[str, Sharding]  # of every name that is not per rank: the box of each rank
+    per_rank: frozenset[str]  # names with a different tensor on every rank
+    owned: frozenset[str]  # changed only by a step of an optimizer in the state
     frozen: frozenset[str]  # module parameters that no optimizer trains, if the state has an optimizer
-    tied: dict[str, str]  # alias -> name of the tensor that it is
+    tied: dict[str, str]  # alias -> name of the same tensor
     values: dict[str, Any]  # top-level key -> tagged JSON, with {"$tensor": name} for tensors
-    structure: Structure  # to be compared by identity
+    structure: StateStructure  # compare by identity
 
 
-class Sink:
+class TensorCollector:
     """Collects tensors by name while a state is walked.
 
-    It follows the table of the capture before for as long as the same tensors come in the same order, which
-    costs a comparison each. At the first difference it makes a new table, in which ties are looked for anew.
+    It follows the table of the previous capture as long as the same tensors come in the same order, which
+    costs one comparison each. At the first difference it starts a new table, and searches for ties again.
 
     Args:
         rank: this rank.
         world_size: number of ranks; with one rank, nothing is per rank.
-        checked: names that are known not to be reserved; grows.
-        followed: table of the capture before.
+        checked: names that have passed the check for reserved names; grows.
+        followed: table of the previous capture, if any.
     """
 
-    def __init__(self, rank: int, world_size: int, checked: set[str], followed: Table | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, checked: set[str], followed: TensorTable | None = None
+    ) -> None:
         is_usable = followed is not None and (followed.rank, followed.world_size) == (rank, world_size)
         self._followed = followed if is_usable else None
-        self._new_table = Table(rank, world_size, checked)
+        self._new_table = TensorTable(rank, world_size, checked)
         self._row = 0  # of the table that is followed: all before it are confirmed
         self._owner = 0
         self._replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
         self._replaced_at: set[int] = set()  # their addresses
 
     @property
-    def table(self) -> Table:
-        """The table that is followed, or the new one."""
+    def table(self) -> TensorTable:
+        """The table in use: the followed one, or the new one."""
         return self._followed or self._new_table
 
     @property
     def parameter_names(self) -> dict[int, str]:
-        """First name of each live parameter by id. The same object as long as nothing in it has changed."""
+        """First name of each live parameter, by id. The same object while nothing in it changes."""
         return self.table.parameter_names
 
-    def add(self, name: str, tensor: torch.Tensor, spread: Spread) -> str:
-        """Take a tensor that is nothing special; see `take`."""
-        return self.take(name, tensor, Role(spread))
+    def add(self, name: str, tensor: torch.Tensor, replication: Replication) -> str:
+        """Collect a tensor with no special role; see `collect`."""
+        return self.collect(name, tensor, Role(replication))
 
-    def take(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        """Take a tensor; answers the name under which its bytes stand, another one if it is tied.
+    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
+        """Collect a tensor; return the name that holds its bytes, another one if it is tied.
 
         Raises:
-            Unsupported: a tensor that cannot be saved.
-            InvalidInput: a name that is taken or reserved.
+            Unsupported: the tensor cannot be saved.
+            InvalidInput: the name is in use or reserved.
         """
         if self._followed is not None:
             if self._confirm(self._followed, name, tensor, role):
@@ -90,24 +91,24 @@ class Sink:
             self._leave(self._followed)
         return self._new_table.add(name, tensor, role)
 
-    def take_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> None:
-        """Take tensors as `take` does, quickly if they are the same objects as in the capture before."""
+    def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> None:
+        """Collect several tensors; quick if they are the objects of the previous capture."""
         if self._followed is not None and self._followed.are_same(self._row, names, roles, tensors):
             self._row += len(names)
             return
         for name, role, tensor in zip(names, roles, tensors, strict=True):
-            self.take(name, tensor, role)
+            self.collect(name, tensor, role)
 
-    def emitter(self, spread: Spread) -> Callable[[str, torch.Tensor], object]:
-        """A function that takes tensors that are nothing special, for `tree.strip`."""
-        return self.emitter_of(Role(spread))
+    def callback(self, replication: Replication) -> Callable[[str, torch.Tensor], object]:
+        """Return a function for `extract_tensors` that collects tensors with no special role."""
+        return self.callback_for(Role(replication))
 
-    def emitter_of(self, role: Role) -> Callable[[str, torch.Tensor], object]:
-        """A function that takes tensors with one role, for `tree.strip`."""
-        return lambda name, tensor: self.take(name, tensor, role)
+    def callback_for(self, role: Role) -> Callable[[str, torch.Tensor], object]:
+        """Return a function for `extract_tensors` that collects tensors with one role."""
+        return lambda name, tensor: self.collect(name, tensor, role)
 
     def own(self, parameters: list[torch.Tensor]) -> None:
-        """Mark an optimizer's parameters as changed only by its steps; all named tensors are taken by now."""
+        """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
         table, i = self._followed, self._owner
         if table is not None:
             if i < len(table.owners) and _are_same_objects(table.owners[i], parameters):
@@ -117,32 +118,32 @@ class Sink:
         self._new_table.own(parameters)
 
     def is_per_rank(self, name: str) -> bool:
-        """True if every rank has its own of a name that was taken."""
+        """Return True if each rank has its own tensor under `name`."""
         return self.table.is_per_rank(name)
 
     def captured(
         self,
         values: dict[str, Any],
-        structure: Structure | None,
-        agreement: Agreement,
+        structure: StateStructure | None,
+        agreement: HolderAgreement,
         *,
         is_frozen_known: bool,
-    ) -> Captured:
-        """All that was taken, with the encoded values.
+    ) -> CapturedState:
+        """Return the collected tensors with the encoded values.
 
         Args:
             values: encoded values by top-level key.
-            structure: that of the capture before, made by the same agreement; it is kept if it still holds.
-            agreement: who holds plain tensors.
-            is_frozen_known: every optimizer of the state has told what it owns.
+            structure: of the previous capture, made by the same agreement; kept if it still holds.
+            agreement: holders of plain tensors.
+            is_frozen_known: the parameters of every optimizer in the state are known.
         """
         if self._followed is not None and not self._is_at_end(self._followed):
             self._leave(self._followed)
         is_kept = self._followed is not None and not self._put_replaced(self._followed)
         if structure is None or not is_kept:
             new = self.table.structure(agreement, is_frozen_known=is_frozen_known)
-            structure = structure if structure is not None and structure.says_the_same(new) else new
-        return Captured(
+            structure = structure if structure is not None and structure.has_same_facts(new) else new
+        return CapturedState(
             tensors=dict(self.table.tensors),  # a copy: a later capture may put new tensors into the table
             shardings=structure.shardings,
             per_rank=structure.per_rank,
@@ -153,8 +154,11 @@ class Sink:
             structure=structure,
         )
 
-    def _confirm(self, table: Table, name: str, tensor: torch.Tensor, role: Role) -> bool:
-        """True if the next row is this one, or is so but for its tensor, which nothing else depends on."""
+    def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
+        """Return True if the next row matches this name, role and tensor.
+
+        Also if only the tensor was replaced, and no other row depends on it.
+        """
         row = self._row
         if not table.has(row, name, role):
             return False
@@ -169,11 +173,11 @@ class Sink:
         self._replaced[row] = tensor
         return True
 
-    def _is_at_end(self, table: Table) -> bool:
+    def _is_at_end(self, table: TensorTable) -> bool:
         return self._row == len(table.names) and self._owner == len(table.owners)
 
-    def _leave(self, table: Table) -> None:
-        """Put all that was confirmed into the new table and go on with that one."""
+    def _leave(self, table: TensorTable) -> None:
+        """Copy the confirmed rows into the new table, and continue with that one."""
         self._followed = None
         for row in range(self._row):
             tensor = self._replaced.get(row)
@@ -182,8 +186,8 @@ class Sink:
         for parameters in table.owners[: self._owner]:
             self._new_table.own(parameters)
 
-    def _put_replaced(self, table: Table) -> bool:
-        """Put the replaced tensors into the followed table; answers True if its structure has changed."""
+    def _put_replaced(self, table: TensorTable) -> bool:
+        """Put the replaced tensors into the followed table; return True if its structure changes."""
         changes = [table.replace(row, tensor) for row, tensor in self._replaced.items()]
         return any(changes)
 

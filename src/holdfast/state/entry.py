@@ -1,4 +1,4 @@
-"""One entry of a state: what every kind of object must be able to do."""
+"""State entry: the interface of every kind of object in a state."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any
 
 import torch
 
-from holdfast.state.capture import Sink
-from holdfast.state.load import Plan
-from holdfast.state.spread import Spread
-from holdfast.state.table import Role
+from holdfast.state.capture import TensorCollector
+from holdfast.state.load import LoadPlan
+from holdfast.state.replication import Replication
+from holdfast.state.tensor_table import Role
 
 
-class Entry(ABC):
+class StateEntry(ABC):
     """An object under a top-level key. Implementations are final.
 
     Args:
         key: the top-level key.
         value: the object.
-        spread: how its tensors are spread over the ranks, if the user has said so.
+        replication: how ranks hold its tensors, if the user has marked it.
     """
 
-    def __init__(self, key: str, value: Any, spread: Spread | None = None) -> None:
+    def __init__(self, key: str, value: Any, replication: Replication | None = None) -> None:
         self.key = key
         self.value = value
-        self.spread = spread
+        self.replication = replication
 
     @abstractmethod
-    def capture(self, sink: Sink) -> Any:
-        """Give all tensors to the sink; answers the entry's encoded values.
+    def capture(self, collector: TensorCollector) -> Any:
+        """Collect all tensors, and return the entry's encoded values.
 
         Raises:
             InvalidInput, Unsupported: something in it cannot be saved, named by its key path.
         """
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
-        """Name, live tensor and role of those tensors that are known without running anybody's code."""
+        """Return name, live tensor and role of tensors that are found without user code."""
         return ()
 
     @abstractmethod
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """Plan how the entry is filled from the checkpoint; changes nothing live.
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        """Plan how the entry is filled from the checkpoint. Changes nothing live.
 
         Args:
-            plan: the plan to add to.
-            put: stores a new object under the entry's key, for those that cannot be changed in place.
+            plan: the plan to extend.
+            put: stores a new object under the entry's key, for objects that cannot be changed in place.
         """

@@ -1,4 +1,4 @@
-"""Load: the plan by which saved tensors and values come back into the live state, and its last steps."""
+"""Load: the plan to restore saved tensors and values into the live state, and its final steps."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.cuts import Box
 from holdfast.format.manifest import Tensor
 from holdfast.format.values import decode
-from holdfast.state.sharding import is_dtensor, is_sharded_tensor, like, local_of, sharding_of
+from holdfast.state.sharding import is_dtensor, is_sharded_tensor, local_of, shard_like, sharding_of
 from holdfast.state.tensors import (
     PLAIN,
     copy,
     is_plain_memory,
     is_same_view,
-    refuse_to_fill,
     torch_dtype,
+    unfillable,
 )
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
 PARAMETER_MARK = ".param_groups: "
-"""Stands between an optimizer's key and its parameter where that parameter is called unexpected."""
-_UNTIED = "tied in the live state but saved as two tensors; the one named later counts."
+"""Separator between an optimizer's key and its parameter in names of unexpected parameters."""
+_UNTIED = "tied in the live state but saved as two tensors; the later name wins."
 
 
 class Phase(enum.IntEnum):
-    """When a step of `Load.finish` runs: each phase may rely on those before it."""
+    """Phase of a step of `Load.finish`. Each phase may rely on the ones before it."""
 
-    CARVE = 0  # parts are taken out of tensors that were read whole
+    CARVE = 0  # parts are copied out of tensors that were read whole
     SWAP = 1  # meta tensors become real
     COPY = 2  # targets that were not live go into live tensors
     OPTIMIZER = 3
     MODULE = 4
     OBJECT = 5
     VALUE = 6
-    RNG = 7  # last, since anything before may draw random numbers
+    RNG = 7  # last, because any step before may draw random numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where bytes of a saved tensor go.
+    """Destination of a saved tensor's bytes.
 
     Args:
         tensor: contiguous, of the saved dtype, and of the box's lengths.
-        box: the region of the saved tensor that it is; None for all of it.
+        box: its region of the saved tensor; None for all of it.
     """
 
     tensor: torch.Tensor
@@ -57,30 +57,30 @@ class Target:
 
 
 class Load:
-    """A plan for filling the live state; nothing live has been changed when it is made.
+    """A plan to fill the live state. Making it changes nothing live.
 
-    Most of `targets` are the live tensors themselves, so filling them already changes the live state: once
-    filling has begun, only a completed load, of this or another checkpoint, leaves a whole state.
+    Most of `targets` are the live tensors themselves, so filling them already changes the live state. Once
+    filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
     """
 
-    def __init__(self, plan: Plan, unexpected: list[str]) -> None:
+    def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
         self.targets: dict[str, Target] = plan.targets()
-        """Saved name -> what this rank takes of it; parts without an element are not among them."""
+        """Saved name -> this rank's target. Parts without elements are not included."""
         self.missing: list[str] = plan.missing
-        """What the live state has and the checkpoint has not; it stays as it is."""
+        """Names in the live state but not in the checkpoint; they stay unchanged."""
         self.unexpected: list[str] = unexpected
-        """What the checkpoint has and the live state has not; it is not read."""
+        """Names in the checkpoint but not in the live state; they are not read."""
         self.notes: list[str] = plan.notes
-        """What the user should know: casts, derived seeds; `finish` may add to it."""
+        """Notes for the user, such as casts and derived seeds; `finish` may add some."""
         self._steps = plan.steps
 
     def finish(self) -> None:
-        """Bring everything that is not a live target back: casts, optimizers, objects, values, RNG last.
+        """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
 
-        To be called once, after all targets are filled.
+        Call it once, after all targets are filled.
 
         Raises:
-            InvalidInput: an object of the state refuses what it once saved.
+            InvalidInput: an object of the state rejects its own saved state.
 
         Ranks: not collective by itself; a user's load_state_dict() may be.
         """
@@ -89,15 +89,15 @@ class Load:
             step()
 
 
-class Plan:
-    """Collects what a load will do, while each entry of the state looks up what it needs.
+class LoadPlan:
+    """Collector of a load's actions, one entry of the state after the other.
 
     Args:
         tensors: saved tensors by saved name.
         tied: saved alias -> saved name.
         values: encoded values by saved top-level key.
         rename: saved name -> live name.
-        others: encoded values of further parts; they count where `values` has nothing.
+        others: encoded values of further parts, used for keys that `values` lacks.
         rank: this rank, whose parts of sharded tensors are filled.
 
     Raises:
@@ -121,45 +121,45 @@ class Plan:
         self.unexpected: list[str] = []
         self.notes: list[str] = []
         self.steps: list[tuple[Phase, Callable[[], None]]] = []
-        self.used: set[str] = set()  # saved names, aliases included, that something live takes
+        self.used: set[str] = set()  # saved names, aliases included, that fill something live
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
         self._rank = rank
-        self._parts: dict[str, Target] = {}  # by saved name, those without an element included
+        self._parts: dict[str, Target] = {}  # by saved name, also those without elements
         self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
         self._at: dict[int, torch.Tensor] = {}  # address -> live tensor that is filled there
         self._swapped: set[int] = set()  # ids of meta tensors that become real
-        self._real: dict[int, torch.device] = {}  # id of a meta tensor -> where it becomes real
+        self._real: dict[int, torch.device] = {}  # id of a meta tensor -> its device once real
 
     def saved_key(self, key: str) -> str | None:
-        """Saved top-level key that fills the live key, None if there is none."""
+        """Return the saved top-level key that fills the live key, or None."""
         return next((keys[key] for keys, _ in self._sources if key in keys), None)
 
     def saved_keys(self) -> list[str]:
-        """All saved top-level keys."""
+        """Return all saved top-level keys."""
         return list(dict.fromkeys(key for keys, _ in self._sources for key in keys.values()))
 
     def values(self, key: str) -> Any:
-        """Decoded values of a live top-level key, freshly made; None if there are none."""
+        """Return new decoded values of a live top-level key, or None without saved ones."""
         return next(self.all_values(key), None)
 
     def all_values(self, key: str) -> Iterator[Any]:
-        """Decoded values of a live top-level key in every part that has it, this rank's first."""
+        """Yield decoded values of a live top-level key from every part, this rank's first."""
         return (decode(values[keys[key]]) for keys, values in self._sources if key in keys)
 
     def lacks(self, key: str) -> bool:
-        """True, and noted as missing, if the checkpoint has no live top-level key `key`."""
+        """Return True, and record the key as missing, if the checkpoint does not have it."""
         if self.saved_key(key) is not None:
             return False
         self.missing.append(key)
         return True
 
-    def do(self, phase: Phase, step: Callable[[], None]) -> None:
-        """Add a step for `Load.finish`; within a phase, steps run in the order they were added."""
+    def add_step(self, phase: Phase, step: Callable[[], None]) -> None:
+        """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
         self.steps.append((phase, step))
 
-    def fresh(self, name: str, device: torch.device | str = "cpu") -> None:
-        """Have a saved tensor read into new memory, unless it is read already; see `tensor`."""
+    def read_new(self, name: str, device: torch.device | str = "cpu") -> None:
+        """Plan to read a whole saved tensor into new memory, unless that is planned already; see `tensor`."""
         saved = self._use(name)
         if saved not in self._parts:
             self._parts[saved] = Target(self._empty(saved, device), None)
@@ -167,43 +167,43 @@ class Plan:
             self._widen(saved)
 
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
-        """The filled tensor of a saved name: the same object for names that were tied when saved."""
+        """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
         target = self._parts[self.tied.get(name, name)]
         assert target.box is None, name
         return target.tensor if device is None else target.tensor.to(device)
 
-    def like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
-        """Have this rank's part of a saved tensor read into new memory.
+    def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """Plan to read this rank's part of a saved tensor into new memory.
 
         Args:
-            name: saved name, of a tensor as large as `model`.
-            model: a DTensor that says how to cut it.
+            name: saved name, of a tensor with the shape of `model`.
+            model: a DTensor with the wanted placements.
             label: name of `model`, for messages.
 
         Returns:
-            A function that makes the DTensor when all is filled.
+            A function that makes the DTensor after all targets are filled.
         """
-        saved, device = self._use(name), self.place(model)
+        saved, device = self._use(name), self.device_of(model)
         _, box = self._part_of(model, label)
         if saved not in self._parts:
             self._parts[saved] = Target(self._empty(saved, device, box), box)
         source = self._source(saved, box)
-        return lambda: like(source().to(device), model)
+        return lambda: shard_like(source().to(device), model)
 
     def targets(self) -> dict[str, Target]:
-        """What is to be filled; parts of sharded tensors only if they have an element."""
+        """Return the targets to fill; parts of sharded tensors only if they have an element."""
         return {n: t for n, t in self._parts.items() if t.box is None or t.box.num_items}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a saved tensor."""
+        """Return the dtype of a saved tensor."""
         return torch_dtype(self._spec(name).dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a saved tensor."""
+        """Return the shape of a saved tensor."""
         return tuple(self._spec(name).shape)
 
     def fill(self, name: str, live: torch.Tensor, label: str) -> None:
-        """Have a live tensor filled from a saved one, in place and without a second copy where that can be.
+        """Plan to fill a live tensor from a saved one, in place if possible.
 
         Args:
             name: saved name.
@@ -211,8 +211,8 @@ class Plan:
             label: live name, for messages.
 
         Raises:
-            InvalidInput: another shape.
-            Unsupported: a kind of tensor that cannot be filled.
+            InvalidInput: the shapes differ.
+            Unsupported: this kind of tensor cannot be filled.
         """
         self._check(name, live, label)
         saved = self._use(name)
@@ -224,39 +224,39 @@ class Plan:
         else:
             target, source = self._parts[saved].tensor, self._source(saved, box)
             if local.data_ptr() != target.data_ptr() or not is_same_view(local, target):
-                self.do(Phase.COPY, lambda: copy(source(), local))
+                self.add_step(Phase.COPY, lambda: copy(source(), local))
         self._claimed.add(saved)
 
-    def place(self, live: torch.Tensor) -> torch.device:
-        """The device of a live tensor, or that on which it will be if it is still on meta."""
+    def device_of(self, live: torch.Tensor) -> torch.device:
+        """Return the device of a live tensor. For a meta tensor, where it becomes real."""
         return self._real.get(id(live), torch.device("cpu")) if live.device.type == "meta" else live.device
 
-    def put_real(self, live: torch.Tensor, device: torch.device) -> None:
-        """Say where a meta tensor is to become real, before it is filled."""
+    def set_real_device(self, live: torch.Tensor, device: torch.device) -> None:
+        """Set the device where a meta tensor becomes real. Call it before planning to fill it."""
         self._real[id(live)] = device
 
     def _check(self, name: str, live: torch.Tensor, label: str) -> None:
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
         if not is_known or live.layout is not torch.strided:
-            raise refuse_to_fill(live, label)
+            raise unfillable(live, label)
         expected, found = tuple(live.shape), self.shape(name)
         if expected != found:
-            message = (
+            raise InvalidInput(
                 f"{label} has shape {list(expected)} in the live state but {list(found)} in the checkpoint. "
-                "Nothing was changed. Build the same model, or leave it out with only= or rename=."
+                "Nothing was changed. Build the same model, or leave it out with only= or rename=.",
+                key=label,
             )
-            raise InvalidInput(message, key=label)
         if live.dtype is not self.dtype(name):
             self.notes.append(f"{label}: saved as {self.dtype(name)}, cast to {live.dtype}.")
 
     def _part_of(self, live: torch.Tensor, label: str) -> tuple[torch.Tensor, Box | None]:
-        """This rank's part of a live tensor, and its box; None if it is the whole tensor."""
+        """Return this rank's part of a live tensor and its box. None is the whole tensor."""
         try:
             local, sharding = local_of(live), sharding_of(live)
         except Unsupported as error:
-            raise refuse_to_fill(live, label, str(error)) from error
+            raise unfillable(live, label, str(error)) from error
         if type(local) not in PLAIN or local.layout is not torch.strided:
-            raise refuse_to_fill(local, label)
+            raise unfillable(local, label)
         if sharding is None:
             return local, None
         shape = sharding.shape
@@ -264,7 +264,7 @@ class Plan:
         return local, None if box == Box.whole(shape) else box
 
     def _source(self, saved: str, box: Box | None) -> Callable[[], torch.Tensor]:
-        """A function that answers a region of a saved tensor when all is filled."""
+        """Return a function that returns a region of a saved tensor after filling."""
         target = self._parts[saved]
         if target.box == box:
             return lambda: target.tensor
@@ -273,13 +273,13 @@ class Plan:
         return lambda: whole if box is None else region(whole, box).contiguous()
 
     def _widen(self, saved: str) -> None:
-        """Have all of a saved tensor read, of which only a part was wanted so far."""
+        """Plan to read all of a saved tensor instead of a part."""
         part = self._parts[saved]
         if part.box is None:
             return
         box, whole = part.box, self._empty(saved, "cpu")
         self._parts[saved] = Target(whole, None)
-        self.do(Phase.CARVE, lambda: copy(region(whole, box), part.tensor))
+        self.add_step(Phase.CARVE, lambda: copy(region(whole, box), part.tensor))
 
     def _fill_first(self, saved: str, live: torch.Tensor, box: Box | None, label: str) -> None:
         other = self._at.get(live.data_ptr()) if live.numel() else None
@@ -293,7 +293,7 @@ class Plan:
             self.notes.append(f"{label}: {_UNTIED}")
         target = self._empty(saved, "cpu", box)
         self._parts[saved] = Target(target, box)
-        self.do(Phase.COPY, lambda: copy(target, live))
+        self.add_step(Phase.COPY, lambda: copy(target, live))
 
     def _make_real(self, saved: str, live: torch.Tensor, box: Box | None, label: str) -> None:
         device = self._real.setdefault(id(live), torch.device("cpu"))
@@ -304,10 +304,10 @@ class Plan:
             self._parts[saved] = Target(self._empty(saved, device, box), box)
         source = self._source(saved, box)
         if not is_second:
-            self.do(Phase.SWAP, lambda: _swap(live, source(), device, label, is_shared=is_shared))
+            self.add_step(Phase.SWAP, lambda: _swap(live, source(), device, label, is_shared=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
-            self.do(Phase.COPY, lambda: copy(source(), local_of(live)))
+            self.add_step(Phase.COPY, lambda: copy(source(), local_of(live)))
 
     def _empty(self, saved: str, device: torch.device | str, box: Box | None = None) -> torch.Tensor:
         spec = self._spec(saved)
@@ -321,32 +321,34 @@ class Plan:
     def _spec(self, name: str) -> Tensor:
         saved = self.tied.get(name, name)
         if saved not in self.tensors:
-            raise InvalidInput(f"The checkpoint refers to a tensor {saved!r} that it lacks.", key=saved)
+            raise InvalidInput(
+                f"The checkpoint refers to a tensor {saved!r} that it does not contain.", key=saved
+            )
         return self.tensors[saved]
 
 
 def _swap(
     live: torch.Tensor, target: torch.Tensor, device: torch.device, label: str, *, is_shared: bool
 ) -> None:
-    """Make a meta tensor real in place, so that modules and optimizers keep referring to the same object."""
+    """Make a meta tensor real in place. Modules and optimizers keep the same object."""
     real = target.detach().to(device=device, dtype=live.dtype, copy=is_shared)
     if is_dtensor(live):
-        real = like(real, live)
+        real = shard_like(real, live)
     if isinstance(live, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
     vars(real).update(vars(live))
     try:
         torch.utils.swap_tensors(live, real)
     except RuntimeError as error:
-        message = (
+        raise InvalidInput(
             f"{label} is on the meta device and cannot be made real in place: {error} "
-            "Call to_empty(device=...) on the module before you restore."
-        )
-        raise InvalidInput(message, key=label) from error
+            "Call to_empty(device=...) on the module before you restore.",
+            key=label,
+        ) from error
 
 
 def region(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of a tensor that is a box of it."""
+    """Return the view of a tensor that is a box of it."""
     for dim, (start, length) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -357,16 +359,18 @@ def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
     for name in names:
         live = rename(name)
         if live in renamed:
-            message = f"rename= calls both {renamed[live]!r} and {name!r} {live!r}. Nothing was changed."
-            raise InvalidInput(message, key=live)
+            raise InvalidInput(
+                f"rename= maps both {renamed[live]!r} and {name!r} to {live!r}. Nothing was changed.",
+                key=live,
+            )
         renamed[live] = name
     return renamed
 
 
 def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
-    """The function that turns saved names into live ones; in a mapping, the longest prefix that fits counts.
+    """Return the function that maps saved names to live ones. In a mapping, the longest prefix wins.
 
-    Prefixes end at dots: "a.b" fits "a.b" and "a.b.c", not "a.bc".
+    Prefixes end at dots: "a.b" matches "a.b" and "a.b.c", not "a.bc".
     """
     if rename is None:
         return lambda name: name
@@ -384,18 +388,18 @@ def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
 
 
 def leftover(
-    plan: Plan,
+    plan: LoadPlan,
     live_keys: Collection[str],
     wanted: Collection[str] | None,
     held: tuple[Collection[str], Collection[str]] | None,
 ) -> list[str]:
-    """Saved names that nothing live takes; a saved key of which nothing is taken is listed as one name.
+    """Return the saved names that fill nothing live. A completely unused key is listed as one name.
 
     Args:
         plan: the complete plan.
         live_keys: top-level keys of the live state.
-        wanted: top-level keys (live names) that are to be restored, None for all.
-        held: (live names, top-level keys) that some rank has, if ranks differ: these do not count.
+        wanted: top-level keys (live names) to restore, or None for all.
+        held: (live names, top-level keys) that any rank has, if ranks differ: these do not count.
     """
     names = [
         name
@@ -417,7 +421,7 @@ def leftover(
 
 
 def _is_held(name: str, held: tuple[Collection[str], Collection[str]], live_keys: Collection[str]) -> bool:
-    """True if another rank has a name, or the key that it is under."""
+    """Return True if another rank has a name, or the key that contains it."""
     names, keys = held
     return name in names or _is_under(name, [key for key in keys if key not in live_keys])
 
@@ -427,7 +431,7 @@ def _is_under(name: str, keys: Collection[str]) -> bool:
 
 
 def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:
-    """The error of a strict load whose names differ."""
+    """Return the error of a strict load whose names differ."""
     parts = [
         f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{', ...' if len(names) > _MAX_LISTED else ''}"
         for names, what in (
@@ -437,7 +441,7 @@ def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:
         if names
     ]
     advice = (
-        "Nothing was changed. Restore what fits with strict=False, choose keys with only=, or map saved "
-        "names to live ones with rename=."
+        "Nothing was changed. Use strict=False to restore the names that match, only= to choose keys, or "
+        "rename= to map saved names to live ones."
     )
     return InvalidInput(f"The checkpoint does not fit the live state. {'. '.join(parts)}. {advice}")

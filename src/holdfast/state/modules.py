@@ -1,4 +1,4 @@
-"""Modules: parameters and buffers by canonical name, whatever wrappers stand around them."""
+"""Modules: parameters and buffers by canonical name, regardless of wrappers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
-from holdfast.state.capture import Sink
-from holdfast.state.entry import Entry
-from holdfast.state.load import Phase, Plan
-from holdfast.state.spread import Spread
-from holdfast.state.table import Role
+from holdfast.state.capture import TensorCollector
+from holdfast.state.entry import StateEntry
+from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.replication import Replication
+from holdfast.state.tensor_table import Role
 from holdfast.state.tensors import PLAIN
-from holdfast.state.tree import graft, references, strip
+from holdfast.state.tree import extract_tensors, insert_tensors, references
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 _PLAIN = frozenset(PLAIN)
@@ -29,35 +30,35 @@ EXTRA = "extra_state"
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is known of one key of a module's state_dict()."""
+    """Facts about one key of a module's state_dict()."""
 
     fqn: str
     name: str
-    parameter: Spread
-    buffer: Spread
+    parameter: Replication
+    buffer: Replication
 
     def role(self, value: object) -> Role:
-        """Role of a tensor under the key."""
+        """Return the role of a tensor under the key."""
         is_parameter = isinstance(value, torch.nn.Parameter)
         return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter, in_module=True)
 
 
-class _Structure:
-    """The names of a module, valid while its keys and its wrappers are the same."""
+class _ModuleNames:
+    """The names of a module, valid while its keys and its wrappers stay the same."""
 
     def __init__(
         self, keys: list[str], wrappers: tuple[str, ...], facts: list[object], rows: tuple[_Row, ...]
     ) -> None:
         self.keys = keys
-        self.wrappers = wrappers  # paths at which a wrapper may stand
-        self.facts = facts  # what stood there
+        self.wrappers = wrappers  # paths that may hold a wrapper
+        self.facts = facts  # facts about the modules at these paths
         self.rows = rows
         self.names = [row.name for row in rows]
-        self.kinds: list[object] | None = None  # of the values in the capture before
+        self.kinds: list[object] | None = None  # of the values in the previous capture
         self.roles: list[Role] | None = None  # None if some of these values are not tensors
 
     def set_kinds(self, kinds: list[object], values: list[object]) -> None:
-        """Remember what kinds of values stand under the keys."""
+        """Record the kinds of the values, and the roles if all of them are tensors."""
         self.kinds = kinds
         is_all_tensors = all(isinstance(value, torch.Tensor) for value in values)
         rows = zip(self.rows, values, strict=True)
@@ -65,48 +66,50 @@ class _Structure:
 
 
 @final
-class ModuleEntry(Entry):
+class ModuleEntry(StateEntry):
     """A module, wrapped or not.
 
     Names are those of `torch.distributed.checkpoint.state_dict`: the parts that DDP, torch.compile and
     activation checkpointing add are left out.
     """
 
-    def __init__(self, key: str, value: torch.nn.Module, spread: Spread | None = None) -> None:
-        super().__init__(key, value, spread)
-        self._structure: _Structure | None = None
+    def __init__(self, key: str, value: torch.nn.Module, replication: Replication | None = None) -> None:
+        super().__init__(key, value, replication)
+        self._structure: _ModuleNames | None = None
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
         state = self.value.state_dict(keep_vars=True)
         structure, values = self._current(state), list(state.values())
         kinds = _kinds(values)
         if kinds != structure.kinds:
             structure.set_kinds(kinds, values)
         if structure.roles is not None:
-            sink.take_all(structure.names, structure.roles, values)
+            collector.collect_all(structure.names, structure.roles, values)
             return {}
         extra: dict[str, Any] = {}
         for row, value in zip(structure.rows, values, strict=True):
             if isinstance(value, torch.Tensor):
-                sink.take(row.name, value, row.role(value))
+                collector.collect(row.name, value, row.role(value))
             else:
-                extra[row.fqn] = encode(strip(value, row.name, sink.emitter(row.buffer)), row.name)
+                extra[row.fqn] = encode(
+                    extract_tensors(value, row.name, collector.callback(row.buffer)), row.name
+                )
         return {EXTRA: extra} if extra else {}
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
-        """Tensors by the names that `capture` gives them, with their roles, also those on meta."""
+        """Yield tensors by the names that `capture` uses, with their roles, also those on meta."""
         state = self.value.state_dict(keep_vars=True)
         for row, value in zip(self._current(state).rows, state.values(), strict=True):
             if isinstance(value, torch.Tensor):
                 yield row.name, value, row.role(value)
 
     def has_meta(self) -> bool:
-        """True if the module has tensors on the meta device, which a restore makes real."""
+        """Return True if the module has tensors on the meta device. A restore makes them real."""
         return any(tensor.is_meta for tensor in chain(self.value.parameters(), self.value.buffers()))
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         module: torch.nn.Module = self.value
         state = module.state_dict(keep_vars=True)
         live = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
@@ -118,21 +121,21 @@ class ModuleEntry(Entry):
             if saved is not None and id(value) in live:
                 plan.fill(saved, value, row.name)
             elif saved is not None:
-                plan.fresh(saved)
+                plan.read_new(saved)
                 special[key] = _Named(saved)
             elif row.name in trees:
                 tree = trees.pop(row.name)
                 for name in references(tree):
-                    plan.fresh(name)
+                    plan.read_new(name)
                 special[key] = tree
             else:
                 plan.missing.append(row.name)
         plan.unexpected.extend(trees)
         if special or _has_load_code(module):
-            plan.do(Phase.MODULE, lambda: self._finish(plan, special))
+            plan.add_step(Phase.MODULE, lambda: self._finish(plan, special))
 
-    def _finish(self, plan: Plan, special: dict[str, Any]) -> None:
-        """Run the module's own load code; parameters that are filled already are copied onto themselves."""
+    def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
+        """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
         state = self.value.state_dict(keep_vars=True)
         live = {id(tensor) for tensor in chain(self.value.parameters(), self.value.buffers())}
         for key in [key for key, value in state.items() if id(value) not in live]:
@@ -140,24 +143,27 @@ class ModuleEntry(Entry):
                 del state[key]
                 continue
             value = special[key]
-            state[key] = plan.tensor(value.name) if isinstance(value, _Named) else graft(value, plan.tensor)
+            state[key] = (
+                plan.tensor(value.name) if isinstance(value, _Named) else insert_tensors(value, plan.tensor)
+            )
         try:
             with torch.no_grad():
                 self.value.load_state_dict(state, strict=False)
         except Exception as error:
-            message = f"{self.key}: load_state_dict() refused what state_dict() had saved: {error}"
-            raise InvalidInput(message, key=self.key) from error
+            raise InvalidInput(
+                f"{self.key}: load_state_dict() rejected the saved state_dict(): {error}", key=self.key
+            ) from error
 
-    def _saved_extra(self, plan: Plan) -> dict[str, Any]:
-        """Saved trees that are not tensors, by live name."""
+    def _saved_extra(self, plan: LoadPlan) -> dict[str, Any]:
+        """Return saved trees that are not tensors, by live name."""
         saved_key = plan.saved_key(self.key)
         extra: dict[str, Any] = {}
-        for values in plan.all_values(self.key):  # the first that knows a name counts
+        for values in plan.all_values(self.key):  # the first one with a name wins
             extra = {**values.get(EXTRA, {}), **extra} if isinstance(values, dict) else extra
         return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
 
-    def _plan_meta(self, plan: Plan) -> None:
-        """Choose where meta tensors become real; refuse those that the checkpoint cannot hold."""
+    def _plan_meta(self, plan: LoadPlan) -> None:
+        """Choose where meta tensors become real. Raise for those that no checkpoint holds."""
         if not self.has_meta():
             return
         module: torch.nn.Module = self.value
@@ -169,28 +175,28 @@ class ModuleEntry(Entry):
             if (buffer := child._buffers.get(name)) is not None and buffer.is_meta
         ]
         if lost:
-            message = (
+            raise InvalidInput(
                 f"{self.key} has non-persistent buffers on the meta device, which no checkpoint holds: "
                 f"{', '.join(lost[:10])}. Nothing was changed. Make them real before you restore: build the "
-                "module on a real device, or call to_empty() and initialize these buffers."
+                "module on a real device, or call to_empty() and initialize these buffers.",
+                key=f"{self.key}.{lost[0]}",
             )
-            raise InvalidInput(message, key=f"{self.key}.{lost[0]}")
         real = next((t.device for t in tensors if not t.is_meta), torch.get_default_device())
         device = torch.device("cpu") if real.type == "meta" else real
         for tensor in tensors:
             if tensor.is_meta:
-                plan.put_real(tensor, device)
+                plan.set_real_device(tensor, device)
 
-    def _current(self, state: dict[str, Any]) -> _Structure:
-        """The structure of a state_dict(), made anew if keys or wrappers have changed."""
+    def _current(self, state: dict[str, Any]) -> _ModuleNames:
+        """Return the names of a state_dict(), made again if keys or wrappers have changed."""
         keys, known = list(state), self._structure
         if known is None or known.keys != keys or known.facts != self._facts(known.wrappers):
             self._structure = known = self._read(keys)
         return known
 
-    def _read(self, keys: list[str]) -> _Structure:
+    def _read(self, keys: list[str]) -> _ModuleNames:
         wrappers = tuple(dict.fromkeys(path for key in keys for path in _wrapper_paths(key)))
-        return _Structure(
+        return _ModuleNames(
             keys=keys,
             wrappers=wrappers,
             facts=self._facts(wrappers),
@@ -202,18 +208,18 @@ class ModuleEntry(Entry):
 
     def _row(self, key: str) -> _Row:
         fqn, parameter, buffer = canonical(self.value, key)
-        return _Row(fqn, f"{self.key}.{fqn}", self.spread or parameter, self.spread or buffer)
+        return _Row(fqn, f"{self.key}.{fqn}", self.replication or parameter, self.replication or buffer)
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Stands for a saved tensor that goes through the module's own load code."""
+    """Placeholder for a saved tensor that goes through the module's own load code."""
 
     name: str
 
 
 def _kinds(values: list[object]) -> list[object]:
-    """What the roles of values depend on: their types, and which of the DTensors are parameters."""
+    """Return the facts that roles of values depend on: their types, and which DTensors are parameters."""
     kinds: list[object] = list(map(type, values))
     if _PLAIN.issuperset(kinds):
         return kinds
@@ -223,18 +229,18 @@ def _kinds(values: list[object]) -> list[object]:
     ]
 
 
-def canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
-    """Name of a state_dict() key without wrappers, and how it is spread as a parameter and as a buffer."""
-    parameter, buffer = Spread.REPLICATED, Spread.OWN
+def canonical(root: torch.nn.Module, key: str) -> tuple[str, Replication, Replication]:
+    """Return a state_dict() key without wrappers, and its replication as parameter and as buffer."""
+    parameter, buffer = Replication.REPLICATED, Replication.OWN
     parts: list[str] = []
     module: Any = _unwrapped(root)
     steps = key.split(".")
     for i, part in enumerate(steps):
         if isinstance(module, DistributedDataParallel) and part == "module":
             if ".".join(steps[i + 1 :]) in module.parameters_to_ignore:
-                parameter, buffer = Spread.OWN, Spread.OWN
+                parameter, buffer = Replication.OWN, Replication.OWN
             elif module.broadcast_buffers:
-                buffer = Spread.LOWEST
+                buffer = Replication.LOWEST
         elif not (part == _CHECKPOINT_WRAPPED or (part == "_orig_mod" and _is_compiled(module))):
             parts.append(part)
         module = _child(module, part)
@@ -242,7 +248,7 @@ def canonical(root: torch.nn.Module, key: str) -> tuple[str, Spread, Spread]:
 
 
 def _wrapper_paths(key: str) -> list[str]:
-    """Paths in a key after which a wrapper's part comes."""
+    """Return the paths in a key that a wrapper's part follows."""
     parts = key.split(".")
     return [".".join(parts[:i]) for i, part in enumerate(parts) if part in _WRAPPER_PARTS]
 
@@ -259,14 +265,14 @@ def _child(module: Any, part: str) -> Any:
 
 
 def _unwrapped(module: Any) -> Any:
-    """A module without activation checkpointing around it, which leaves its own part out of names."""
+    """Return a module without the wrapper of activation checkpointing, which names leave out."""
     while isinstance(module, torch.nn.Module) and _CHECKPOINT_WRAPPED in module._modules:
         module = module._modules[_CHECKPOINT_WRAPPED]
     return module
 
 
 def _facts(module: Any) -> object:
-    """All of a possible wrapper that names and spreads depend on."""
+    """Return the facts about a possible wrapper that names and replication depend on."""
     if isinstance(module, DistributedDataParallel):
         return (type(module), module.broadcast_buffers, frozenset(module.parameters_to_ignore))
     return type(module)
@@ -278,7 +284,7 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _has_load_code(module: torch.nn.Module) -> bool:
-    """True if loading a module is more than copying its tensors."""
+    """Return True if loading a module does more than copy its tensors."""
     plain = torch.nn.Module
     return any(
         child._load_state_dict_pre_hooks

@@ -1,4 +1,4 @@
-"""Everything that is neither module nor optimizer: objects with state_dict(), tensors, generators, values."""
+"""State entries besides modules and optimizers: objects with state_dict(), tensors, generators, values."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
+from typing_extensions import override
 
 from holdfast.callsite import warn
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.format.values import TensorRef, encode
-from holdfast.state.capture import Sink
-from holdfast.state.entry import Entry
-from holdfast.state.load import Phase, Plan
+from holdfast.state.capture import TensorCollector
+from holdfast.state.entry import StateEntry
+from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
 from holdfast.state.rng import python_state, set_python_state
 from holdfast.state.sharding import is_dtensor, may_be_sharded
-from holdfast.state.spread import Marked, Spread
-from holdfast.state.table import Role
-from holdfast.state.tree import graft, meet, references, strip, update
+from holdfast.state.tensor_table import Role
+from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references, update_in_place
 
 
 def _content(state: Any, key: str) -> tuple[Any, list[torch.Tensor]]:
-    """The values of a state_dict(), encoded, and copies of its tensors."""
+    """Return the encoded values of a state_dict(), and copies of its tensors."""
     tensors: list[torch.Tensor] = []
-    values = encode(strip(state, key, lambda _, tensor: tensors.append(tensor.detach().clone())), key)
+    values = encode(
+        extract_tensors(state, key, lambda _, tensor: tensors.append(tensor.detach().clone())), key
+    )
     return values, tensors
 
 
@@ -39,12 +42,12 @@ def _is_equal(a: tuple[Any, list[torch.Tensor]], b: tuple[Any, list[torch.Tensor
 
 
 def is_stateful(value: Any) -> bool:
-    """True if an object has state_dict() and load_state_dict()."""
+    """Return True if an object has state_dict() and load_state_dict()."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def is_generator(value: Any) -> bool:
-    """True for a torch, python or numpy random number generator."""
+    """Return True for a torch, python or numpy random number generator."""
     if isinstance(value, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy")
@@ -52,21 +55,24 @@ def is_generator(value: Any) -> bool:
 
 
 @final
-class StatefulEntry(Entry):
+class StatefulEntry(StateEntry):
     """An object with state_dict() and load_state_dict(): a scheduler, a scaler, a data loader.
 
-    Optimizers with save code of their own are among them. Where tensors may be sharded, `state_dict()` is
-    also asked before a load: what it has as a DTensor, `load_state_dict()` gets as one.
+    Optimizers with save code of their own are included. If tensors may be sharded, `state_dict()` is also
+    called before a load: tensors that it returns as DTensors are passed to `load_state_dict()` as DTensors.
     """
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
         return encode(
-            strip(self.value.state_dict(), self.key, sink.emitter(self.spread or Spread.OWN)), self.key
+            extract_tensors(
+                self.value.state_dict(), self.key, collector.callback(self.replication or Replication.OWN)
+            ),
+            self.key,
         )
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         if not may_be_sharded():
             _plan_tree(plan, self.key, self._finish)
             return
@@ -75,21 +81,21 @@ class StatefulEntry(Entry):
         made: dict[str, Callable[[], torch.Tensor]] = {}
 
         def claim(name: str, live: torch.Tensor) -> bool:
-            """Have a tensor made like a DTensor that the object has now; its own is left alone till then."""
+            """Plan a tensor like a DTensor of the object. The object's own stays unchanged."""
             if is_dtensor(live) and tuple(live.shape) == plan.shape(name) and name not in made:
-                made[name] = plan.like(name, live, f"{self.key}: {name}")
+                made[name] = plan.read_like(name, live, f"{self.key}: {name}")
             return False
 
         tree = plan.values(self.key)
-        meet(tree, self.value.state_dict(), claim)
+        match_tensors(tree, self.value.state_dict(), claim)
         for name in references(tree):
             if name not in made:
-                plan.fresh(name)
+                plan.read_new(name)
 
         def tensor(name: str) -> torch.Tensor:
             return made[name]() if name in made else plan.tensor(name)
 
-        plan.do(Phase.OBJECT, lambda: self._finish(graft(tree, tensor)))
+        plan.add_step(Phase.OBJECT, lambda: self._finish(insert_tensors(tree, tensor)))
 
     def _finish(self, state: Any) -> None:
         is_ordered = type(state) is collections.OrderedDict
@@ -102,8 +108,8 @@ class StatefulEntry(Entry):
         if saved is not None and not _is_equal(saved, _content(self.value.state_dict(), self.key)):
             warn(
                 f"{self.key}: after load_state_dict() the state_dict() of this "
-                f"{type(self.value).__qualname__} is other than what was saved, so a part of it did not come "
-                "back. Have load_state_dict() take all that state_dict() returns.",
+                f"{type(self.value).__qualname__} differs from the saved one, so a part of it was not "
+                "restored. Make load_state_dict() set everything that state_dict() returns.",
                 ResumeWarning,
             )
 
@@ -112,28 +118,30 @@ class StatefulEntry(Entry):
             self.value.load_state_dict(state)
         except Exception as error:
             kind = type(self.value).__qualname__
-            message = f"{self.key}: {kind}.load_state_dict() refused what was saved under this key: {error!r}"
-            raise InvalidInput(message, key=self.key) from error
+            raise InvalidInput(
+                f"{self.key}: {kind}.load_state_dict() rejected the state saved under this key: {error!r}",
+                key=self.key,
+            ) from error
 
 
 @final
-class TensorEntry(Entry):
+class TensorEntry(StateEntry):
     """A tensor, filled in place."""
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
-        sink.take(self.key, self.value, self._role())
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        collector.collect(self.key, self.value, self._role())
         return encode(TensorRef(self.key), self.key)
 
+    @override
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
-        """See `Entry.named_tensors`."""
         return [(self.key, self.value, self._role())]
 
     def _role(self) -> Role:
-        return Role(self.spread or Spread.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
+        return Role(self.replication or Replication.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         saved = plan.saved_names.get(self.key)
         if saved is None:
             plan.missing.append(self.key)
@@ -142,14 +150,14 @@ class TensorEntry(Entry):
 
 
 @final
-class GeneratorEntry(Entry):
+class GeneratorEntry(StateEntry):
     """A random number generator of torch, python or numpy."""
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
         generator = self.value
         if isinstance(generator, torch.Generator):
-            sink.add(self.key, generator.get_state(), self.spread or Spread.OWN)
+            collector.add(self.key, generator.get_state(), self.replication or Replication.OWN)
             return encode(TensorRef(self.key), self.key)
         if isinstance(generator, random.Random):
             return encode(python_state(generator), self.key)
@@ -157,8 +165,8 @@ class GeneratorEntry(Entry):
             return encode(generator.bit_generator.state, self.key)
         return encode(generator.get_state(legacy=False), self.key)
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         _plan_tree(plan, self.key, self._finish)
 
     def _finish(self, state: Any) -> None:
@@ -174,51 +182,56 @@ class GeneratorEntry(Entry):
                 generator.set_state(state)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             kind = type(generator).__qualname__
-            message = f"{self.key} is a {kind}, and the checkpoint has no state that fits one: {error!r}"
-            raise InvalidInput(message, key=self.key) from error
+            raise InvalidInput(
+                f"{self.key} is a {kind}, but the state in the checkpoint does not fit it: {error!r}",
+                key=self.key,
+            ) from error
 
 
 @final
-class ValueEntry(Entry):
+class ValueEntry(StateEntry):
     """A plain value, or a container of values and tensors.
 
-    Containers are updated in place, so that references to them from elsewhere see the restored content;
-    what cannot be changed in place is stored under the key anew.
+    Containers are updated in place, so that other references to them see the restored content. Values that
+    cannot be changed in place are replaced under the key.
     """
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
-        return encode(strip(self.value, self.key, sink.emitter(self.spread or Spread.OWN)), self.key)
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        return encode(
+            extract_tensors(self.value, self.key, collector.callback(self.replication or Replication.OWN)),
+            self.key,
+        )
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
 
         def claim(name: str, live: torch.Tensor) -> bool:
             is_equal = tuple(live.shape) == plan.shape(name) and live.dtype is plan.dtype(name)
             if not is_dtensor(live) and (live.is_meta or not is_equal):
-                return False  # replaced; but a plain tensor cannot stand in for a DTensor
+                return False  # replaced; but a plain tensor cannot replace a DTensor
             plan.fill(name, live, f"{self.key}: {name}")
             return True
 
-        tree = meet(plan.values(self.key), self.value, claim)
+        tree = match_tensors(plan.values(self.key), self.value, claim)
         for name in references(tree):
-            plan.fresh(name)
+            plan.read_new(name)
 
         def finish() -> None:
-            new = update(self.value, graft(tree, plan.tensor))
+            new = update_in_place(self.value, insert_tensors(tree, plan.tensor))
             if new is not self.value:
-                put(Marked(new, self.spread) if self.spread else new)
+                put(MarkedObject(new, self.replication) if self.replication else new)
 
-        plan.do(Phase.VALUE, finish)
+        plan.add_step(Phase.VALUE, finish)
 
 
-def _plan_tree(plan: Plan, key: str, finish: Callable[[Any], None]) -> None:
-    """Have `finish` called with the saved tree of `key`, its tensors filled."""
+def _plan_tree(plan: LoadPlan, key: str, finish: Callable[[Any], None]) -> None:
+    """Plan to call `finish` with the saved tree of `key`, its tensors filled."""
     if plan.lacks(key):
         return
     tree = plan.values(key)
     for name in references(tree):
-        plan.fresh(name)
-    plan.do(Phase.OBJECT, lambda: finish(graft(tree, plan.tensor)))
+        plan.read_new(name)
+    plan.add_step(Phase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))

@@ -1,4 +1,4 @@
-"""Optimizers: state by the name of the parameter it belongs to, so that groups may be ordered otherwise."""
+"""Optimizers: state by the name of its parameter, so that the order of groups may differ."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from typing_extensions import override
 
 from holdfast.format.values import encode
-from holdfast.state.capture import Sink
-from holdfast.state.entry import Entry
-from holdfast.state.load import Phase, Plan
-from holdfast.state.saved import SavedOptimizer, SavedState
+from holdfast.state.capture import TensorCollector
+from holdfast.state.entry import StateEntry
+from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.optimizer_layout import OptimizerLayout, find_layout, is_state_tensor_name
+from holdfast.state.replication import Replication
+from holdfast.state.saved_optimizer import SavedOptimizer, SavedState
 from holdfast.state.sharding import is_dtensor, replicated_like
-from holdfast.state.slots import Slots, is_slot_name, survey
-from holdfast.state.spread import Spread
-from holdfast.state.table import Role
-from holdfast.state.tree import graft, meet, references, strip, update
+from holdfast.state.tensor_table import Role
+from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references, update_in_place
 
 Names = Callable[[], dict[int, str]]
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
-"""Code of the function that torch puts around every step(), which runs its hooks."""
+"""Code of the function that torch wraps around every step() to run its hooks."""
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """True if an optimizer saves and loads as `torch.optim.Optimizer` does, without code of its own."""
+    """Return True if an optimizer saves and loads as `torch.optim.Optimizer` does."""
     kind, own = type(optimizer), optimizer.__dict__
     return (
         kind.state_dict is Optimizer.state_dict
@@ -44,14 +45,14 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """True if `register_step_pre_hook` works on an optimizer; some wrappers skip the base constructor."""
+    """Return True if `register_step_pre_hook` works. Some wrappers skip the base constructor."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "param_groups")
 
 
 def stepping() -> str | None:
-    """Return the optimizer class whose step() this thread is in the middle of; None if there is none.
+    """Return the class of the optimizer whose step() this thread is running, or None.
 
-    Hooks that an optimizer runs after its step are not in the middle of it.
+    Hooks that run after an optimizer's step do not count as part of it.
     """
     inner, frame = None, sys._getframe(1)
     while frame is not None:
@@ -64,7 +65,7 @@ def stepping() -> str | None:
 
 
 def _codes_after_step(optimizer: Optimizer) -> set[object]:
-    """Return the code objects of the hooks that an optimizer runs after its step."""
+    """Return the code objects of the hooks that run after an optimizer's step."""
     hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
     hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
     functions = [
@@ -75,104 +76,113 @@ def _codes_after_step(optimizer: Optimizer) -> set[object]:
 
 
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, group by group."""
+    """Return all parameters of an optimizer, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @final
-class OptimizerEntry(Entry):
+class OptimizerEntry(StateEntry):
     """An optimizer without save and load code of its own.
 
-    State stays in the dtype in which it was saved: `Optimizer.load_state_dict` would cast it to the dtype of
-    its parameter, which rounds float32 moments of bfloat16 parameters.
+    State keeps its saved dtype: `Optimizer.load_state_dict` would cast it to the dtype of its parameter,
+    which rounds float32 moments of bfloat16 parameters.
 
     Args:
         key: the top-level key.
         value: the optimizer.
-        spread: how its tensors are spread over the ranks, if the user has said so.
-        names: answers the names of all live parameters of the state by id.
+        replication: how ranks hold its tensors, if the user has marked it.
+        names: returns the names of all live parameters of the state by id.
     """
 
-    def __init__(self, key: str, value: Optimizer, spread: Spread | None, names: Names) -> None:
-        super().__init__(key, value, spread)
+    def __init__(self, key: str, value: Optimizer, replication: Replication | None, names: Names) -> None:
+        super().__init__(key, value, replication)
         self._names = names
-        self._slots: Slots | None = None  # None also if the state is of a kind that has none
+        self._layout: OptimizerLayout | None = None  # None also if the kind of state has no layout
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
-        names, slots = sink.parameter_names, self._slots
-        values = slots.read(self.value, names) if slots is not None else None
-        if slots is None or values is None:
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        names, layout = collector.parameter_names, self._layout
+        values = layout.read(self.value, names) if layout is not None else None
+        if layout is None or values is None:
             named = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
             prefix = f"{self.key}.state."
-            slots = survey(self.value, names, named, prefix, lambda *pair: self._role(sink, *pair))
-            values = slots.read(self.value, names) if slots is not None else None
-            self._slots = slots
-            if slots is None or values is None:
-                return self._capture_each(sink, named)
-        groups = self._capture_groups(sink, slots.fqns)
-        sink.take_all(slots.names, slots.roles, slots.tensors(values))
-        return {"param_groups": groups, "state": encode(slots.others(values), f"{self.key}.state")}
+            layout = find_layout(self.value, names, named, prefix, lambda *pair: self._role(collector, *pair))
+            values = layout.read(self.value, names) if layout is not None else None
+            self._layout = layout
+            if layout is None or values is None:
+                return self._capture_each(collector, named)
+        groups = self._capture_groups(collector, layout.fqns)
+        collector.collect_all(layout.names, layout.roles, layout.tensors(values))
+        return {"param_groups": groups, "state": encode(layout.others(values), f"{self.key}.state")}
 
-    def _capture_each(self, sink: Sink, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
-        """Capture state of any kind: with containers, or that belongs to no parameter."""
+    def _capture_each(self, collector: TensorCollector, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
+        """Capture state of any kind: with containers, or without a parameter."""
         other: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
-        groups = self._capture_groups(sink, [[fqn for fqn, _ in group] for group in named])
+        groups = self._capture_groups(collector, [[fqn for fqn, _ in group] for group in named])
         for fqn, parameter in chain.from_iterable(named):
             if state := self.value.state.get(parameter):
-                self._capture_state(sink, fqn, parameter, state, other)
+                self._capture_state(collector, fqn, parameter, state, other)
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
-                emit = sink.emitter_of(Role(self.spread or Spread.REPLICATED, is_owned=True))
-                shared[name] = strip(value, f"{self.key}.shared.{name}", emit)
+                emit = collector.callback_for(Role(self.replication or Replication.REPLICATED, is_owned=True))
+                shared[name] = extract_tensors(value, f"{self.key}.shared.{name}", emit)
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
         if shared:
             values["shared"] = encode(shared, f"{self.key}.state")
         return values
 
-    def _capture_groups(self, sink: Sink, fqns: list[list[str]]) -> list[dict[str, Any]]:
+    def _capture_groups(self, collector: TensorCollector, fqns: list[list[str]]) -> list[dict[str, Any]]:
         groups = zip(self.value.param_groups, fqns, strict=True)
-        return [self._capture_group(sink, i, group, names) for i, (group, names) in enumerate(groups)]
+        return [self._capture_group(collector, i, group, names) for i, (group, names) in enumerate(groups)]
 
     def _capture_group(
-        self, sink: Sink, index: int, group: dict[str, Any], fqns: list[str]
+        self, collector: TensorCollector, index: int, group: dict[str, Any], fqns: list[str]
     ) -> dict[str, Any]:
-        emit = sink.emitter(self.spread or Spread.REPLICATED)
+        emit = collector.callback(self.replication or Replication.REPLICATED)
         options = {
-            name: strip(value, f"{self.key}.param_groups.{index}.{name}", emit)
+            name: extract_tensors(value, f"{self.key}.param_groups.{index}.{name}", emit)
             for name, value in group.items()
             if name != "params"
         }
-        # A copy of the names: what was captured must not change with what is kept here.
+        # A copy of the names: a captured state must not change with the names kept here.
         return {"params": list(fqns), **encode(options, f"{self.key}.param_groups[{index}]")}
 
     def _capture_state(
-        self, sink: Sink, fqn: str, parameter: torch.Tensor, state: dict[Any, Any], other: dict[str, Any]
+        self,
+        collector: TensorCollector,
+        fqn: str,
+        parameter: torch.Tensor,
+        state: dict[Any, Any],
+        other: dict[str, Any],
     ) -> None:
-        prefix, role = f"{self.key}.state.{fqn}.", self._role(sink, fqn, parameter)
+        prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and is_slot_name(name):
-                sink.take(prefix + name, value, role)
+            if isinstance(value, torch.Tensor) and is_state_tensor_name(name):
+                collector.collect(prefix + name, value, role)
             else:
-                emit = sink.emitter_of(role)
-                other.setdefault(fqn, {})[name] = strip(value, f"{prefix}{name}", emit)
+                emit = collector.callback_for(role)
+                other.setdefault(fqn, {})[name] = extract_tensors(value, f"{prefix}{name}", emit)
 
-    def _role(self, sink: Sink, fqn: str, parameter: torch.Tensor) -> Role:
-        spread = self._spread_of(sink, fqn, parameter)
-        follows = fqn if spread is Spread.REPLICATED and id(parameter) in sink.parameter_names else None
-        return Role(spread, is_owned=True, follows=follows)
+    def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
+        replication = self._replication_of(collector, fqn, parameter)
+        follows = (
+            fqn
+            if replication is Replication.REPLICATED and id(parameter) in collector.parameter_names
+            else None
+        )
+        return Role(replication, is_owned=True, follows=follows)
 
-    def _spread_of(self, sink: Sink, fqn: str, parameter: torch.Tensor) -> Spread:
-        """State is spread as its parameter is; a parameter outside the state may be anything."""
-        if self.spread is not None:
-            return self.spread
-        if id(parameter) not in sink.parameter_names:
-            return Spread.OWN
-        return Spread.PER_RANK if sink.is_per_rank(fqn) else Spread.REPLICATED
+    def _replication_of(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Replication:
+        """Return the replication of state: its parameter's, unless the parameter is outside the state."""
+        if self.replication is not None:
+            return self.replication
+        if id(parameter) not in collector.parameter_names:
+            return Replication.OWN
+        return Replication.PER_RANK if collector.is_per_rank(fqn) else Replication.REPLICATED
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
         saved = SavedOptimizer(self.key, plan)
@@ -180,15 +190,15 @@ class OptimizerEntry(Entry):
         chosen = [saved.choose(i, [fqn for fqn, _ in group]) for i, group in enumerate(groups)]
         for options, group in zip(chosen, groups, strict=True):
             for fqn, parameter in group:
-                if (one := saved.take(fqn)) is not None:
+                if (one := saved.state_of(fqn)) is not None:
                     self._plan_state(plan, parameter, one, options or {})
         saved.skip_the_rest()
         self._plan_groups(plan, chosen)
         self._plan_shared(plan, saved.shared)
-        plan.do(Phase.OPTIMIZER, self._settle)
+        plan.add_step(Phase.OPTIMIZER, self._settle)
 
     def _plan_state(
-        self, plan: Plan, parameter: torch.Tensor, saved: SavedState, options: dict[str, Any]
+        self, plan: LoadPlan, parameter: torch.Tensor, saved: SavedState, options: dict[str, Any]
     ) -> None:
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         kept: dict[str, torch.Tensor] = {}
@@ -201,29 +211,29 @@ class OptimizerEntry(Entry):
             else:
                 made[name] = _new(plan, saved_name, parameter, device)
         for name in references(saved.trees):
-            plan.fresh(name, plan.place(parameter))
+            plan.read_new(name, plan.device_of(parameter))
 
         def finish() -> None:
-            place = plan.place(parameter)
+            place = plan.device_of(parameter)
             state: dict[Any, Any] = dict(kept)
             state.update({name: make() for name, make in made.items()})
-            state.update(graft(saved.trees, lambda name: plan.tensor(name, place)))
+            state.update(insert_tensors(saved.trees, lambda name: plan.tensor(name, place)))
             if state:
                 self.value.state[parameter] = state
             else:
                 self.value.state.pop(parameter, None)
 
-        plan.do(Phase.OPTIMIZER, finish)
+        plan.add_step(Phase.OPTIMIZER, finish)
 
-    def _plan_groups(self, plan: Plan, chosen: list[dict[str, Any] | None]) -> None:
+    def _plan_groups(self, plan: LoadPlan, chosen: list[dict[str, Any] | None]) -> None:
         met: list[dict[str, Any]] = []
         for i, options in enumerate(chosen):
             live = self.value.param_groups[i]
             tree = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
             claim = _claim(plan, f"{self.key}.param_groups.{i}")
-            tree = {name: meet(value, live.get(name), claim) for name, value in tree.items()}
+            tree = {name: match_tensors(value, live.get(name), claim) for name, value in tree.items()}
             for name in references(tree):
-                plan.fresh(name)
+                plan.read_new(name)
             met.append(tree)
 
         def clone(name: str) -> torch.Tensor:
@@ -232,27 +242,27 @@ class OptimizerEntry(Entry):
         def finish() -> None:
             seen: set[int] = set()
             for options, tree, live in zip(chosen, met, self.value.param_groups, strict=True):
-                is_split = id(options) in seen  # two live groups must not come to share a tensor
+                is_split = id(options) in seen  # two live groups must not share a tensor
                 seen.add(id(options))
-                new = graft(tree, clone if is_split else plan.tensor)
-                live.update({name: update(live.get(name), value) for name, value in new.items()})
+                new = insert_tensors(tree, clone if is_split else plan.tensor)
+                live.update({name: update_in_place(live.get(name), value) for name, value in new.items()})
 
-        plan.do(Phase.OPTIMIZER, finish)
+        plan.add_step(Phase.OPTIMIZER, finish)
 
-    def _plan_shared(self, plan: Plan, shared: dict[Any, Any]) -> None:
+    def _plan_shared(self, plan: LoadPlan, shared: dict[Any, Any]) -> None:
         for name in references(shared):
-            plan.fresh(name)
+            plan.read_new(name)
 
         def finish() -> None:
             state = self.value.state
             for name in [name for name in state if not isinstance(name, torch.Tensor) and name not in shared]:
                 del state[name]
-            state.update(graft(shared, plan.tensor))
+            state.update(insert_tensors(shared, plan.tensor))
 
-        plan.do(Phase.OPTIMIZER, finish)
+        plan.add_step(Phase.OPTIMIZER, finish)
 
     def _settle(self) -> None:
-        """Let the optimizer's own __setstate__ see the state, as `Optimizer.load_state_dict` does."""
+        """Pass the state to the optimizer's own __setstate__, as `Optimizer.load_state_dict` does."""
         optimizer = self.value
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
@@ -263,35 +273,35 @@ def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator
 
 
 def _new(
-    plan: Plan, saved_name: str, parameter: torch.Tensor, device: torch.device
+    plan: LoadPlan, saved_name: str, parameter: torch.Tensor, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Have a state tensor read that is not there yet; answers a function that makes it.
+    """Plan to read a state tensor that the live optimizer lacks; return a function that makes it.
 
-    State of a sharded parameter is sharded like it if it is as large. Optimizers make everything else from
-    gradients that are DTensors, so that is one too, whole on every rank; but scalars are plain.
+    State of a sharded parameter is sharded like it if it has the same shape. Optimizers make all other state
+    from gradients that are DTensors, so it is a DTensor too, whole on every rank; but scalars are plain.
     """
     shape = plan.shape(saved_name)
     if not is_dtensor(parameter) or not shape:
-        plan.fresh(saved_name, device)
+        plan.read_new(saved_name, device)
         return lambda: plan.tensor(saved_name, device)
     if shape == tuple(parameter.shape):
-        return plan.like(saved_name, parameter, saved_name)
-    plan.fresh(saved_name, device)
+        return plan.read_like(saved_name, parameter, saved_name)
+    plan.read_new(saved_name, device)
     return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
 
 
 def _device(
-    name: str, plan: Plan, saved_name: str, parameter: torch.Tensor, options: dict[str, Any]
+    name: str, plan: LoadPlan, saved_name: str, parameter: torch.Tensor, options: dict[str, Any]
 ) -> torch.device:
-    """Where torch's optimizers want a state tensor: with its parameter, a step counter on the host."""
+    """Return the device of a state tensor: its parameter's, or the host for a step counter."""
     is_counter = name == "step" and not plan.shape(saved_name)
     if is_counter and not (options.get("capturable") or options.get("fused")):
         return torch.device("cpu")
-    return plan.place(parameter)
+    return plan.device_of(parameter)
 
 
-def _fits(live: Any, plan: Plan, saved_name: str, device: torch.device | None) -> bool:
-    """True if a live tensor can take a saved one as it is."""
+def _fits(live: Any, plan: LoadPlan, saved_name: str, device: torch.device | None) -> bool:
+    """Return True if a live tensor can be filled from a saved one directly."""
     return (
         isinstance(live, torch.Tensor)
         and not live.is_meta
@@ -301,7 +311,7 @@ def _fits(live: Any, plan: Plan, saved_name: str, device: torch.device | None) -
     )
 
 
-def _claim(plan: Plan, label: str) -> Callable[[str, torch.Tensor], bool]:
+def _claim(plan: LoadPlan, label: str) -> Callable[[str, torch.Tensor], bool]:
     def claim(name: str, live: torch.Tensor) -> bool:
         if not _fits(live, plan, name, None):
             return False

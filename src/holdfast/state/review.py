@@ -1,4 +1,4 @@
-"""Review of a state before its first save: entries that would come back otherwise, each with its fix."""
+"""Review of a state before its first save: entries that would not resume exactly, each with its fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from holdfast.errors import InvalidInput
 
-_MAX_DEPTH = 4  # of containers in which snapshots are looked for
+_MAX_DEPTH = 4  # of containers that are searched for snapshots
 _RANDOM = frozenset(
     (
         *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "uniform"),
@@ -22,14 +22,14 @@ _RANDOM = frozenset(
         *("sample", "gauss", "permutation", "standard_normal", "multinomial", "random_", "integers"),
     )
 )
-"""Names in the code of a data set that draw random numbers."""
+"""Names of functions that draw random numbers, in the code of a data set."""
 
 
 def refuse_snapshots(objects: Mapping[str, Any]) -> None:
-    """Refuse what a state_dict() returned, in the place of the object itself.
+    """Raise if a state contains the result of state_dict() in place of the object itself.
 
     Such a dictionary is a copy of one moment, or shares memory with the training only until a tensor is
-    replaced: that of an optimizer is empty before the first step, and stays so.
+    replaced. That of an optimizer is empty before the first step, and stays so.
 
     Raises:
         InvalidInput: there is one, named with its key path and the fix.
@@ -37,9 +37,9 @@ def refuse_snapshots(objects: Mapping[str, Any]) -> None:
     for key, value in objects.items():
         for path, kind in _snapshots(value, key, _MAX_DEPTH):
             raise InvalidInput(
-                f"{path} is a dictionary that {kind}.state_dict() returned. It does not follow the training: "
-                f"checkpoints would hold what it held now, and restoring would not reach the {kind}. Nothing "
-                f"was written. Pass the {kind} itself: state={{{key!r}: {kind}}}.",
+                f"{path} is a dictionary that {kind}.state_dict() returned. It is a snapshot: checkpoints "
+                f"would never change, and a restore would not reach the {kind}. Nothing was written. Pass "
+                f"the {kind} itself: state={{{key!r}: {kind}}}.",
                 key=path,
             )
 
@@ -68,20 +68,20 @@ def _kind_of_snapshot(value: dict[Any, Any]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
-    """Something of a state that will not resume exactly."""
+class ResumeRisk:
+    """A part of a state that will not resume exactly."""
 
     text: str  # a sentence with the fix
-    would_show: bool  # in the checkpoints of a run that was resumed: then comparing these decides
+    would_show: bool  # a resumed run's checkpoints show the difference, so comparing them decides
 
 
-def find_doubts(values: Mapping[str, Any]) -> list[Doubt]:
-    """Return what of a state will not resume exactly.
+def find_resume_risks(values: Mapping[str, Any]) -> list[ResumeRisk]:
+    """Return the parts of a state that will not resume exactly.
 
     Args:
         values: the objects of the state by key.
 
-    Blocks: for a look at all objects of the process, for the iterators of data loaders.
+    Blocks: for a scan of all objects of the process, to find iterators of data loaders.
     """
     hidden: list[str] = []
     shown: list[str] = []
@@ -96,8 +96,8 @@ def find_doubts(values: Mapping[str, Any]) -> list[Doubt]:
             hidden += _empty_doubts(key, value)
     shown += _plain_loader_doubts()
     return [
-        *(Doubt(text, would_show=False) for text in hidden),
-        *(Doubt(text, would_show=True) for text in shown),
+        *(ResumeRisk(text, would_show=False) for text in hidden),
+        *(ResumeRisk(text, would_show=True) for text in shown),
     ]
 
 
@@ -108,13 +108,13 @@ def _metric_doubts(key: str, module: torch.nn.Module) -> Iterator[str]:
             path = f"{key}.{name}" if name else key
             yield (
                 f"{path} is a {type(one).__name__} whose state ({', '.join(lost)}) is not persistent, so it "
-                "is not in its state_dict() and starts anew when the run resumes. Call "
-                f".persistent(True) on it before training."
+                "is not in its state_dict() and is reset when the run resumes. Call .persistent(True) on "
+                "it before training."
             )
 
 
 def _persistence(module: torch.nn.Module) -> dict[str, bool]:
-    """Which states of a torchmetrics metric are in its state_dict(); empty for other modules."""
+    """Return which states of a torchmetrics metric are persistent; {} for other modules."""
     known = getattr(module, "_persistent", None)
     is_metric = isinstance(known, dict) and isinstance(getattr(module, "_defaults", None), dict)
     return known if is_metric and known is not None else {}
@@ -122,11 +122,11 @@ def _persistence(module: torch.nn.Module) -> dict[str, bool]:
 
 def _empty_doubts(key: str, value: Any) -> Iterator[str]:
     if isinstance(value, torch.amp.GradScaler) and not value.is_enabled():
-        return  # it scales nothing and has nothing to keep
+        return  # it has no state
     if getattr(value, "__dict__", None) and not value.state_dict():
         yield (
-            f"{key} is a {type(value).__qualname__} whose state_dict() is empty, so nothing of it is saved. "
-            "If it changes while training, return what changes from its state_dict()."
+            f"{key} is a {type(value).__qualname__} whose state_dict() is empty, so it is not saved. "
+            "If it changes during training, return its state from state_dict()."
         )
 
 
@@ -139,19 +139,19 @@ def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mappin
     if num_lost and not any("FullyShardedDataParallel" in type(one).__name__ for one in modules):
         yield (
             f"{key} trains {num_lost} parameters that are in no module of the state, so they are not saved. "
-            "Add the module that has them to the state."
+            "Add their module to the state."
         )
     step = getattr(optimizer, "step", None)
     is_scheduled = bool(getattr(step, "_wrapped_by_lr_sched", False) or getattr(step, "_with_counter", False))
     if is_scheduled and not any(_schedules(one, optimizer) for one in values.values()):
         yield (
             f"the learning rate of {key} is set by a scheduler that is not in the state, so the schedule "
-            "starts anew when the run resumes. Add it: state={..., 'scheduler': scheduler}."
+            "restarts when the run resumes. Add it: state={..., 'scheduler': scheduler}."
         )
 
 
 def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """True if an object is a scheduler of an optimizer, or may hold one."""
+    """Return True if an object is a scheduler of an optimizer, or may contain one."""
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
         return False
     return getattr(value, "optimizer", None) is optimizer or bool(
@@ -170,25 +170,28 @@ def _loader_doubts(key: str, loader: Any, values: Mapping[str, Any]) -> Iterator
     for name, value in values.items():
         if isinstance(value, torch.Generator) and any(value is one for one in own):
             yield (
-                f"{name} is a generator of {key}, which restores it itself, to the epoch's start: with "
-                f"both in the state the resumed run gets other batches. Leave {name} out of the state."
+                f"{name} is a generator of {key}, which restores it itself, to the epoch's start. With "
+                f"both in the state, the resumed run gets different batches. Leave {name} out of the state."
             )
     if getattr(loader, "generator", None) is None:
         yield (
-            f"{key} has no generator of its own, so starting it draws from the process-wide one, once more "
-            "in a resumed run than in an uninterrupted one. Give it one: "
+            f"{key} does not have its own generator, so starting it draws from the process-wide one: once "
+            "more in a resumed run than in an uninterrupted one. Pass one: "
             "StatefulDataLoader(..., generator=torch.Generator())."
         )
     drawing = _draws_random_numbers(getattr(loader, "dataset", None))
     if getattr(loader, "num_workers", 0) and drawing:
         yield (
-            f"{key} has workers, and {drawing} draws random numbers in them; their generators start anew "
+            f"{key} has workers, and {drawing} draws random numbers in them. Their generators are reset "
             "when the run resumes. Draw from a generator seeded by the sample's index, or use num_workers=0."
         )
 
 
 def _draws_random_numbers(dataset: Any) -> str | None:
-    """Return what in the code of a data set or its transforms draws random numbers, as far as can be seen."""
+    """Return the name of a data set's code that draws random numbers.
+
+    None if the search finds nothing; it does not follow every call.
+    """
     waiting, seen = [dataset], set[int]()
     while waiting and len(seen) < 100:
         one = waiting.pop()
@@ -228,7 +231,7 @@ def _is_of_users(thing: Any) -> bool:
 
 
 def _plain_loader_doubts() -> Iterator[str]:
-    """Yield a sentence for each data loader that is being read now and cannot be resumed."""
+    """Yield a sentence for each data loader that is being read and cannot be resumed."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
         return
@@ -236,19 +239,19 @@ def _plain_loader_doubts() -> Iterator[str]:
     for one in gc.get_referrers(*kinds):
         if type(one) not in kinds or not one._num_yielded:
             continue
-        order = one._index_sampler  # of batches, or of single elements where batching is off
-        if hasattr(order, "state_dict"):  # it can be put into the state, and then the order resumes
+        order = one._index_sampler  # of batches, or of single elements without batching
+        if hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes
             continue
         is_shuffled = isinstance(getattr(order, "sampler", order), torch.utils.data.RandomSampler)
         how = "shuffled " if is_shuffled else ""
         yield (
             f"a {how}DataLoader over {type(one._dataset).__qualname__} is being read, and cannot be resumed: "
-            "a resumed run starts it anew, with other batches. If it feeds the training, use "
+            "a resumed run starts it again, with different batches. If it feeds the training, use "
             "torchdata.stateful_dataloader.StatefulDataLoader(..., generator=torch.Generator()) and add "
             "it to the state."
         )
 
 
 def is_repeatable(value: Any) -> bool:
-    """True if asking an object for its state_dict() changes nothing, which is not so for data loaders."""
+    """Return True if calling state_dict() changes nothing. Data loaders do not guarantee that."""
     return type(value).__module__.split(".")[0] not in ("torch", "torchdata", "datasets")

@@ -1,4 +1,4 @@
-"""Random number generators: the process-wide ones, and single ones that a user puts into the state."""
+"""Random number generators: the process-wide ones, and single ones in a state."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ import torch
 from holdfast.errors import InvalidInput
 from holdfast.format.values import TensorRef, encode
 from holdfast.rawbytes import view_bytes
-from holdfast.state.capture import Sink
-from holdfast.state.spread import Spread
+from holdfast.state.capture import TensorCollector
+from holdfast.state.replication import Replication
 
 KEY = "rng"
 """Top-level key of the process-wide generators."""
 _CPU, _CUDA = f"{KEY}.torch", f"{KEY}.cuda"
 
 
-def capture(sink: Sink) -> dict[str, Any]:
-    """Take the process-wide generators' states: python, numpy (if imported), torch, current CUDA device."""
+def capture(collector: TensorCollector) -> dict[str, Any]:
+    """Collect the states of the process-wide generators.
+
+    Those of python, numpy (if imported), torch, and the current CUDA device.
+    """
     values: dict[str, Any] = {
         "seed": torch.initial_seed(),
         "python": python_state(random),
-        "torch": _emit(sink, _CPU, torch.get_rng_state()),
+        "torch": _emit(collector, _CPU, torch.get_rng_state()),
     }
     if numpy := sys.modules.get("numpy"):
         values["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():
-        values["cuda"] = _emit(sink, _CUDA, torch.cuda.get_rng_state())
+        values["cuda"] = _emit(collector, _CUDA, torch.cuda.get_rng_state())
     return encode(values, KEY)
 
 
-def _emit(sink: Sink, name: str, state: torch.Tensor) -> TensorRef:
-    sink.add(name, state, Spread.OWN)
+def _emit(collector: TensorCollector, name: str, state: torch.Tensor) -> TensorRef:
+    collector.add(name, state, Replication.OWN)
     return TensorRef(name)
 
 
 def restore(values: dict[str, Any]) -> list[str]:
-    """Set all process-wide generators; answers notes on those that could not be.
+    """Set all process-wide generators; return notes on those that could not be set.
 
     Args:
-        values: decoded, with the tensors in their places.
+        values: decoded, with tensors inserted.
     """
     set_python_state(random, values["python"])
     torch.set_rng_state(values["torch"].cpu())
@@ -53,20 +56,20 @@ def restore(values: dict[str, Any]) -> list[str]:
         if numpy := sys.modules.get("numpy"):
             numpy.random.set_state(values["numpy"])
         else:
-            notes.append("rng: the checkpoint has a numpy state, but numpy is not imported; it was left out.")
+            notes.append("rng: the checkpoint has a numpy state, but numpy is not imported; it was skipped.")
     if "cuda" in values:
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(values["cuda"].cpu())
         else:
-            notes.append("rng: the checkpoint has a CUDA state, but there is no CUDA here; it was left out.")
+            notes.append("rng: the checkpoint has a CUDA state, but CUDA is not available; it was skipped.")
     return notes
 
 
 def derive(values: dict[str, Any], *, rank: int, world_size: int) -> str:
-    """Seed all process-wide generators from another rank's saved state; answers a note on it.
+    """Seed all process-wide generators from another rank's saved state; return a note on it.
 
-    The seed is a hash of the saved torch seed and state, the rank and the world size: two ranks never get
-    the same stream, the same restore always gives the same streams, and no stream of earlier steps returns.
+    The seed is a hash of the saved torch seed and state, the rank and the world size: two ranks never get the
+    same stream, the same restore always gives the same streams, and no earlier stream is repeated.
     """
     facts = f"{values['seed']}/{rank}/{world_size}/".encode() + bytes(view_bytes(values["torch"].cpu()))
     seed = int.from_bytes(hashlib.sha256(facts).digest()[:8], "little")
@@ -75,28 +78,28 @@ def derive(values: dict[str, Any], *, rank: int, world_size: int) -> str:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed & 0xFFFFFFFF)
     return (
-        f"rng: the checkpoint has no generator states of rank {rank} of {world_size}, so its generators were "
-        f"seeded with {seed}, derived from the saved ones; random numbers differ from an uninterrupted run."
+        f"rng: the checkpoint does not have generator states of rank {rank} of {world_size}, so its "
+        f"generators were seeded with {seed}, derived from the saved ones. Random numbers differ from an "
+        "uninterrupted run."
     )
 
 
 def python_state(generator: Any) -> dict[str, Any]:
-    """State of a `random.Random` (or of the module `random`) as values.
+    """Return the state of a `random.Random` (or of the module `random`) as values.
 
     Raises:
-        InvalidInput: a generator that has no state to save, such as `random.SystemRandom`.
+        InvalidInput: the generator has no state, such as `random.SystemRandom`.
     """
     try:
         version, words, gauss = generator.getstate()
     except NotImplementedError as error:
-        message = (
-            f"A {type(generator).__qualname__} has no state that could be saved; leave it out of the state."
-        )
-        raise InvalidInput(message) from error
+        raise InvalidInput(
+            f"A {type(generator).__qualname__} does not have a state to save. Leave it out of the state."
+        ) from error
     return {"version": version, "words": struct.pack(f"<{len(words)}I", *words), "gauss": gauss}
 
 
 def set_python_state(generator: Any, state: dict[str, Any]) -> None:
-    """Set a `random.Random` (or the module `random`) to what `python_state` gave."""
+    """Set a `random.Random` (or the module `random`) to a state from `python_state`."""
     words = struct.unpack(f"<{len(state['words']) // 4}I", state["words"])
     generator.setstate((state["version"], words, state["gauss"]))

@@ -1,4 +1,4 @@
-"""Sharding: how a live tensor is cut over ranks, read from the tensor itself; no rank is asked."""
+"""Sharding: how a live tensor is split over ranks, read from the tensor itself without communication."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 from holdfast.errors import Unsupported
 from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 
-_PENDING = "AsyncCollectiveTensor"  # its class is not imported for this
+_PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How tensors are cut, whatever their shapes; thousands of tensors share a few.
+class ShardLayout:
+    """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few.
 
     Args:
         splits: (dim, parts) in the order in which they are made, as in `Cut`. Parts are never 1.
         copies: the full sets of global ranks that together hold a tensor, each in the order of `Cut.ranks`.
-        boxes: of a tensor that is cut by no rule, in the order of each copy's ranks; then `splits` is empty.
+        boxes: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
     """
 
     splits: tuple[tuple[int, int], ...]
@@ -35,7 +35,7 @@ class Layout:
     _indices: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cut(self, copy: int) -> AnyCut:
-        """The cut by which one of `copies` is written; the same object at every call."""
+        """Return the cut for writing one of `copies`, the same object at every call."""
         if copy not in self._cuts:
             ranks = self.copies[copy]
             self._cuts[copy] = (
@@ -46,7 +46,7 @@ class Layout:
         return self._cuts[copy]
 
     def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
-        """The box that a rank holds, whichever copy it is in, perhaps empty; None if it holds none."""
+        """Return the box that a rank holds, perhaps empty, or None if it holds none."""
         index = self._index_of().get(rank)
         if index is None:
             return None
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def holders(self) -> frozenset[int]:
-        """Every rank that holds a box."""
+        """All ranks that hold a box."""
         return frozenset(self._index_of())
 
     def _index_of(self) -> dict[int, int]:
@@ -69,56 +69,56 @@ class Sharding:
 
     Args:
         shape: of the whole tensor.
-        layout: how it is cut, and which ranks hold it.
+        layout: how it is split, and the ranks that hold it.
     """
 
     shape: tuple[int, ...]
-    layout: Layout
+    layout: ShardLayout
 
     @property
     def splits(self) -> tuple[tuple[int, int], ...]:
-        """See `Layout.splits`."""
+        """Splits of the layout."""
         return self.layout.splits
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """See `Layout.copies`."""
+        """Copies of the layout."""
         return self.layout.copies
 
     @property
     def holders(self) -> frozenset[int]:
-        """Every rank that holds a box."""
+        """All ranks that hold a box."""
         return self.layout.holders
 
     def cut(self, copy: int) -> AnyCut:
-        """The cut by which one of `copies` is written."""
+        """Return the cut for writing one of `copies`."""
         return self.layout.cut(copy)
 
     def box_of(self, rank: int) -> Box | None:
-        """The box that a rank holds, whichever copy it is in, perhaps empty; None if it holds none."""
+        """Return the box that a rank holds, perhaps empty, or None if it holds none."""
         return self.layout.box_of(rank, self.shape)
 
 
 @functools.lru_cache(maxsize=64)
-def held_by(ranks: tuple[int, ...]) -> Layout:
-    """The layout of tensors that each of these ranks holds whole."""
-    return Layout((), tuple((rank,) for rank in ranks))
+def held_by(ranks: tuple[int, ...]) -> ShardLayout:
+    """Return the layout of tensors that each of these ranks holds whole."""
+    return ShardLayout((), tuple((rank,) for rank in ranks))
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding | None:
-    """How a tensor says that it is sharded; None for a plain one.
+    """Return the sharding of a tensor, or None for a plain one.
 
     Raises:
-        Unsupported: a pending sum (`Partial`), or shards that are no boxes.
+        Unsupported: a pending sum (`Partial`), or shards that are not boxes.
 
-    Ranks: not collective; every rank answers alike.
+    Ranks: not collective; every rank computes the same.
     """
     layout = layout_of(tensor)
     return None if layout is None else Sharding(tuple(tensor.shape), layout)
 
 
-def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """See `sharding_of`."""
+def layout_of(tensor: torch.Tensor) -> ShardLayout | None:
+    """Return the layout of a tensor, or None for a plain one; as `sharding_of`."""
     if type(tensor) in _PLAIN:
         return None
     if is_dtensor(tensor):
@@ -129,11 +129,11 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
 
 
 _copies_of: dict[str, tuple[tuple[int, ...], ...]] = {}
-"""By the name of a process group: all groups whose ranks hold the same as its own do, itself among them."""
+"""By the name of a process group: all groups that hold the same shards, including itself."""
 
 
 def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
-    """Tell what a ShardedTensor of `group` does not: that other groups hold the same shards.
+    """Record that other groups hold the same shards as `group`. A ShardedTensor does not show it.
 
     Args:
         group: a process group.
@@ -143,12 +143,14 @@ def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; a plain tensor itself.
+    """Return this rank's part of a sharded tensor, or a plain tensor itself.
+
+    It shares the tensor's memory.
 
     Raises:
-        Unsupported: a ShardedTensor with several parts on this rank.
+        Unsupported: a ShardedTensor has several parts on this rank.
 
-    Blocks: until a collective that is to fill the part has done so.
+    Blocks: until a pending collective has filled the part.
     """
     if type(tensor) in _PLAIN:
         return tensor
@@ -159,24 +161,24 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """True for a DTensor; it is not imported for that."""
+    """Return True for a DTensor, without importing its class."""
     kind = _dtensor_type()
     return kind is not None and isinstance(tensor, kind)
 
 
 def may_be_sharded() -> bool:
-    """True if there can be a DTensor in this process."""
+    """Return True if this process can have a DTensor."""
     return _dtensor_type() is not None and torch.distributed.is_initialized()
 
 
 def is_sharded_tensor(tensor: object) -> bool:
-    """True for a ShardedTensor, which FSDP1 makes."""
+    """Return True for a ShardedTensor, which FSDP1 makes."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
     return module is not None and isinstance(tensor, module.ShardedTensor)
 
 
-def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """A DTensor or ShardedTensor that is cut like another one, over the given local part."""
+def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor or ShardedTensor with the layout of `model` over the given local part."""
     if is_sharded_tensor(model):
         return _listed_like(local, model)
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -184,7 +186,7 @@ def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def replicated_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """A DTensor on the mesh of another one, whole on every rank."""
+    """Return a DTensor on the mesh of `model`, whole on every rank."""
     from torch.distributed.tensor import Replicate
 
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,19 +213,19 @@ def _dtensor_type() -> Any:
     return getattr(module, "DTensor", None)
 
 
-# A mesh that is kept here costs its ranks' numbers; meshes that are equal hold the same ranks.
+# A cached mesh costs the memory of its ranks' numbers. Equal meshes hold the same ranks.
 @functools.lru_cache(maxsize=256)
-def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Layout:
+def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> ShardLayout:
     sizes = tuple(mesh.mesh.shape)
     if any(placement.is_partial() for placement in placements):
         raise Unsupported(
-            f"it is a DTensor with placements {list(placements)}, a sum that is still pending; "
-            "redistribute() it to Shard or Replicate first."
+            f"it is a DTensor with placements {list(placements)}, a pending sum. "
+            "Call redistribute() to Shard or Replicate first."
         )
     order = _split_order(sizes, placements) if shard_order is None else _listed_order(shard_order)
     if order is None:
         raise Unsupported(
-            f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} nest in no order."
+            f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} do not nest."
         )
     cut = [mesh_dim for _, mesh_dim in order]
     rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in cut]
@@ -233,14 +235,14 @@ def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> La
         num_copies *= sizes[mesh_dim]
     splits = tuple((dim, sizes[mesh_dim]) for dim, mesh_dim in order if sizes[mesh_dim] > 1)
     copies = sorted(tuple(copy) for copy in ranks.reshape(num_copies, -1).tolist())
-    return Layout(splits, tuple(copies))
+    return ShardLayout(splits, tuple(copies))
 
 
 def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]] | None:
-    """(tensor dim, mesh dim) in the order in which a tensor is cut; None if there is none.
+    """Return the splits of a tensor in order, as (tensor dim, mesh dim), or None.
 
-    Mesh dims cut from left to right, but a strided shard comes after those to its right that make up its
-    split factor.
+    Mesh dims split from left to right, but a strided shard comes after those to its right that make up its
+    split factor. None if the placements do not nest.
     """
     by_dim: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(placements))):
@@ -266,7 +268,9 @@ def _listed_order(shard_order: Any) -> list[tuple[int, int]]:
 def _only_shard(tensor: Any) -> torch.Tensor:
     shards = tensor.local_shards()
     if len(shards) > 1:
-        raise Unsupported(f"it is a ShardedTensor with {len(shards)} parts on one rank; there may be one.")
+        raise Unsupported(
+            f"it is a ShardedTensor with {len(shards)} parts on one rank. Only one is supported."
+        )
     if shards:
         return shards[0].tensor
     dtype = tensor.metadata().tensor_properties.dtype
@@ -283,8 +287,8 @@ def _listed_like(local: torch.Tensor, model: Any) -> torch.Tensor:
     return make(shards, sharded_tensor_metadata=facts, process_group=group)
 
 
-def _listed_layout(tensor: Any) -> Layout:
-    """The layout of a ShardedTensor: by the rule of chunks if it follows that, else box by box."""
+def _listed_layout(tensor: Any) -> ShardLayout:
+    """Return the layout of a ShardedTensor: by the chunking rule if it follows that, else box by box."""
     shape = tuple(tensor.shape)
     group = torch.distributed.get_process_group_ranks(tensor._process_group)
     held: dict[int, Box] = {}
@@ -292,8 +296,8 @@ def _listed_layout(tensor: Any) -> Layout:
         held[shard.placement.rank()] = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
     copies = _copies_of.get(tensor._process_group.group_name, (tuple(group),))
     if len(group) == 1 and shape == next(iter(held.values()), Box.whole(shape)).lengths:
-        return Layout((), copies)
-    for ranks in (tuple(group), tuple(range(len(group)))):  # as they are known globally, or in their group
+        return ShardLayout((), copies)
+    for ranks in (tuple(group), tuple(range(len(group)))):  # numbered globally, or within their group
         for dim in range(len(shape)):
             rule = Cut(((dim, len(ranks)),), ranks)
             if {rank: box for rank, box in rule.boxes(shape) if box.num_items} == {
@@ -301,9 +305,9 @@ def _listed_layout(tensor: Any) -> Layout:
             }:
                 return _chunked(dim, copies)
     ranks = tuple(sorted(held))
-    return Layout((), (ranks,), tuple(held[rank] for rank in ranks))
+    return ShardLayout((), (ranks,), tuple(held[rank] for rank in ranks))
 
 
 @functools.lru_cache(maxsize=64)
-def _chunked(dim: int, copies: tuple[tuple[int, ...], ...]) -> Layout:
-    return Layout(((dim, len(copies[0])),), copies)
+def _chunked(dim: int, copies: tuple[tuple[int, ...], ...]) -> ShardLayout:
+    return ShardLayout(((dim, len(copies[0])),), copies)

@@ -1,4 +1,4 @@
-"""What a tensor must be to stand in a checkpoint, and its dtype's name there."""
+"""Requirements for tensors in a checkpoint, and names of their dtypes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype.
+    """Return the safetensors name of a torch dtype.
 
     Raises:
-        Unsupported: safetensors has no such dtype.
+        Unsupported: safetensors does not have this dtype.
     """
     if dtype not in NAMES:
-        raise Unsupported(f"Tensors of {dtype} cannot be saved: the safetensors format has no such dtype.")
+        raise Unsupported(f"Tensors of {dtype} cannot be saved: the safetensors format does not support it.")
     return NAMES[dtype]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name.
+    """Return the torch dtype of a safetensors dtype name.
 
     Raises:
-        Unsupported: this torch has no such dtype.
+        Unsupported: this torch does not have the dtype.
     """
     if name not in _TORCH:
         known = f" (torch.{TORCH_NAMES[name]})" if name in TORCH_NAMES else ""
@@ -42,7 +42,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def is_savable(tensor: torch.Tensor) -> bool:
-    """True if a tensor's bytes can stand in a checkpoint as they are."""
+    """Return True if a checkpoint can hold a tensor's bytes as they are."""
     kind = type(tensor)
     return (
         (kind is _TENSOR or kind is _PARAMETER)
@@ -52,31 +52,31 @@ def is_savable(tensor: torch.Tensor) -> bool:
     )
 
 
-def refuse(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
-    """The error that says why a tensor is not savable."""
+def unsavable(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
+    """Return the error for a tensor that cannot be saved."""
     return Unsupported(f"{name} cannot be saved: {why or _why_not(tensor)} Nothing was written.", key=name)
 
 
-def refuse_to_fill(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
-    """The error that says why a live tensor cannot be restored into."""
+def unfillable(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
+    """Return the error for a live tensor that cannot be restored into."""
     return Unsupported(f"{name} cannot be restored: {why or _why_not(tensor)} Nothing was changed.", key=name)
 
 
 def _why_not(tensor: torch.Tensor) -> str:
     kind = type(tensor)
     if torch.nn.parameter.is_lazy(tensor):
-        return "it is not initialized yet; run the lazy module once on an input first."
+        return "it is not initialized yet. Run the lazy module once on an input first."
     if kind not in PLAIN:
         return f"it is a {kind.__module__}.{kind.__qualname__}, not a plain tensor or parameter."
     if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}; only dense tensors can be saved (see Tensor.to_dense())."
+        return f"its layout is {tensor.layout}. Only dense tensors can be saved (see Tensor.to_dense())."
     if tensor.device.type == "meta":
-        return "it is on the meta device and has no bytes; restore into it or initialize it."
-    return f"the safetensors format has no dtype for {tensor.dtype}."
+        return "it is on the meta device and has no bytes. Restore into it, or initialize it."
+    return f"the safetensors format does not support {tensor.dtype}."
 
 
 def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if two tensors that start at the same address show the same elements in the same way."""
+    """Return True if two tensors at the same address show the same elements alike."""
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
@@ -88,7 +88,7 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def shows_same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
-    """True if a tensor has the storage, offset, shape, strides and dtype of another one."""
+    """Return True if a tensor has the storage, offset, shape, strides and dtype of `alias`."""
     return (
         tensor.dtype is alias.dtype
         and show_same_memory([tensor], [alias])
@@ -98,26 +98,26 @@ def shows_same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 def show_same_memory(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> bool:
-    """True if each of many tensors has the storage, offset, shape and strides of its alias.
+    """Return True if each tensor has the storage, offset, shape and strides of its alias.
 
     Enough for tensors of the same dtype that are whole storages: see `may_be_reread`.
     """
     try:
         return all(map(_is_set_to, tensors, aliases))
-    except RuntimeError:  # a sparse tensor has come to stand in the place of a dense one
+    except RuntimeError:  # a sparse tensor has replaced a dense one
         return False
 
 
 def may_be_reread(tensor: torch.Tensor) -> bool:
-    """True if the same memory could be shown with other values: as a conjugate or negative view.
+    """Return True if the memory could also be shown as a conjugate or negative view.
 
-    A negative view is one of every second number of a complex tensor, so it is never a whole storage.
+    A negative view is every second number of a complex tensor, so it is never a whole storage.
     """
     return tensor.is_complex() or tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """True if writing a tensor's bytes one after another into its memory fills it."""
+    """Return True if writing a tensor's bytes in sequence into its memory fills it."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
@@ -130,7 +130,7 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def copy(source: torch.Tensor, live: torch.Tensor) -> None:
-    """Copy values into a live tensor, with its own dtype; one with overlapping elements gets new memory."""
+    """Copy values into a live tensor, in its dtype. A tensor with overlapping elements gets new memory."""
     if any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride(), strict=True)):
         live.data = source.to(device=live.device, dtype=live.dtype, copy=True)
     else:

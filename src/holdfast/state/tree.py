@@ -1,4 +1,4 @@
-"""Trees of values with tensors in them: take the tensors out, put them back, update in place."""
+"""Trees of values that contain tensors: tensors are extracted, inserted again, and updated in place."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ _SEQUENCES = frozenset({list, tuple})
 Emit = Callable[[str, torch.Tensor], object]
 
 
-def strip(value: Any, name: str, emit: Emit) -> Any:
-    """A tree with every tensor replaced by a `TensorRef`; `emit` gets each tensor with its name.
+def extract_tensors(value: Any, name: str, emit: Emit) -> Any:
+    """Return a tree with a `TensorRef` for every tensor; `emit` receives each tensor with its name.
 
     Args:
+        value: the tree.
         name: name of the tree; a tensor's name is this and its path, joined by dots.
+        emit: called with each tensor's name and the tensor.
 
     Raises:
-        InvalidInput: an object with its own state_dict() inside a container, or a name that is too long.
+        InvalidInput: a container holds an object with its own state_dict(), or a name is too long.
     """
     kind = type(value)
     if kind in _LEAVES:
         return value
     if len(name) > MAX_NAME_CHARS:
-        message = (
-            f"The path {name[:60]}... has {len(name)} characters, and at most {MAX_NAME_CHARS} can be saved. "
-            "Nothing was written. Use shorter keys."
+        raise InvalidInput(
+            f"The path {name[:60]}... has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed. "
+            "Nothing was written. Use shorter keys.",
+            key=name[:60],
         )
-        raise InvalidInput(message, key=name[:60])
     if isinstance(value, torch.Tensor):
         emit(name, value)
         return TensorRef(name)
     if kind in _MAPPINGS:
-        return kind((key, strip(item, f"{name}.{key}", emit)) for key, item in value.items())
+        return kind((key, extract_tensors(item, f"{name}.{key}", emit)) for key, item in value.items())
     if kind in _SEQUENCES:
-        return kind(strip(item, f"{name}.{i}", emit) for i, item in enumerate(value))
+        return kind(extract_tensors(item, f"{name}.{i}", emit) for i, item in enumerate(value))
     if kind is collections.deque:
-        items = (strip(item, f"{name}.{i}", emit) for i, item in enumerate(value))
+        items = (extract_tensors(item, f"{name}.{i}", emit) for i, item in enumerate(value))
         return collections.deque(items, maxlen=value.maxlen)
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        message = (
-            f"{name} is a {kind.__module__}.{kind.__qualname__} inside a container; objects with "
+        raise InvalidInput(
+            f"{name} is a {kind.__module__}.{kind.__qualname__} inside a container. Objects with "
             "state_dict() are only saved as entries of the state itself. Nothing was written. "
-            "Give it a key of its own."
+            "Add it to the state under its own key.",
+            key=name,
         )
-        raise InvalidInput(message, key=name)
     return value
 
 
 def references(tree: Any) -> Iterator[str]:
-    """Names of all tensors that a stripped tree refers to."""
+    """Yield names of all tensors that an extracted tree refers to."""
     if isinstance(tree, TensorRef):
         yield tree.name
     elif isinstance(tree, dict):
@@ -70,24 +72,24 @@ def references(tree: Any) -> Iterator[str]:
             yield from references(item)
 
 
-def graft(tree: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """A stripped tree with its tensors back in their places; the reverse of `strip`."""
+def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Return an extracted tree with its tensors inserted again; the reverse of `extract_tensors`."""
     kind = type(tree)
     if kind is TensorRef:
         return tensor(tree.name)
     if kind in _MAPPINGS:
-        return kind((key, graft(item, tensor)) for key, item in tree.items())
+        return kind((key, insert_tensors(item, tensor)) for key, item in tree.items())
     if kind in _SEQUENCES:
-        return kind(graft(item, tensor) for item in tree)
+        return kind(insert_tensors(item, tensor) for item in tree)
     if kind is collections.deque:
-        return collections.deque((graft(item, tensor) for item in tree), maxlen=tree.maxlen)
+        return collections.deque((insert_tensors(item, tensor) for item in tree), maxlen=tree.maxlen)
     return tree
 
 
-def meet(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
-    """A stripped tree in which live tensors stand where `claim(name, live tensor)` takes them.
+def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
+    """Return an extracted tree with live tensors wherever `claim(name, live tensor)` accepts them.
 
-    `tree` and `live` are walked together; what has no counterpart keeps its `TensorRef`.
+    `tree` and `live` are walked together; a reference without a live counterpart stays.
     """
     kind = type(tree)
     if kind is TensorRef:
@@ -95,25 +97,25 @@ def meet(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> An
     if kind is not type(live):
         return tree
     if kind in _MAPPINGS:
-        return kind((key, meet(item, live.get(key), claim)) for key, item in tree.items())
+        return kind((key, match_tensors(item, live.get(key), claim)) for key, item in tree.items())
     if kind in _SEQUENCES or kind is collections.deque:
-        met = [meet(item, live[i] if i < len(live) else None, claim) for i, item in enumerate(tree)]
+        met = [match_tensors(item, live[i] if i < len(live) else None, claim) for i, item in enumerate(tree)]
         return (
             collections.deque(met, maxlen=tree.maxlen) if isinstance(tree, collections.deque) else kind(met)
         )
     return tree
 
 
-def update(live: Any, new: Any) -> Any:
-    """Make a live container equal to a new one, in place as deep as the two agree in type.
+def update_in_place(live: Any, new: Any) -> Any:
+    """Make a live container equal to a new one, in place where types agree.
 
     Returns:
-        What should stand where `live` stands: `live` itself if it could be changed in place, else `new`.
+        The value to use from now on: `live` itself if it could be changed in place, else `new`.
     """
     if live is new or type(live) is not type(new):
         return new
     if isinstance(live, dict):
-        merged = {key: update(live[key], item) if key in live else item for key, item in new.items()}
+        merged = {key: update_in_place(live[key], item) if key in live else item for key, item in new.items()}
         live.clear()
         live.update(merged)
         return live
@@ -130,7 +132,7 @@ def update(live: Any, new: Any) -> Any:
 
 
 def _update_sequence(live: Any, new: Any) -> Any:
-    merged = [update(live[i], item) if i < len(live) else item for i, item in enumerate(new)]
+    merged = [update_in_place(live[i], item) if i < len(live) else item for i, item in enumerate(new)]
     if isinstance(live, tuple):
         return type(live)(merged)
     if isinstance(live, collections.deque) and live.maxlen != new.maxlen:

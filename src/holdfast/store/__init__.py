@@ -1,6 +1,6 @@
-"""Where bytes live: one small contract, one file per place, behaviours that wrap any of them."""
+"""Storage of named bytes: one small contract, one file per kind of place, and stores that wrap others."""
 
-from holdfast.store.contract import Entry, Properties, Store
-from holdfast.store.place import open_store
+from holdfast.store.contract import ObjectInfo, Properties, Store
+from holdfast.store.factory import open_store
 
-__all__ = ["Entry", "Properties", "Store", "open_store"]
+__all__ = ["ObjectInfo", "Properties", "Store", "open_store"]

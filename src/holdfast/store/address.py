@@ -1,4 +1,4 @@
-"""From the URL of a place in an object store to its facts; pure, and it refuses what looks like a secret."""
+"""Addresses of prefixes in object stores, parsed from URLs. URLs with secrets are refused; pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from holdfast.errors import InvalidInput
-from holdfast.store.naming import check_name
+from holdfast.store.object_names import check_name
 from holdfast.units import parse_bytes, parse_duration
 
 S3, GCS, AZURE = "s3", "gs", "az"
@@ -22,7 +22,7 @@ SCHEMES = {
     "abfs": AZURE,
     "abfss": AZURE,
 }
-"""URL schemes of object stores, and whose protocol each means."""
+"""URL schemes of object stores, with the protocol of each."""
 
 _FOR_ALL = ("endpoint_url", "anonymous", "timeout", "request_timeout", "part_bytes", "parallel")
 _FOR_ONE = {
@@ -35,12 +35,12 @@ _CHECKSUMS = ("crc64nvme", "sha256", "none")
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,254}")
 _AZURE_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
 _SECRETS = (
-    "Keys and tokens never belong into a URL, which ends up in logs and histories: give them by environment "
-    "variables or files, as the store's own tools take them."
+    "Never put keys or tokens in a URL, which ends up in logs and histories. Pass them in environment "
+    "variables or files, as for the store's own tools."
 )
 
 DEFAULT_PART_BYTES = 16 << 20
-MIN_PART_BYTES = 5 << 20  # S3 refuses smaller ones, except the last
+MIN_PART_BYTES = 5 << 20  # S3 refuses smaller ones, except for the last
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_REQUEST_TIMEOUT_S = 120.0
 DEFAULT_PARALLEL = 8
@@ -48,12 +48,13 @@ DEFAULT_PARALLEL = 8
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A prefix of a bucket (Azure: a container), and how to get there.
+    """A prefix of a bucket (Azure: a container), and the settings for its requests.
 
-    `protocol` - `S3`, `GCS` or `AZURE`. `scheme` - as it was written. `prefix` - begins and ends without "/";
-    "" is the whole bucket. `options` - names and texts from the URL's query, in its order; none is a secret.
-    `timeout_s` - how long a failing call is tried again. `request_timeout_s` - longest time for one request.
-    `part_bytes` - what is sent or read by one request at most. `parallel` - requests at once for one call.
+    `protocol` - `S3`, `GCS` or `AZURE`. `scheme` - as written in the URL. `prefix` - without "/" at either
+    end; "" is the whole bucket. `options` - names and values of the URL's query, in order; never secrets.
+    `timeout_s` - time limit for the retries of one call. `request_timeout_s` - time limit for one request.
+    `part_bytes` - the most bytes that one request sends or reads. `parallel` - concurrent requests of one
+    call.
     """
 
     protocol: str
@@ -73,12 +74,12 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The URL that leads back to this address."""
+        """The URL that parses to this address."""
         query = "&".join(f"{name}={quote(value, safe=':/@,')}" for name, value in self.options)
         return f"{self.place}?{query}" if query else self.place
 
     def overlaps(self, other: Address) -> bool:
-        """Return whether two addresses are one prefix of a bucket, or one is inside the other."""
+        """Return True if both addresses are the same prefix, or one contains the other."""
         mine, theirs = (
             (one.protocol, one.bucket, one.option("endpoint_url"), one.option("account"))
             for one in (self, other)
@@ -87,15 +88,15 @@ class Address:
         return mine == theirs and (f"{longer}/".startswith(f"{shorter}/") or not shorter)
 
     def option(self, name: str) -> str | None:
-        """The text of an option, None if the URL has none."""
+        """Return the value of an option, or None if the URL does not have it."""
         return dict(self.options).get(name)
 
     def is_on(self, name: str) -> bool:
-        """Whether a yes-or-no option is there and says yes."""
+        """Return True if a yes-or-no option is set to yes."""
         return (self.option(name) or "no").lower() in _YES
 
     def key(self, name: str) -> str:
-        """The key in the bucket of the object `name`."""
+        """Return the bucket key of the object `name`."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
@@ -103,19 +104,21 @@ _MAX_OPTIONS, _MAX_CHARS = 64, 8192
 
 
 def parse_address(url: str) -> Address:
-    """The address that a URL names.
+    """Parse a URL of an object store.
 
-    `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or
-    `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX`, with options after a "?". The prefix is taken
-    letter by letter, as the stores' own tools do: nothing in it is percent-decoded.
+    The URL is `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or
+    `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX`, with options after a "?". The prefix is used
+    literally, as by the stores' own tools: percent-escapes are not decoded.
 
     Raises:
-        InvalidInput: no bucket, an impossible prefix, an option that is unknown, out of range or secret. The
-            message does not show what may be a secret.
+        InvalidInput: the bucket is missing, the prefix is impossible, or an option is unknown, out of range
+            or a secret. The message does not show possible secrets.
     """
     scheme, _, rest = url.partition("://")
     if scheme.lower() not in SCHEMES or len(url) > _MAX_CHARS:
-        raise InvalidInput(f"{hide_secrets(url)[:200]!r} is no URL of an object store: {', '.join(SCHEMES)}.")
+        raise InvalidInput(
+            f"{hide_secrets(url)[:200]!r} is not a URL of an object store. Supported: {', '.join(SCHEMES)}."
+        )
     path, _, query = rest.partition("?")
     bucket, _, prefix = path.partition("/")
     protocol = SCHEMES[scheme.lower()]
@@ -123,10 +126,10 @@ def parse_address(url: str) -> Address:
     if "@" in bucket:
         bucket, account = _split_account(protocol, bucket)
         options = [("account", account), *(option for option in options if option[0] != "account")]
-        scheme = "az"  # the short form, which says the account among its options
+        scheme = "az"  # the short form, with the account as an option
     shown = hide_secrets(url)
     if not _BUCKET.fullmatch(bucket):
-        raise InvalidInput(f"{shown!r} names no bucket; it needs the form {scheme}://BUCKET/PREFIX.")
+        raise InvalidInput(f"{shown!r} does not name a bucket. Write {scheme}://BUCKET/PREFIX.")
     prefix = prefix.rstrip("/")
     if prefix:
         check_name(prefix)
@@ -145,7 +148,7 @@ def parse_address(url: str) -> Address:
 
 
 def hide_secrets(url: str) -> str:
-    """A URL as a message may show it: without its query, and without a user and password before the host."""
+    """Return a URL for messages: without its query, and without a user and password before the host."""
     scheme, mark, rest = url.partition("://")
     head, slash, path = rest.partition("?")[0].partition("/")
     user, at, host = head.rpartition("@")
@@ -158,14 +161,14 @@ def _options(protocol: str, query: str) -> Iterator[tuple[str, str]]:
     try:
         given = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_OPTIONS)
     except ValueError as error:
-        raise InvalidInput(f"The options of the URL cannot be read: {error}.") from None
+        raise InvalidInput(f"The options of the URL cannot be parsed: {error}.") from None
     for name, value in given:
         if name not in known:
             raise InvalidInput(
-                f"A {protocol}:// URL has no option {name!r}; it may have: {', '.join(known)}. {_SECRETS}"
+                f"Unknown option {name!r} of a {protocol}:// URL. Supported: {', '.join(known)}. {_SECRETS}"
             )
         if name in seen:
-            raise InvalidInput(f"The option {name} is in the URL twice; give it once.")
+            raise InvalidInput(f"The URL has the option {name} twice; write it once.")
         seen.add(name)
         yield name, _checked(name, value)
 
@@ -176,9 +179,9 @@ def _checked(name: str, value: str) -> str:
             parts = urlsplit(value)
             _ = parts.port
         except ValueError as error:
-            raise InvalidInput(f"endpoint_url is no URL: {error}.") from None
+            raise InvalidInput(f"endpoint_url is not a URL: {error}.") from None
         if parts.username or parts.password or parts.query:
-            raise InvalidInput(f"endpoint_url holds more than an address. {_SECRETS}")
+            raise InvalidInput(f"endpoint_url contains more than an address. {_SECRETS}")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidInput(f"endpoint_url must be an http:// or https:// URL, got {value!r}.")
     elif name in ("anonymous", "virtual_hosted", "requester_pays"):
@@ -190,12 +193,12 @@ def _checked(name: str, value: str) -> str:
 
 
 def _split_account(protocol: str, host: str) -> tuple[str, str]:
-    """Container and account of `CONTAINER@ACCOUNT.dfs.core.windows.net`."""
+    """Return the container and account of `CONTAINER@ACCOUNT.dfs.core.windows.net`."""
     container, _, server = host.partition("@")
     found = _AZURE_HOST.fullmatch(server)
     if protocol != AZURE or found is None or ":" in container:
         raise InvalidInput(
-            "What stands before the first '/' of the URL has an '@', which only "
+            "The URL has an '@' before its first '/', which only "
             f"abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX may have. {_SECRETS}"
         )
     return container, found[1]
@@ -213,8 +216,9 @@ def _part_bytes(texts: dict[str, str]) -> int:
         return DEFAULT_PART_BYTES
     part_bytes = parse_bytes(texts["part_bytes"], "the URL's option part_bytes")
     if part_bytes < MIN_PART_BYTES:
-        message = f"part_bytes is {part_bytes}; object stores take no parts below {MIN_PART_BYTES} bytes."
-        raise InvalidInput(message)
+        raise InvalidInput(
+            f"part_bytes is {part_bytes}; object stores refuse parts below {MIN_PART_BYTES} bytes."
+        )
     return part_bytes
 
 

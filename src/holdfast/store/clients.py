@@ -1,4 +1,4 @@
-"""Makes the client of an object store from its address and the environment, one for each process."""
+"""Clients of object stores, made from an address and the environment, once per process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.store.address import AZURE, GCS, S3, Address
+from holdfast.store.command_limit import command_limit
 from holdfast.store.credentials import shared_credentials, shared_region
-from holdfast.store.endpoints import NAMED_BY, first_set, read_connection_string
-from holdfast.store.haste import haste
+from holdfast.store.endpoints import NAMED_BY, first_set, parse_connection_string
 
 _CONNECT_TIMEOUT_S = 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _MANY_TRIES = 10_000  # the time limit ends them
 
-_used_by: int | None = None  # process that has used the client library, whose threads a fork does not copy
+_used_by: int | None = None  # process that has used the client library; a fork does not copy its threads
 
 
 def load_library() -> Any:
-    """The module `obstore`.
+    """Return the module `obstore`.
 
     Raises:
         Unsupported: it is not installed.
@@ -30,64 +30,63 @@ def load_library() -> Any:
     try:
         return importlib.import_module("obstore")
     except ImportError:
-        message = (
+        raise Unsupported(
             "Object stores need the package obstore (Python 3.11 or newer), which is not installed: "
             "pip install 'torch-holdfast[remote]'."
-        )
-        raise Unsupported(message) from None
+        ) from None
 
 
 def check_process(place: str) -> None:
-    """Refuse to go on in a process that was forked from one that has used an object store.
+    """Raise in a process that was forked after its parent used an object store.
 
     Raises:
-        Unsupported: this is such a process; the client would wait for threads that it has not.
+        Unsupported: this is such a process. The client would wait for threads that the fork did not copy.
     """
     if _used_by not in (None, os.getpid()):
         raise Unsupported(
-            f"{place} was to be used in a process that was forked from one that has used an object store; "
-            "the client's threads do not cross a fork, so the call would hang. Nothing was done. Start such "
-            "processes by 'spawn' or 'forkserver' (DataLoader: multiprocessing_context='spawn'), or use the "
-            "store in the parent only."
+            f"{place} cannot be used in this process: it was forked after its parent used an object store. "
+            "The client's threads do not survive a fork, so the call would hang. Nothing was done. Start "
+            "the process with 'spawn' or 'forkserver' (DataLoader: multiprocessing_context='spawn'), or "
+            "use the store only in the parent."
         )
 
 
 class Clients:
-    """The clients for one address: one that leaves trying again to the caller, and one that does it itself.
+    """Clients for one address: one leaves retries to the caller, the other retries by itself.
 
-    Nothing is opened before the first use, so that a process may fork before it.
+    Clients are made at the first use, so that a process may fork before that.
     """
 
     def __init__(self, address: Address) -> None:
         load_library()
-        self.refusals: tuple[type[Exception], ...] = (*_client_errors(), ValueError, OSError)
+        self.client_errors: tuple[type[Exception], ...] = (*_client_errors(), ValueError, OSError)
         """What calls of the library raise when the store, or the way to it, refuses."""
         self._address = address
         self._lock = threading.Lock()
         self._made: dict[bool, Any] = {}
 
-    def get(self, *, patient: bool = False) -> Any:
-        """The client; a `patient` one tries each request again until the address's time limit.
+    def get(self, *, retrying: bool = False) -> Any:
+        """Return a client; a `retrying` one repeats each request until the address's time limit.
 
         Raises:
             Unsupported: this process was forked after first use.
-            InvalidInput: the environment's settings cannot be used.
+            InvalidInput: the environment has invalid settings.
         """
         global _used_by
         check_process(self._address.place)
         _used_by = os.getpid()
         with self._lock:
-            if patient not in self._made:
-                self._made[patient] = _make_client(self._address, patient=patient)
-            return self._made[patient]
+            if retrying not in self._made:
+                self._made[retrying] = _make_client(self._address, retrying=retrying)
+            return self._made[retrying]
 
     def drop(self) -> None:
-        """Forget the clients; the next use reads keys and settings anew."""
+        """Discard the clients; the next use reads credentials and settings again."""
         with self._lock:
             self._made.clear()
 
 
-def _make_client(address: Address, *, patient: bool) -> Any:
+def _make_client(address: Address, *, retrying: bool) -> Any:
     stores = importlib.import_module("obstore.store")
     endpoint = address.option("endpoint_url") or first_set(NAMED_BY[address.protocol])
     settings: dict[str, Any] = {"skip_signature": True} if address.is_on("anonymous") else {}
@@ -104,31 +103,33 @@ def _make_client(address: Address, *, patient: bool) -> Any:
             client_options={
                 "allow_http": bool(endpoint and endpoint.startswith("http://")),
                 "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
-                "timeout": timedelta(seconds=_request_timeout_s(address, patient=patient)),
+                "timeout": timedelta(seconds=_request_timeout_s(address, retrying=retrying)),
             },
-            retry_config=_retries(address, patient=patient),
+            retry_config=_retries(address, retrying=retrying),
             **settings,
         )
     except (*_client_errors(), ValueError) as error:
-        said = " ".join(str(error).partition("Debug source:")[0].split())
-        raise InvalidInput(f"No client for {address.place} could be made: {said}") from None
+        reason = " ".join(str(error).partition("Debug source:")[0].split())
+        raise InvalidInput(f"Could not make a client for {address.place}: {reason}") from None
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
     return (importlib.import_module("obstore.exceptions").BaseError,)
 
 
-def _request_timeout_s(address: Address, *, patient: bool) -> float:
-    """Seconds for one request; those of a patient client carry large parts, and may take long."""
-    if patient or haste.limit_s is None:
+def _request_timeout_s(address: Address, *, retrying: bool) -> float:
+    """Return the time limit of one request. Retrying clients send large parts, which may take long."""
+    if retrying or command_limit.limit_s is None:
         return address.request_timeout_s
-    return max(min(address.request_timeout_s, haste.limit_s), 1.0)
+    return max(min(address.request_timeout_s, command_limit.limit_s), 1.0)
 
 
-def _retries(address: Address, *, patient: bool) -> dict[str, Any]:
+def _retries(address: Address, *, retrying: bool) -> dict[str, Any]:
     return {
-        "max_retries": _MANY_TRIES if patient else 0,
-        "retry_timeout": timedelta(seconds=min(address.timeout_s, haste.limit_s or address.timeout_s)),
+        "max_retries": _MANY_TRIES if retrying else 0,
+        "retry_timeout": timedelta(
+            seconds=min(address.timeout_s, command_limit.limit_s or address.timeout_s)
+        ),
         "backoff": {
             "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
             "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
@@ -140,9 +141,9 @@ def _retries(address: Address, *, patient: bool) -> dict[str, Any]:
 def _s3_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
     profile = address.option("profile")
     settings: dict[str, Any] = {
-        "disable_bulk_delete": True,  # one name at a time is deleted here, and some servers lack the other
+        "disable_bulk_delete": True,  # not needed for single deletes, and some servers lack it
         "virtual_hosted_style_request": address.is_on("virtual_hosted"),
-        **_guarded_bodies(address, endpoint),
+        **_integrity_settings(address, endpoint),
     }
     if endpoint:
         settings["endpoint"] = endpoint.rstrip("/")
@@ -160,12 +161,12 @@ def _s3_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
     return settings
 
 
-def _guarded_bodies(address: Address, endpoint: str | None) -> dict[str, Any]:
-    """How the server can tell that a body arrived whole.
+def _integrity_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
+    """Return the settings that let the server verify a body.
 
-    Over http the signature has to cover the body: it is the only guard that every server checks, and its
-    SHA-256 is sent as a checksum too. Over https the connection guards the way, so a CRC that costs a
-    quarter of the time is enough.
+    Over http the signature must cover the body: it is the only check that every server makes. Its SHA-256 is
+    also sent as a checksum. Over https the connection protects the body, so a CRC, which takes a quarter of
+    the time, is enough.
     """
     is_plain = bool(endpoint and endpoint.startswith("http://"))
     checksum = address.option("checksum") or ("sha256" if is_plain else "crc64nvme")
@@ -178,7 +179,7 @@ def _gcs_settings(_address: Address, endpoint: str | None) -> dict[str, Any]:
 
 
 def _azure_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
-    settings = read_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    settings = parse_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
     if endpoint:
         settings["endpoint"] = endpoint.rstrip("/")
     account = address.option("account") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
@@ -187,7 +188,7 @@ def _azure_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
         settings["account_name"] = account
     if "account_name" not in settings:
         raise InvalidInput(
-            f"{address.place} does not say which storage account it is in: set AZURE_STORAGE_ACCOUNT_NAME, "
-            "or write ?account=NAME behind the URL."
+            f"{address.place} does not name a storage account. Set AZURE_STORAGE_ACCOUNT_NAME, "
+            "or append ?account=NAME to the URL."
         )
     return settings

@@ -1,7 +1,7 @@
-"""The store contract: what every place that holds bytes must do, and what it may declare about itself.
+"""The store contract: required behaviour of every store, and the properties that it declares.
 
-Names are relative, "/"-separated, without "." or ".." parts. A store makes no promise about order of listing
-and none about time. Every method may be called from several threads at once.
+Names are relative and "/"-separated, without "." or ".." parts. A store guarantees neither the order of
+listings nor their timing. Every method may be called from several threads at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import Conflict, Corrupt, InvalidInput
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ObjectInfo:
     """One object in a listing."""
 
     name: str
@@ -26,32 +26,33 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What a store can do; callers ask this, never which class it is.
+    """Properties of a store. Callers check these, never the class.
 
     `survives_host` - bytes outlive the machine. `read_align_bytes` - reads whose offset, length and buffer
-    address are multiples of this take the fastest path; 1 means no difference. `parallel_reads` - how many
-    calls of `read_into` at once bring the store to its speed. `read_bytes` - length from which on a longer
-    read brings no more speed. `lends_memory` - bytes arrive in memory of the store's own, so `lend` spares
-    the copy that `read_into` makes.
+    address are multiples of this take the fastest path; 1 if alignment does not matter. `parallel_reads` -
+    concurrent calls of `read_into` that reach full speed. `read_bytes` - read length that reaches full speed.
+    `zero_copy_views` - bytes arrive in memory of the store's own, so `read_view` saves the copy of
+    `read_into`.
     """
 
     survives_host: bool
     read_align_bytes: int = 1
     parallel_reads: int = 4
     read_bytes: int = 8 << 20
-    lends_memory: bool = False
+    zero_copy_views: bool = False
 
 
 class Store(ABC):
-    """A place that holds named bytes. Implementations are final: to change behaviour, wrap."""
+    """A place that holds named bytes. Implementations are final: wrap one to change its behaviour."""
 
     url: str
     properties: Properties
 
     def copies(self) -> tuple[Store, ...]:
-        """The places where an object may be, nearest first; all hold the same bytes under the same name.
+        """Return the places that may hold an object, nearest first.
 
-        Whoever can tell good bytes from bad takes them from the first copy that is good.
+        All hold the same bytes under the same name. A caller that can detect damage takes the first good
+        copy.
         """
         return (self,)
 
@@ -59,65 +60,85 @@ class Store(ABC):
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Make `data` durable under `name`, visible all at once or not at all.
 
-        An existing object is replaced, also all at once; with `if_absent` it is left alone. `data` is read
-        until the call returns and must not change meanwhile. Missing parents are made.
+        An existing object is replaced atomically; with `if_absent` it is left unchanged. `data` is read until
+        the call returns and must not change before. Missing parent folders are made.
 
         Raises:
             Conflict: `if_absent` and the name exists.
-            RetryLater: the store refused or failed (full disk, unreachable); `name` is as it was before.
+            RetryLater: the store refused or failed (full disk, unreachable); `name` is unchanged.
 
-        Blocks: until data and name would survive a power cut.
+        Blocks: until data and name survive a power cut.
         """
 
     def put_parts(
         self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
     ) -> None:
-        """`put` for an object that is made piece by piece and may be larger than memory.
+        """Put an object that is produced in parts and may be larger than memory.
 
-        What `parts` raises is raised, and `name` is then as it was before. A store that can stream holds one
+        If `parts` raises, its exception is raised and `name` is unchanged. A store that can stream holds one
         part at a time; this default holds all.
 
         Args:
             name: as in `put`.
-            parts: the object's bytes in order; each part may be reused by the iterator after it was taken.
-            num_bytes: of all parts together, told beforehand since some places plan by it.
+            parts: the object's bytes in order; the iterator may reuse the memory of parts that it has
+                yielded.
+            num_bytes: total size, given in advance because some stores plan by it.
             if_absent: as in `put`.
 
         Raises:
-            InvalidInput: the parts have another length together; nothing was made.
+            InvalidInput: the parts have another total size; nothing was written.
             Conflict: as in `put`.
             RetryLater: as in `put`.
 
-        Blocks: until data and name would survive a power cut.
+        Blocks: until data and name survive a power cut.
         """
         whole = bytearray()
         for part in parts:
             whole += part
         if len(whole) != num_bytes:
-            raise wrong_length(name, num_bytes, len(whole))
+            raise length_error(name, num_bytes, len(whole))
         self.put(name, whole, if_absent=if_absent)
+
+    def put_once(self, name: str, data: Buffer) -> None:
+        """Make `data` durable under a new name, or confirm that it has these bytes.
+
+        For writers that may repeat a put after a failure, or that all write the same bytes.
+
+        Raises:
+            Conflict: the name has other bytes.
+            RetryLater: as in `put`.
+
+        Blocks: until data and name survive a power cut.
+        """
+        try:
+            self.put(name, data, if_absent=True)
+        except Conflict:
+            if self.get(name) != data:
+                raise
+            self.sync(name.rpartition("/")[0])  # an earlier try may not have made the name durable
 
     @abstractmethod
     def link(self, source: str, name: str) -> None:
         """Make the bytes of `source` durable under `name` too, without sending them again.
 
-        An existing object is replaced. Deleting either leaves the other whole.
+        An existing object is replaced. Deleting one of the names keeps the other.
 
         Raises:
-            NotFound: no object `source`.
-            Unsupported: this store cannot; put the bytes instead.
-            RetryLater: the store failed; `name` is as it was before.
+            NotFound: `source` does not exist.
+            Unsupported: this store cannot link; put the bytes instead.
+            RetryLater: the store failed; `name` is unchanged.
 
-        Blocks: until the name would survive a power cut.
+        Blocks: until the name survives a power cut.
         """
 
     @abstractmethod
     def get(self, name: str) -> bytes:
-        """All bytes of a (small) object.
+        """Return all bytes of a (small) object.
 
         Raises:
-            NotFound: no such object.
-            Corrupt: it is a document of a home and larger than any of its kind, see `names.check_size`.
+            NotFound: the object does not exist.
+            Corrupt: it is a document of a home, and larger than any document of its kind; see
+                `names.check_size`.
             RetryLater: the store failed.
         """
 
@@ -126,20 +147,20 @@ class Store(ABC):
         """Fill `buffer` (writable, contiguous, format "B") from `name` at `offset`.
 
         Raises:
-            NotFound: no such object.
+            NotFound: the object does not exist.
             Corrupt: the object ends before the buffer is full.
             RetryLater: the store failed.
         """
 
-    def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """`num_bytes` of `name` at `offset`, read-only, for readers that look at them once.
+    def read_view(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """Return `num_bytes` of `name` at `offset` as a read-only view.
 
-        The memory is nobody else's and is freed with the view. Worth it where `properties.lends_memory`; this
-        default reads into new memory.
+        For readers that need the bytes once. The memory belongs to the view alone and is freed with it. Use
+        it where `properties.zero_copy_views` is True; this default reads into new memory.
 
         Raises:
-            NotFound: no such object.
-            Corrupt: the object ends before that.
+            NotFound: the object does not exist.
+            Corrupt: the object is shorter.
             RetryLater: the store failed.
         """
         room = memoryview(bytearray(num_bytes))
@@ -148,74 +169,72 @@ class Store(ABC):
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
-        """Add `data` at the end of a small log object, made if absent; one writer per name.
+        """Append `data` to a small log object, created if absent. Each name has one writer.
 
         Not atomic: after a crash the tail may be missing or torn, so readers ignore a torn last line.
-        Not durable at return, and others may see it only after `flush`.
+        Not durable at return, and possibly not visible to others before `flush`.
 
         Raises:
             RetryLater: the store failed.
         """
 
     @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Every object whose name starts with `prefix`, in no order. Unfinished puts are never listed."""
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield all objects whose names start with `prefix`, in no order. Unfinished puts are not listed."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of an object, None if there is none."""
+        """Return the size of an object in bytes, or None if it does not exist."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Remove an object; no error if there is none.
+        """Remove an object. Does nothing if it does not exist.
 
-        Blocks: until the removal would survive a power cut.
+        Blocks: until the removal survives a power cut.
         """
 
     @abstractmethod
     def sweep(self, prefix: str = "") -> None:
-        """Remove what unfinished puts of dead processes left under `prefix`; live objects stay."""
+        """Remove the remains of unfinished puts of dead processes under `prefix`. Objects stay."""
 
     def sync(self, folder: str) -> None:
-        """Make every name in a folder durable, and the folder's own, whoever wrote them.
+        """Make all names in a folder and its own name durable, regardless of the writer.
 
-        An object may be visible before its name is durable. Call this before relying on what another process
-        has put. Places where a visible object is durable have nothing to do: this default does nothing.
+        An object may be visible before its name is durable. Call this before relying on an object that
+        another process has put. The default does nothing, for stores where a visible object is durable.
 
         Args:
-            folder: the part of names before their last slash; nothing happens if there is none.
+            folder: the part of names before their last slash. Nothing happens if it does not exist.
 
         Raises:
             RetryLater: the store failed; names in the folder may not survive a power cut.
 
-        Blocks: until the names would survive a power cut.
+        Blocks: until the names survive a power cut.
         """
         return
 
     def check(self) -> None:
-        """Find out whether this place can be written to and keeps what `if_absent` promises.
+        """Raise if this place cannot be written to, or ignores `if_absent`.
 
-        Places whose promises come with their kind have nothing to find out: this default does nothing.
+        The default does nothing, for stores that guarantee both by their kind.
 
         Raises:
             Unsupported: it replaces objects that `put(if_absent=True)` must leave alone.
             NotFound: the bucket does not exist.
-            RetryLater: it cannot be reached, or not be written to.
+            RetryLater: it cannot be reached or written to.
         """
         return
 
     def flush(self) -> None:
-        """Have everything that was appended visible to others.
-
-        A place that appends at once has nothing to do.
+        """Make all appended data visible to others. The default does nothing, for stores that append at once.
 
         Raises:
-            RetryLater: the store failed; what was appended is kept for the next flush.
+            RetryLater: the store failed; the data is kept for the next flush.
         """
         return
 
     def close(self) -> None:
-        """Flush, and give connections up; the store can be used again afterwards.
+        """Flush, and release connections. The store can be used again afterwards.
 
         Raises:
             RetryLater: as `flush`.
@@ -223,7 +242,27 @@ class Store(ABC):
         self.flush()
 
 
-def wrong_length(name: str, expected: int, found: int) -> InvalidInput:
-    """The error for parts that are not as long as was said."""
-    message = f"{name} was to be {expected} bytes long, but its parts have {found}; it was not made."
+def as_bytes(data: Buffer) -> memoryview:
+    """Return a one-dimensional view of a buffer's bytes, without a copy."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def already_exists(place: object, name: str) -> Conflict:
+    """Return the error for a name that is already in use."""
+    return Conflict(f"{place} already exists and was left unchanged.", key=name)
+
+
+def ends_early(place: object, name: str, size: int | None, offset: int, num_bytes: int) -> Corrupt:
+    """Return the error for a read that goes beyond the end of an object."""
+    return Corrupt(
+        f"{place} ends at byte {size}, so {num_bytes} bytes at {offset} cannot be read. It is not the object "
+        "that was written.",
+        key=name,
+    )
+
+
+def length_error(name: str, expected: int, found: int) -> InvalidInput:
+    """Return the error for parts whose total size is not the announced one."""
+    message = f"{name} should be {expected} bytes long, but its parts have {found}. Nothing was written."
     return InvalidInput(message, key=name)

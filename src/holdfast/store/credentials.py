@@ -1,4 +1,4 @@
-"""AWS keys from the shared credentials file, read anew when they may have changed."""
+"""AWS keys from the shared credentials file, read again when they may have changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import InvalidInput, Unsupported
 
 _READ_AGAIN_AFTER = timedelta(minutes=10)
-_ELSEWHERE = (
+_OTHER_SOURCES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -23,22 +23,22 @@ Provider = Callable[[], Any]
 
 
 def shared_credentials(profile: str | None) -> Provider | None:
-    """What gives the keys of a profile of `~/.aws`, None if the client should find keys by itself.
+    """Return a provider of a `~/.aws` profile's keys. None means that the client finds keys itself.
 
-    The order is that of AWS's own tools: a profile that was asked for by name, else variables with keys, else
-    variables that name another source, else the profile `default`, else the machine's role.
+    The order is that of AWS's own tools: a profile requested by name, then variables with keys, then
+    variables that name another source, then the profile `default`, then the machine's role.
 
     Args:
-        profile: as the URL names it; None for AWS_PROFILE or none.
+        profile: as the URL names it, or None for AWS_PROFILE or no profile.
 
     Raises:
-        InvalidInput: the profile that was asked for does not exist.
-        Unsupported: its keys come from a login or a program, and boto3, which knows those, is not installed.
+        InvalidInput: the requested profile does not exist.
+        Unsupported: its keys come from a login or a program, which needs boto3, and boto3 is not installed.
     """
     asked = profile or os.environ.get("AWS_PROFILE")
     if not profile and os.environ.get("AWS_ACCESS_KEY_ID"):
         return None
-    if not asked and any(map(os.environ.get, _ELSEWHERE)):
+    if not asked and any(map(os.environ.get, _OTHER_SOURCES)):
         return None
     name = asked or "default"
     keys, settings = _section(_keys_path(), name), _section(_config_path(), f"profile {name}", name)
@@ -48,36 +48,36 @@ def shared_credentials(profile: str | None) -> Provider | None:
         return _from_boto3(name)
     if asked:
         raise InvalidInput(
-            f"There are no keys for the profile {name!r} in {_keys_path()} or {_config_path()}. Name another "
-            "profile by AWS_PROFILE, or none."
+            f"The profile {name!r} has no keys in {_keys_path()} or {_config_path()}. Set AWS_PROFILE to "
+            "another profile, or unset it."
         )
     return None
 
 
 def shared_region(profile: str | None) -> str | None:
-    """The region that the profile's settings name, if any."""
+    """Return the region in the profile's settings, if any."""
     name = profile or os.environ.get("AWS_PROFILE") or "default"
     return _section(_config_path(), f"profile {name}", name).get("region")
 
 
 class SharedKeys:
-    """Reads a profile's keys from the file each time the client asks: they may be rotated meanwhile.
+    """Provider of a profile's keys, read from the file at each request. They may be rotated.
 
     Raises:
-        InvalidInput: when called, if the profile has no keys any more.
+        InvalidInput: when called, if the profile no longer has keys.
     """
 
     def __init__(self, profile: str) -> None:
         self._profile = profile
 
     def __call__(self) -> dict[str, Any]:
-        """The keys, and when to ask again."""
+        """Return the keys, and the time to ask again."""
         found = {
             **_section(_config_path(), f"profile {self._profile}", self._profile),
             **_section(_keys_path(), self._profile),
         }
         if not found.get("aws_access_key_id") or not found.get("aws_secret_access_key"):
-            raise InvalidInput(f"The profile {self._profile!r} in {_keys_path()} has no keys any more.")
+            raise InvalidInput(f"The profile {self._profile!r} in {_keys_path()} no longer has keys.")
         return {
             "access_key_id": found["aws_access_key_id"],
             "secret_access_key": found["aws_secret_access_key"],
@@ -92,8 +92,8 @@ def _from_boto3(profile: str) -> Provider:
         from obstore.auth.boto3 import Boto3CredentialProvider  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise Unsupported(
-            f"The profile {profile!r} gets its keys by a login, a role or a program, which takes boto3: "
-            "pip install boto3. Or give keys by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            f"The profile {profile!r} gets its keys from a login, a role or a program, which needs boto3: "
+            "pip install boto3. Or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         ) from None
     return Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
 
@@ -107,10 +107,10 @@ def _config_path() -> Path:
 
 
 def _section(path: Path, *names: str) -> dict[str, str]:
-    """The first section with one of these names; {} if there is none."""
+    """Return the first section with one of these names, or {}."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(path, encoding="utf-8")
-    except (configparser.Error, UnicodeDecodeError):  # not shown: it would quote the line, which may be a key
-        raise InvalidInput(f"{path} cannot be read as a file of AWS profiles.") from None
+    except (configparser.Error, UnicodeDecodeError):  # not shown: it quotes the line, which may be a key
+        raise InvalidInput(f"{path} cannot be parsed as a file of AWS profiles.") from None
     return next((dict(parser[name]) for name in names if parser.has_section(name)), {})

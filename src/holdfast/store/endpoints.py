@@ -1,4 +1,4 @@
-"""Endpoints that a user has named: keys of the user are sent to no other server that a document names."""
+"""Endpoints that the user trusts. Keys are not sent to other endpoints that a document names."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ NAMED_BY = {
     GCS: ("GOOGLE_BASE_URL",),
     AZURE: ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Variables by which a user names the endpoint of each protocol."""
+"""Variables that name the endpoint of each protocol."""
 _PORTS = {"http": 80, "https": 443}
 
 
 def check_endpoint(url: str, document: str) -> None:
-    """Refuse a URL from a document if keys of the user would go to a server that the user has not named.
+    """Raise if a document's URL would send keys to an endpoint unknown to the user.
 
-    A URL that the user gives in the training script or on the command line is the user's word and needs no
-    check. A task file or a marker may be a stranger's.
+    A URL in the training script or on the command line comes from the user and is not checked. A task file or
+    a marker may come from another user.
 
     Args:
-        url: the place that the document names; paths and URLs of clouds themselves are never refused.
-        document: its name, for the error.
+        url: location named by the document; paths and URLs of the clouds themselves always pass.
+        document: name of the document, for the error.
 
     Raises:
-        InvalidInput: the URL has an `endpoint_url` that no variable of the environment names.
+        InvalidInput: the URL has an `endpoint_url` that no environment variable names.
     """
     scheme, mark, _ = url.partition("://")
     if not mark or scheme.lower() not in SCHEMES:
@@ -46,21 +46,21 @@ def check_endpoint(url: str, document: str) -> None:
     if _server(endpoint) in {_server(one.strip()) for one in named if one.strip()}:
         return
     raise InvalidInput(
-        f"{document} names the endpoint {endpoint}, to which your keys would be sent. Nothing was sent. If "
-        f"this is your server, set {VARIABLE}={endpoint}; if it needs no "
-        "keys, write anonymous=yes into the URL.",
+        f"{document} would send your keys to the endpoint {endpoint}. Nothing was sent. If "
+        f"this is your server, set {VARIABLE}={endpoint}. If it needs no "
+        "keys, add anonymous=yes to the URL.",
         key=endpoint,
     )
 
 
-def located(address: Address) -> Address:
-    """Return an address with the options that decide where it is, also those of the environment.
+def with_environment(address: Address) -> Address:
+    """Return an address with all options that determine its location, also those from the environment.
 
-    The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by the region),
-    and on servers with tenants also under another profile.
+    The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
+    on servers with tenants also under another profile.
 
     Raises:
-        InvalidInput: the file with AWS profiles cannot be read.
+        InvalidInput: the file of AWS profiles cannot be parsed.
     """
     facts = dict(address.options)
     for name, found in _from_environment(address).items():
@@ -78,7 +78,7 @@ def _from_environment(address: Address) -> dict[str, str | None]:
         region = first_set(("AWS_REGION", "AWS_DEFAULT_REGION")) or shared_region(profile)
         return {"endpoint_url": endpoint, "profile": profile, "region": region}
     if address.protocol == AZURE:
-        settings = read_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+        settings = parse_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
         account = first_set(("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"))
         return {
             "endpoint_url": endpoint or settings.get("endpoint"),
@@ -87,8 +87,8 @@ def _from_environment(address: Address) -> dict[str, str | None]:
     return {"endpoint_url": endpoint}
 
 
-def sends_in_the_clear(address: Address) -> bool:
-    """Return whether bytes of an address come over http from another machine."""
+def is_unencrypted(address: Address) -> bool:
+    """Return True if the address uses http to another machine."""
     parts = urlsplit(address.option("endpoint_url") or "")
     return parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1")
 
@@ -98,8 +98,8 @@ def first_set(names: tuple[str, ...]) -> str | None:
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
-def read_connection_string(text: str) -> dict[str, str]:
-    """Return the client's settings that Azure's connection string has; {} for none."""
+def parse_connection_string(text: str) -> dict[str, str]:
+    """Return the client settings in Azure's connection string, or {} if it is empty."""
     facts = dict(field.split("=", 1) for field in text.split(";") if "=" in field)
     names = {
         "AccountName": "account_name",
@@ -118,5 +118,5 @@ def _server(endpoint: str) -> tuple[str, str, int | None]:
     try:
         parts = urlsplit(endpoint)
         return parts.scheme, parts.hostname or "", parts.port or _PORTS.get(parts.scheme)
-    except ValueError:  # no number as its port: no server at all
+    except ValueError:  # the port is not a number, so this matches no server
         return endpoint, "", None

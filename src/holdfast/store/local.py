@@ -1,11 +1,11 @@
-"""A store in a directory tree: the fast disk of a host, or a shared one that is mounted.
+"""Store in a directory tree: a host's fast disk, or a mounted shared file system.
 
 An object is a file. A put writes a file `.unfinished-PID-RANDOM` beside the target, under an `flock` that
-ends with the process, makes it durable, and then gives it its name by rename(2), or by link(2) where the name
-must be free. `sweep` removes unfinished files whose lock is free.
+ends with the process, makes it durable, and then renames it with rename(2), or with link(2) if the name must
+be free. `sweep` removes unfinished files whose lock is free.
 
-The root may be reached through symbolic links, which are resolved once. Below it no link is followed, and
-only regular files are read or written: a home may come from a stranger (docs/design/017).
+The root may be reached through symbolic links, which are resolved once. Below the root no link is followed,
+and only regular files are read or written, because a home may come from another user (docs/design/017).
 """
 
 from __future__ import annotations
@@ -19,11 +19,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.failpoint import failpoint
 from holdfast.format.names import check_size
-from holdfast.store import direct
-from holdfast.store.contract import Buffer, Entry, Properties, Store, wrong_length
+from holdfast.store import direct_io
+from holdfast.store.contract import (
+    Buffer,
+    ObjectInfo,
+    Properties,
+    Store,
+    already_exists,
+    as_bytes,
+    ends_early,
+    length_error,
+)
 from holdfast.store.lookup import (
     O_PATH,
     NotRegular,
@@ -32,7 +43,7 @@ from holdfast.store.lookup import (
     open_regular,
     opened_folder,
 )
-from holdfast.store.naming import UNFINISHED, check_name, check_prefix
+from holdfast.store.object_names import UNFINISHED, check_name, check_prefix
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -41,11 +52,11 @@ _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _CANNOT_FSYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EROFS)
 _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _LINK = (
-    "it is a symbolic link or is reached through one, and links inside a home are not followed. If you made "
-    "the link yourself, put the file or folder in its place."
+    "it is a symbolic link or below one, and links inside a home are not followed. If you made the link "
+    "yourself, replace it with the file or folder."
 )
 _NOT_REGULAR = "it is not a regular file."
-_OTHER_NAMES = "the file has other names (hard links) too."
+_OTHER_NAMES = "the file has other names (hard links)."
 _MAX_CREATE_TRIES = 16
 _MAX_DURABLE = 64
 
@@ -53,17 +64,17 @@ _MAX_DURABLE = 64
 class LocalStore(Store):
     """A directory tree; its URL is the absolute path of `root`.
 
-    Nothing is created before the first put. A root that has once been seen is never created again: if it is
-    gone, or is on another file system than before (an unmounted disk leaves its empty mount point behind),
-    every call raises `RetryLater` until it is back, rather than write elsewhere or report that all is gone.
+    Nothing is created before the first put. A root that existed once is never created again: if it is gone,
+    or on another file system than before (an unmounted disk leaves an empty mount point), every call raises
+    `RetryLater` until it is back, so that nothing is written elsewhere or reported as lost.
 
-    When the last step of a put fails, making its directory durable, the put raises `RetryLater` although the
-    object may stand under its name; it is then whole.
+    If the last step of a put fails, making its directory durable, the put raises `RetryLater` although the
+    object may exist under its name; it is then complete.
 
     Args:
-        root: directory; relative paths are taken from the current directory at this call.
-        survives_host: say True where the tree is on a disk that outlives the machine. A path does not tell,
-            so the default is the careful answer.
+        root: directory; relative paths are resolved at this call.
+        survives_host: True if the disk outlives the machine. A path does not show it, so the default is
+            False.
 
     Raises:
         InvalidInput: `root` is a file.
@@ -73,80 +84,81 @@ class LocalStore(Store):
     def __init__(self, root: str | os.PathLike[str], *, survives_host: bool = False) -> None:
         self.root = Path(root).absolute()
         self.url = str(self.root)
-        self._real = Path(os.path.realpath(self.root))  # a link that is changed later leads nowhere else
-        self.properties = Properties(survives_host=survives_host, read_align_bytes=direct.ALIGN_BYTES)
+        self._real = Path(os.path.realpath(self.root))  # later changes of links have no effect
+        self.properties = Properties(survives_host=survives_host, read_align_bytes=direct_io.ALIGN_BYTES)
         self._seen: tuple[int, int] | None = None  # device and inode of the root
-        self._durable: dict[str, tuple[int, int]] = {}  # directories whose names we know to be durable
-        with self._refusing("open", ""), self._rooted():
+        self._durable: dict[str, tuple[int, int]] = {}  # directories whose names are durable
+        with self._translating("open", ""), self._rooted():
             pass
 
     def path(self, name: str) -> Path:
-        """File that holds the object `name`, whether it exists or not.
+        """Return the file of the object `name`, which need not exist.
 
         Raises:
-            InvalidInput: no object can have this name.
+            InvalidInput: objects cannot have this name.
         """
         return self.root / check_name(name)
 
+    @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`.
+        """Write an object, as in `Store.put`.
 
         Raises:
             InvalidInput: a part of `name` is an object, or `name` is a directory.
             Unsupported: `if_absent` on a file system without hard links.
         """
-        view = memoryview(data)
-        view = view.cast("B") if view.nbytes else memoryview(b"")
-        self._put(name, len(view), lambda fd: direct.write(fd, view), if_absent=if_absent)
+        view = as_bytes(data)
+        self._put(name, len(view), lambda fd: direct_io.write(fd, view), if_absent=if_absent)
 
+    @override
     def put_parts(
         self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
     ) -> None:
-        """See `Store.put_parts`; goes through the page cache, one part at a time."""
+        """Write an object through the page cache, one part at a time."""
 
         def write(fd: int) -> None:
             done = 0
             for part in parts:
-                view = memoryview(part)
-                rest = view.cast("B") if view.nbytes else memoryview(b"")
+                rest = as_bytes(part)
                 while rest:
                     written = os.write(fd, rest)
                     rest, done = rest[written:], done + written
             if done != num_bytes:
-                raise wrong_length(name, num_bytes, done)
+                raise length_error(name, num_bytes, done)
 
         self._put(name, num_bytes, write, if_absent=if_absent)
 
     def _put(self, name: str, num_bytes: int, write: Callable[[int], None], *, if_absent: bool) -> None:
         target = self.path(name)
         folder = _folder_of(name)
-        with self._refusing("write", name, num_bytes), self._made_root() as root:
-            if if_absent and _kind(root, name) is not None:  # spares writing what is lost; link() decides
-                raise _taken(target, name)
+        with self._translating("write", name, num_bytes), self._made_root() as root:
+            if if_absent and _kind(root, name) is not None:  # avoids a useless write; link() decides
+                raise already_exists(target, name)
             folder_fd, temp, fd = self._create(root, folder)
             try:
                 try:
                     write(fd)
                     failpoint("store.written")
-                    os.fsync(fd)  # the data first: a name must never lead to bytes that a power cut takes
+                    os.fsync(fd)  # the data first: no name may lead to bytes that a power cut would lose
                     failpoint("store.synced")
                     _publish(folder_fd, temp, target, name, if_absent=if_absent)
                 except BaseException:
-                    with suppress(OSError):  # what brought us here says more; sweep() gets the file
+                    with suppress(OSError):  # the first error matters more; sweep() removes the file
                         os.unlink(temp, dir_fd=folder_fd)
                     raise
                 finally:
-                    os.close(fd)  # gives up the lock
+                    os.close(fd)  # releases the lock
                 _sync(folder_fd)  # then the name
             finally:
                 os.close(folder_fd)
             self._sync_up(root, folder)
 
+    @override
     def link(self, source: str, name: str) -> None:
-        """See `Store.link`: a hard link, so the two names share their bytes on the disk."""
+        """Make a hard link, so that both names share their bytes on the disk."""
         origin, target = self.path(source), self.path(name)
         folder, last = _folder_of(name), target.name
-        with self._refusing("link", name), self._rooted() as root:
+        with self._translating("link", name), self._rooted() as root:
             kind = None if root is None else _kind(root, source)
             if root is None or kind is None or stat.S_ISDIR(kind):
                 raise NotFound(f"{origin} does not exist.", key=source)
@@ -160,38 +172,34 @@ class LocalStore(Store):
                 try:
                     os.replace(temp, last, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
                 finally:
-                    with suppress(FileNotFoundError):  # a rename between two names of one file does nothing
+                    with suppress(FileNotFoundError):  # renaming between two names of one file does nothing
                         os.unlink(temp, dir_fd=folder_fd)
                 _sync(folder_fd)
             finally:
                 os.close(folder_fd)
             self._sync_up(root, folder)
 
+    @override
     def get(self, name: str) -> bytes:
-        """See `Store.get`."""
-        with self._refusing("read", name), self._opened(name) as fd:
+        with self._translating("read", name), self._opened(name) as fd:
             num_bytes = os.fstat(fd).st_size
             check_size(name, num_bytes)
             data = bytearray(num_bytes)
-            got = direct.read(fd, 0, memoryview(data))
+            got = direct_io.read(fd, 0, memoryview(data))
             return bytes(memoryview(data)[:got])
 
+    @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See `Store.read_into`."""
-        with self._refusing("read", name, len(buffer)), self._opened(name) as fd:
-            got = direct.read(fd, offset, buffer)
+        with self._translating("read", name, len(buffer)), self._opened(name) as fd:
+            got = direct_io.read(fd, offset, buffer)
             if got < len(buffer):
-                raise Corrupt(
-                    f"{self.root / name} ends at byte {os.fstat(fd).st_size}; {len(buffer)} bytes at {offset}"
-                    f" were wanted, {got} are there. The file is not the one that was written.",
-                    key=name,
-                )
+                raise ends_early(self.root / name, name, os.fstat(fd).st_size, offset, len(buffer))
 
+    @override
     def append(self, name: str, data: bytes) -> None:
-        """See `Store.append`."""
         check_name(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with self._refusing("append to", name, len(data)), self._made_root() as root:
+        with self._translating("append to", name, len(data)), self._made_root() as root:
             folder_fd, fd = self._open_in(root, _folder_of(name), name.rpartition("/")[2], flags)
             os.close(folder_fd)
             try:
@@ -203,36 +211,34 @@ class LocalStore(Store):
             finally:
                 os.close(fd)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See `Store.list`. Symbolic links and special files are listed, and refused when they are read.
+    @override
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List objects. Symbolic links and special files are listed, and refused when read.
 
         Raises:
             RetryLater: the store failed; raised while iterating.
         """
         return self._list(check_prefix(prefix))
 
+    @override
     def size(self, name: str) -> int | None:
-        """See `Store.size`.
-
-        Raises:
-            RetryLater: the store failed.
-        """
-        with self._refusing("look at", name):
+        with self._translating("find", name):
             try:
                 with self._opened(name) as fd:
                     return os.fstat(fd).st_size
             except NotFound:
                 return None
 
+    @override
     def delete(self, name: str) -> None:
-        """See `Store.delete`; directories that are empty then are removed too.
+        """Remove an object, and directories that are empty afterwards.
 
         Raises:
-            RetryLater: the store failed; the object may be there or not.
+            RetryLater: the store failed; the object may still exist.
         """
         check_name(name)
         folder, last = _folder_of(name), name.rpartition("/")[2]
-        with self._refusing("delete", name), self._rooted() as root:
+        with self._translating("delete", name), self._rooted() as root:
             if root is None:
                 return
             with suppress(FileNotFoundError, NotADirectoryError), _opened_for_sync(root, folder) as folder_fd:
@@ -241,12 +247,13 @@ class LocalStore(Store):
                 _sync(folder_fd)
             self._remove_empty(root, folder)
 
+    @override
     def sync(self, folder: str) -> None:
-        """See `Store.sync`; what this process has made durable before is made so again.
+        """Make all names in a folder durable, even those that this process synced before.
 
-        Another process may have removed the folder since and made it anew.
+        Another process may have removed the folder since, and made it again.
         """
-        with self._refusing("sync", folder), self._rooted() as root:
+        with self._translating("sync", folder), self._rooted() as root:
             if root is None:
                 return
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -255,21 +262,22 @@ class LocalStore(Store):
                         _sync(fd)
             self._sync_up(root, "")
 
+    @override
     def sweep(self, prefix: str = "") -> None:
-        """See `Store.sweep`; also removes directories left empty.
+        """Remove remains of unfinished puts, and directories that are empty afterwards.
 
         Raises:
             RetryLater: the store failed.
         """
-        with self._refusing("sweep", check_prefix(prefix)), self._rooted() as root:
+        with self._translating("sweep", check_prefix(prefix)), self._rooted() as root:
             if root is None:
                 return
             for folder, folder_fd, entry in _walk(root, prefix):
                 if entry.name.startswith(UNFINISHED) and _remove_if_abandoned(folder_fd, entry.name):
                     self._remove_empty(root, folder)
 
-    def _list(self, prefix: str) -> Iterator[Entry]:
-        with self._refusing("list", prefix), self._rooted() as root:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._translating("list", prefix), self._rooted() as root:
             if root is None:
                 return
             for folder, _, entry in _walk(root, prefix):
@@ -277,14 +285,14 @@ class LocalStore(Store):
                 if not name.startswith(prefix) or entry.name.startswith(UNFINISHED):
                     continue
                 with suppress(FileNotFoundError):  # deleted meanwhile
-                    yield Entry(name, entry.stat(follow_symlinks=False).st_size)
+                    yield ObjectInfo(name, entry.stat(follow_symlinks=False).st_size)
 
     @contextmanager
     def _rooted(self) -> Iterator[int | None]:
-        """Open the root for the block; None if it never was there.
+        """Open the root for the block; yield None if it never existed.
 
         Raises:
-            RetryLater: it was there before.
+            RetryLater: it existed before.
             InvalidInput: it is not a directory.
         """
         fd = self._open_root()
@@ -296,7 +304,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _made_root(self) -> Iterator[int]:
-        """Open the root for the block, made if it never was there."""
+        """Open the root for the block; create it if it never existed."""
         fd = self._open_root()
         if fd is None:
             for level in (*reversed(self._real.parents), self._real):
@@ -312,7 +320,7 @@ class LocalStore(Store):
             os.close(fd)
 
     def _open_root(self) -> int | None:
-        seen = self._seen  # before looking: another thread may be making the root
+        seen = self._seen  # before opening: another thread may be making the root
         try:
             fd = os.open(self._real, O_PATH | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -328,7 +336,7 @@ class LocalStore(Store):
 
     def _check_root(self, info: os.stat_result, seen: tuple[int, int] | None) -> None:
         if not stat.S_ISDIR(info.st_mode):
-            raise InvalidInput(f"{self.root} is a file, so it cannot hold checkpoints; give another place.")
+            raise InvalidInput(f"{self.root} is a file, so it cannot hold checkpoints. Use another path.")
         device, inode = seen or (info.st_dev, info.st_ino)
         if device != info.st_dev and inode != info.st_ino:  # a remount of the same disk keeps the inode
             raise RetryLater(self._vanished("is on another file system than before"))
@@ -336,27 +344,27 @@ class LocalStore(Store):
 
     def _vanished(self, how: str) -> str:
         return (
-            f"The home {self.root} vanished: the directory {how}, though this process has seen it. Was its "
-            "disk unmounted, or the directory deleted? It was not made anew, since that might write to the "
-            "wrong disk. Bring it back, or open the store again if the loss is meant."
+            f"The home {self.root} vanished: the directory {how}, although it existed before. Was its disk "
+            "unmounted, or the directory deleted? It was not created again, because that could write to the "
+            "wrong disk. Restore it, or open the store again if the loss is intended."
         )
 
     def _enter(self, root: int, folder: str) -> int:
-        """Open a folder below the root, made if it is missing; `_sync_up` makes it durable."""
+        """Open a folder below the root, creating it if missing; `_sync_up` makes it durable."""
         for _ in range(_MAX_CREATE_TRIES):
             with suppress(FileNotFoundError):
                 return _open_for_sync(root, folder)
-            with suppress(FileNotFoundError):  # deletes remove folders that are empty
+            with suppress(FileNotFoundError):  # deletes remove empty folders
                 make_folders(root, folder)
         return _open_for_sync(root, folder)
 
     def _open_in(self, root: int, folder: str, name: str, flags: int) -> tuple[int, int]:
-        """Open a file whose folder may have to be made; return the folder's descriptor and the file's."""
+        """Open a file, creating its folder if missing; return the descriptors of folder and file."""
         for tries in range(_MAX_CREATE_TRIES):
             folder_fd = self._enter(root, folder)
             try:
                 return folder_fd, open_regular(folder_fd, name, flags)
-            except FileNotFoundError:  # the folder was empty and has been removed
+            except FileNotFoundError:  # the folder was empty and was removed meanwhile
                 os.close(folder_fd)
                 if tries == _MAX_CREATE_TRIES - 1:
                     raise
@@ -366,7 +374,7 @@ class LocalStore(Store):
         raise AssertionError
 
     def _create(self, root: int, folder: str) -> tuple[int, str, int]:
-        """Make a new unfinished file, locked; return its folder's descriptor, its name and its own."""
+        """Create a locked unfinished file; return its folder's descriptor, its name and its own."""
         while True:
             temp = _unfinished()
             folder_fd, fd = self._open_in(root, folder, temp, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -381,14 +389,14 @@ class LocalStore(Store):
                     os.unlink(temp, dir_fd=folder_fd)
                 os.close(folder_fd)
                 raise
-            os.close(fd)  # a sweep got in between creation and lock, and took it for abandoned
+            os.close(fd)  # a sweep came between creation and lock, and removed the file as abandoned
             os.close(folder_fd)
 
     def _sync_up(self, root: int, folder: str) -> None:
-        """Make the names of a folder, of those that lead to it and of the root durable.
+        """Make the names of a folder, of its parents and of the root durable.
 
-        Each level once, whoever made it: another process may have, and not yet come to its fsync. Twice would
-        double the time of a small put, since an fsync without changes still flushes the disk's cache.
+        Each level once, whoever created it: another process may have, without having reached its fsync. Twice
+        would double the time of a small put, since even an fsync without changes flushes the disk's cache.
         """
         for level in _levels(folder):
             info = os.stat(level, dir_fd=root, follow_symlinks=False)
@@ -398,7 +406,7 @@ class LocalStore(Store):
                 self._remember(level, info)
         info = os.fstat(root)
         if self._durable.get("") != (info.st_dev, info.st_ino):
-            for level in self._real.parents:  # whoever made them; above a mount point nothing is ours
+            for level in self._real.parents:  # whoever created them; above a mount point nothing is ours
                 if level.stat().st_dev != info.st_dev and level != self._real.parent:
                     break
                 _sync_directory(level)
@@ -431,15 +439,15 @@ class LocalStore(Store):
             except OSError as error:
                 if not _is_foreign(error):
                     raise
-                raise Corrupt(f"{path} was not read: {_why_foreign(error)}", key=name) from None
+                raise Corrupt(f"Cannot read {path}: {_why_foreign(error)}", key=name) from None
             try:
                 yield fd
             finally:
                 os.close(fd)
 
     @contextmanager
-    def _refusing(self, verb: str, name: str, num_bytes: int | None = None) -> Iterator[None]:
-        """Turn the operating system's errors into ours."""
+    def _translating(self, verb: str, name: str, num_bytes: int | None = None) -> Iterator[None]:
+        """Translate errors of the operating system into ours."""
         try:
             yield
         except (Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported):
@@ -450,22 +458,22 @@ class LocalStore(Store):
                 raise _refused(f"Cannot {verb} {path}", name, _why_foreign(error)) from None
             if error.errno in _IN_THE_WAY:
                 raise InvalidInput(
-                    f"Cannot {verb} {path}: a directory has this name, or a part of the path is a file "
+                    f"Cannot {verb} {path}: the name belongs to a directory, or a part of the path is a file "
                     f"({error.strerror}). Nothing was changed.",
                     key=name,
                 ) from error
             kind = Denied if error.errno in _DENIED else RetryLater
-            raise kind(_refusal(verb, path, error, num_bytes), key=name) from error
+            raise kind(_failure(verb, path, error, num_bytes), key=name) from error
 
 
-def _refusal(verb: str, path: Path, error: OSError, num_bytes: int | None) -> str:
+def _failure(verb: str, path: Path, error: OSError, num_bytes: int | None) -> str:
     amount = "" if num_bytes is None else f" ({num_bytes} bytes)"
     space = ""
     if error.errno in _FULL:
-        space = f" {_free_space(path)} Delete something there, or keep fewer checkpoints."
+        space = f" {_free_space(path)} Free some space, or keep fewer checkpoints."
     if error.errno in _DENIED:
-        space = " Set the permissions of this place, or give one that this user may write to."
-    changed = " What was there before is unchanged." if verb == "write" else ""
+        space = " Change its permissions, or use a place that this user may write to."
+    changed = " Earlier data is unchanged." if verb == "write" else ""
     return f"Could not {verb} {path}{amount}: {error.strerror} (errno {error.errno}).{space}{changed}"
 
 
@@ -474,11 +482,11 @@ def _free_space(path: Path) -> str:
         with suppress(OSError):
             info = os.statvfs(place)
             return f"Its file system has {info.f_bavail * info.f_frsize} bytes free (a quota may allow less)."
-    return "Its free space could not be read."
+    return "Its free space is unknown."
 
 
 def _is_foreign(error: OSError) -> bool:
-    """Return True if the error says that no store has made what has the name."""
+    """Return True if the error shows a file that no store has made."""
     return isinstance(error, NotRegular) or error.errno == errno.ELOOP
 
 
@@ -498,7 +506,7 @@ def _publish(folder_fd: int, temp: str, target: Path, name: str, *, if_absent: b
     try:
         _link(folder_fd, temp, folder_fd, target.name, target, name)  # refuses a name that is taken
     except FileExistsError:
-        raise _taken(target, name) from None
+        raise already_exists(target, name) from None
     failpoint("store.linked")
     os.unlink(temp, dir_fd=folder_fd)
 
@@ -510,14 +518,10 @@ def _link(source_fd: int, source: str, folder_fd: int, last: str, target: Path, 
         if error.errno not in _CANNOT_LINK:
             raise
         raise Unsupported(
-            f"The file system of {target} has no hard links ({error.strerror}), so a name cannot be taken "
-            "there without a race. Nothing was changed. Use another place as home.",
+            f"The file system of {target} does not support hard links ({error.strerror}), so a name cannot "
+            "be claimed without a race. Nothing was changed. Use another place as home.",
             key=name,
         ) from error
-
-
-def _taken(target: Path, name: str) -> Conflict:
-    return Conflict(f"{target} exists already; it was left alone.", key=name)
 
 
 def _unfinished() -> str:
@@ -525,26 +529,26 @@ def _unfinished() -> str:
 
 
 def _folder_of(name: str) -> str:
-    """Return the part of a name before its last slash; "" for the root."""
+    """Return the part of a name before its last slash, or "" for the root."""
     return name.rpartition("/")[0]
 
 
 def _levels(folder: str) -> Iterator[str]:
-    """Yield a folder and those that lead to it, without the root."""
+    """Yield a folder and its parents, without the root."""
     while folder:
         yield folder
         folder = _folder_of(folder)
 
 
 def _kind(root: int, name: str) -> int | None:
-    """Return the mode bits of anything that has this name, a link's own; None if nothing has it."""
+    """Return the mode bits of a name, or None if it does not exist. Links are not followed."""
     with suppress(FileNotFoundError, NotADirectoryError), opened_folder(root, _folder_of(name)) as folder_fd:
         return os.stat(name.rpartition("/")[2], dir_fd=folder_fd, follow_symlinks=False).st_mode
     return None
 
 
 def _walk(root: int, prefix: str) -> Iterator[tuple[str, int, os.DirEntry[str]]]:
-    """Yield all but folders, from the folders that can hold names with this prefix.
+    """Yield all entries except folders, from the folders that can hold names with this prefix.
 
     Yields:
         the folder's path, its descriptor, and the entry.
@@ -568,7 +572,7 @@ def _walk(root: int, prefix: str) -> Iterator[tuple[str, int, os.DirEntry[str]]]
 def _open_for_sync(root: int, folder: str) -> int:
     try:
         return open_below(root, folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # it may be entered but not read; there is no other way to sync it
+    except PermissionError:  # it may be entered but not read; this is the only way to sync it
         return open_below(root, folder, O_PATH | os.O_DIRECTORY)
 
 
@@ -599,15 +603,15 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _remove_if_abandoned(folder_fd: int, temp: str) -> bool:
-    """Remove an unfinished file if its lock is free, that is, if its writer is dead."""
+    """Remove an unfinished file if its lock is free: its writer is dead."""
     try:
-        fd = open_regular(folder_fd, temp, os.O_RDWR)  # network file systems lock only what can be written
-    except (FileNotFoundError, PermissionError):  # finished meanwhile, or somebody else's
+        fd = open_regular(folder_fd, temp, os.O_RDWR)  # network file systems lock only writable files
+    except (FileNotFoundError, PermissionError):  # finished meanwhile, or another user's
         return False
     except OSError as error:
         if not _is_foreign(error):
             raise
-        return False  # no store made it
+        return False  # not made by a store
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(FileNotFoundError):
@@ -615,7 +619,7 @@ def _remove_if_abandoned(folder_fd: int, temp: str) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _CANNOT_LOCK:  # nobody can tell whether its writer lives
+        if error.errno not in _CANNOT_LOCK:  # without locks, its writer may be alive
             raise
         return False
     finally:

@@ -1,9 +1,9 @@
-"""Lookup of files below a directory that follows no symbolic link on the way.
+"""Path lookup below a directory, without following symbolic links.
 
 The kernel resolves the whole path in one call (openat2, Linux 5.6). Where that call is missing or a sandbox
-forbids it, each part of the path is opened by itself with O_NOFOLLOW, which gives the same answers.
+forbids it, each part of the path is opened by itself with O_NOFOLLOW, with the same result.
 
-Source: openat2(2); the idea of a directory that nothing leads out of is Go's `os.Root`.
+Source: openat2(2). A directory that cannot be escaped is the idea of Go's `os.Root`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from contextlib import contextmanager, suppress
 from functools import cache
 
 O_PATH = getattr(os, "O_PATH", os.O_RDONLY)
-"""Flag for a descriptor that only names its file; a descriptor to read where the system has no such flag."""
+"""Flag for a descriptor that only identifies a file. Falls back to O_RDONLY where it does not exist."""
 _SYS_OPENAT2 = 437  # the same number on every architecture that Linux numbers uniformly
 _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 _RESOLVE = _NO_MAGICLINKS | _NO_SYMLINKS | _BENEATH
-_MAX_TRIES = 100  # EAGAIN: a rename elsewhere came between
+_MAX_TRIES = 100  # EAGAIN: a rename elsewhere interfered
 
 
 class NotRegular(OSError):
-    """Error of opening a FIFO, a socket or a device in place of a regular file."""
+    """Error for opening a FIFO, socket or device in place of a regular file."""
 
 
 class _How(ctypes.Structure):
@@ -47,15 +47,15 @@ def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
     """Open a file or folder below an open folder; return its descriptor.
 
     Args:
-        folder_fd: descriptor of the folder; may be opened with O_PATH.
+        folder_fd: descriptor of the folder; O_PATH is enough.
         path: relative, without "." and ".." parts; "" is the folder itself.
-        flags: as `os.open` takes them.
-        mode: permissions of a file that is created.
+        flags: as for `os.open`.
+        mode: permissions of a created file.
 
     Raises:
         OSError: with errno ELOOP, a part of the path is a symbolic link.
 
-    Blocks: on the file system; never on a FIFO, since files are opened without waiting for its other end.
+    Blocks: on the file system; never on a FIFO, because files are opened without waiting for its other end.
     """
     flags |= os.O_CLOEXEC
     if not flags & O_PATH:
@@ -68,7 +68,7 @@ def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
 
 @contextmanager
 def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Iterator[int]:
-    """Open a folder below an open one; its descriptor is the `dir_fd` for names in it.
+    """Open a folder below an open one for the block; use its descriptor as `dir_fd`.
 
     Args:
         folder_fd: as in `open_below`.
@@ -86,10 +86,10 @@ def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Itera
 
 
 def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
-    """Open what must be a regular file: no FIFO, device, socket or folder.
+    """Open a regular file; refuse a FIFO, device, socket or folder.
 
     Raises:
-        NotRegular: it is one of these, but a folder.
+        NotRegular: it is a FIFO, device or socket.
         OSError: as `open_below`; EISDIR for a folder.
     """
     try:
@@ -100,7 +100,7 @@ def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> in
         raise
     try:
         _check_regular(os.fstat(fd).st_mode)
-        os.set_blocking(fd, True)  # file systems in user space see the flag with every read
+        os.set_blocking(fd, True)  # file systems in user space receive the flag with every read
     except BaseException:
         os.close(fd)
         raise
@@ -108,7 +108,7 @@ def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> in
 
 
 def make_folders(folder_fd: int, path: str) -> None:
-    """Make a folder below an open one, with all that lead to it.
+    """Create a folder below an open one, with its parents.
 
     Raises:
         OSError: as `open_below`; ENOTDIR if a part of the path is a file.
@@ -162,7 +162,7 @@ def _open_by_parts(folder_fd: int, path: str, flags: int, mode: int) -> int:
 def _open_part(folder_fd: int, name: str, flags: int, mode: int) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder_fd)
-    except NotADirectoryError:  # also how O_DIRECTORY refuses a link
+    except NotADirectoryError:  # O_DIRECTORY also refuses a link with this error
         if stat.S_ISLNK(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
         raise
@@ -170,7 +170,7 @@ def _open_part(folder_fd: int, name: str, flags: int, mode: int) -> int:
 
 @cache
 def _has_openat2() -> bool:
-    """Return True if the kernel has the call and no sandbox forbids it."""
+    """Return True if the kernel has openat2 and no sandbox forbids it."""
     if _syscall is None:
         return False
     how = _How(O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, 0, _RESOLVE)

@@ -1,20 +1,22 @@
-"""A store in this process's memory, for tests and examples."""
+"""Store in this process's memory, for tests and examples."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 
-from holdfast.errors import Conflict, Corrupt, NotFound
-from holdfast.store.contract import Buffer, Entry, Properties, Store
-from holdfast.store.naming import check_name, check_prefix
+from typing_extensions import override
+
+from holdfast.errors import NotFound
+from holdfast.store.contract import Buffer, ObjectInfo, Properties, Store, already_exists, ends_early
+from holdfast.store.object_names import check_name, check_prefix
 
 
 class MemoryStore(Store):
-    """A store whose objects are lost when the process ends.
+    """A store whose objects are lost when the process exits.
 
     Args:
-        name: part of the URL; see `open_store` for stores that are shared by name.
+        name: part of the URL; `open_store` returns the same store for the same name.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -23,22 +25,22 @@ class MemoryStore(Store):
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
+    @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`."""
         check_name(name)
         copy = bytes(data)
         with self._lock:
             if if_absent and name in self._objects:
-                raise Conflict(f"{self.url}/{name} exists already; it was left alone.", key=name)
+                raise already_exists(f"{self.url}/{name}", name)
             self._objects[name] = copy
 
+    @override
     def link(self, source: str, name: str) -> None:
-        """See `Store.link`."""
         data = self.get(source)
         self.put(name, data)
 
+    @override
     def get(self, name: str) -> bytes:
-        """See `Store.get`."""
         check_name(name)
         with self._lock:
             data = self._objects.get(name)
@@ -46,43 +48,40 @@ class MemoryStore(Store):
             raise NotFound(f"{self.url} has no object {name!r}.", key=name)
         return data
 
+    @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See `Store.read_into`."""
         data = self.get(name)
         found = data[offset : offset + len(buffer)]
         if len(found) < len(buffer):
-            raise Corrupt(
-                f"{self.url}/{name} ends at byte {len(data)}; {len(buffer)} bytes at {offset} were wanted.",
-                key=name,
-            )
+            raise ends_early(f"{self.url}/{name}", name, len(data), offset, len(buffer))
         buffer[:] = found
 
+    @override
     def append(self, name: str, data: bytes) -> None:
-        """See `Store.append`."""
         check_name(name)
         with self._lock:
             self._objects[name] = self._objects.get(name, b"") + data
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See `Store.list`."""
+    @override
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         with self._lock:
-            found = [Entry(name, len(data)) for name, data in self._objects.items()]
+            found = [ObjectInfo(name, len(data)) for name, data in self._objects.items()]
         return (entry for entry in found if entry.name.startswith(prefix))
 
+    @override
     def size(self, name: str) -> int | None:
-        """See `Store.size`."""
         check_name(name)
         with self._lock:
             data = self._objects.get(name)
         return None if data is None else len(data)
 
+    @override
     def delete(self, name: str) -> None:
-        """See `Store.delete`."""
         check_name(name)
         with self._lock:
             self._objects.pop(name, None)
 
+    @override
     def sweep(self, prefix: str = "") -> None:
-        """See `Store.sweep`; a put into memory leaves nothing unfinished."""
-        check_prefix(prefix)
+        check_prefix(prefix)  # puts into memory leave nothing unfinished

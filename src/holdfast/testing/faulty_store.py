@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.store.contract import Buffer, Entry, Store
+from holdfast.store.contract import Buffer, ObjectInfo, Store
 
 METHODS = ("put", "link", "get", "read_into", "append", "list", "size", "delete", "sweep", "sync")
 
@@ -172,10 +172,11 @@ class FaultyStore(Store):
             self.inner.append(name, data)
 
     @override
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with self._call(Call("list", prefix)):
             found = [
-                Entry(one.name, self._truncated(one.name, one.num_bytes)) for one in self.inner.list(prefix)
+                ObjectInfo(one.name, self._truncated(one.name, one.num_bytes))
+                for one in self.inner.list(prefix)
             ]
         return iter(found)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
-from holdfast.store.contract import Entry, Store
+from holdfast.store.contract import ObjectInfo, Store
 
 BLOCK_BYTES = 4096
 SLICE_BYTES = 16 << 20
@@ -75,7 +75,7 @@ class StoreSuite:
 
         store.put_parts("a/object", parts(), len(whole))
         assert store.get("a/object") == whole
-        assert list(store.list()) == [Entry("a/object", len(whole))]
+        assert list(store.list()) == [ObjectInfo("a/object", len(whole))]
 
     def test_parts_that_fail_leave_nothing(self, store: Store) -> None:
         """An exception from the iterator of parts propagates, and the object does not change."""
@@ -92,7 +92,7 @@ class StoreSuite:
             with pytest.raises(InvalidInput, match="new"):
                 store.put_parts("new", [b"y"] * found, 2)
         assert store.get("old") == b"old"
-        assert list(store.list()) == [Entry("old", 3)]
+        assert list(store.list()) == [ObjectInfo("old", 3)]
 
     def test_parts_do_not_replace_an_object_if_absent_is_set(self, store: Store) -> None:
         """`put_parts` keeps an existing object with `if_absent=True`, and replaces it without."""
@@ -120,7 +120,7 @@ class StoreSuite:
             lambda: store.put_parts(name, [b"x"], 1),
             lambda: store.get(name),
             lambda: store.read_into(name, 0, memoryview(bytearray(1))),
-            lambda: store.lend(name, 0, 1),
+            lambda: store.read_view(name, 0, 1),
             lambda: store.append(name, b"x"),
             lambda: store.size(name),
             lambda: store.delete(name),
@@ -167,15 +167,15 @@ class StoreSuite:
                 assert buffer == data[start:stop], (start, stop, shift)
 
     def test_lent_bytes_equal_the_range(self, store: Store) -> None:
-        """`lend` returns the bytes that `read_into` would read, as a read-only view."""
+        """`read_view` returns the bytes that `read_into` would read, as a read-only view."""
         data = _pattern(3 * BLOCK_BYTES + 5)
         store.put("a", data)
         for start, stop in ((0, len(data)), (1, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES), (5, 6)):
-            lent = store.lend("a", start, stop - start)
+            lent = store.read_view("a", start, stop - start)
             assert lent == data[start:stop]
             assert lent.readonly
         with pytest.raises(NotFound):
-            store.lend("missing", 0, 1)
+            store.read_view("missing", 0, 1)
 
     def test_flush_and_close_lose_nothing(self, store: Store) -> None:
         """A store can be used again after `close`. `check` and `flush` do not change objects."""
@@ -203,7 +203,7 @@ class StoreSuite:
             with pytest.raises(Corrupt, match="the-object"):
                 store.read_into("the-object", offset, _aligned(length))
             with pytest.raises(Corrupt, match="the-object"):
-                store.lend("the-object", offset, length)
+                store.read_view("the-object", offset, length)
 
     @pytest.mark.parametrize("num_bytes", [3, 2 << 20])
     def test_put_replaces_an_object_by_a_shorter_and_a_longer_one(self, store: Store, num_bytes: int) -> None:
@@ -211,7 +211,7 @@ class StoreSuite:
         for length in (num_bytes, num_bytes - 1, num_bytes + 1, 0):
             store.put("a", _pattern(length, seed=length))
             assert store.get("a") == _pattern(length, seed=length)
-            assert list(store.list()) == [Entry("a", length)]
+            assert list(store.list()) == [ObjectInfo("a", length)]
 
     @pytest.mark.parametrize("num_bytes", [5000, (1 << 20) + 5])
     def test_readers_see_the_old_or_the_new_object(self, store: Store, num_bytes: int) -> None:
@@ -252,6 +252,14 @@ class StoreSuite:
         store.delete("a")
         store.put("a", b"third", if_absent=True)
         assert store.get("a") == b"third"
+
+    def test_put_once_may_be_repeated_with_the_same_bytes(self, store: Store) -> None:
+        """`put_once` raises Conflict only if the name has other bytes."""
+        store.put_once("d/a", b"first")
+        store.put_once("d/a", b"first")
+        with pytest.raises(Conflict):
+            store.put_once("d/a", b"second")
+        assert store.get("d/a") == b"first"
 
     @pytest.mark.parametrize("num_bytes", [10, (1 << 20) + 1])
     def test_one_of_several_threads_creates_an_object(self, store: Store, num_bytes: int) -> None:
@@ -312,7 +320,7 @@ class StoreSuite:
             "zz",
             "step-01/a/",
         ):
-            expected = [Entry(name, length) for length, name in enumerate(names) if name.startswith(prefix)]
+            expected = [ObjectInfo(name, i) for i, name in enumerate(names) if name.startswith(prefix)]
             assert sorted(store.list(prefix), key=lambda e: e.name) == sorted(
                 expected, key=lambda e: e.name
             ), prefix
@@ -343,7 +351,7 @@ class StoreSuite:
                 seen |= {entry for entry in store.list() if int(entry.name[2:]) in range(NUM_ROUNDS)}
             writing.result()
         assert {entry.num_bytes for entry in seen} <= {num_bytes}
-        assert set(store.list()) == {Entry(f"d/{number}", num_bytes) for number in range(NUM_ROUNDS)}
+        assert set(store.list()) == {ObjectInfo(f"d/{number}", num_bytes) for number in range(NUM_ROUNDS)}
 
     def test_append_adds_at_the_end(self, store: Store) -> None:
         """`append` creates a log or extends it. A log is read and listed like any object."""
@@ -351,7 +359,7 @@ class StoreSuite:
         for line in lines:
             store.append("history/log", line)
         assert store.get("history/log") == b"".join(lines)
-        assert list(store.list("history/")) == [Entry("history/log", len(b"".join(lines)))]
+        assert list(store.list("history/")) == [ObjectInfo("history/log", len(b"".join(lines)))]
 
     def test_delete_removes_one_object(self, store: Store) -> None:
         """`delete` removes one object, and does not raise if it is missing."""

@@ -16,7 +16,7 @@ import xxhash
 from holdfast.errors import NotFound, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format.hashes import digest
-from holdfast.store import Entry, Store
+from holdfast.store import ObjectInfo, Store
 from holdfast.units import format_bytes
 from holdfast.writeback.files import Fingerprint
 from holdfast.writeback.journal import FOLDER
@@ -49,11 +49,11 @@ class Download:
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a kill
         self._folder.mkdir()
 
-    def listed(self, is_excluded: Callable[[str], bool]) -> list[Entry]:
+    def listed(self, is_excluded: Callable[[str], bool]) -> list[ObjectInfo]:
         """Return the objects that belong in the directory."""
         return [entry for entry in self._store.list() if not is_excluded(entry.name)]
 
-    def check_room(self, entries: list[Entry]) -> None:
+    def check_room(self, entries: list[ObjectInfo]) -> None:
         """Raise if the disk is too small, before anything is downloaded.
 
         Raises:
@@ -67,7 +67,7 @@ class Download:
                 "a smaller prefix, or mount without fetching."
             )
 
-    def is_same(self, entry: Entry, sent: Sent) -> bool:
+    def is_same(self, entry: ObjectInfo, sent: Sent) -> bool:
         """Return True if an object has not changed since the last sync.
 
         Large objects are compared by size, small ones by digest.
@@ -80,7 +80,7 @@ class Download:
             return digest(self._store.get(entry.name)) == sent.digest
         return False
 
-    def bring(self, entries: list[Entry], replaced: dict[str, Fingerprint]) -> Iterator[Downloaded]:
+    def bring(self, entries: list[ObjectInfo], replaced: dict[str, Fingerprint]) -> Iterator[Downloaded]:
         """Download objects, several at once.
 
         Args:
@@ -103,7 +103,7 @@ class Download:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _bring(self, number: int, entry: Entry, replaced: Fingerprint | None) -> Downloaded | None:
+    def _bring(self, number: int, entry: ObjectInfo, replaced: Fingerprint | None) -> Downloaded | None:
         temp, target = self._folder / str(number), self._directory / entry.name
         try:
             found = self._download(entry, temp)
@@ -140,7 +140,7 @@ class Download:
             temp.replace(target)
         return fetched
 
-    def _download(self, entry: Entry, temp: Path) -> str:
+    def _download(self, entry: ObjectInfo, temp: Path) -> str:
         """Write an object to a file and return its digest."""
         hashed = xxhash.xxh3_128()
         room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))

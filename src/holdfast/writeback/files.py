@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import InvalidInput
-from holdfast.store.naming import check_name
+from holdfast.store.object_names import check_name
 
 SETTLE_NS = 20_000_000
 """Time after which a further write is sure to change a file's mtime, which ticks every 10 ms."""

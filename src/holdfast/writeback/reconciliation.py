@@ -7,7 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.store import Entry, Store
+from holdfast.store import ObjectInfo, Store
 from holdfast.units import plural
 from holdfast.writeback.config import UploaderConfig
 from holdfast.writeback.download import Download
@@ -64,7 +64,7 @@ def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> b
 def _fetch(
     fetch: Download,
     queue: JournaledQueue,
-    objects: dict[str, Entry],
+    objects: dict[str, ObjectInfo],
     found: list[ScannedFile],
     *,
     is_behind: bool,
@@ -101,12 +101,12 @@ def _clear(order: UploadQueue) -> Writes:
 
 def _wanted(
     order: UploadQueue,
-    objects: dict[str, Entry],
+    objects: dict[str, ObjectInfo],
     present: dict[str, ScannedFile],
     fetch: Download,
     *,
     is_behind: bool,
-) -> tuple[list[Entry], dict[str, Fingerprint]]:
+) -> tuple[list[ObjectInfo], dict[str, Fingerprint]]:
     """Return the objects to download, and the files that they replace."""
     wanted, replaced = [], {}
     for name, entry in objects.items():

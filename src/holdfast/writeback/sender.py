@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from holdfast import backoff
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.failpoint import failpoint
 from holdfast.store import Store
@@ -28,7 +28,6 @@ _BLOCK_BYTES = 8 << 20
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
 _LOOK_S = 0.05  # between two checks whether a file is still open
 _ATTEMPT_CHECK_S = 5.0  # between two checks whether a newer attempt has taken over
-_dice = random.Random()
 
 
 class _Changed(Exception):
@@ -112,8 +111,8 @@ class Sender:
         self._outage.num_tries += 1
         since_s = now_s - self._outage.since_s
         self._queue.tell(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
-        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._outage.num_tries - 1, 20), _LAST_PAUSE_S)
-        self._stopping.wait(_dice.uniform(0.5, 1.0) * pause_s)
+        pause_s = backoff.doubled(self._outage.num_tries, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        self._stopping.wait(backoff.jittered(pause_s))
 
     def _check_attempt(self) -> None:
         now_s = time.monotonic()

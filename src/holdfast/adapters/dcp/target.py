@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.store import open_store
-from holdfast.store.place import absolute_place
+from holdfast.store.factory import absolute_place
 
 _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
 

@@ -18,7 +18,7 @@ from holdfast.adapters.dcp.image import stage
 from holdfast.adapters.dcp.save_claim import SaveClaim, claim_save
 from holdfast.adapters.dcp.target import Target
 from holdfast.callsite import warn
-from holdfast.errors import Conflict, HoldfastError, InvalidInput, SaveWarning, Unsupported
+from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.format import names
 from holdfast.format.layout import lay_out
 from holdfast.format.manifest import Manifest
@@ -157,7 +157,7 @@ class HoldfastWriter(StorageWriter):
         step, attempt, rank = save.claim.step, save.claim.attempt, save.rank
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
         document = documents.make_part(save.claim, rank, save.catalog, layout.starts, file, encoded)
-        _create(store, names.part(step, attempt, rank), document)
+        store.put_once(names.part(step, attempt, rank), document)
         history = History(store, save.writer)
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)
         done: Future[list[WriteResult]] = Future()
@@ -212,14 +212,6 @@ class HoldfastWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return True if a checkpoint id is a place that can be written to."""
         return Target.is_valid(checkpoint_id)
-
-
-def _create(store: Store, name: str, document: bytes) -> None:
-    try:
-        store.put(name, document, if_absent=True)
-    except Conflict:
-        if store.get(name) != document:
-            raise
 
 
 def _refuse_plan_caching(is_cached: bool) -> None:

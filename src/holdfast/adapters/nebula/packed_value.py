@@ -15,8 +15,8 @@ import torch
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.values import encode
-from holdfast.state.tensors import is_savable, refuse
-from holdfast.state.tree import strip
+from holdfast.state.tensors import is_savable, unsavable
+from holdfast.state.tree import extract_tensors
 
 Path = tuple[Any, ...]
 """Keys and indices of a node in a tree."""
@@ -84,9 +84,9 @@ class Packed:
 
         def emit(path: str, tensor: torch.Tensor) -> None:
             if not is_savable(tensor):
-                raise refuse(tensor, path)
+                raise unsavable(tensor, path)
 
-        encode(strip(self.tree, name, emit), name)
+        encode(extract_tensors(self.tree, name, emit), name)
 
     def copied(self) -> Packed:
         """Return the partition with copies of all tensors on the CPU."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.callsite import warn
 from holdfast.errors import InvalidInput, SaveWarning
-from holdfast.store.place import absolute_place
+from holdfast.store.factory import absolute_place
 from holdfast.units import parse_duration
 
 PATH = "NEBULA_PERSISTENT_STORAGE_PATH"

@@ -20,9 +20,9 @@ from holdfast.home.skipped import Skipped
 from holdfast.policy import line_of
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.verify import check_verified
-from holdfast.state.tree import graft, references
+from holdfast.state.tree import insert_tensors, references
 from holdfast.store import Store
-from holdfast.store.nearest import Nearest
+from holdfast.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ class TaggedCheckpoint:
             devices = {tuple(path): str(device) for path, device in metadata["devices"]}
         names = list(references(tree))
         found = self.checkpoint.tensors(index, keys=names) if names else {}
-        return Packed(graft(tree, found.__getitem__), kinds, devices)
+        return Packed(insert_tensors(tree, found.__getitem__), kinds, devices)
 
     def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
         """Load a partition: this rank's own, or else the lowest rank's.
@@ -156,7 +156,7 @@ class TagIndex:
         self.home = home
         self._tiers = tuple(tiers)
         stores = [tier.store for tier in tiers]
-        self._store = stores[0] if len(stores) == 1 else Nearest(stores)
+        self._store = stores[0] if len(stores) == 1 else TieredStore(stores)
 
     def checkpoints(self, *, only_home: bool = False) -> Iterator[TaggedCheckpoint]:
         """Yield the checkpoints that were saved under tags, newest first.

@@ -22,7 +22,7 @@ from holdfast.home.claim import claim_run
 from holdfast.home.documents import read_run
 from holdfast.keeper import Save
 from holdfast.privacy import is_own
-from holdfast.state.spread import per_rank
+from holdfast.state.replication import per_rank
 from holdfast.store import open_store
 
 _RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")

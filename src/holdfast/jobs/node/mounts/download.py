@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.node.spec import write_atomic
-from holdfast.store import Entry, Store, open_store
+from holdfast.store import ObjectInfo, Store, open_store
 from holdfast.store.address import parse_address
 from holdfast.units import format_bytes, plural
 from holdfast.writeback.ownership import FOLDER
@@ -107,7 +107,7 @@ class Download:
             f"{format_bytes(total)}, {seconds:.1f} s"
         )
 
-    def _listed(self) -> tuple[Store, list[Entry], bool]:
+    def _listed(self) -> tuple[Store, list[ObjectInfo], bool]:
         """Return the store, its objects, and whether the URL names exactly one object."""
         store = open_store(self._url)
         entries = [entry for entry in store.list() if not entry.name.startswith(f"{FOLDER}/")]
@@ -118,7 +118,7 @@ class Download:
         num_bytes = parent.size(name) if parent is not None else None
         if parent is None or num_bytes is None:
             raise NotFound(f"Nothing exists at {store.url}.")
-        return parent, [Entry(name, num_bytes)], True
+        return parent, [ObjectInfo(name, num_bytes)], True
 
     def _check_room(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self._beside).free
@@ -128,7 +128,7 @@ class Download:
                 f"{format_bytes(free)} are free on its disk. Nothing was copied. Free space, or use a mount."
             )
 
-    def _bring(self, store: Store, entries: list[Entry], targets: dict[str, Path], total: int) -> None:
+    def _bring(self, store: Store, entries: list[ObjectInfo], targets: dict[str, Path], total: int) -> None:
         self._num_bytes = total - sum(entry.num_bytes for entry in entries)
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-copy") as pool:
             jobs = [
@@ -158,7 +158,7 @@ class Download:
                 f"{format_bytes(self._num_bytes)} of {format_bytes(total)}"
             )
 
-    def _bring_one(self, store: Store, entry: Entry, beside: Path, target: Path) -> None:
+    def _bring_one(self, store: Store, entry: ObjectInfo, beside: Path, target: Path) -> None:
         room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))
         with beside.open("wb") as file:
             for start in range(0, entry.num_bytes, _BLOCK_BYTES):
@@ -173,7 +173,7 @@ class Download:
         target.parent.mkdir(parents=True, exist_ok=True)
         beside.replace(target)
 
-    def _check(self, entries: list[Entry], targets: dict[str, Path]) -> None:
+    def _check(self, entries: list[ObjectInfo], targets: dict[str, Path]) -> None:
         for entry in entries:
             found = _size(targets[entry.name])
             if found != entry.num_bytes:

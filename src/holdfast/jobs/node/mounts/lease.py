@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast import backoff
 from holdfast.documents import decode_object
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import locks
@@ -36,7 +37,7 @@ class MountLease:
         self._job = JobFolder(attempt.parents[1])
         self._attempt = attempt
         self._folder = attempt / "mounter"
-        self._again_s, self._pause_s = 0.0, _PAUSE_S
+        self._again_s, self._num_starts = 0.0, 0
         self._log = log
         self._folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileExistsError):
@@ -69,8 +70,8 @@ class MountLease:
     def look(self) -> None:
         """Replace a mounter that was killed."""
         if time.monotonic() >= self._again_s and self._start():
-            self._again_s = time.monotonic() + self._pause_s
-            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._num_starts += 1
+            self._again_s = time.monotonic() + backoff.doubled(self._num_starts, _PAUSE_S, _LONGEST_PAUSE_S)
 
     def close(self) -> None:
         """Release the mounts."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from holdfast import backoff
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.node import locks
@@ -188,7 +189,7 @@ class _Cache:
         self._spec, self._owner, self._attempt = spec, owner, attempt
         self._held: Mount | None = None
         self._trouble = ""
-        self._again_s, self._pause_s = 0.0, _PAUSE_S
+        self._again_s, self._num_failures = 0.0, 0
         self._is_hopeless = False
 
     def see_to(self, is_wanted: Callable[[], bool]) -> None:
@@ -201,11 +202,11 @@ class _Cache:
                 return
             self.close()
             self._held = mount_write_back(self._spec, self._owner, self._attempt, is_wanted, fetch=False)
-            self._trouble, self._pause_s = "", _PAUSE_S
+            self._trouble, self._num_failures = "", 0
         except (Denied, RetryLater) as error:
             self._trouble = str(error)
-            self._again_s = time.monotonic() + self._pause_s
-            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._num_failures += 1
+            self._again_s = time.monotonic() + backoff.doubled(self._num_failures, _PAUSE_S, _LONGEST_PAUSE_S)
         except HoldfastError as error:
             self._trouble, self._is_hopeless = str(error), True
 

@@ -1,4 +1,4 @@
-"""Table: the tensors that a capture found, row by row, with their ties; kept to compare the next one with."""
+"""Tensor table: the tensors of a capture, row by row, with their ties, for comparison with the next one."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.layout import check_name
-from holdfast.state.agreement import Agreement
-from holdfast.state.sharding import Layout, Sharding, layout_of, local_of
-from holdfast.state.spread import Spread
+from holdfast.state.holders import HolderAgreement
+from holdfast.state.replication import Replication
+from holdfast.state.sharding import Sharding, ShardLayout, layout_of, local_of
 from holdfast.state.tensors import (
     PLAIN,
     is_same_view,
     is_savable,
     may_be_reread,
-    refuse,
     show_same_memory,
     shows_same_memory,
+    unsavable,
 )
 
 _get_dtype = operator.attrgetter("dtype")
 
 
 class Role(NamedTuple):
-    """What a tensor is in the state. A tuple, because thousands are compared at each capture."""
+    """Role of a tensor in the state. A tuple, because thousands are compared at each capture."""
 
-    spread: Spread
-    is_named: bool = False  # a parameter after which optimizers name their state
-    is_owned: bool = False  # only a step of an optimizer in the state changes it
+    replication: Replication
+    is_named: bool = False  # a parameter that optimizers name their state after
+    is_owned: bool = False  # changed only by a step of an optimizer in the state
     in_module: bool = False
-    follows: str | None = None  # the parameter whose state it is; whoever holds that holds this
+    follows: str | None = None  # the parameter whose state it is, held by the same ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Structure:
-    """All facts about a captured state but its bytes; kept, as an object, while nothing changes."""
+class StateStructure:
+    """All facts about a captured state except its bytes; the same object while nothing changes."""
 
     names: list[str]
     dtypes: list[torch.dtype]
@@ -52,22 +52,22 @@ class Structure:
     frozen: frozenset[str]
     tied: dict[str, str]
 
-    def says_the_same(self, other: Structure) -> bool:
-        """True if all facts are equal, the order of names included."""
+    def has_same_facts(self, other: StateStructure) -> bool:
+        """Return True if all facts are equal, including the order of names."""
         return all(getattr(self, fact) == getattr(other, fact) for fact in self.__slots__)
 
 
-class Table:
-    """The tensors of a state in the order in which they were found.
+class TensorTable:
+    """The tensors of a state, in discovery order.
 
     It holds the live tensors and a detached alias of each, so the memory of a tensor that training replaces
-    stays taken until the next capture. That is also what makes comparing safe: while the alias holds the old
-    memory, no new tensor can come to stand at the same address.
+    stays in use until the next capture. That also makes comparing safe: while the alias holds the old memory,
+    no new tensor can start at the same address.
 
     Args:
         rank: this rank.
         world_size: number of ranks; with one rank, nothing is per rank.
-        checked: names that are known not to be reserved; grows.
+        checked: names that have passed the check for reserved names; grows.
     """
 
     def __init__(self, rank: int, world_size: int, checked: set[str]) -> None:
@@ -75,7 +75,7 @@ class Table:
         self.world_size = world_size
         self.names: list[str] = []
         self.roles: list[Role] = []
-        self.holders: list[str] = []  # name under which the bytes of a row stand; another one if it is tied
+        self.holders: list[str] = []  # name that holds the bytes of a row, another one if it is tied
         self.tensors: dict[str, torch.Tensor] = {}  # aliases of the rows that hold bytes, by name
         self.tied: dict[str, str] = {}
         self.parameter_names: dict[int, str] = {}  # id of a live parameter -> its first name
@@ -86,8 +86,8 @@ class Table:
         self._types: list[type] = []
         self._dtypes: list[torch.dtype] = []
         self._may_be_reread: list[bool] = []
-        self._specs: list[Any] = []  # what a DTensor says of itself, by row
-        self._layouts: list[Layout | None] = []  # None for plain tensors
+        self._specs: list[Any] = []  # specs of DTensors, by row
+        self._layouts: list[ShardLayout | None] = []  # None for plain tensors
         self._shapes: list[tuple[int, ...]] = []  # of the whole tensors
         self._row_of: dict[str, int] = {}
         self._named: dict[int, str] = {}  # id of a sharded tensor -> name
@@ -100,11 +100,11 @@ class Table:
     # -- filling ---------------------------------------------------------------------------------------------
 
     def add(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        """Add a row; answers the name under which the tensor's bytes stand.
+        """Add a row; return the name that holds the tensor's bytes.
 
         Raises:
-            Unsupported: a tensor that cannot be saved.
-            InvalidInput: a name that is taken or reserved.
+            Unsupported: the tensor cannot be saved.
+            InvalidInput: the name is in use or reserved.
         """
         local, layout = self._inspect(name, tensor, role)
         if name not in self._checked:
@@ -114,13 +114,13 @@ class Table:
             raise _collision(name)
         is_here = layout is None or self.rank in layout.holders
         holder = self._place(name, tensor, local, layout) if is_here else name
-        # Also of tensors without gradient: the live tensor itself would always be equal to itself.
+        # Also for tensors without gradient: the live tensor itself would always equal itself.
         alias = local.detach()
         if holder != name:
             self.tied[name] = holder
         elif is_here:
             self.tensors[name] = alias
-            self._note_spread(name, role.spread, layout)
+            self._note_replication(name, role.replication, layout)
         self._row_of[name] = len(self.names)
         if role.is_owned and is_here:
             self._owned.add(holder)
@@ -150,18 +150,18 @@ class Table:
                 self._owned.add(holder)
 
     def is_per_rank(self, name: str) -> bool:
-        """True if every rank has its own of this name."""
+        """Return True if each rank has its own tensor under `name`."""
         return self.tied.get(name, name) in self._per_rank
 
-    def structure(self, agreement: Agreement, *, is_frozen_known: bool) -> Structure:
-        """All facts about the tensors.
+    def structure(self, agreement: HolderAgreement, *, is_frozen_known: bool) -> StateStructure:
+        """Return all facts about the tensors.
 
         Args:
-            agreement: who holds plain tensors.
-            is_frozen_known: every optimizer of the state has told what it owns.
+            agreement: holders of plain tensors.
+            is_frozen_known: the parameters of every optimizer in the state are known.
         """
         tensors = self.tensors.values()
-        return Structure(
+        return StateStructure(
             names=list(self.tensors),
             dtypes=[tensor.dtype for tensor in tensors],
             shapes=[tensor.shape for tensor in tensors],
@@ -173,8 +173,10 @@ class Table:
             tied=dict(self.tied),
         )
 
-    def _inspect(self, name: str, tensor: torch.Tensor, role: Role) -> tuple[torch.Tensor, Layout | None]:
-        """This rank's part of a tensor, and how it is sharded.
+    def _inspect(
+        self, name: str, tensor: torch.Tensor, role: Role
+    ) -> tuple[torch.Tensor, ShardLayout | None]:
+        """Return this rank's part of a tensor and its layout. Plain tensors have none.
 
         Raises:
             Unsupported: it cannot be saved.
@@ -184,22 +186,24 @@ class Table:
         try:
             local, layout = local_of(tensor), layout_of(tensor)
         except Unsupported as error:
-            raise refuse(tensor, name, str(error)) from error
+            raise unsavable(tensor, name, str(error)) from error
         if not is_savable(local):
-            raise refuse(local, name)
-        if role.spread is Spread.PER_RANK or layout is None:
+            raise unsavable(local, name)
+        if role.replication is Replication.PER_RANK or layout is None:
             return local, None
         box = layout.box_of(self.rank, tuple(tensor.shape))
         if box is not None and not (box.lengths == local.shape or box.num_items == local.numel() == 0):
             kind, found = type(tensor).__name__, list(local.shape)
-            why = f"it is a {kind} whose part here is {found}, but its placements say {list(box.lengths)}."
-            raise refuse(tensor, name, why)
+            why = (
+                f"it is a {kind} whose part here is {found}, but its placements require {list(box.lengths)}."
+            )
+            raise unsavable(tensor, name, why)
         return local, layout
 
-    def _place(self, name: str, tensor: torch.Tensor, local: torch.Tensor, layout: Layout | None) -> str:
-        """Remember where a tensor starts; answers the name of a row that is the same tensor, or its own."""
+    def _place(self, name: str, tensor: torch.Tensor, local: torch.Tensor, layout: ShardLayout | None) -> str:
+        """Record where a tensor starts; return the name of a row with the same tensor, or its own."""
         if layout is not None:
-            # By the object, not its memory: all ranks must see a tie alike, also those whose part is empty.
+            # By the object, not its memory: all ranks must find the same ties, also with an empty part.
             first = self._named.setdefault(id(tensor), name)
             if first is not name:
                 return first
@@ -214,12 +218,12 @@ class Table:
         self._more.setdefault(address, []).append(name)
         return name
 
-    def _note_spread(self, name: str, spread: Spread, layout: Layout | None) -> None:
-        is_own = spread is Spread.PER_RANK or (spread is Spread.OWN and layout is None)
+    def _note_replication(self, name: str, replication: Replication, layout: ShardLayout | None) -> None:
+        is_own = replication is Replication.PER_RANK or (replication is Replication.OWN and layout is None)
         if self.world_size > 1 and is_own:
             self._per_rank.add(name)
 
-    def _shardings(self, agreement: Agreement) -> dict[str, Sharding]:
+    def _shardings(self, agreement: HolderAgreement) -> dict[str, Sharding]:
         shared: dict[tuple[tuple[int, ...], int], Sharding] = {}
         shardings: dict[str, Sharding] = {}
         for name in self.tensors:
@@ -233,17 +237,17 @@ class Table:
             shardings[name] = shared[key]
         return shardings
 
-    def _layout(self, row: int, agreement: Agreement) -> Layout:
-        """The layout of a row, agreed as far as ranks have agreed."""
+    def _layout(self, row: int, agreement: HolderAgreement) -> ShardLayout:
+        """Return the agreed layout of a row, or its own without an agreement."""
         role, raw = self.roles[row], self._layouts[row]
         if role.follows is not None and role.follows in self._row_of:
             parameter = self._row_of[self.tied.get(role.follows, role.follows)]
             return agreement.follow(raw, self._layout(parameter, agreement), self._layouts[parameter])
-        is_lowest = role.spread is Spread.LOWEST
+        is_lowest = role.replication is Replication.LOWEST
         return agreement.layout(self.names[row], raw, is_lowest=is_lowest, in_module=role.in_module)
 
     def _frozen(self) -> frozenset[str]:
-        """Module parameters that no optimizer owns."""
+        """Return module parameters that no optimizer owns."""
         return frozenset(
             holder
             for holder, role in zip(self.holders, self.roles, strict=True)
@@ -253,25 +257,30 @@ class Table:
     # -- comparing -------------------------------------------------------------------------------------------
 
     def live(self, row: int) -> torch.Tensor:
-        """The training object's tensor of a row."""
+        """Return the training object's tensor of a row."""
         return self._live[row]
 
     def has(self, row: int, name: str, role: Role) -> bool:
-        """True if a row has this name and role."""
+        """Return True if a row has this name and role."""
         return row < len(self.names) and self.names[row] == name and self.roles[row] == role
 
     def is_same(self, row: int, tensor: torch.Tensor) -> bool:
-        """True if a tensor shows the memory of a row in the same way; parameters must be the same object."""
+        """Return True if a tensor shows a row's memory in the same way.
+
+        Parameters must also be the same object.
+        """
         if self.roles[row].is_named and tensor is not self._live[row]:
             return False
         if type(tensor) is not self._types[row]:
             return False
-        return shows_same_memory(local_of(tensor), self._aliases[row]) and self._is_cut_alike(row, tensor)
+        return shows_same_memory(local_of(tensor), self._aliases[row]) and self._has_same_sharding(
+            row, tensor
+        )
 
     def are_same(
         self, row: int, names: Sequence[str], roles: Sequence[Role], tensors: list[torch.Tensor]
     ) -> bool:
-        """True if the rows from `row` on are these, with the same objects that show the same memory."""
+        """Return True if the rows from `row` on have these objects, showing the same memory."""
         at = slice(row, row + len(names))
         live = self._live[at]
         is_same = (
@@ -285,7 +294,7 @@ class Table:
         if not is_same:
             return False
         if self.has_sharded:
-            if not all(map(self._is_cut_alike, range(row, row + len(names)), tensors)):
+            if not all(map(self._has_same_sharding, range(row, row + len(names)), tensors)):
                 return False
             tensors = list(map(local_of, tensors))
         return (
@@ -300,22 +309,22 @@ class Table:
         chosen = self._may_be_reread[at]
         return compress(tensors, chosen), compress(self._aliases[at], chosen)
 
-    def _is_cut_alike(self, row: int, tensor: torch.Tensor) -> bool:
-        """True if a tensor of a row's type is sharded as the row's was, and is as large in all."""
+    def _has_same_sharding(self, row: int, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` has the row's global shape and sharding."""
         spec, layout = self._specs[row], self._layouts[row]
         if layout is None or (spec is not None and spec is _spec(tensor)):
             return True
         return layout_of(tensor) == layout and tuple(tensor.shape) == self._shapes[row]
 
     def can_replace(self, row: int, tensor: torch.Tensor) -> bool:
-        """True if a tensor can take the place of a row's without any other row being touched."""
+        """Return True if a tensor can replace a row's without affecting any other row."""
         local = local_of(tensor)
         name, old, new = self.names[row], self._aliases[row].data_ptr(), local.data_ptr()
         return (
             not self.roles[row].is_named
             and name in self.tensors
             and (type(tensor) is self._types[row] or (type(tensor) in PLAIN and self._types[row] in PLAIN))
-            and self._is_cut_alike(row, tensor)
+            and self._has_same_sharding(row, tensor)
             and (self._layouts[row] is None or id(tensor) not in self._named)
             and (self._layouts[row] is None or local.shape == self._aliases[row].shape)
             and self.holders[row] == name
@@ -325,7 +334,7 @@ class Table:
         )
 
     def replace(self, row: int, tensor: torch.Tensor) -> bool:
-        """Put a tensor in the place of a row's; answers True if dtype, shape or device have changed."""
+        """Replace a row's tensor; return True if dtype, shape or device have changed."""
         local = local_of(tensor)
         name, old, alias = self.names[row], self._aliases[row], local.detach()
         if self._layouts[row] is not None:
@@ -342,13 +351,13 @@ class Table:
 
 
 def _spec(tensor: torch.Tensor) -> Any:
-    """What a DTensor says of itself; it is replaced, never changed."""
+    """Return a DTensor's spec, which is replaced and never changed, or None."""
     return getattr(tensor, "_spec", None) if type(tensor) not in PLAIN else None
 
 
 def _collision(name: str) -> InvalidInput:
     message = (
-        f"Two tensors of the state would both be saved as {name!r}: a key with a dot in it, or a number and "
-        "a string that read the same, make names ambiguous. Nothing was written. Rename one of the keys."
+        f"Two tensors of the state would both be saved as {name!r}: names are ambiguous if a key contains a "
+        "dot, or a number and a string look the same. Nothing was written. Rename one of the keys."
     )
     return InvalidInput(message, key=name)

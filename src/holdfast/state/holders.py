@@ -1,4 +1,4 @@
-"""Agreement: which ranks hold a plain tensor, as far as ranks have told each other; asked for rarely."""
+"""Holders of plain tensors: the ranks that hold each, as agreed by all ranks. Agreement is rare."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from holdfast.errors import InvalidInput
 from holdfast.format.hashes import digest
 from holdfast.format.sealed import dumps
-from holdfast.state.sharding import Layout, held_by
+from holdfast.state.sharding import ShardLayout, held_by
 
 Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What a rank tells of one tensor: `layout` None says that the tensor is plain."""
+class TensorInfo:
+    """Facts that a rank sends about one tensor; `layout` is None if the tensor is plain."""
 
     dtype: str
     shape: tuple[int, ...]
-    layout: Layout | None
+    layout: ShardLayout | None
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
-    """What one rank has.
+class RankInventory:
+    """Contents of one rank's state.
 
     Args:
         keys: top-level keys of its state.
@@ -34,43 +34,43 @@ class Inventory:
     """
 
     keys: frozenset[str]
-    tensors: dict[str, Known]
+    tensors: dict[str, TensorInfo]
     others: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """Who holds what.
+class HolderAgreement:
+    """Holders of each tensor.
 
-    A plain tensor is held, in this order: by the ranks that the user has named; by the ranks that had its
-    name when they agreed; if it is an optimizer's, by the ranks that hold its parameter; and else by all
-    ranks if all are alike. If not: by this rank alone if it is a module's, otherwise by all ranks that have
-    its top-level key.
+    A plain tensor is held by the first of these that applies: the ranks that the user has named; the ranks
+    that had its name at the agreement; for an optimizer's tensor, the ranks that hold its parameter; all
+    ranks, if all are alike. Otherwise a module's tensor is held by this rank alone, and any other by all
+    ranks that have its top-level key.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        is_alike: all ranks have the same names under the same keys, as far as is known.
+        is_alike: all ranks have the same names under the same keys, according to the agreement.
         layouts: by name; empty if all ranks have the same.
         keys: the ranks that have a top-level key; empty if all ranks have the same.
-        names: every name that some rank has; empty if all ranks have the same.
+        names: names that any rank has; empty if all ranks have the same.
         marked: top-level key -> ranks that the user has named.
     """
 
     rank: int
     world_size: int
     is_alike: bool = True
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)
     keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def layout(self, name: str, raw: Layout | None, *, is_lowest: bool, in_module: bool) -> Layout:
-        """The layout of a tensor that belongs to no parameter.
+    def layout(self, name: str, raw: ShardLayout | None, *, is_lowest: bool, in_module: bool) -> ShardLayout:
+        """Return the layout of a tensor that belongs to no parameter.
 
         Args:
             name: its name.
-            raw: what the tensor itself says, None if it is plain.
+            raw: layout read from the tensor itself, or None if it is plain.
             is_lowest: only the lowest of its ranks has the true bytes.
             in_module: it is a module's.
         """
@@ -78,41 +78,49 @@ class Agreement:
         known = known or self.layouts.get(name) or raw or self._unknown(name, in_module=in_module)
         return held_by((min(known.holders),)) if is_lowest and raw is None else known
 
-    def follow(self, raw: Layout | None, parameter: Layout, parameter_raw: Layout | None) -> Layout:
-        """The layout of an optimizer's tensor, given its parameter's, agreed and as the parameter says it."""
+    def follow(
+        self, raw: ShardLayout | None, parameter: ShardLayout, parameter_raw: ShardLayout | None
+    ) -> ShardLayout:
+        """Return the layout of an optimizer's tensor.
+
+        Args:
+            raw: layout read from the tensor itself, or None if it is plain.
+            parameter: agreed layout of its parameter.
+            parameter_raw: layout read from the parameter itself.
+        """
         if raw is None:
             return held_by(tuple(sorted(parameter.holders)))
         return parameter if raw == parameter_raw else raw
 
-    def _marked(self, name: str) -> Layout | None:
+    def _marked(self, name: str) -> ShardLayout | None:
         key = _key_of(name, self.marked)
         return None if key is None else held_by(self.marked[key])
 
-    def _unknown(self, name: str, *, in_module: bool) -> Layout:
+    def _unknown(self, name: str, *, in_module: bool) -> ShardLayout:
         if self.is_alike:
             return held_by(tuple(range(self.world_size)))
         key = None if in_module else _key_of(name, self.keys)
         return held_by((self.rank,) if key is None else self.keys[key])
 
 
-def agree(mine: Inventory, rank: int, world_size: int, gather: Gather) -> Agreement:
-    """Find out who holds what.
+def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> HolderAgreement:
+    """Determine the holders of all tensors, together with the other ranks.
 
-    Digests are compared first; only if they differ, one rank of each kind tells what it has.
+    Digests are compared first. Only if they differ, one rank of each kind sends its inventory.
 
     Raises:
         InvalidInput: two ranks have different tensors under one name.
 
-    Ranks: collective if there are several; `gather` answers every rank's value, by rank.
+    Ranks: collective if there are several; `gather` returns the values of all ranks, by rank.
     Blocks: on `gather`.
     """
     if world_size == 1:
-        return Agreement(rank, world_size)
-    table = _told(mine)
+        return HolderAgreement(rank, world_size)
+    table = _plain_values(mine)
     digests = gather(digest(dumps(table)))
     first = {one: i for i, one in reversed(list(enumerate(digests)))}
     if len(first) == 1:
-        return Agreement(rank, world_size)
+        return HolderAgreement(rank, world_size)
     tables = gather(table if first[digests[rank]] == rank else None)
     kinds = [
         (tables[i], [r for r, one in enumerate(digests) if one == kind])
@@ -121,8 +129,8 @@ def agree(mine: Inventory, rank: int, world_size: int, gather: Gather) -> Agreem
     return _merged(kinds, rank, world_size)
 
 
-def _told(mine: Inventory) -> dict[str, Any]:
-    """An inventory as plain values, each layout once."""
+def _plain_values(mine: RankInventory) -> dict[str, Any]:
+    """Return an inventory as plain values, with each layout once."""
     numbers: dict[int, int] = {}
     layouts: list[Any] = []
     tensors: dict[str, Any] = {}
@@ -140,14 +148,14 @@ def _told(mine: Inventory) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Merge:
-    """What is known of one name so far, and from which rank."""
+    """Facts about one name, merged so far, and the rank that they come from."""
 
     rank: int
     fact: tuple[Any, ...]
     copies: set[tuple[int, ...]]
 
 
-def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size: int) -> Agreement:
+def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size: int) -> HolderAgreement:
     merges: dict[str, _Merge] = {}
     keys: dict[str, list[int]] = {}
     names: set[str] = set()
@@ -164,7 +172,7 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
                 raise _disagreement(name, merge, ranks[0], fact)
             merge.copies.update(copies)
     layouts = _shared(merges)
-    return Agreement(
+    return HolderAgreement(
         rank,
         world_size,
         is_alike=all(_names(table) == _names(kinds[0][0]) for table, _ in kinds),
@@ -178,36 +186,38 @@ def _names(table: dict[str, Any]) -> list[set[str]]:
     return [set(table["keys"]), set(table["tensors"]), set(table["others"])]
 
 
-def _shared(merges: dict[str, _Merge]) -> dict[str, Layout]:
-    """The merged layouts; equal ones are one object."""
-    known: dict[Any, Layout] = {}
-    layouts: dict[str, Layout] = {}
+def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:
+    """Return the merged layouts. Equal ones are one object."""
+    known: dict[Any, ShardLayout] = {}
+    layouts: dict[str, ShardLayout] = {}
     for name, merge in merges.items():
         _, _, splits, boxes = merge.fact
         key = (splits, boxes, frozenset(merge.copies))
         if key not in known:
             copies = tuple(sorted(merge.copies))
             is_whole = not splits and boxes is None
-            known[key] = held_by(tuple(r for (r,) in copies)) if is_whole else Layout(splits, copies, boxes)
+            known[key] = (
+                held_by(tuple(r for (r,) in copies)) if is_whole else ShardLayout(splits, copies, boxes)
+            )
         layouts[name] = known[key]
     return layouts
 
 
 def _disagreement(name: str, merge: _Merge, rank: int, fact: tuple[Any, ...]) -> InvalidInput:
-    def told(fact: tuple[Any, ...]) -> str:
+    def described(fact: tuple[Any, ...]) -> str:
         dtype, shape, splits, boxes = fact
-        cut = f"cut by {list(splits)}" if splits else "cut into boxes" if boxes else "whole"
+        cut = f"split by {list(splits)}" if splits else "split into boxes" if boxes else "whole"
         return f"{dtype}{list(shape)}, {cut}"
 
     message = (
-        f"{name} is {told(merge.fact)} on rank {merge.rank} but {told(fact)} on rank {rank}. Nothing was "
-        "saved. Give different tensors different keys, or mark their object with per_rank() if every rank "
-        "has its own."
+        f"{name} is {described(merge.fact)} on rank {merge.rank} but {described(fact)} on rank {rank}. "
+        "Nothing was saved. Use different keys for different tensors, or mark their object with per_rank() "
+        "if every rank has its own."
     )
     return InvalidInput(message, key=name, rank=rank)
 
 
 def _key_of(name: str, keys: Mapping[str, Any]) -> str | None:
-    """The longest key that a name is under."""
+    """Return the longest key that contains a name."""
     found = [key for key in keys if name == key or name.startswith(f"{key}.")]
     return max(found, key=len, default=None)

@@ -1,4 +1,4 @@
-"""FSDP1: modules whose parameters are pieces of flat tensors, saved through its own sharded state dicts."""
+"""FSDP1 modules, with parameters in flat tensors, saved through FSDP1's sharded state dicts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
-from holdfast.state.capture import Sink
-from holdfast.state.entry import Entry
-from holdfast.state.load import Phase, Plan
+from holdfast.state.capture import TensorCollector
+from holdfast.state.entry import StateEntry
+from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.modules import EXTRA, canonical
-from holdfast.state.saved import SavedOptimizer
+from holdfast.state.optimizer_layout import is_state_tensor_name
+from holdfast.state.replication import Replication
+from holdfast.state.saved_optimizer import SavedOptimizer
 from holdfast.state.sharding import is_dtensor, is_sharded_tensor, note_copies
-from holdfast.state.slots import is_slot_name
-from holdfast.state.spread import Spread
-from holdfast.state.table import Role
-from holdfast.state.tree import graft, references, strip
+from holdfast.state.tensor_table import Role
+from holdfast.state.tree import extract_tensors, insert_tensors, references
 
 _WRAPPED = "_fsdp_wrapped_module"
 
 
-def is_flat(module: torch.nn.Module) -> bool:
-    """True if a module has FSDP1 in it."""
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    """Return True if a module contains FSDP1."""
     fsdp = _fsdp()
     return fsdp is not None and any(
         isinstance(child, fsdp.FullyShardedDataParallel) for child in module.modules()
@@ -35,13 +36,13 @@ def is_flat(module: torch.nn.Module) -> bool:
 
 
 def _fsdp() -> Any:
-    """FSDP1's package, if somebody has imported it."""
+    """Return FSDP1's package if it is imported, or None."""
     return sys.modules.get("torch.distributed.fsdp")
 
 
 @contextlib.contextmanager
 def _sharded(module: torch.nn.Module) -> Iterator[Any]:
-    """FSDP1's class, with state dicts of shards while the context lasts."""
+    """Yield FSDP1's class; within the block its state dicts are sharded."""
     from torch.distributed import fsdp
 
     roots = fsdp.FullyShardedDataParallel.fsdp_modules(module, root_only=True)
@@ -53,29 +54,32 @@ def _sharded(module: torch.nn.Module) -> Iterator[Any]:
 
 
 @final
-class FlatModuleEntry(Entry):
-    """A module with FSDP1 in it.
+class FSDP1ModuleEntry(StateEntry):
+    """A module that contains FSDP1.
 
-    Its state dict holds copies, so nothing in it is owned by an optimizer.
+    Its state dict holds copies, so none of its tensors is owned by an optimizer.
 
     Ranks: capture, plan and finish are collective over the module's process group: FSDP1 gathers each
-        parameter and cuts it anew.
+        parameter and splits it again.
     """
 
     _has_noted = False
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
         extra: dict[str, Any] = {}
         for name, fqn, value, role in self.rows():
             if isinstance(value, torch.Tensor):
-                sink.take(name, value, role)
+                collector.collect(name, value, role)
             else:
-                extra[fqn] = encode(strip(value, name, sink.emitter(role.spread)), name)
+                extra[fqn] = encode(extract_tensors(value, name, collector.callback(role.replication)), name)
         return {EXTRA: extra} if extra else {}
 
     def _note_copies(self) -> None:
-        """Learn which ranks hold the same shards, where FSDP1 shards within groups and copies across them."""
+        """Record which ranks hold the same shards.
+
+        Needed if FSDP1 shards within groups and copies across them.
+        """
         if self._has_noted:
             return
         self._has_noted = True
@@ -90,7 +94,7 @@ class FlatModuleEntry(Entry):
                 note_copies(child.process_group, copies)
 
     def rows(self) -> list[tuple[str, str, Any, Role]]:
-        """Name, name within the module, value and role of all that the module's state dict holds."""
+        """Return name, name within the module, value and role of the state dict's items."""
         module: torch.nn.Module = self.value
         self._note_copies()
         with _sharded(module):
@@ -99,12 +103,12 @@ class FlatModuleEntry(Entry):
         rows = []
         for key, value in state.items():
             fqn, parameter, buffer = canonical(module, key)
-            spread = self.spread or (buffer if key in buffers else parameter)
-            rows.append((f"{self.key}.{fqn}", fqn, value, Role(spread, in_module=key not in buffers)))
+            replication = self.replication or (buffer if key in buffers else parameter)
+            rows.append((f"{self.key}.{fqn}", fqn, value, Role(replication, in_module=key not in buffers)))
         return rows
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         module: torch.nn.Module = self.value
         self._note_copies()
         with _sharded(module):
@@ -121,7 +125,7 @@ class FlatModuleEntry(Entry):
                 plan.fill(saved, value, name)
             elif name in trees:
                 for reference in references(trees[name]):
-                    plan.fresh(reference)
+                    plan.read_new(reference)
             else:
                 plan.missing.append(name)
 
@@ -129,55 +133,57 @@ class FlatModuleEntry(Entry):
             for key in state:
                 tree = trees.get(f"{self.key}.{canonical(module, key)[0]}")
                 if tree is not None:
-                    state[key] = graft(tree, plan.tensor)
+                    state[key] = insert_tensors(tree, plan.tensor)
             with _sharded(module):
                 module.load_state_dict(state)
 
-        plan.do(Phase.MODULE, finish)
+        plan.add_step(Phase.MODULE, finish)
 
 
 @final
-class FlatOptimizerEntry(Entry):
-    """An optimizer of a module with FSDP1 in it.
+class FSDP1OptimizerEntry(StateEntry):
+    """An optimizer of a module that contains FSDP1.
 
     Args:
         key: the top-level key.
         value: the optimizer.
-        spread: how its tensors are spread over the ranks, if the user has said so.
+        replication: how ranks hold its tensors, if the user has marked it.
         module: the module's entry.
 
     Ranks: capture, plan and finish are collective over the module's process group.
     """
 
-    def __init__(self, key: str, value: Optimizer, spread: Spread | None, module: FlatModuleEntry) -> None:
-        super().__init__(key, value, spread)
+    def __init__(
+        self, key: str, value: Optimizer, replication: Replication | None, module: FSDP1ModuleEntry
+    ) -> None:
+        super().__init__(key, value, replication)
         self._module = module
 
-    def capture(self, sink: Sink) -> Any:
-        """See `Entry.capture`."""
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
         state = self._state_dict()
         other: dict[str, Any] = {}
-        role = Role(self.spread or Spread.REPLICATED)
-        for fqn, slots in state["state"].items():
+        role = Role(self.replication or Replication.REPLICATED)
+        for fqn, layout in state["state"].items():
             name = self._name(fqn)
-            for key, value in slots.items():
-                if isinstance(value, torch.Tensor) and is_slot_name(key):
-                    sink.take(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
+            for key, value in layout.items():
+                if isinstance(value, torch.Tensor) and is_state_tensor_name(key):
+                    collector.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
                 else:
-                    other.setdefault(name, {})[key] = strip(
-                        value, f"{self.key}.state.{name}.{key}", sink.emitter_of(role)
+                    other.setdefault(name, {})[key] = extract_tensors(
+                        value, f"{self.key}.state.{name}.{key}", collector.callback_for(role)
                     )
-        groups = [self._capture_group(i, group, sink) for i, group in enumerate(state["param_groups"])]
+        groups = [self._capture_group(i, group, collector) for i, group in enumerate(state["param_groups"])]
         return {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
 
-    def _capture_group(self, index: int, group: dict[str, Any], sink: Sink) -> dict[str, Any]:
+    def _capture_group(self, index: int, group: dict[str, Any], collector: TensorCollector) -> dict[str, Any]:
         label = f"{self.key}.param_groups.{index}"
-        emit = sink.emitter(self.spread or Spread.REPLICATED)
-        options = {k: strip(v, f"{label}.{k}", emit) for k, v in group.items() if k != "params"}
+        emit = collector.callback(self.replication or Replication.REPLICATED)
+        options = {k: extract_tensors(v, f"{label}.{k}", emit) for k, v in group.items() if k != "params"}
         return {"params": [self._name(fqn) for fqn in group["params"]], **encode(options, label)}
 
-    def plan(self, plan: Plan, put: Callable[[Any], None]) -> None:
-        """See `Entry.plan`."""
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
         saved = SavedOptimizer(self.key, plan)
@@ -188,27 +194,27 @@ class FlatOptimizerEntry(Entry):
         for group in groups:
             for fqn in group["params"]:
                 name = self._name(fqn)
-                one = saved.take(name)
+                one = saved.state_of(name)
                 if one is None:
                     continue
                 made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in one.tensors.items()}
                 for reference in references(one.trees):
-                    plan.fresh(reference)
+                    plan.read_new(reference)
                 made[fqn].update({k: _grafted(plan, tree) for k, tree in one.trees.items()})
         saved.skip_the_rest()
         for options in chosen:
             for reference in references(options):
-                plan.fresh(reference)
+                plan.read_new(reference)
 
         def finish() -> None:
             new = []
             for group, options in zip(groups, chosen, strict=True):
                 kept = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
-                new.append({**group, **graft(kept, plan.tensor)})
-            state = {fqn: {k: make() for k, make in slots.items()} for fqn, slots in made.items() if slots}
+                new.append({**group, **insert_tensors(kept, plan.tensor)})
+            state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
             self._load({"state": state, "param_groups": new})
 
-        plan.do(Phase.OPTIMIZER, finish)
+        plan.add_step(Phase.OPTIMIZER, finish)
 
     def _state_dict(self) -> dict[str, Any]:
         module = self._module.value
@@ -221,24 +227,26 @@ class FlatOptimizerEntry(Entry):
             with _sharded(module) as fsdp:
                 self.value.load_state_dict(fsdp.optim_state_dict_to_load(module, self.value, state))
         except (KeyError, ValueError, RuntimeError) as error:
-            message = f"{self.key}: FSDP's optim_state_dict_to_load() refused what was saved: {error}"
-            raise InvalidInput(message, key=self.key) from error
+            raise InvalidInput(
+                f"{self.key}: FSDP's optim_state_dict_to_load() rejected the saved state: {error}",
+                key=self.key,
+            ) from error
 
     def _name(self, fqn: str) -> str:
         return f"{self._module.key}.{canonical(self._module.value, fqn)[0]}"
 
 
-def _new(plan: Plan, saved: str, model: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Have a state tensor read, cut like its parameter if it is as large."""
+def _new(plan: LoadPlan, saved: str, model: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Plan to read a state tensor, sharded like a parameter of the same shape."""
     is_cut = is_dtensor(model) or is_sharded_tensor(model)
     if is_cut and plan.shape(saved) and plan.shape(saved) == tuple(model.shape):
-        return plan.like(saved, model, saved)
-    plan.fresh(saved)
+        return plan.read_like(saved, model, saved)
+    plan.read_new(saved)
     return lambda: plan.tensor(saved)
 
 
-def _grafted(plan: Plan, tree: Any) -> Callable[[], Any]:
-    return lambda: graft(tree, plan.tensor)
+def _grafted(plan: LoadPlan, tree: Any) -> Callable[[], Any]:
+    return lambda: insert_tensors(tree, plan.tensor)
 
 
 def _bare(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether two places are one, or one is inside the other, under whatever names."""
+"""Detection of stores that overlap: the same place, or one inside the other, under any names."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import TypeAlias
 
 from holdfast.errors import InvalidInput
+from holdfast.store.bucket import ObjectStore
 from holdfast.store.contract import Store
 from holdfast.store.local import LocalStore
-from holdfast.store.objects import ObjectStore
 
-Seat: TypeAlias = "tuple[object, tuple[str, ...]]"
-"""A directory that exists, by its identity, and the names below it that do not exist yet."""
+Identity: TypeAlias = "tuple[object, tuple[str, ...]]"
+"""The device and inode of an existing directory, and the names below it that do not exist yet."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
-def check_apart(home: Store, local: Store) -> None:
-    """Refuse a local tier and a home that share objects: each would delete what it takes for its own.
+def check_disjoint(home: Store, local: Store) -> None:
+    """Raise if the local tier and home overlap: each would delete objects of the other.
 
     Raises:
-        InvalidInput: they are one place, or one is inside the other.
+        InvalidInput: they are the same place, or one is inside the other.
     """
     if not _overlap(home, local):
         return
     raise InvalidInput(
-        f"local={local.url} and the home {home.url} are one place, or one is inside the other, so the few "
-        "checkpoints that stay in the local tier would be all that stays in home. Nothing was written. Give "
-        "local= a folder of its own on this host's fast disk, or leave it out."
+        f"local={local.url} and the home {home.url} are the same place, or one is inside the other. Home "
+        "would keep only the few checkpoints that the local tier keeps. Nothing was written. Set local= to "
+        "a separate folder on this host's fast disk, or leave it out."
     )
 
 
@@ -49,15 +49,15 @@ def _real(path: Path) -> Path:
 
 
 def _is_inside(inner: Path, outer: Path) -> bool:
-    """Return whether a path without links is another one or below it, also through a bind mount."""
-    target = _seat_of(outer)
-    if any(_seat_of(level) == target for level in (inner, *inner.parents)):
+    """Return True if a path without links is `outer` or below it. Bind mounts are detected."""
+    target = _identity_of(outer)
+    if any(_identity_of(level) == target for level in (inner, *inner.parents)):
         return True
-    (device, names), (its_device, its_names) = _place_in_file_system(inner), _place_in_file_system(outer)
+    (device, names), (its_device, its_names) = _path_on_device(inner), _path_on_device(outer)
     return device == its_device and names[: len(its_names)] == its_names
 
 
-def _seat_of(path: Path) -> Seat:
+def _identity_of(path: Path) -> Identity:
     for level in (path, *path.parents):
         with suppress(OSError):
             facts = level.stat()
@@ -71,7 +71,7 @@ def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _ignores_case(directory: Path) -> bool:
-    """Return whether names in a file system mean the same in either case, as far as one name shows."""
+    """Return True if the file system ignores case, judged by one existing name."""
     other = directory.with_name(directory.name.swapcase()) if directory.name else directory
     try:
         return other.name != directory.name and other.samefile(directory)
@@ -79,8 +79,8 @@ def _ignores_case(directory: Path) -> bool:
         return False
 
 
-def _place_in_file_system(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the file system of a path and the path in it, which two bind mounts of it have in common."""
+def _path_on_device(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the file system of a path and the path within it. All bind mounts share these."""
     found: tuple[int, str, Path] = (0, "", path)
     with suppress(OSError, ValueError):
         for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():

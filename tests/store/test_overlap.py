@@ -1,4 +1,4 @@
-"""Places that are one, or inside each other, under whatever names."""
+"""Detection of places that are the same, or inside each other, under any names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast.errors import InvalidInput
 from holdfast.store import open_store
-from holdfast.store.apart import check_apart
+from holdfast.store.overlap import check_disjoint
 
 PAIRS = [
     ("{d}/home", "{d}/home/", True),
@@ -46,20 +46,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def is_refused(home: str, local: str) -> bool:
     try:
-        check_apart(open_store(home), open_store(local))
+        check_disjoint(open_store(home), open_store(local))
     except InvalidInput:
         return True
     return False
 
 
 @pytest.mark.parametrize(("one", "other", "overlap"), PAIRS)
-def test_places_that_share_objects_are_refused(folder: Path, one: str, other: str, overlap: bool) -> None:
+def test_overlapping_places_are_refused(folder: Path, one: str, other: str, overlap: bool) -> None:
     home, local = one.format(d=folder), other.format(d=folder)
     assert is_refused(home, local) == overlap
     assert is_refused(local, home) == overlap
 
 
-def test_a_bind_mount_of_a_part_of_home_is_seen(folder: Path) -> None:
+def test_a_bind_mount_of_a_part_of_home_is_detected(folder: Path) -> None:
     (folder / "bound").mkdir()
     command = ["mount", "--bind", str(folder / "home" / "sub"), str(folder / "bound")]
     if os.getuid() != 0 or subprocess.call(command):
@@ -74,5 +74,5 @@ def test_a_bind_mount_of_a_part_of_home_is_seen(folder: Path) -> None:
 
 @pytest.mark.parametrize("local", ["home", "home/near", ".", "link"])
 def test_a_checkpointer_is_not_made_with_them(folder: Path, local: str) -> None:
-    with pytest.raises(InvalidInput, match="are one place, or one is inside the other"):
+    with pytest.raises(InvalidInput, match="are the same place, or one is inside the other"):
         holdfast.Checkpointer(folder / "home", {"x": torch.ones(1)}, local=folder / local, signals=False)

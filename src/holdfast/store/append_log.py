@@ -1,4 +1,4 @@
-"""Small logs for places that cannot append: kept in memory, and now and then rewritten whole."""
+"""Append-only logs for stores that cannot append: kept in memory, and rewritten as a whole now and then."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from holdfast.errors import HoldfastError, RetryLater
 
 PAUSE_S = 2.0
-"""Appended lines wait this long for others, and longer in a long log: it is sent whole each time."""
+"""Pause before appended lines are sent, longer for long logs, because each write sends the whole log."""
 BYTES_PER_PAUSE = 256 << 10
-"""Each so many bytes of a log make it wait for one more `PAUSE_S`, which bounds what logs send per second."""
+"""Log size that adds one more `PAUSE_S` to the pause, which bounds the bytes sent per second."""
 MAX_BYTES = 64 << 20
-"""Longest log that is kept."""
+"""Maximum size of a log."""
 LIMIT_S = 10.0
-"""How long one write in the background, or at the end of the process, is tried."""
+"""Time limit of one write in the background or at exit."""
 
 Load = Callable[[str, "float | None"], "bytes | None"]
 Save = Callable[[str, bytes, "float | None"], None]
@@ -26,25 +26,24 @@ Save = Callable[[str, bytes, "float | None"], None]
 
 @dataclass(slots=True)
 class _Log:
-    tail: bytearray = field(default_factory=bytearray)  # what was appended by this process
-    base: bytes | None = None  # what was there before; None while that is not known
-    saved: int = 0  # bytes of the tail that the place holds
-    due_s: float = 0.0  # when to write it, by the monotonic clock
+    tail: bytearray = field(default_factory=bytearray)  # bytes that this process has appended
+    base: bytes | None = None  # earlier content of the log, once it is loaded
+    saved: int = 0  # bytes of the tail that are in the store
+    due_s: float = 0.0  # time of the next write, by the monotonic clock
 
     @property
     def is_dirty(self) -> bool:
         return self.saved < len(self.tail)
 
 
-class Logs:
-    """The logs of one place that this process appends to.
+class AppendLogs:
+    """The logs of one store that this process appends to.
 
-    A thread writes what was appended after a pause; `flush` writes it at once, and so does the end of the
-    process, if it ends in order.
+    A thread writes appended data after a pause. `flush` writes it at once, and so does a normal exit.
 
     Args:
-        load: answers what an object holds, None if there is none, trying for so many seconds at most (None:
-            the place's own limit); may raise HoldfastError.
+        load: returns an object's bytes, or None if it does not exist; retries for so many seconds (None: the
+            store's own limit). May raise HoldfastError.
         save: writes an object, likewise.
     """
 
@@ -59,17 +58,17 @@ class Logs:
         self._pid = os.getpid()
 
     def append(self, name: str, data: bytes) -> None:
-        """Add `data` to a log; it is written soon.
+        """Append `data` to a log, to be written soon.
 
         Raises:
-            RetryLater: the last write failed (the data is kept and will be tried again), or the log is full
-                (it is not).
+            RetryLater: the last write failed (the data is kept and will be retried), or the log is full (it
+                is not kept).
         """
         with self._changed:
             log = self._logs.setdefault(name, _Log())
             if len(log.base or b"") + len(log.tail) + len(data) > MAX_BYTES:
                 raise RetryLater(
-                    f"The log {name} would exceed {MAX_BYTES} bytes; nothing was added.", key=name
+                    f"The log {name} would exceed {MAX_BYTES} bytes; nothing was appended.", key=name
                 )
             if not log.is_dirty:
                 length = len(log.base or b"") + len(log.tail)
@@ -79,14 +78,15 @@ class Logs:
             self._changed.notify_all()
             trouble, self._trouble = self._trouble, None
         if trouble is not None:
-            message = f"The log {name} could not be written yet, and is kept in memory: {trouble}"
-            raise RetryLater(message, key=name)
+            raise RetryLater(
+                f"The log {name} could not be written yet, and is kept in memory: {trouble}", key=name
+            )
 
     def flush(self, prefix: str = "", *, limit_s: float | None = None) -> None:
-        """Write the logs whose names begin with `prefix`, if they have changed.
+        """Write the changed logs whose names begin with `prefix`.
 
         Raises:
-            RetryLater: the place failed; what was appended is kept.
+            RetryLater: the store failed; the data is kept.
 
         Blocks: until they are written.
         """
@@ -94,7 +94,7 @@ class Logs:
             self._write(name, limit_s)
 
     def forget(self, name: str) -> None:
-        """Keep nothing of a log that was deleted or replaced."""
+        """Discard a log that was deleted or replaced."""
         if name in self._logs:
             with self._writing, self._changed:
                 self._logs.pop(name, None)
@@ -145,18 +145,18 @@ class Logs:
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
-            return  # the threads of a fork's parent are not here, and neither is its duty
+            return  # a forked child has neither the thread nor the duty to write
         try:
             self.flush(limit_s=LIMIT_S)
         except HoldfastError as error:
-            self._trouble = error  # nobody is left who could be told
+            self._trouble = error  # too late to report it
 
 
-_at: dict[str, Logs] = {}
+_at: dict[str, AppendLogs] = {}
 _at_lock = threading.Lock()
 
 
-def logs_at(url: str, load: Load, save: Save) -> Logs:
-    """The logs of a place, the same for all stores of this process that lead there: each log has one text."""
+def shared_logs(url: str, load: Load, save: Save) -> AppendLogs:
+    """Return the logs of a URL, shared by all its stores in this process."""
     with _at_lock:
-        return _at.setdefault(url, Logs(load, save))
+        return _at.setdefault(url, AppendLogs(load, save))

@@ -1,13 +1,13 @@
-"""Several tiers as one store: the nearest good copy, and nothing written to an unknown place."""
+"""Several tiers as one read-only store that returns the nearest good copy."""
 
 from __future__ import annotations
 
 import pytest
 
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
-from holdfast.store.contract import Entry, Store
+from holdfast.store.contract import ObjectInfo, Store
 from holdfast.store.memory import MemoryStore
-from holdfast.store.nearest import Nearest, first_good
+from holdfast.store.tiered import TieredStore, first_good
 from holdfast.testing import FaultyStore
 
 
@@ -20,8 +20,8 @@ def tiers() -> tuple[FaultyStore, FaultyStore]:
     return near, home
 
 
-def test_the_nearest_copy_is_taken(tiers: tuple[FaultyStore, FaultyStore]) -> None:
-    store = Nearest(tiers)
+def test_the_nearest_copy_is_used(tiers: tuple[FaultyStore, FaultyStore]) -> None:
+    store = TieredStore(tiers)
     assert store.get("both") == b"near"
     assert store.get("far") == b"far"
     assert store.size("both") == 4
@@ -31,39 +31,42 @@ def test_the_nearest_copy_is_taken(tiers: tuple[FaultyStore, FaultyStore]) -> No
     assert target == b"ar"
 
 
-def test_a_listing_names_each_object_once(tiers: tuple[FaultyStore, FaultyStore]) -> None:
-    assert sorted(Nearest(tiers).list(), key=lambda e: e.name) == [Entry("both", 4), Entry("far", 3)]
+def test_each_object_is_listed_once(tiers: tuple[FaultyStore, FaultyStore]) -> None:
+    assert sorted(TieredStore(tiers).list(), key=lambda e: e.name) == [
+        ObjectInfo("both", 4),
+        ObjectInfo("far", 3),
+    ]
 
 
-def test_it_has_the_name_of_home(tiers: tuple[FaultyStore, FaultyStore]) -> None:
-    assert Nearest(tiers).url == tiers[1].url
+def test_the_url_is_that_of_home(tiers: tuple[FaultyStore, FaultyStore]) -> None:
+    assert TieredStore(tiers).url == tiers[1].url
 
 
 @pytest.mark.parametrize("error", [RetryLater("slow"), Corrupt("short")])
-def test_a_tier_that_fails_is_passed_over(tiers: tuple[FaultyStore, FaultyStore], error: Exception) -> None:
+def test_a_failing_tier_is_skipped(tiers: tuple[FaultyStore, FaultyStore], error: Exception) -> None:
     tiers[0].fail("get", error)
-    assert Nearest(tiers).get("both") == b"from home"
+    assert TieredStore(tiers).get("both") == b"from home"
 
 
-def test_what_no_tier_has_is_not_found(tiers: tuple[FaultyStore, FaultyStore]) -> None:
+def test_an_object_in_no_tier_is_not_found(tiers: tuple[FaultyStore, FaultyStore]) -> None:
     with pytest.raises(NotFound):
-        Nearest(tiers).get("none")
+        TieredStore(tiers).get("none")
 
 
-def test_a_failure_says_more_than_an_absence(tiers: tuple[FaultyStore, FaultyStore]) -> None:
+def test_a_failure_ranks_before_absence(tiers: tuple[FaultyStore, FaultyStore]) -> None:
     tiers[1].fail("get", RetryLater("503"))
     with pytest.raises(RetryLater, match="503"):
-        Nearest(tiers).get("none")
+        TieredStore(tiers).get("none")
 
 
-def test_the_first_copy_that_is_good_for_something_is_taken(tiers: tuple[FaultyStore, FaultyStore]) -> None:
+def test_the_first_good_copy_is_used(tiers: tuple[FaultyStore, FaultyStore]) -> None:
     def take(copy: Store) -> bytes:
         found = copy.get("both")
         if b"home" not in found:
             raise Corrupt("not the right one")
         return found
 
-    assert first_good(Nearest(tiers), take) == b"from home"
+    assert first_good(TieredStore(tiers), take) == b"from home"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_the_first_copy_that_is_good_for_something_is_taken(tiers: tuple[FaultyS
         lambda store: store.sweep(),
     ],
 )
-def test_nothing_is_written(tiers: tuple[FaultyStore, FaultyStore], write) -> None:
+def test_writes_are_refused(tiers: tuple[FaultyStore, FaultyStore], write) -> None:
     with pytest.raises(Unsupported, match="several tiers"):
-        write(Nearest(tiers))
+        write(TieredStore(tiers))
     assert tiers[0].get("both") == b"near"

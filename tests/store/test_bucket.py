@@ -1,4 +1,4 @@
-"""Object stores keep the store contract, and what only a bucket can break."""
+"""Object stores keep the store contract, also when the bucket fails."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from ceph import ceph_rgw
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.store import Entry, Store, open_store
-from holdfast.store.objects import CREATE_BYTES, READ_BYTES, ObjectStore
+from holdfast.store import ObjectInfo, Store, open_store
+from holdfast.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore
 from holdfast.testing import StoreSuite
 from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, azurite, install_azurite
@@ -51,7 +51,7 @@ def azure_store(azure: Server) -> Store:
 
 
 class TestEssentialsOnAzure:
-    """What a run needs; the slow tests run the whole suite."""
+    """The essentials for a run; the slow tests run the whole suite."""
 
     @pytest.fixture
     def store(self, azure_store: Store) -> Store:
@@ -74,9 +74,9 @@ class TestEssentialsOnAzure:
         store.check()
         assert list(store.list()) == []
 
-    def test_a_missing_container_is_told(self, azure: Server) -> None:
+    def test_a_missing_container_raises(self, azure: Server) -> None:
         store = open_store(azure.home("run").replace("az://test/", "az://none-such/"))
-        with pytest.raises(NotFound, match="no bucket 'none-such'"):
+        with pytest.raises(NotFound, match="bucket 'none-such' does not exist"):
             store.check()
 
 
@@ -108,7 +108,7 @@ class TestObjectStoreOnCeph(StoreSuite):
     def store(self, ceph: Server) -> Store:
         return open_store(ceph.home(f"t{secrets.token_hex(4)}", timeout="20"))
 
-    def test_a_taken_name_is_told(self, store: Store) -> None:
+    def test_a_taken_name_raises_conflict(self, store: Store) -> None:
         store.check()
 
     def test_other_keys_are_refused(self, ceph: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ class TestObjectStoreOnCeph(StoreSuite):
 
 
 def big(num_bytes: int) -> memoryview:
-    """Memory like an arena's, with bytes that differ everywhere."""
+    """Memory of an arena's size, with bytes that differ everywhere."""
     memory = memoryview(mmap.mmap(-1, num_bytes))
     tile = os.urandom(1 << 20)
     for start in range(0, num_bytes, len(tile)):
@@ -172,7 +172,7 @@ def test_streamed_parts_of_another_length_leave_nothing(home: Home, found: int) 
     assert list(store.list()) == []
 
 
-def test_a_streams_own_error_is_raised_and_the_upload_taken_back(home: Home, proxy: FaultProxy) -> None:
+def test_a_streams_own_error_is_raised_and_the_upload_aborted(home: Home, proxy: FaultProxy) -> None:
     store = open_store(home(port=proxy.port, part_bytes=str(PART_BYTES)))
     damage = Corrupt("the source is damaged")
 
@@ -198,8 +198,8 @@ def test_a_large_object_leaves_a_taken_name_alone(home: Home) -> None:
     assert store.get("a") == b"first"
 
 
-def test_the_same_bytes_once_more_are_taken_for_our_own(home: Home) -> None:
-    """What a lost answer looks like from here; documents carry random ids, so others' never are the same."""
+def test_an_object_with_the_same_bytes_counts_as_our_own(home: Home) -> None:
+    """This is how a lost answer looks. Documents of other writers differ, because they carry random ids."""
     store = open_store(home())
     store.put("a", b"id 1", if_absent=True)
     open_store(home()).put("a", b"id 1", if_absent=True)
@@ -216,7 +216,7 @@ def test_many_objects_are_listed_over_pages(home: Home) -> None:
     assert len(list(store.list("step-03/3"))) == 100
 
 
-def test_folders_that_consoles_make_are_no_objects_of_ours(home: Home, s3: Server) -> None:
+def test_folder_objects_of_consoles_are_ignored(home: Home, s3: Server) -> None:
     import urllib.request
 
     store = open_store(home())
@@ -226,7 +226,7 @@ def test_folders_that_consoles_make_are_no_objects_of_ours(home: Home, s3: Serve
         url = f"{s3.endpoint_url}/test/{name}"
         urllib.request.urlopen(urllib.request.Request(url, method="PUT", data=b""), timeout=30).close()
     store.put("steps/a", b"x")
-    assert Entry("steps/a", 1) in list(store.list())
+    assert ObjectInfo("steps/a", 1) in list(store.list())
     assert "" not in {entry.name for entry in store.list()}
 
 
@@ -236,22 +236,22 @@ def test_a_home_is_the_whole_bucket_or_a_prefix_of_it(s3: Server, home: Home) ->
     prefix = home().partition("?")[0].rpartition("/")[2]
     whole = open_store(s3.home())
     assert whole.get(f"{prefix}/a") == b"x"
-    assert Entry(f"{prefix}/a", 1) in list(whole.list(f"{prefix}/"))
+    assert ObjectInfo(f"{prefix}/a", 1) in list(whole.list(f"{prefix}/"))
     open_store(s3.home(f"{prefix}/runs-2")).put("b", b"x")
     assert list(open_store(s3.home(f"{prefix}/runs")).list()) == []
 
 
-def test_a_missing_bucket_is_told(s3: Server) -> None:
+def test_a_missing_bucket_raises(s3: Server) -> None:
     store = open_store(s3.home("run").replace("s3://test/", "s3://none-such/"))
-    with pytest.raises(NotFound, match="no bucket 'none-such'"):
+    with pytest.raises(NotFound, match="bucket 'none-such' does not exist"):
         list(store.list())
-    with pytest.raises(NotFound, match="no bucket 'none-such'"):
+    with pytest.raises(NotFound, match="bucket 'none-such' does not exist"):
         store.check()
-    with pytest.raises(RetryLater, match="no bucket 'none-such'"):
+    with pytest.raises(RetryLater, match="bucket 'none-such' does not exist"):
         store.put("a", b"x")
 
 
-def test_names_that_the_client_refuses_are_bad_input(home: Home) -> None:
+def test_names_that_the_client_refuses_raise_invalid_input(home: Home) -> None:
     with pytest.raises(InvalidInput):
         open_store(home()).put("line\nbreak", b"x")
 
@@ -262,7 +262,7 @@ def test_check_passes_and_leaves_nothing(home: Home) -> None:
     assert list(store.list()) == []
 
 
-def test_check_names_a_server_that_ignores_create_if_absent(home: Home, proxy: FaultProxy) -> None:
+def test_check_detects_a_server_that_ignores_create_if_absent(home: Home, proxy: FaultProxy) -> None:
     proxy.stripped = frozenset({"if-none-match"})
     store = open_store(home(port=proxy.port))
     with pytest.raises(Unsupported, match="If-None-Match") as caught:
@@ -289,7 +289,7 @@ def test_stores_of_one_place_append_to_one_log(home: Home) -> None:
     assert open_store(home()).get("log") == b"one\ntwo\nthree\n"
 
 
-def test_a_deleted_log_begins_anew(home: Home) -> None:
+def test_a_deleted_log_starts_empty(home: Home) -> None:
     store = open_store(home())
     store.append("log", b"one\n")
     store.delete("log")
@@ -298,8 +298,8 @@ def test_a_deleted_log_begins_anew(home: Home) -> None:
     assert store.get("log") == b"two\n"
 
 
-def test_nothing_appended_is_lost_at_an_orderly_end(home: Home) -> None:
-    """Also by a process that never flushes, and after an earlier process's lines."""
+def test_appended_data_survives_a_normal_exit(home: Home) -> None:
+    """Neither by a process that never flushes, nor after an earlier process's lines."""
     script = (
         "import sys; from holdfast.store import open_store; open_store(sys.argv[1]).append('log', b'line\\n')"
     )
@@ -313,7 +313,7 @@ import os, sys
 from holdfast.errors import Unsupported
 from holdfast.store import open_store
 
-def told(store):
+def is_refused(store):
     try:
         store.get("a")
     except Unsupported as error:
@@ -329,9 +329,9 @@ def in_child(act):
 store = open_store(sys.argv[1])
 assert in_child(lambda: store.size("a") == 1) == 0, "a store that was not used yet works after a fork"
 assert store.get("a") == b"x"
-assert in_child(lambda: told(store)) == 0, "a used one is refused"
-assert in_child(lambda: told(open_store(sys.argv[1]))) == 0, "and so is a new one"
-assert store.get("a") == b"x", "the parent goes on"
+assert in_child(lambda: is_refused(store)) == 0, "a used one is refused"
+assert in_child(lambda: is_refused(open_store(sys.argv[1]))) == 0, "and so is a new one"
+assert store.get("a") == b"x", "the parent continues"
 """
 
 
@@ -341,7 +341,7 @@ def test_a_fork_after_use_is_refused_and_does_not_hang(home: Home) -> None:
 
 
 def test_a_spawned_process_uses_the_same_url(home: Home) -> None:
-    """As the keeper does: from the URL's text and the environment, without torch."""
+    """As the keeper does: with the URL and the environment, without torch."""
     script = (
         "import sys; from holdfast.store import open_store; open_store(sys.argv[1]).put('a', b'a child');"
         "print({'torch', 'numpy'} & set(sys.modules))"
@@ -378,7 +378,7 @@ print(status("VmHWM:") - before)
 
 @pytest.mark.parametrize("way", ["put", "put_parts"])
 def test_an_upload_takes_little_memory_beyond_its_buffer(home: Home, way: str) -> None:
-    """A few parts at most, never the whole."""
+    """A few parts at most, never the whole object."""
     num_bytes = 96 << 20
     url = home(part_bytes=str(PART_BYTES), parallel="2")
     argv = [sys.executable, "-c", MEASURING, url, str(num_bytes), way]

@@ -1,4 +1,4 @@
-"""The catalog of a captured state: what this rank takes part in, and which rank writes which box of it."""
+"""Catalog of a captured state: the tensors that this rank holds, and the rank that writes each box."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from holdfast.format.catalog import Catalog, Tensor
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.state.assignment import assign
-from holdfast.state.capture import Captured
+from holdfast.state.capture import CapturedState
 from holdfast.state.tensors import NAMES
 
 
-def catalog_of(captured: Captured) -> Catalog:
-    """The catalog of a captured state, without tensors of which every rank has its own.
+def catalog_of(captured: CapturedState) -> Catalog:
+    """Return the catalog of a captured state, without per-rank tensors.
 
-    Ranks: not collective; ranks that hold the same tensors come to the same catalog, byte for byte.
+    Ranks: not collective; ranks that hold the same tensors compute the same catalog, byte for byte.
     """
     shardings = captured.shardings
     dtypes = {name: NAMES[captured.tensors[name].dtype] for name in shardings}

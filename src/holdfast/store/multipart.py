@@ -1,22 +1,23 @@
-"""Cuts a stream of buffers into the parts of an upload, all of the same length but the last."""
+"""Bodies of multipart uploads: a stream of buffers split into parts of equal length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from holdfast.store.contract import Buffer, wrong_length
+from holdfast.store.contract import Buffer, as_bytes, length_error
 
 
-class Segments:
-    """Iterated once; each segment is memory of its own, since several are sent while the next is filled.
+class MultipartBody:
+    """Iterable over an upload's segments, for one iteration.
 
-    What the buffers' maker raises is raised, and kept in `error`: who iterates may wrap it.
+    Each segment has memory of its own, because several are sent while the next is filled. An exception of the
+    buffers' producer is raised and also kept in `error`, in case the consumer wraps it.
 
     Args:
         name: the object, for the error.
-        parts: its bytes in order, however cut.
-        num_bytes: of all together.
-        segment_bytes: of each segment but the last.
+        parts: its bytes in order, split in any way.
+        num_bytes: total size.
+        segment_bytes: size of each segment except the last.
     """
 
     def __init__(self, name: str, parts: Iterable[Buffer], num_bytes: int, segment_bytes: int) -> None:
@@ -38,8 +39,7 @@ class Segments:
     def _cut(self) -> Iterator[bytearray]:
         segment, done = bytearray(), 0
         for part in self._parts:
-            view = memoryview(part)
-            rest = view.cast("B") if view.nbytes else memoryview(b"")
+            rest = as_bytes(part)
             done += len(rest)
             if done > self._num_bytes:
                 break
@@ -51,6 +51,6 @@ class Segments:
                     yield segment
                     segment = bytearray()
         if done != self._num_bytes:
-            raise wrong_length(self._name, self._num_bytes, done)
+            raise length_error(self._name, self._num_bytes, done)
         if segment:
             yield segment

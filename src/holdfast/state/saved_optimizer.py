@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a plain optimizer: state by parameter, options by group; from all parts."""
+"""Saved optimizer: state by parameter and options by group, merged from all parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, final
 
 from holdfast.callsite import warn
 from holdfast.errors import InvalidInput
-from holdfast.state.load import PARAMETER_MARK, Plan
+from holdfast.state.load import PARAMETER_MARK, LoadPlan
 from holdfast.state.tree import references
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a checkpoint has for one parameter: tensors by state key, other state as trees."""
+    """Saved state of one parameter: tensors by state key, other state as trees."""
 
     fqn: str
     tensors: dict[str, str]
@@ -23,17 +23,17 @@ class SavedState:
 
 @final
 class SavedOptimizer:
-    """A saved optimizer, while a live one is planned to be filled from it.
+    """A saved optimizer, as the source for a live one.
 
     Args:
         key: live top-level key.
-        plan: of the load; unexpected and missing parameters are noted there.
+        plan: of the load; it receives unexpected and missing parameters.
 
     Raises:
         InvalidInput: it was not saved as a plain optimizer.
     """
 
-    def __init__(self, key: str, plan: Plan) -> None:
+    def __init__(self, key: str, plan: LoadPlan) -> None:
         self._key = key
         self._plan = plan
         values = _joined(key, list(plan.all_values(key)))
@@ -44,8 +44,8 @@ class SavedOptimizer:
         for group in self._groups:
             plan.used.update(references(group))
 
-    def take(self, fqn: str) -> SavedState | None:
-        """State of a live parameter; None, and noted as missing, if there is none."""
+    def state_of(self, fqn: str) -> SavedState | None:
+        """Return the state of a live parameter. If absent, record it as missing and return None."""
         found = self._states.get(fqn)
         if found is None:
             self._plan.missing.append(f"{self._key}{PARAMETER_MARK}{fqn}")
@@ -54,14 +54,17 @@ class SavedOptimizer:
         return found
 
     def skip_the_rest(self) -> None:
-        """Report saved parameters that were not taken, each once."""
+        """Record saved parameters that no live one uses as unexpected, each once."""
         for saved in {one.fqn: one for one in self._states.values()}.values():
             if saved.fqn not in self._taken:
                 self._plan.unexpected.append(f"{self._key}{PARAMETER_MARK}{saved.fqn}")
                 self._plan.used.update(saved.tensors.values(), references(saved.trees))
 
     def choose(self, index: int, fqns: list[str]) -> dict[str, Any] | None:
-        """Saved options for a live group: of the group with the same parameters, else of their old one."""
+        """Return saved options for a live group.
+
+        Those of the group with the same parameters, or of the group that had its parameters.
+        """
         plan, groups = self._plan, self._groups
         primary = dict(_renamed_aliases(plan))
         wanted = {primary.get(fqn, fqn) for fqn in fqns}
@@ -78,14 +81,14 @@ class SavedOptimizer:
         if any(_options(group) != _options(sources[0]) for group in sources):
             message = (
                 f"{self._key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
-                "different options; it takes those of the first. Set what you want after the restore."
+                "different options. It uses those of the first. Set the options after the restore if needed."
             )
             warn(message, UserWarning)
             plan.notes.append(message)
         return sources[0]
 
     def _index(self, state: dict[str, Any]) -> dict[str, SavedState]:
-        """What the checkpoint has for each parameter, by live name; a tied one stands under all its names."""
+        """Return the saved state of each parameter by live name. Tied ones appear several times."""
         plan = self._plan
         found = {
             fqn: SavedState(fqn, {}, state.get(fqn, {})) for group in self._groups for fqn in group["params"]
@@ -101,7 +104,7 @@ class SavedOptimizer:
 
 
 def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
-    """The saved values of an optimizer in all parts as one; where several know a parameter, the first counts.
+    """Return an optimizer's saved values of all parts as one. The first part with a parameter wins.
 
     Raises:
         InvalidInput: it was not saved as a plain optimizer.
@@ -121,21 +124,21 @@ def _check_saved(key: str, values: Any) -> None:
     groups = values.get("param_groups") if isinstance(values, dict) else None
     if isinstance(groups, list) and all(type(f) is str for group in groups for f in group.get("params", [0])):
         return
-    message = (
-        f"{key} was not saved as a plain optimizer, but as another kind of object or as an optimizer with "
-        "its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same kind."
+    raise InvalidInput(
+        f"{key} was not saved as a plain optimizer, but as another kind of object, or as an optimizer with "
+        "its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same kind.",
+        key=key,
     )
-    raise InvalidInput(message, key=key)
 
 
-def _aliases(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Pairs of saved names of one tensor, of which the second may be an optimizer's parameter."""
+def _aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:
+    """Yield pairs of saved names of one tensor; the second may be an optimizer's parameter."""
     for alias, name in plan.tied.items():
         yield alias, name
         yield name, alias
 
 
-def _renamed_aliases(plan: Plan) -> Iterator[tuple[str, str]]:
+def _renamed_aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:
     for alias, name in plan.tied.items():
         yield plan.rename(alias), plan.rename(name)
 

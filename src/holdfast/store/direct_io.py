@@ -1,4 +1,4 @@
-"""Whole-buffer reads and writes of open files, past the page cache where that is possible and faster."""
+"""Reads and writes of whole buffers, with direct I/O where that is possible and faster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Measured on a virtio disk, 1.5 GB, interleaved rounds: slices of 4, 8, 16 and 32
 threads, with and without fallocate first, differ by a few percent in the median, so the simplest won.
 """
 MIN_DIRECT_BYTES = 1 << 20
-"""Smaller writes go through the page cache: readers of small objects profit from it, and nothing is lost."""
+"""Writes smaller than this use the page cache, which speeds up later reads of small objects."""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _SYS_CACHESTAT = 451  # the same number on every architecture that Linux numbers uniformly
@@ -37,13 +37,13 @@ class _CacheStat(ctypes.Structure):
 def write(fd: int, data: memoryview) -> None:
     """Write all of `data` (format "B") to an empty file; not durable before fsync.
 
-    Direct where file system and address allow, for all but the last partial block, which goes through the
-    page cache; a refusal (EINVAL) at any point makes the rest go there too.
+    Direct where file system and address allow it, except for the last partial block, which uses the page
+    cache. If direct I/O is refused (EINVAL) at any point, the rest uses the page cache too.
 
     Raises:
         OSError: the file system failed; an unknown part of the data is in the file.
 
-    Blocks: about as long as the disk needs when direct; else until the page cache has taken the data.
+    Blocks: for the time of the disk if direct, else until the page cache has the data.
     """
     done = 0
     if len(data) >= MIN_DIRECT_BYTES:
@@ -62,16 +62,17 @@ def _write_direct(fd: int, data: memoryview) -> int:
             if error.errno != errno.EINVAL:
                 raise
             return done
-        if done % ALIGN_BYTES:  # a disk about to be full writes short; the next write says why
+        if done % ALIGN_BYTES:  # an almost full disk writes short; the next write raises the reason
             return done
     return done
 
 
 def read(fd: int, offset: int, buffer: memoryview) -> int:
-    """Fill `buffer` (writable, format "B") from a file at `offset`; return how many bytes there were.
+    """Fill `buffer` from a file at `offset`, and return the number of bytes read.
 
-    What the page cache holds is taken from there. Else, if offset and address are aligned, all whole blocks
-    are read directly, which leaves the page cache to those who profit from it and spares a copy.
+    Cached data comes from the page cache. Otherwise, if offset and address are aligned, all whole blocks are
+    read directly, which saves a copy and leaves the page cache to others. `buffer` is writable, in format
+    "B".
 
     Returns:
         `len(buffer)`, or less if the file ends before.
@@ -109,9 +110,9 @@ def _read_direct(fd: int, offset: int, buffer: memoryview) -> int:
 
 @contextmanager
 def _direct(fd: int) -> Iterator[bool]:
-    """Switch a descriptor to direct I/O for the block; False if its file system refuses.
+    """Switch a descriptor to direct I/O within the block; yield False if its file system refuses.
 
-    Switching one descriptor, rather than opening another, costs no second open on network file systems.
+    Switching one descriptor, rather than opening another, avoids a second open on network file systems.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -130,10 +131,10 @@ def _direct(fd: int) -> Iterator[bool]:
 
 
 def _cached(fd: int, offset: int, num_bytes: int) -> bool:
-    """True if the page cache holds the whole range.
+    """Return True if the page cache holds the whole range.
 
-    Asked by cachestat(2) (Linux 6.5); False where that is missing. A read with RWF_NOWAIT would ask too, but
-    a kernel that misses then starts readahead, and everything is read twice: half the speed on a cold file.
+    Uses cachestat(2) (Linux 6.5), and returns False without it. A read with RWF_NOWAIT would also show it,
+    but after a miss the kernel starts readahead and everything is read twice: half the speed on a cold file.
     """
     if _libc is None:
         return False

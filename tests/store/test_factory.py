@@ -1,4 +1,4 @@
-"""From paths and URLs to stores."""
+"""Opening of stores from paths and URLs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.errors import InvalidInput
 from holdfast.store import open_store
+from holdfast.store.bucket import ObjectStore
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from holdfast.store.objects import ObjectStore
 
 
 def test_a_path_is_a_local_store_and_nothing_is_created_yet(tmp_path: Path) -> None:
@@ -23,14 +23,14 @@ def test_a_path_is_a_local_store_and_nothing_is_created_yet(tmp_path: Path) -> N
     assert not (tmp_path / "home").exists()
 
 
-def test_a_url_leads_back_to_the_same_store(tmp_path: Path) -> None:
+def test_the_url_of_a_store_opens_the_same_store(tmp_path: Path) -> None:
     for place in (str(tmp_path), "memory://back"):
         store = open_store(place)
         store.put("a", b"x")
         assert open_store(store.url).get("a") == b"x"
 
 
-def test_relative_paths_are_taken_from_the_current_directory(
+def test_relative_paths_are_resolved_from_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_memory_stores_are_shared_by_name() -> None:
 @pytest.mark.parametrize(
     "url", ["s3://bucket/run", "gs://bucket/run", "az://container/run", "S3://bucket?region=x"]
 )
-def test_buckets_are_object_stores_and_nothing_is_asked_of_them_yet(url: str) -> None:
+def test_opening_a_bucket_sends_no_request(url: str) -> None:
     pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
     store = open_store(url)
     assert isinstance(store, ObjectStore)
@@ -68,19 +68,19 @@ def test_buckets_are_object_stores_and_nothing_is_asked_of_them_yet(url: str) ->
     assert store.properties.survives_host
 
 
-def test_stores_that_speak_s3_are_told_how_they_are_written() -> None:
+def test_the_error_for_s3_compatible_schemes_shows_the_right_url() -> None:
     with pytest.raises(InvalidInput, match=r"s3://BUCKET/PREFIX\?endpoint_url="):
         open_store("minio://bucket/run")
 
 
-def test_a_refused_url_is_shown_without_what_may_be_secret() -> None:
+def test_the_error_for_a_refused_url_hides_secrets() -> None:
     with pytest.raises(InvalidInput) as caught:
         open_store("https://me:HIDE@account.blob.core.windows.net/box?sig=HIDE")
     assert "HIDE" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["ftp://host/run", "http://host/run", "hf://user/model"])
-def test_other_urls_are_refused_with_what_is_allowed(url: str) -> None:
+def test_the_error_for_other_urls_lists_the_supported_ones(url: str) -> None:
     with pytest.raises(InvalidInput, match=r"a path, file:///PATH, memory://NAME"):
         open_store(url)
 
@@ -88,7 +88,7 @@ def test_other_urls_are_refused_with_what_is_allowed(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["", "memory://", "file://host/path", "file://", "file:///", Path("s3://bucket/x")]
 )
-def test_places_that_mean_nothing_are_refused(url: str | Path) -> None:
+def test_empty_and_impossible_places_are_refused(url: str | Path) -> None:
     with pytest.raises(InvalidInput):
         open_store(url)
 

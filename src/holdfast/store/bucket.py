@@ -1,4 +1,4 @@
-"""A store in a bucket of S3, of what speaks its protocol, of Google Cloud Storage or of Azure."""
+"""Store in a bucket: S3 and compatible servers, Google Cloud Storage, or Azure."""
 
 from __future__ import annotations
 
@@ -7,51 +7,61 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
+from typing_extensions import override
+
+from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.failpoint import failpoint
 from holdfast.format.names import check_size
 from holdfast.store.address import AZURE, S3, Address, parse_address
+from holdfast.store.append_log import shared_logs
+from holdfast.store.client_errors import ErrorKind, classify
 from holdfast.store.clients import Clients, check_process, load_library
-from holdfast.store.contract import Buffer, Entry, Properties, Store
-from holdfast.store.logs import logs_at
-from holdfast.store.naming import check_name, check_prefix
-from holdfast.store.refusals import Kind, classify
+from holdfast.store.contract import (
+    Buffer,
+    ObjectInfo,
+    Properties,
+    Store,
+    already_exists,
+    as_bytes,
+    ends_early,
+)
+from holdfast.store.multipart import MultipartBody
+from holdfast.store.object_names import check_name, check_prefix
 from holdfast.store.retries import Request, Retries, TryAgain, not_found
-from holdfast.store.segments import Segments
 
 READ_BYTES = 8 << 20
-"""Longer reads are split into ranges of this many bytes, fetched at once."""
+"""Length of the ranges, fetched concurrently, that longer reads are split into."""
 CREATE_BYTES = 64 << 20
-"""Objects up to this length are created by one request, which the server grants to one of many."""
-_MAX_PARTS = 10_000  # of one upload: S3's limit, and Google's
-_MAX_COPY_BYTES = {S3: 5 << 30}  # that one request of a protocol copies; Azure copies later, and is not asked
-_MAX_CHANGES = 3  # an object may be replaced this often while it is read
+"""Largest object that is created by one request, which the server grants to only one writer."""
+_MAX_PARTS = 10_000  # of one upload: the limit of S3 and of Google
+_MAX_COPY_BYTES = {S3: 5 << 30}  # limit of one copy request; Azure copies asynchronously, so it is not used
+_MAX_CHANGES = 3  # how often an object may be replaced while it is read
 
 
 class ObjectStore(Store):
-    """A prefix of a bucket; its URL is what it was opened with, so other processes get there too.
+    """A prefix of a bucket; its URL is the one it was opened with, so other processes can open it too.
 
-    Every request that fails for a reason that may pass is tried again, with growing random pauses, until the
-    address's time limit; a part of a large upload for itself. A name that is to be free (`if_absent`) is
-    taken by one request that the server grants once. If its answer is lost, the object is read back: the same
-    bytes mean that it was ours, so what competes for a name must differ in its bytes, as documents with a
-    random id do.
+    Every request that fails for a transient reason is retried, with growing random pauses, until the
+    address's time limit; in a large upload each part by itself. A name that must be free (`if_absent`) is
+    claimed by one request that the server grants only once. If its answer is lost, the object is read back:
+    the same bytes mean that it is ours. So writers that compete for a name must write different bytes, such
+    as documents with a random id.
 
-    When a put raises `RetryLater` because an answer never came, the object may stand under its name
-    nevertheless; it is then whole.
+    If a put raises `RetryLater` because an answer never arrived, the object may exist under its name
+    nevertheless; it is then complete.
 
-    Above 64 MiB `if_absent` looks first and then uploads in parts, which leaves a moment in which another
-    writer of the same name would not be noticed: large objects belong under names that nobody else uses.
+    Above 64 MiB `if_absent` first checks the name and then uploads in parts, so for a moment another writer
+    of the same name would go unnoticed. Use names for large objects that no other writer uses.
 
-    Parts of uploads that were cut off by a kill stay in the bucket, seen by nobody and paid for, until a
-    rule of the bucket removes them: the client library has no request for it. Uploads that failed while the
-    process lives are taken back.
+    Parts of uploads that a kill interrupted stay in the bucket, invisible but billed, until a lifecycle rule
+    of the bucket removes them, because the client library cannot list them. Uploads that fail while the
+    process is alive are aborted.
 
     Args:
-        address: where it is, as a URL or parsed.
+        address: URL or parsed address.
 
     Raises:
-        InvalidInput: not a URL of an object store, or with options that it cannot have.
+        InvalidInput: not a URL of an object store, or with invalid options.
         Unsupported: the client library is not installed.
     """
 
@@ -62,23 +72,23 @@ class ObjectStore(Store):
             survives_host=True,
             parallel_reads=self._address.parallel,
             read_bytes=READ_BYTES,
-            lends_memory=True,
+            zero_copy_views=True,
         )
         self._library = load_library()
         self._clients = Clients(self._address)
         self._retries = Retries(self._address, self._clients)
-        self._logs = logs_at(self.url, self._load_log, self._save_log)
+        self._logs = shared_logs(self.url, self._load_log, self._save_log)
 
     @property
     def address(self) -> Address:
-        """Where it is."""
+        """The address of the prefix."""
         return self._address
 
+    @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """See `Store.put`; sent from `data` itself, without a copy."""
+        """Write an object, sent from `data` itself without a copy."""
         check_name(name)
-        view = memoryview(data)
-        view = view.cast("B") if view.nbytes else memoryview(b"")
+        view = as_bytes(data)
         self._logs.forget(name)
         failpoint("store.written")
         if if_absent and len(view) <= CREATE_BYTES:
@@ -89,10 +99,11 @@ class ObjectStore(Store):
             self._send(Request("write", name, len(view)), view)
         failpoint("store.linked")
 
+    @override
     def put_parts(
         self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
     ) -> None:
-        """See `Store.put_parts`; holds as many parts of the upload as are sent at once, and one more."""
+        """Write an object from parts. Holds the parts of the upload in flight, and one more."""
         check_name(name)
         if num_bytes <= (CREATE_BYTES if if_absent else self._address.part_bytes):
             super().put_parts(name, parts, num_bytes, if_absent=if_absent)
@@ -100,25 +111,26 @@ class ObjectStore(Store):
         if if_absent:
             self._check_free(name)
         self._logs.forget(name)
-        source = Segments(name, parts, num_bytes, self._part_bytes(num_bytes))
+        source = MultipartBody(name, parts, num_bytes, self._part_bytes(num_bytes))
         request = Request("write", name, num_bytes, num_tries=1)
         failpoint("store.written")
         try:
-            # Not tried again as a whole: the parts are gone. The client tries each request again.
-            self._upload(self._clients.get(patient=True), name, iter(source), num_bytes)
+            # Not retried as a whole: the parts are gone. The client retries each request.
+            self._upload(self._clients.get(retrying=True), name, iter(source), num_bytes)
         except Exception as error:
             if source.error is not None:
                 raise source.error from None
-            if not isinstance(error, self._clients.refusals) or isinstance(error, HoldfastError):
+            if not isinstance(error, self._clients.client_errors) or isinstance(error, HoldfastError):
                 raise
             raise self._retries.failure(request, classify(error)) from None
         failpoint("store.linked")
 
+    @override
     def link(self, source: str, name: str) -> None:
-        """See `Store.link`: the server copies, so the bytes are there twice, but are sent by nobody.
+        """Copy an object on the server, so that no bytes are sent.
 
         Raises:
-            Unsupported: Azure, which copies at a time of its own, and objects too large for one request.
+            Unsupported: on Azure, which copies asynchronously, and for objects too large for one request.
         """
         check_name(source)
         check_name(name)
@@ -128,30 +140,32 @@ class ObjectStore(Store):
         most = _MAX_COPY_BYTES.get(self._address.protocol, num_bytes)
         if self._address.protocol == AZURE or num_bytes > most:
             raise Unsupported(
-                f"{self._place(source)} ({num_bytes} bytes) cannot be copied by the server in one step; put "
-                "the bytes instead.",
+                f"The server cannot copy {self._place(source)} ({num_bytes} bytes) in one request. Put the "
+                "bytes instead.",
                 key=source,
             )
         key_from, key_to = self._address.key(source), self._address.key(name)
         self._logs.forget(name)
-        self._retries.ask(
+        self._retries.call(
             Request("copy", source), lambda client: self._library.copy(client, key_from, key_to)
         )
         if self.size(name) != num_bytes:
-            message = f"The copy {self._place(name)} is not as long as {self._place(source)}."
-            raise RetryLater(message, key=name)
+            raise RetryLater(
+                f"The copy {self._place(name)} is not as long as {self._place(source)}.", key=name
+            )
 
+    @override
     def get(self, name: str) -> bytes:
-        """See `Store.get`."""
         check_name(name)
         self._logs.flush(name)
         return self._get(name)
 
+    @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See `Store.read_into`; a long read is split into ranges that are fetched at once.
+        """Fill `buffer`. A long read is split into ranges that are fetched concurrently.
 
-        The bytes are as the server sent them: a byte that was flipped on the way is not noticed here, but by
-        whoever compares hashes.
+        The bytes are used as received: a byte that was flipped on the way is detected by comparing hashes,
+        not here.
         """
         check_name(name)
         self._logs.flush(name)
@@ -161,18 +175,20 @@ class ObjectStore(Store):
             versions = self._read_ranges(name, offset, buffer)
             if len(versions) < 2:
                 return
-        raise RetryLater(f"{self._place(name)} was replaced again and again while it was read.", key=name)
+        raise RetryLater(f"{self._place(name)} was replaced repeatedly while it was read.", key=name)
 
-    def lend(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """See `Store.lend`: the client's own memory, by one request."""
+    @override
+    def read_view(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """Return the client's own memory, filled by one request."""
         check_name(name)
         self._logs.flush(name)
         if not num_bytes and self.size(name) is None:
             raise not_found(self._address, name)
         return self._fetch(name, offset, num_bytes)[0] if num_bytes else memoryview(b"")
 
+    @override
     def append(self, name: str, data: bytes) -> None:
-        """See `Store.append`: kept in memory and sent in the background, at `flush` and at the process's end.
+        """Append in memory. The data is sent in the background, by `flush`, and at exit.
 
         Reads through a store of this process see it at once; a killed process loses the last seconds.
         """
@@ -180,8 +196,9 @@ class ObjectStore(Store):
         check_process(self._address.place)
         self._logs.append(name, data)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """See `Store.list`.
+    @override
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List objects.
 
         Raises:
             NotFound: the bucket does not exist.
@@ -189,48 +206,46 @@ class ObjectStore(Store):
         """
         self._logs.flush(check_prefix(prefix))
         folder = self._address.key(prefix).rpartition("/")[0] if prefix else self._address.prefix
-        found = self._retries.ask(Request("list", prefix), lambda client: self._listed(client, folder))
+        found = self._retries.call(Request("list", prefix), lambda client: self._listed(client, folder))
         return (entry for entry in found if entry.name.startswith(prefix))
 
+    @override
     def size(self, name: str) -> int | None:
-        """See `Store.size`.
-
-        Raises:
-            RetryLater: the store failed.
-        """
         check_name(name)
         self._logs.flush(name)
         key = self._address.key(name)
         try:
-            return self._retries.ask(
-                Request("look at", name), lambda client: self._library.head(client, key)
-            )["size"]
+            return self._retries.call(Request("find", name), lambda client: self._library.head(client, key))[
+                "size"
+            ]
         except NotFound:
             return None
 
+    @override
     def delete(self, name: str) -> None:
-        """See `Store.delete`.
+        """Remove an object.
 
         Raises:
-            RetryLater: the store failed; the object may be there or not.
+            RetryLater: the store failed; the object may still exist.
         """
         check_name(name)
         self._logs.forget(name)
         key = self._address.key(name)
         try:
-            self._retries.ask(Request("delete", name), lambda client: self._library.delete(client, key))
+            self._retries.call(Request("delete", name), lambda client: self._library.delete(client, key))
         except NotFound:
             return
 
+    @override
     def sweep(self, prefix: str = "") -> None:
-        """See `Store.sweep`; nothing can be done here, as the class's text says."""
-        check_prefix(prefix)
+        check_prefix(prefix)  # the library cannot list unfinished uploads; see the class docstring
 
+    @override
     def check(self) -> None:
-        """See `Store.check`: makes a small object, tries to make it once more, and deletes it."""
+        """Create a small object, try to create it again, and delete it."""
         name = f"checks/{secrets.token_hex(8)}.txt"
         first, second = secrets.token_bytes(16).hex().encode(), secrets.token_bytes(16).hex().encode()
-        list(self.list("checks/"))  # tells a missing bucket, which a put cannot tell from other troubles
+        list(self.list("checks/"))  # detects a missing bucket, which a put reports like other failures
         self.put(name, first, if_absent=True)
         try:
             self.put(name, second, if_absent=True)
@@ -239,21 +254,22 @@ class ObjectStore(Store):
         finally:
             self.delete(name)
         raise Unsupported(
-            f"The server of {self._address.place} replaces objects that it was told to leave alone (it "
-            "ignores 'If-None-Match: *'), so two starts of a run could not be told apart and could damage "
-            "each other's checkpoints. Nothing but a test object was written, and it is gone. Use another "
-            "server, a newer version of it, or a way to it on which nothing rewrites requests."
+            f"The server of {self._address.place} replaces existing objects although the request forbids it "
+            "(it ignores 'If-None-Match: *'), so two starts of a run could damage each other's "
+            "checkpoints. Only a test object was written, and it was deleted. Use another server, a newer "
+            "version of it, or a connection without a proxy that changes requests."
         )
 
+    @override
     def flush(self) -> None:
-        """See `Store.flush`.
+        """Write all appended logs.
 
         Blocks: until the logs are written, at most the address's time limit each.
         """
         self._logs.flush()
 
+    @override
     def close(self) -> None:
-        """See `Store.close`."""
         try:
             self.flush()
         finally:
@@ -262,11 +278,11 @@ class ObjectStore(Store):
     # -- writing ---------------------------------------------------------------------------------------------
 
     def _send(self, request: Request, data: Buffer) -> None:
-        """Write an object, whatever its name holds."""
+        """Write an object, replacing any existing one."""
         num_bytes = len(data)
         is_large = num_bytes > self._address.part_bytes
-        self._retries.ask(
-            request, lambda client: self._upload(client, request.name, data, num_bytes), patient=is_large
+        self._retries.call(
+            request, lambda client: self._upload(client, request.name, data, num_bytes), retrying=is_large
         )
 
     def _upload(self, client: Any, name: str, body: Any, num_bytes: int) -> None:
@@ -281,48 +297,48 @@ class ObjectStore(Store):
         )
 
     def _part_bytes(self, num_bytes: int) -> int:
-        """Bytes of a part: the address's, or more where a large object would have too many."""
+        """Return the size of a part: the address's, or larger if an object would have too many parts."""
         least = -(-num_bytes // _MAX_PARTS)
         return max(self._address.part_bytes, -(-least // (1 << 20)) << 20)
 
     def _create(self, name: str, view: memoryview) -> None:
-        """Take a free name by one request; find out whose it is where the answer leaves that open."""
+        """Claim a free name by one request. Find out whose it is if the answer does not show it."""
 
         def create(client: Any) -> bool:
             try:
                 self._library.put(client, self._address.key(name), view, mode="create", use_multipart=False)
-            except self._clients.refusals as error:
-                # Also a plain refusal may be about our own write: an earlier try's, whose answer was lost.
-                refusal = classify(error)
-                if refusal.kind not in (Kind.TAKEN, Kind.PASSING):
+            except self._clients.client_errors as error:
+                # A name in use may be our own: the answer to an earlier try may have been lost.
+                failure = classify(error)
+                if failure.kind not in (ErrorKind.TAKEN, ErrorKind.PASSING):
                     raise
                 if (is_ours := self._is_ours(client, name, view)) is not None:
                     return is_ours
-                if refusal.kind is Kind.TAKEN:  # somebody was writing it, or has deleted it
-                    raise TryAgain(refusal.why) from error
+                if failure.kind is ErrorKind.TAKEN:  # another writer was writing it, or has deleted it
+                    raise TryAgain(failure.reason) from error
                 raise
             return True
 
-        if not self._retries.ask(Request("write", name, len(view)), create):
-            raise self._taken(name)
+        if not self._retries.call(Request("write", name, len(view)), create):
+            raise already_exists(self._place(name), name)
 
     def _is_ours(self, client: Any, name: str, view: memoryview) -> bool | None:
-        """Whether the object holds our bytes; None if there is none, or that cannot be seen now."""
+        """Return True if the object holds our bytes. None means that it is absent or unreadable now."""
         try:
             found = self._library.get(client, self._address.key(name))
             return found.meta["size"] == len(view) and memoryview(found.bytes()) == view
-        except self._clients.refusals:
+        except self._clients.client_errors:
             return None
 
     def _check_free(self, name: str) -> None:
         if self.size(name) is not None:
-            raise self._taken(name)
+            raise already_exists(self._place(name), name)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _get(self, name: str, limit_s: float | None = None) -> bytes:
         key = self._address.key(name)
-        return self._retries.ask(
+        return self._retries.call(
             Request("read", name, limit_s=limit_s),
             lambda client: self._read_whole(client, key, name),
         )
@@ -333,7 +349,7 @@ class ObjectStore(Store):
         return bytes(answer.bytes())
 
     def _read_ranges(self, name: str, offset: int, buffer: memoryview) -> set[str | None]:
-        """Fill the buffer; returns the versions of the object that its ranges came from."""
+        """Fill the buffer, and return the versions of the object that its ranges came from."""
         starts = range(0, len(buffer), READ_BYTES)
         if len(starts) < 2:
             return {self._read_range(name, offset, buffer)} if len(buffer) else set()
@@ -352,13 +368,13 @@ class ObjectStore(Store):
         return versions
 
     def _read_range(self, name: str, offset: int, buffer: memoryview) -> str | None:
-        """Fill a short buffer; returns the object's version."""
+        """Fill a short buffer, and return the object's version."""
         data, version = self._fetch(name, offset, len(buffer))
         buffer[:] = data
         return version
 
     def _fetch(self, name: str, offset: int, num_bytes: int) -> tuple[memoryview, str | None]:
-        """A range of an object by one request, and the object's version."""
+        """Return a range of an object by one request, and the object's version."""
         key = self._address.key(name)
 
         def fetch(client: Any) -> tuple[memoryview, str | None]:
@@ -366,23 +382,19 @@ class ObjectStore(Store):
             return memoryview(found.bytes()), found.meta["e_tag"]
 
         none: tuple[memoryview, str | None] = memoryview(b""), None
-        data, version = self._retries.ask(Request("read", name, num_bytes), fetch, past_end=none)
+        data, version = self._retries.call(Request("read", name, num_bytes), fetch, past_end=none)
         if len(data) < num_bytes:
-            raise Corrupt(
-                f"{self._place(name)} ends at byte {self.size(name)}; {num_bytes} bytes at {offset} were "
-                f"wanted, {len(data)} are there. The object is not the one that was written.",
-                key=name,
-            )
+            raise ends_early(self._place(name), name, self.size(name), offset, num_bytes)
         return data, version
 
-    def _listed(self, client: Any, folder: str) -> list[Entry]:
+    def _listed(self, client: Any, folder: str) -> list[ObjectInfo]:
         skip = len(self._address.prefix) + 1 if self._address.prefix else 0
         found = []
         for page in self._library.list(client, prefix=folder or None, chunk_size=1000):
             for one in page:
                 name = one["path"][skip:]
-                if name and not name.endswith("/"):  # consoles make such objects to show folders
-                    found.append(Entry(name, one["size"]))
+                if name and not name.endswith("/"):  # consoles create such objects as folders
+                    found.append(ObjectInfo(name, one["size"]))
         return found
 
     def _load_log(self, name: str, limit_s: float | None) -> bytes | None:
@@ -393,9 +405,6 @@ class ObjectStore(Store):
 
     def _save_log(self, name: str, text: bytes, limit_s: float | None) -> None:
         self._send(Request("write", name, len(text), limit_s), text)
-
-    def _taken(self, name: str) -> Conflict:
-        return Conflict(f"{self._place(name)} exists already; it was left alone.", key=name)
 
     def _place(self, name: str) -> str:
         return f"{self._address.place}/{name}"

@@ -1,4 +1,4 @@
-"""From what a user writes for a place, a path or URL, to the store that is there."""
+"""Store factory: opens the store at a path or URL."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import unquote
 
 from holdfast.errors import InvalidInput
 from holdfast.store.address import SCHEMES, hide_secrets
+from holdfast.store.bucket import ObjectStore
 from holdfast.store.contract import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from holdfast.store.objects import ObjectStore
 
 _ALLOWED = "a path, file:///PATH, memory://NAME, s3://, gs:// or az://BUCKET/PREFIX"
-_SPEAK_S3 = ("r2", "oss", "cos", "obs", "minio", "b2", "wasabi", "ceph")
+_S3_COMPATIBLE = ("r2", "oss", "cos", "obs", "minio", "b2", "wasabi", "ceph")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _SQUASHED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 
@@ -25,39 +25,39 @@ _shared_lock = threading.Lock()
 
 
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """The store at a path or URL; nothing is created before the first put.
+    """Return the store at a path or URL. Nothing is created before the first put.
 
     Args:
-        place: a path (`~` is expanded in a string), `file:///PATH` (percent-encoded), or `memory://NAME`,
-            which is the same store for the same name everywhere in this process; or a prefix of a bucket, as
-            `holdfast.store.address.parse_address` tells. Keys of object stores come from the environment.
+        place: a path (`~` is expanded in a string), `file:///PATH` (percent-encoded), a prefix of a bucket
+            (see `holdfast.store.address.parse_address`), or `memory://NAME`, which is the same store for the
+            same name throughout this process. Keys of object stores come from the environment.
 
     Raises:
-        InvalidInput: empty, an unknown kind of URL, a URL squashed by `pathlib`, or a path that is a file.
-        Unsupported: an object store, and its client library is not installed.
+        InvalidInput: it is empty, an unknown kind of URL, a URL squashed by `pathlib`, or a path of a file.
+        Unsupported: it is in an object store, and the client library is not installed.
         RetryLater: the file system does not answer.
     """
     text = os.fspath(place)
     if not text:
-        raise InvalidInput(f"An empty string is no place for checkpoints; give {_ALLOWED}.")
+        raise InvalidInput(f"The place for checkpoints is an empty string. Pass {_ALLOWED}.")
     if not isinstance(place, str):
         if squashed := _SQUASHED.match(text):
             raise InvalidInput(
-                f"{text!r} looks like a {squashed[1]}:// URL that lost a slash in a pathlib.Path; "
-                "pass it as a string."
+                f"{text!r} looks like a {squashed[1]}:// URL that lost a slash in a pathlib.Path. "
+                "Pass it as a string."
             )
         return LocalStore(text)
     if "\0" in text:
-        raise InvalidInput(f"{text!r} holds a NUL character, so it names no place.")
+        raise InvalidInput(f"{text!r} contains a NUL character, so it is neither a path nor a URL.")
     url = _SCHEME.fullmatch(text)
     return _open_url(url[1].lower(), url[2], text) if url else LocalStore(_expanded(text))
 
 
 def absolute_place(place: str | os.PathLike[str]) -> str:
-    """Return one spelling of a path, also after a change of directory; URLs and "" stay as they are.
+    """Return the absolute form of a path. URLs and "" are returned unchanged.
 
     Raises:
-        InvalidInput: the path goes through a loop of links, or its `~` names no user.
+        InvalidInput: the path has a loop of links, or its `~` names an unknown user.
     """
     text = os.fspath(place)
     if "://" in text or not text:
@@ -65,14 +65,14 @@ def absolute_place(place: str | os.PathLike[str]) -> str:
     try:
         return str(_expanded(text).resolve())
     except (RuntimeError, OSError, ValueError) as error:  # a loop, a name that is too long, a NUL character
-        raise InvalidInput(f"{text!r} is no path of this machine: {error}") from error
+        raise InvalidInput(f"{text!r} is not a path on this machine: {error}") from error
 
 
 def _expanded(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise InvalidInput(f"{text!r} is no path of this machine: {error}") from error
+        raise InvalidInput(f"{text!r} is not a path on this machine: {error}") from error
 
 
 def _open_url(scheme: str, rest: str, url: str) -> Store:
@@ -86,18 +86,16 @@ def _open_url(scheme: str, rest: str, url: str) -> Store:
     if scheme in SCHEMES:
         return ObjectStore(url)
     shown = hide_secrets(url)
-    if scheme in _SPEAK_S3:
+    if scheme in _S3_COMPATIBLE:
         raise InvalidInput(
-            f"{shown!r} is of a kind ({scheme}://) that Holdfast does not know, but such stores speak S3's "
-            "protocol: give s3://BUCKET/PREFIX?endpoint_url=https://HOST."
+            f"{shown!r} has an unknown scheme ({scheme}://). Such stores are compatible with S3: use "
+            "s3://BUCKET/PREFIX?endpoint_url=https://HOST."
         )
-    raise InvalidInput(f"{shown!r} is of a kind ({scheme}://) that Holdfast does not know; give {_ALLOWED}.")
+    raise InvalidInput(f"{shown!r} has an unknown scheme ({scheme}://). Pass {_ALLOWED}.")
 
 
 def _open_file_url(rest: str, url: str) -> LocalStore:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash or not path:
-        raise InvalidInput(
-            f"{url!r} is not a file URL of this host; it needs the form file:///ABSOLUTE/PATH."
-        )
+        raise InvalidInput(f"{url!r} is not a file URL of this host. Write file:///ABSOLUTE/PATH.")
     return LocalStore("/" + unquote(path))

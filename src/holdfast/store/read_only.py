@@ -1,42 +1,43 @@
-"""A store that is only read: whatever would change it is refused, with the reason."""
+"""Read-only stores: every change is refused, with the reason."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from typing import NoReturn
 
+from typing_extensions import override
+
 from holdfast.errors import Unsupported
 from holdfast.store.contract import Buffer, Store
 
 
-class ReadOnly(Store):
-    """The half of a store that is alike in all that can only be read."""
+class ReadOnlyStore(Store):
+    """A store whose changing methods all raise `Unsupported`."""
 
     @property
     @abstractmethod
-    def why(self) -> str:
-        """Why nothing is written here, as a sentence."""
+    def reason(self) -> str:
+        """The reason why this store is read-only, as a sentence."""
 
+    @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Refused."""
         self._refuse(name)
 
+    @override
     def link(self, source: str, name: str) -> None:
-        """Refused."""
         self._refuse(name)
 
+    @override
     def append(self, name: str, data: bytes) -> None:
-        """Refused."""
         self._refuse(name)
 
+    @override
     def delete(self, name: str) -> None:
-        """Refused."""
         self._refuse(name)
 
+    @override
     def sweep(self, prefix: str = "") -> None:
-        """Refused."""
         self._refuse(prefix)
 
     def _refuse(self, name: str) -> NoReturn:
-        message = f"{name!r} in {self.url} cannot be changed: {self.why}"
-        raise Unsupported(message, key=name)
+        raise Unsupported(f"{name!r} in {self.url} is read-only: {self.reason}", key=name)

@@ -1,4 +1,4 @@
-"""Logs that are kept in memory: nothing is lost, and failures are told and made up for."""
+"""Append logs kept in memory: no line is lost, and failed writes are reported and retried."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 import pytest
 
 from holdfast.errors import RetryLater
-from holdfast.store import logs
-from holdfast.store.logs import Logs
+from holdfast.store import append_log
+from holdfast.store.append_log import AppendLogs
 
 
 class Place:
-    """Objects in memory; tells when one is written, and can fail."""
+    """Objects in memory, with an event for each write, and failures on demand."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -40,8 +40,8 @@ def place() -> Place:
 
 
 def test_lines_are_written_in_the_background(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "PAUSE_S", 0.01)
-    log = Logs(place.load, place.save)
+    monkeypatch.setattr(append_log, "PAUSE_S", 0.01)
+    log = AppendLogs(place.load, place.save)
     log.append("a", b"one\n")
     assert place.written.wait(60)
     assert place.objects["a"] == b"one\n"
@@ -49,7 +49,7 @@ def test_lines_are_written_in_the_background(place: Place, monkeypatch: pytest.M
 
 def test_lines_follow_those_of_an_earlier_process(place: Place) -> None:
     place.objects["a"] = b"before\n"
-    log = Logs(place.load, place.save)
+    log = AppendLogs(place.load, place.save)
     log.append("a", b"one\n")
     log.append("a", b"two\n")
     log.flush()
@@ -57,7 +57,7 @@ def test_lines_follow_those_of_an_earlier_process(place: Place) -> None:
 
 
 def test_flush_writes_only_what_has_changed(place: Place) -> None:
-    log = Logs(place.load, place.save)
+    log = AppendLogs(place.load, place.save)
     for name in ("a/1", "a/2", "b"):
         log.append(name, b"x")
     log.flush("a/")
@@ -67,23 +67,23 @@ def test_flush_writes_only_what_has_changed(place: Place) -> None:
     assert sorted(place.objects) == ["b"]
 
 
-def test_a_failed_write_is_told_at_the_next_line_and_made_up_for(
+def test_a_failed_write_is_reported_at_the_next_line_and_retried(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "PAUSE_S", 0.01)
+    monkeypatch.setattr(append_log, "PAUSE_S", 0.01)
     place.is_down = True
-    log = Logs(place.load, place.save)
+    log = AppendLogs(place.load, place.save)
     log.append("a", b"1\n")
-    told, lines = "", 1
-    while not told:  # each line comes after one more try has failed
+    failure, lines = "", 1
+    while not failure:  # each line comes after one more try has failed
         place.tried.clear()
         assert place.tried.wait(60)
         lines += 1
         try:
             log.append("a", b"%d\n" % lines)
         except RetryLater as error:
-            told = str(error)
-    assert "down" in told
+            failure = str(error)
+    assert "down" in failure
     with pytest.raises(RetryLater):
         log.flush()
     place.is_down = False
@@ -92,17 +92,17 @@ def test_a_failed_write_is_told_at_the_next_line_and_made_up_for(
 
 
 def test_a_log_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "MAX_BYTES", 10)
-    log = Logs(place.load, place.save)
+    monkeypatch.setattr(append_log, "MAX_BYTES", 10)
+    log = AppendLogs(place.load, place.save)
     log.append("a", b"x" * 10)
-    with pytest.raises(RetryLater, match="nothing was added"):
+    with pytest.raises(RetryLater, match="nothing was appended"):
         log.append("a", b"y")
     log.flush()
     assert place.objects["a"] == b"x" * 10
 
 
 def test_many_threads_lose_no_line(place: Place) -> None:
-    log = Logs(place.load, place.save)
+    log = AppendLogs(place.load, place.save)
 
     def work(number: int) -> None:
         for turn in range(50):

@@ -1,4 +1,4 @@
-"""Slots: where an optimizer keeps its state tensors, in order; valid while its structure stays."""
+"""Layout of an optimizer's state: the positions of its tensors, valid while its structure is unchanged."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from holdfast.state.table import Role
+from holdfast.state.tensor_table import Role
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _get_values = operator.methodcaller("values")
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """Where an optimizer whose state is tensors and plain values keeps them.
+class OptimizerLayout:
+    """Positions of the tensors and plain values in an optimizer's state.
 
-    Made by `survey`; `read` takes what stands there now.
+    Made by `find_layout`; `read` returns the current values.
     """
 
-    parameter_names: dict[int, str]  # of the state, as they were; compared by identity
+    parameter_names: dict[int, str]  # of the state at that time; compared by identity
     parameters: list[torch.Tensor]
     group_sizes: list[int]
     owners: list[torch.Tensor]  # parameters with state, in the order of the optimizer's state
-    order: list[int]  # indices of `owners` in the order of the groups: that order is alike on all ranks
+    order: list[int]  # indices of `owners` in the order of the groups, the same on all ranks
     keys: list[list[Any]]  # state keys of each of `owners`, in the order of the groups
     types: list[type]  # of all values, in the order of the groups
-    is_tensor: list[bool]  # which of these are tensors
+    is_tensor: list[bool]  # of each of these
     leaves: list[tuple[int, str, Any]]  # of the others: index, name of the parameter, state key
     fqns: list[list[str]]  # names of the parameters of each group
     names: list[str]  # of the tensors
     roles: list[Role]
 
     def read(self, optimizer: Optimizer, parameter_names: dict[int, str]) -> list[Any] | None:
-        """All values of an optimizer's state in order; None if the slots are no longer where they were."""
+        """Return the values of an optimizer's state in order, or None if the layout changed."""
         groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
         if (
             self.parameter_names is not parameter_names
@@ -57,44 +57,47 @@ class Slots:
         return values if list(map(type, values)) == self.types else None
 
     def tensors(self, values: list[Any]) -> list[torch.Tensor]:
-        """The tensors among the values that `read` gave, as `names` calls them."""
+        """Return the tensors among the values from `read`, in the order of `names`."""
         return values if not self.leaves else list(compress(values, self.is_tensor))
 
     def others(self, values: list[Any]) -> dict[str, Any]:
-        """The plain values among those that `read` gave, by parameter and state key."""
+        """Return the plain values among those from `read`, by parameter and state key."""
         others: dict[str, Any] = {}
         for i, fqn, key in self.leaves:
             others.setdefault(fqn, {})[key] = values[i]
         return others
 
 
-def survey(
+def find_layout(
     optimizer: Optimizer,
     parameter_names: dict[int, str],
     named: Sequence[Sequence[tuple[str, torch.Tensor]]],
     prefix: str,
     role: Callable[[str, torch.Tensor], Role],
-) -> Slots | None:
-    """Find the slots of an optimizer; None if its state holds more than tensors and plain values.
+) -> OptimizerLayout | None:
+    """Return the layout of an optimizer's state, or None if it contains other objects.
 
     Args:
         optimizer: the optimizer.
         parameter_names: names of the state's parameters by id.
         named: the optimizer's parameters with their names, group by group.
         prefix: of the names of all tensors.
-        role: answers the role of the state tensors of a parameter.
+        role: returns the role of the state tensors of a parameter.
+
+    Returns:
+        The layout, or None unless the state consists of tensors and plain values.
     """
     state = optimizer.state
     place = {id(owner): i for i, owner in enumerate(state)}
     pairs = [(fqn, parameter) for group in named for fqn, parameter in group if id(parameter) in place]
     if len(pairs) != len(state) or not all(type(state[parameter]) is dict for _, parameter in pairs):
-        return None  # state that is shared, or of parameters in no group
+        return None  # state that is shared, or of parameters outside of all groups
     rows = [(fqn, p, key, value) for fqn, p in pairs for key, value in state[p].items()]
-    is_tensor = [isinstance(v, torch.Tensor) and is_slot_name(key) for _, _, key, v in rows]
+    is_tensor = [isinstance(v, torch.Tensor) and is_state_tensor_name(key) for _, _, key, v in rows]
     if not all(flag or type(row[3]) in _LEAVES for flag, row in zip(is_tensor, rows, strict=True)):
         return None
     tensors = list(compress(rows, is_tensor))
-    return Slots(
+    return OptimizerLayout(
         parameter_names=parameter_names,
         parameters=[parameter for group in named for _, parameter in group],
         group_sizes=[len(group) for group in named],
@@ -110,6 +113,6 @@ def survey(
     )
 
 
-def is_slot_name(key: Any) -> bool:
-    """True if a tensor under this state key stands among the tensors under that name."""
+def is_state_tensor_name(key: Any) -> bool:
+    """Return True if tensors under this state key are saved under that name."""
     return type(key) is str and key.isidentifier()

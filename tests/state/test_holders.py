@@ -16,23 +16,25 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.errors import InvalidInput
 from holdfast.state import State, per_rank, replicated
-from holdfast.state.agreement import Agreement, Inventory, Known, agree
-from holdfast.state.sharding import Layout, held_by
+from holdfast.state.holders import HolderAgreement, RankInventory, TensorInfo, agree
+from holdfast.state.sharding import ShardLayout, held_by
 from state.trip import kept
 
 
-def _inventory(*names: str, layout: Layout | None = None, shape: tuple[int, ...] = (4,)) -> Inventory:
-    tensors = {name: Known("torch.float32", shape, layout) for name in names}
-    return Inventory(frozenset({"model"}), tensors, frozenset())
+def _inventory(
+    *names: str, layout: ShardLayout | None = None, shape: tuple[int, ...] = (4,)
+) -> RankInventory:
+    tensors = {name: TensorInfo("torch.float32", shape, layout) for name in names}
+    return RankInventory(frozenset({"model"}), tensors, frozenset())
 
 
-def _agreed(inventories: list[Inventory]) -> list[Agreement]:
+def _agreed(inventories: list[RankInventory]) -> list[HolderAgreement]:
     """What each rank comes to; each is a thread."""
     world_size = len(inventories)
     told: list[Any] = [None] * world_size
     meet = threading.Barrier(world_size, timeout=60)
 
-    def rank_of(rank: int) -> Agreement:
+    def rank_of(rank: int) -> HolderAgreement:
         def gather(value: Any) -> list[Any]:
             told[rank] = value
             meet.wait()
@@ -73,7 +75,7 @@ def test_stages_hold_their_own_layers() -> None:
     agreements = _agreed([first, first, second, second])
     for rank, agreement in enumerate(agreements):
 
-        def holders(name: str, agreement: Agreement = agreement, **options: Any) -> frozenset[int]:
+        def holders(name: str, agreement: HolderAgreement = agreement, **options: Any) -> frozenset[int]:
             flags = {"is_lowest": False, "in_module": True, **options}
             return agreement.layout(name, None, **flags).holders
 
@@ -89,7 +91,7 @@ def test_stages_hold_their_own_layers() -> None:
 
 def test_tensor_parallel_pairs_are_copies_of_each_other() -> None:
     """Each pair sees a mesh of its own; together they are two copies, for optimizer state too."""
-    pairs = [Layout(((0, 2),), ((0, 1),)), Layout(((0, 2),), ((2, 3),))]
+    pairs = [ShardLayout(((0, 2),), ((0, 1),)), ShardLayout(((0, 2),), ((2, 3),))]
     ranks = [_inventory("model.w", layout=pairs[rank // 2]) for rank in range(4)]
     for rank, agreement in enumerate(_agreed(ranks)):
         raw = pairs[rank // 2]
@@ -103,9 +105,9 @@ def test_tensor_parallel_pairs_are_copies_of_each_other() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [_inventory("model.w", shape=(5,)), _inventory("model.w", layout=Layout(((0, 2),), ((0, 1),)))],
+    [_inventory("model.w", shape=(5,)), _inventory("model.w", layout=ShardLayout(((0, 2),), ((0, 1),)))],
 )
-def test_different_tensors_under_one_name_are_named(other: Inventory) -> None:
+def test_different_tensors_under_one_name_are_named(other: RankInventory) -> None:
     """With both ranks and what each has."""
     with pytest.raises(
         InvalidInput, match=r"model.w is torch.float32\[4\], whole on rank 0 but .* on rank 1"
@@ -115,7 +117,7 @@ def test_different_tensors_under_one_name_are_named(other: Inventory) -> None:
 
 def test_the_users_word_counts_most() -> None:
     """Ranks that replicated() names hold the tensor."""
-    agreement = dataclasses.replace(Agreement(0, 4), marked={"table": (1, 3)})
+    agreement = dataclasses.replace(HolderAgreement(0, 4), marked={"table": (1, 3)})
     assert agreement.layout("table.x", None, is_lowest=False, in_module=False) is held_by((1, 3))
     assert agreement.layout("tables", None, is_lowest=False, in_module=False) is held_by((0, 1, 2, 3))
 

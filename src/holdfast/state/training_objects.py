@@ -1,0 +1,377 @@
+"""State: the live training objects by key, captured for a save and filled by a load."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.format.manifest import Tensor
+from holdfast.state import rng
+from holdfast.state.capture import CapturedState, TensorCollector
+from holdfast.state.entry import StateEntry
+from holdfast.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
+from holdfast.state.holders import Gather, HolderAgreement, RankInventory, TensorInfo, agree
+from holdfast.state.load import Load, LoadPlan, Phase, leftover, mismatch, renamer
+from holdfast.state.modules import ModuleEntry
+from holdfast.state.objects import (
+    GeneratorEntry,
+    StatefulEntry,
+    TensorEntry,
+    ValueEntry,
+    is_generator,
+    is_stateful,
+)
+from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters
+from holdfast.state.replication import MarkedObject, Replication
+from holdfast.state.review import ResumeRisk, find_resume_risks
+from holdfast.state.sharding import ShardLayout, layout_of
+from holdfast.state.tensor_table import StateStructure, TensorTable
+from holdfast.state.tensors import unsavable
+from holdfast.state.tree import insert_tensors, references
+
+_FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
+_PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
+
+
+class State:
+    """The training objects of a checkpoint, by top-level key.
+
+    Args:
+        objects: modules, optimizers, objects with state_dict() and load_state_dict(), tensors, random number
+            generators, plain values and containers of these. The mapping itself is kept: objects that are
+            added later are saved too, and plain values are restored into it.
+        world: this rank and the number of ranks that save together; by default from torch.distributed.
+
+    Raises:
+        InvalidInput: a key or a value cannot be saved, named by its key path.
+        Unsupported: this version cannot save a kind of tensor or module.
+    """
+
+    def __init__(self, objects: MutableMapping[str, Any], *, world: tuple[int, int] | None = None) -> None:
+        self._objects = objects
+        self._given_world = world
+        self._entries: dict[str, StateEntry] = {}
+        self._checked: set[str] = set()
+        self._table: TensorTable | None = None  # of the previous capture
+        self._structure: StateStructure | None = None
+        self._agreement: HolderAgreement | None = None
+        rank, world_size = self._world()
+        for key, entry in self._current().items():
+            if isinstance(entry, ModuleEntry) and entry.has_meta():
+                continue  # it will be restored
+            if isinstance(entry, (ValueEntry, GeneratorEntry, ModuleEntry, TensorEntry)):
+                _capture(key, entry, TensorCollector(rank, world_size, self._checked))
+
+    def agree(self, gather: Gather) -> None:
+        """Agree with all ranks on the holders of each tensor, for later captures and loads.
+
+        Needed if ranks hold different things: pipeline stages, or tensor parallelism or sharding on some of
+        the ranks. Without it, every rank assumes that all others are like itself. If all ranks have the same,
+        only a digest is exchanged. A tensor that appears later is held as `HolderAgreement` describes; call
+        this again after adding modules on some of the ranks.
+
+        Args:
+            gather: returns the values of all ranks, by rank; not called if this rank is alone.
+
+        Raises:
+            InvalidInput: two ranks have different tensors under one name.
+
+        Ranks: collective.
+        Blocks: on `gather`.
+        """
+        rank, world_size = self._world()
+        self._agreement = agree(self._inventory(), rank, world_size, gather)
+        self._table = None  # facts about the structure have changed
+
+    def _inventory(self) -> RankInventory:
+        """Return the tensors that this rank announces to the others, also those on meta."""
+        tensors: dict[str, TensorInfo] = {}
+        others: set[str] = set()
+        entries = self._current()
+        for entry in entries.values():
+            for name, tensor, role in entry.named_tensors():
+                layout = None if role.replication is Replication.PER_RANK else _layout(name, tensor)
+                if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
+                    others.add(name)
+                elif layout is None or self._world()[0] in layout.holders:
+                    tensors[name] = TensorInfo(str(tensor.dtype), tuple(tensor.shape), layout)
+        return RankInventory(frozenset(entries), tensors, frozenset(others))
+
+    def capture(self) -> CapturedState:
+        """Return all tensors and values of the state now, with the process-wide RNG states.
+
+        Tensors are not copied: copy them before anything changes them. Their memory stays in use until the
+        next capture or load, even if training releases it.
+
+        Raises:
+            InvalidInput: a value cannot be saved, or two tensors have one name.
+            Unsupported: a kind of tensor cannot be saved.
+
+        Ranks: not collective by itself; a user's state_dict() may be, and that of FSDP1 is.
+        """
+        entries = self._current()
+        collector = TensorCollector(*self._world(), self._checked, self._table)
+        captured = {key: _capture(key, entry, collector) for key, entry in _ordered(entries)}
+        for optimizer in self._hooked(entries):
+            collector.own(parameters(optimizer))
+        values = {key: captured[key] for key in entries}
+        values[rng.KEY] = rng.capture(collector)
+        captured_now = collector.captured(
+            values, self._structure, self._agreed(), is_frozen_known=_are_all_hooked(entries)
+        )
+        self._table, self._structure = collector.table, captured_now.structure
+        return captured_now
+
+    def review(self) -> list[ResumeRisk]:
+        """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
+        return find_resume_risks({key: entry.value for key, entry in self._current().items()})
+
+    def forget(self) -> None:
+        """Release the memory of the last capture. Otherwise it stays in use until the next one."""
+        self._table, self._entries = None, {}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers whose steps change tensors in `CapturedState.owned`."""
+        return self._hooked(self._current())
+
+    def marks(self) -> object:
+        """Return a value that changes whenever training changes the state.
+
+        Empty if `optimizers` returns all optimizers: their steps are counted instead. Otherwise it is made of
+        the version counters of the tensors that the other optimizers train, or, without any optimizer, of
+        those of all tensors and of all plain values. Objects with a state_dict() are not included.
+        """
+        entries = self._current()
+        found = [entry.value for entry in entries.values() if isinstance(entry.value, torch.optim.Optimizer)]
+        if found:
+            own = [one for one in found if not has_step_hooks(one) and hasattr(one, "param_groups")]
+            return tuple(_version(tensor) for one in own for tensor in parameters(one))
+        collector = TensorCollector(*self._world(), self._checked)
+        kinds = (ModuleEntry, TensorEntry, ValueEntry)
+        values = {
+            key: _capture(key, one, collector) for key, one in entries.items() if isinstance(one, kinds)
+        }
+        return values, [(tensor.data_ptr(), _version(tensor)) for tensor in collector.table.tensors.values()]
+
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        values: Mapping[str, Any],
+        *,
+        others: Sequence[Mapping[str, Any]] = (),
+        strict: bool = True,
+        only: Collection[str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        own_rank: bool = True,
+    ) -> Load:
+        """Plan how the live state is filled from a checkpoint. Nothing live is changed.
+
+        Args:
+            tensors: the checkpoint's tensors by name.
+            tied: its aliases.
+            values: encoded values of the part that is chosen for this rank.
+            others: encoded values of further parts, one for each other structure in the checkpoint, such as
+                other pipeline stages. Parameters that are not in `values` are looked up in these.
+            strict: raise if only one side has a name. Otherwise such names are listed in the plan and left
+                unchanged. Names that only other ranks hold now (see `agree`) do not count.
+            only: top-level keys (live names) to restore; all of them by default.
+            rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
+                tensors, of top-level keys and of parameters inside an optimizer's state.
+            own_rank: `values` were saved by this very rank. Otherwise RNG states are not restored; seeds are
+                derived from them, so that no two ranks draw the same numbers.
+
+        Raises:
+            InvalidInput: the state and the checkpoint do not fit each other.
+            Unsupported: a dtype or kind of tensor cannot be restored here.
+
+        Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: if tensors may be
+        sharded, it
+            is called to find its DTensors.
+        """
+        self._table = None  # a load replaces tensors: the memory of the old ones must be free
+        entries = self._current()
+        wanted = self._wanted(only)
+        plan = LoadPlan(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
+        for key, entry in _ordered(entries):
+            if wanted is None or key in wanted:
+                entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
+        if wanted is None or rng.KEY in wanted:
+            _plan_rng(plan, *self._world(), own_rank=own_rank)
+        agreement = self._agreed()
+        held = (agreement.names, agreement.keys) if not agreement.is_alike else None
+        extra = leftover(plan, [*entries, rng.KEY], wanted, held)
+        if strict and (plan.missing or extra):
+            raise mismatch(plan.missing, extra)
+        return Load(plan, extra)
+
+    def _wanted(self, only: Collection[str] | None) -> set[str] | None:
+        if only is None:
+            return None
+        chosen = {only} if isinstance(only, str) else set(only)
+        if unknown := sorted(chosen - set(self._objects) - {rng.KEY}):
+            raise InvalidInput(
+                f"only= names {unknown}, which are not in the state. Its keys: {sorted(self._objects)}.",
+                key=unknown[0],
+            )
+        return chosen
+
+    def _current(self) -> dict[str, StateEntry]:
+        """Return the entries of the current mapping. Entries of unchanged objects are kept."""
+        entries: dict[str, StateEntry] = {}
+        self._marked: dict[str, tuple[int, ...]] = {}
+        for key, marked in self._objects.items():
+            if isinstance(marked, MarkedObject) and marked.ranks is not None:
+                self._marked[key] = marked.ranks
+            value, replication = (
+                (marked.value, marked.replication) if isinstance(marked, MarkedObject) else (marked, None)
+            )
+            known = self._entries.get(key)
+            if (
+                known is None
+                or known.value is not value
+                or known.replication is not replication
+                or _is_stale(known)
+            ):
+                _check_key(key)
+                known = self._classify(key, value, replication)
+            entries[key] = known
+        self._entries = entries
+        return entries
+
+    def _classify(self, key: str, value: Any, replication: Replication | None) -> StateEntry:
+        if isinstance(value, torch.nn.Module):
+            return (
+                FSDP1ModuleEntry(key, value, replication)
+                if is_fsdp1(value)
+                else ModuleEntry(key, value, replication)
+            )
+        if isinstance(value, torch.optim.Optimizer) and has_step_hooks(value) and is_plain(value):
+            flat = self._fsdp1_module_of(value)
+            if flat is not None:
+                return FSDP1OptimizerEntry(key, value, replication, flat)
+            return OptimizerEntry(key, value, replication, self._parameter_names)
+        if isinstance(value, torch.Tensor):
+            return TensorEntry(key, value, replication)
+        if is_generator(value):
+            return GeneratorEntry(key, value, replication)
+        if is_stateful(value) and not isinstance(value, type):
+            return StatefulEntry(key, value, replication)
+        return ValueEntry(key, value, replication)
+
+    def _fsdp1_module_of(self, optimizer: torch.optim.Optimizer) -> FSDP1ModuleEntry | None:
+        """Return the entry of the FSDP1 module with an optimizer's parameters, or None."""
+        owned = set(map(id, parameters(optimizer)))
+        for key, marked in self._objects.items():
+            value = marked.value if isinstance(marked, MarkedObject) else marked
+            if not isinstance(value, torch.nn.Module) or not is_fsdp1(value):
+                continue
+            if not owned.isdisjoint(map(id, value.parameters())):
+                return FSDP1ModuleEntry(
+                    key, value, marked.replication if isinstance(marked, MarkedObject) else None
+                )
+        return None
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Return names of all live parameters of the state by id, including meta tensors."""
+        names: dict[int, str] = {}
+        for entry in self._entries.values():
+            if isinstance(entry, ModuleEntry):
+                for name, tensor, role in entry.named_tensors():
+                    if role.is_named:
+                        names.setdefault(id(tensor), name)
+        for entry in self._entries.values():
+            if isinstance(entry, TensorEntry) and isinstance(entry.value, torch.nn.Parameter):
+                names.setdefault(id(entry.value), entry.key)
+        return names
+
+    def _agreed(self) -> HolderAgreement:
+        """Return the ranks' agreement with the user's marks. By default all ranks are alike."""
+        rank, world_size = self._world()
+        agreed = self._agreement
+        if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
+            agreed = HolderAgreement(rank, world_size)
+        return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
+
+    def _world(self) -> tuple[int, int]:
+        return self._given_world or _world()
+
+    def _hooked(self, entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:
+        values = [entry.value for entry in entries.values()]
+        return [v for v in values if isinstance(v, torch.optim.Optimizer) and has_step_hooks(v)]
+
+
+def _capture(key: str, entry: StateEntry, collector: TensorCollector) -> Any:
+    try:
+        return entry.capture(collector)
+    except RecursionError as error:
+        raise InvalidInput(f"{key} contains itself, or is too deeply nested.", key=key) from error
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _layout(name: str, tensor: torch.Tensor) -> ShardLayout | None:
+    try:
+        return layout_of(tensor)
+    except Unsupported as error:
+        raise unsavable(tensor, name, str(error)) from error
+
+
+def _are_all_hooked(entries: Mapping[str, StateEntry]) -> bool:
+    """Return True if every optimizer shows which parameters it trains."""
+    optimizers = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
+    return all(map(has_step_hooks, optimizers))
+
+
+def _ordered(entries: Mapping[str, StateEntry]) -> list[tuple[str, StateEntry]]:
+    """Return modules and tensors first: optimizers name their state after them."""
+    return sorted(entries.items(), key=lambda pair: not isinstance(pair[1], _FIRST))
+
+
+def _is_stale(entry: StateEntry) -> bool:
+    """Return True if an optimizer's hooks have changed, so that it is saved differently."""
+    value = entry.value
+    if not isinstance(value, torch.optim.Optimizer) or not has_step_hooks(value):
+        return False
+    return is_plain(value) is not isinstance(entry, _PLAIN_OPTIMIZERS)
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str) or not key or key == rng.KEY or "/" in key or "@" in key:
+        raise InvalidInput(
+            f"{key!r} cannot be a key of the state: keys are non-empty strings without '/' and '@', and "
+            f"{rng.KEY!r} is reserved for the random number generators.",
+            key=str(key),
+        )
+
+
+def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> None:
+    tree = plan.values(rng.KEY)
+    if tree is None:
+        plan.notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
+        return
+    for name in references(tree):
+        plan.read_new(name)
+
+    def finish() -> None:
+        values = insert_tensors(tree, plan.tensor)
+        if own_rank:
+            plan.notes.extend(rng.restore(values))
+        else:
+            plan.notes.append(rng.derive(values, rank=rank, world_size=world_size))
+
+    plan.add_step(Phase.RNG, finish)
+
+
+def _world() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

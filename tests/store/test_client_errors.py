@@ -1,0 +1,79 @@
+"""Classification of client errors, and absence of secrets from their text."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.store.client_errors import ErrorKind, classify
+
+obstore = pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
+
+
+def answer(status: int, code: str = "") -> Exception:
+    body = f'<?xml version="1.0"?> <Error><Code>{code}</Code><Message>m</Message></Error>' if code else ""
+    return obstore.exceptions.GenericError(
+        f"Generic S3 error: Error performing PUT http://h/b/k?X-Amz-Signature=HIDE in 1ms - Server returned "
+        f"non-2xx status code: {status} X: {body}\n\nDebug source:\nGeneric {{ token: HIDE }}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError("Object at location k not found"), ErrorKind.ABSENT),
+        (answer(404, "NoSuchBucket"), ErrorKind.NO_BUCKET),
+        (answer(404, "ContainerNotFound"), ErrorKind.NO_BUCKET),
+        (obstore.exceptions.AlreadyExistsError("k"), ErrorKind.TAKEN),
+        (obstore.exceptions.PreconditionError("k"), ErrorKind.TAKEN),
+        (answer(409, "ConditionalRequestConflict"), ErrorKind.TAKEN),
+        (answer(416, "InvalidRange"), ErrorKind.PAST_END),
+        (answer(416), ErrorKind.PAST_END),
+        (
+            obstore.exceptions.GenericError("Wanted range\n\nDebug source: InvalidRangeRequest"),
+            ErrorKind.PAST_END,
+        ),
+        (obstore.exceptions.GenericError("Received non-partial response"), ErrorKind.LASTING),
+        (answer(500, "InternalError"), ErrorKind.PASSING),
+        (answer(503, "SlowDown"), ErrorKind.PASSING),
+        (answer(429), ErrorKind.PASSING),
+        (answer(400, "RequestTimeout"), ErrorKind.PASSING),
+        (answer(400, "BadDigest"), ErrorKind.PASSING),
+        (obstore.exceptions.GenericError("HTTP error: error sending request"), ErrorKind.PASSING),
+        (obstore.exceptions.PermissionDeniedError("403"), ErrorKind.CREDENTIALS),
+        (obstore.exceptions.UnauthenticatedError("401"), ErrorKind.CREDENTIALS),
+        (answer(400, "ExpiredToken"), ErrorKind.CREDENTIALS),
+        (answer(403, "QuotaExceeded"), ErrorKind.LASTING),
+        (answer(400, "EntityTooLarge"), ErrorKind.LASTING),
+        (answer(501, "NotImplemented"), ErrorKind.NOT_OFFERED),
+        (ValueError("Could not parse path"), ErrorKind.NAME),
+        (
+            obstore.exceptions.GenericError("Error performing PUT http://169.254.169.254/latest/api/token"),
+            ErrorKind.CREDENTIALS,
+        ),
+    ],
+)
+def test_errors_are_classified(error: Exception, kind: ErrorKind) -> None:
+    assert classify(error).kind is kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET https://a.blob.core.windows.net/c/k?sv=1&sig=HIDE%3D failed",
+        "GET http://h/b/k?X-Amz-Credential=HIDE&X-Amz-Signature=HIDE in 3ms",
+        "Authorization: HIDE",
+        'token: "HIDE"',
+        "secret_access_key=HIDE",
+        "x\n\nDebug source:\nHIDE",
+    ],
+)
+def test_no_secret_is_shown(text: str) -> None:
+    assert "HIDE" not in classify(obstore.exceptions.GenericError(text)).reason
+
+
+def test_the_reason_is_one_line_with_the_servers_error_code() -> None:
+    reason = classify(answer(503, "SlowDown")).reason
+    assert "503" in reason
+    assert "SlowDown" in reason
+    assert "\n" not in reason
+    assert "<" not in reason

@@ -113,9 +113,9 @@ def _train(home: Path) -> dict[str, float]:
         home,
         {"model": model, "optimizer": optimizer},
         every=10**9,
-        trust_home=True,
-        signals=False,
         quiet=True,
+        preemption=holdfast.Preemption(signals=False),
+        compile_cache=holdfast.CompileCache(trust=True),
     ) as checkpointer:
         step = checkpointer.restore() or 0
         loss = nn.functional.cross_entropy(compiled(x).view(-1, 500), x.view(-1))

@@ -82,7 +82,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        os.environ["HOLDFAST_NOTICES"] = "none"
+        os.environ["HOLDFAST_PREEMPTION"] = "none"
         os.environ["HOLDFAST_STATE"] = str(folder / "state")
         self.engine = LocalEngine()
 

@@ -91,7 +91,7 @@ class Holdfast(Sharded):
         home = self.directory / "home"
         state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self._checkpointer = holdfast.Checkpointer(
-            home, state, every=10**9, keep=None, share_reads=self.share_reads, quiet=True
+            home, state, every=10**9, keep=None, quiet=True, reads=holdfast.Reads(shared=self.share_reads)
         )
         if not home.exists():
             self._checkpointer.restore()
@@ -115,7 +115,7 @@ class Holdfast(Sharded):
 class HoldfastShared(Holdfast):
     """The same, with reads shared between the ranks."""
 
-    title = "holdfast, share_reads"
+    title = "holdfast, shared reads"
     share_reads = True
 
 

@@ -90,7 +90,7 @@ def _child(options: argparse.Namespace) -> None:
     runs = [_measure(layout, options.rounds, options.steps) for layout in LAYOUTS]
     if dist.get_rank() == 0:
         options.child.write_text(json.dumps(runs))
-    holdfast.leave(0)
+    holdfast.hard_exit(0)
 
 
 def _measure(layout: str, rounds: int, steps: int) -> dict[str, Any]:

@@ -106,7 +106,9 @@ def _child(what: str, state: str, directory: Path, hold: str) -> None:
 
     subject = build(state)
     objects: dict[str, Any] = {"model": subject.model, "optimizer": subject.optimizer}
-    checkpointer = holdfast.Checkpointer(directory / "home", objects, every=10**9, hold=hold, quiet=True)
+    checkpointer = holdfast.Checkpointer(
+        directory / "home", objects, every=10**9, quiet=True, memory=holdfast.Memory(keep_for=hold)
+    )
     if what == "die":
         checkpointer.prepare()
         checkpointer.save(1).wait_durable()

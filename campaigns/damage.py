@@ -196,8 +196,8 @@ def run_case(workload: Workload, original: Path, seed: int, *, is_resumed: bool)
     shutil.copytree(original, folder)
     os.environ |= {
         "HOLDFAST_RUNTIME_DIR": f"{folder}-runtime",
-        "HOLDFAST_HOLD": "0",
-        "HOLDFAST_NOTICES": "none",
+        "HOLDFAST_KEEP_IN_MEMORY": "0",
+        "HOLDFAST_PREEMPTION": "none",
     }
     try:
         _damage(folder, draw)

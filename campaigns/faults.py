@@ -50,7 +50,8 @@ warnings.simplefilter("always")
 state = {"x": torch.zeros(300_000), "frozen": torch.ones(5)}
 try:
     with holdfast.Checkpointer(
-        home, state, keep=2, max_failures=1000, restore_patience="20s", commit_timeout="20s", quiet=True,
+        home, state, keep=2, quiet=True, reads=holdfast.Reads(patience="20s"),
+        limits=holdfast.Limits(failed_saves=1000, commit_timeout="20s"),
     ) as ckpt:
         start = ckpt.restore() or 0
         words = [line.split() for line in told.read_text().splitlines()]
@@ -71,9 +72,9 @@ try:
                 note(f"failed {step} {type(error).__name__}")
 except holdfast.HoldfastError as error:
     note(f"refused {type(error).__name__} {error}".replace("\\n", " ")[:300])
-    holdfast.leave(2)
+    holdfast.hard_exit(2)
 note("finished")
-holdfast.leave(0)
+holdfast.hard_exit(0)
 """
 
 
@@ -106,8 +107,8 @@ def soak(seed: int, folder: Path, *, total: int = TOTAL, share: float = SHARE) -
         "PYTHONPATH": path,
         "FAULTS_BELOW": str(home),
         "HOLDFAST_RUNTIME_DIR": str(folder / "runtime"),
-        "HOLDFAST_NOTICES": "none",
-        "HOLDFAST_HOLD": "0",
+        "HOLDFAST_PREEMPTION": "none",
+        "HOLDFAST_KEEP_IN_MEMORY": "0",
         "OMP_NUM_THREADS": "1",
     }
     while outcome.lives < MAX_LIVES:

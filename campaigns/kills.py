@@ -125,8 +125,8 @@ def _uninterrupted(place: Playground, world_size: int) -> str:
 if __name__ == "__main__":
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     os.environ |= {
-        "HOLDFAST_NOTICES": "none",
-        "HOLDFAST_HOLD": "0",
+        "HOLDFAST_PREEMPTION": "none",
+        "HOLDFAST_KEEP_IN_MEMORY": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }

@@ -620,9 +620,14 @@ def _train(
     if kind.setup is not None:
         kind.setup(training)
     saves = []
-    options: dict[str, Any] = {"keep": None, "memory": "256MiB", "signals": False, "quiet": True}
+    options: dict[str, Any] = {"keep": None, "memory": "256MiB", "quiet": True}
     checkpointer = holdfast.Checkpointer(
-        home, training.state, every=EVERY, notices="none", compile_cache=False, **options
+        home,
+        training.state,
+        every=EVERY,
+        compile_cache=False,
+        preemption=holdfast.Preemption("none", signals=False),
+        **options,
     )
     with checkpointer:
         for step in range(1, STEPS + 1):

@@ -40,4 +40,4 @@ for step in ckpt.steps(total):
 ckpt.close()  # every rank's part is durable
 if rank == 0:
     print("done", flush=True)
-holdfast.leave(0)  # a finished gloo process may otherwise be aborted by its own threads
+holdfast.hard_exit(0)  # a finished gloo process may otherwise be aborted by its own threads

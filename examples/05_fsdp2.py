@@ -62,8 +62,8 @@ def train(home: str, num_steps: int) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with holdfast.Checkpointer(home, {"model": model, "optimizer": optimizer}, every=10) as ckpt:
-        for step in ckpt.steps(num_steps):  # goes on where the run stopped, on however many ranks
-            if step and step == ckpt.latest():  # just restored: what --open says of that checkpoint
+        for number, step in enumerate(ckpt.steps(num_steps)):  # from where the run stopped, on any ranks
+            if step and number == 0:  # just restored: the digest that --open prints of that checkpoint
                 said = digest(gathered(model, optimizer))
                 if dist.get_rank() == 0:
                     print(f"step {step} on {dist.get_world_size()} ranks: {said}", flush=True)
@@ -76,7 +76,7 @@ def train(home: str, num_steps: int) -> None:
             if dist.get_rank() == 0 and (step + 1) % 10 == 0:
                 print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
     dist.destroy_process_group()
-    holdfast.leave()
+    holdfast.hard_exit()
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

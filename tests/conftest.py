@@ -30,8 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts background commands like this
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["HOLDFAST_NOTICES"] = "none"  # this machine may be a cloud's, which tests must not ask
-    os.environ["HOLDFAST_HOLD"] = "0"  # a test that wants a keeper to stay says so
+    os.environ["HOLDFAST_PREEMPTION"] = "none"  # this machine may be a cloud's, which tests must not ask
+    os.environ["HOLDFAST_KEEP_IN_MEMORY"] = "0"  # a test that wants a keeper to stay says so
     # Workers, ranks and keepers share few cores: more threads only make them wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     paths = [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -270,6 +270,12 @@ def test_architecture_has_the_tree_of_today() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_reference_has_the_docstrings_of_today() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_folder_is_a_package(folder: Path) -> None:
     assert (folder / "__init__.py").is_file()

@@ -15,9 +15,8 @@ dist.barrier()
 
 @pytest.mark.parametrize("status", [0, 75])
 @pytest.mark.parametrize("setup", ["", GLOO], ids=["alone", "gloo"])
-def test_leave_ends_with_the_status_and_all_output(status: int, setup: str) -> None:
-    program = (
-        f"import sys, holdfast\n{setup}\nsys.stdout.write('said'); holdfast.leave({status}); print('never')"
-    )
+def test_hard_exit_ends_with_the_status_and_all_output(status: int, setup: str) -> None:
+    end = f"sys.stdout.write('said'); holdfast.hard_exit({status}); print('never')"
+    program = f"import sys, holdfast\n{setup}\n{end}"
     done = shared().run(["-c", program])
     assert (done.returncode, done.stdout) == (status, "said"), done.stderr

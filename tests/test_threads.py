@@ -67,12 +67,12 @@ def test_threads_that_save_and_wait_at_once_do_not_disturb_each_other(tmp_path: 
         def wait() -> None:
             while not is_done.is_set():
                 ckpt.wait()
-                ckpt.latest()
+                ckpt.latest_step()
 
         raised: list[BaseException] = []
         raised += run_all(save_all, wait, wait)
         assert raised == []
         ckpt.wait()
-        newest = ckpt.latest()
+        newest = ckpt.latest_step()
     assert holdfast.open(home).step == newest
     assert holdfast.open(home).verify().is_good

@@ -248,7 +248,12 @@ def restore(home: Path, local: Path | None, workload: Workload, *, quiet: bool =
     real, attempts.Keeper = attempts.Keeper, _NoKeeper  # pyright: ignore[reportAttributeAccessIssue]
     try:
         made = holdfast.Checkpointer(
-            home, state, local=local, notices="none", signals=False, quiet=quiet, compile_cache=False
+            home,
+            state,
+            local=local,
+            quiet=quiet,
+            compile_cache=False,
+            preemption=holdfast.Preemption("none", signals=False),
         )
         step = made.restore(only=list(state))
         made.close()
@@ -295,7 +300,7 @@ def save_on_top(home: Path, local: Path | None, workload: Workload) -> tuple[Res
     state = trainer.state_of(0, 0, trainer.WIDE if workload.is_wide else trainer.SHAPES)
     branch = 100  # after every recorded one
     with holdfast.Checkpointer(
-        home, state, local=local, keep=2, notices="none", signals=False, quiet=True
+        home, state, local=local, keep=2, quiet=True, preemption=holdfast.Preemption("none", signals=False)
     ) as made:
         step = made.restore(only=list(state))
         first = _restored(state, step)

@@ -135,8 +135,8 @@ def _check(case: _Case) -> tuple[_Case, list[str] | None]:
     folder = Path(f"/dev/shm/holdfast-crash-{os.getpid()}")
     os.environ |= {
         "HOLDFAST_RUNTIME_DIR": f"{folder}-runtime",
-        "HOLDFAST_HOLD": "0",
-        "HOLDFAST_NOTICES": "none",
+        "HOLDFAST_KEEP_IN_MEMORY": "0",
+        "HOLDFAST_PREEMPTION": "none",
     }
     try:
         return case, check_state(log, recording, case.state, folder, is_resumed=case.is_resumed)

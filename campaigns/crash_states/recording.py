@@ -74,8 +74,8 @@ def environment(folder: Path) -> dict[str, str]:
     return kept | {
         "HOLDFAST_RUNTIME_DIR": str(folder / "runtime"),
         "HOLDFAST_LOCAL": str(folder / "root" / "local"),
-        "HOLDFAST_HOLD": "0",
-        "HOLDFAST_NOTICES": "none",
+        "HOLDFAST_KEEP_IN_MEMORY": "0",
+        "HOLDFAST_PREEMPTION": "none",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join((str(_SOURCE / "src"), str(_SOURCE))),
     }

@@ -59,9 +59,14 @@ def mark(*words: object) -> None:
     os.write(_null, f"mark {' '.join(map(str, words))}\n".encode())
 
 
-def make(folder: Path, state: dict[str, Any], **options: Any) -> holdfast.Checkpointer:
+def make(
+    folder: Path, state: dict[str, Any], *, home_every: int | None = None, **options: Any
+) -> holdfast.Checkpointer:
     """Return a Checkpointer for a workload."""
-    return holdfast.Checkpointer(folder / "home", state, notices="none", signals=False, quiet=True, **options)
+    home = holdfast.Home(folder / "home", every=home_every)
+    return holdfast.Checkpointer(
+        home, state, quiet=True, preemption=holdfast.Preemption("none", signals=False), **options
+    )
 
 
 def start(act: str, folder: Path, *numbers: object, status: int = 0, **env: str) -> None:
@@ -97,7 +102,7 @@ def save_wide(folder: Path, branch: int, first: int, last: int, keep: int) -> No
 def save_tiered(folder: Path, branch: int, first: int, last: int, keep: int) -> None:
     """Save into a local folder, and have every second step drained."""
     state = state_of(branch, 0)
-    with make(folder, state, keep=keep, local=folder / "local", home_every=2) as checkpointer:
+    with make(folder, state, home_every=2, keep=keep, local=folder / "local") as checkpointer:
         if branch > 1:
             checkpointer.restore()
         for step in range(first, last + 1):
@@ -149,7 +154,7 @@ def save_rank(folder: Path, branch: int, first: int, last: int, keep: int, is_ti
             saved = checkpointer.save(step)
             saved.wait_durable()
             mark("durable", branch, step)
-    holdfast.leave(0)
+    holdfast.hard_exit(0)
 
 
 def save_until_killed(folder: Path, branch: int, first: int, last: int, keep: int) -> None:

@@ -136,12 +136,14 @@ def _command(*words: str) -> Callable[[Path], str]:
 def _restore(home: Path) -> str:
     import torch
 
-    from holdfast import Checkpointer
+    from holdfast import Checkpointer, Reads
     from holdfast.errors import HoldfastError
     from holdfast.redaction import printable
 
     try:
-        with Checkpointer(home, {"model": {"w": torch.zeros(16)}}, restore_patience=0, quiet=True) as ckpt:
+        with Checkpointer(
+            home, {"model": {"w": torch.zeros(16)}}, quiet=True, reads=Reads(patience=0)
+        ) as ckpt:
             ckpt.restore()
     except HoldfastError as error:
         return printable(str(error))

@@ -36,8 +36,8 @@ def main() -> None:
     try:
         train(args, device)
     except holdfast.Preempted as notice:  # what matters is durable; the next start goes on
-        holdfast.leave(notice.code)
-    holdfast.leave(0)  # a finished gloo process may otherwise be aborted by its own threads
+        holdfast.hard_exit(notice.code)
+    holdfast.hard_exit(0)  # a finished gloo process may otherwise be aborted by its own threads
 
 
 def train(args: argparse.Namespace, device: str) -> None:

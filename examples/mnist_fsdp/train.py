@@ -65,8 +65,8 @@ def main() -> None:
         if rank() == 0:
             write(rows, args.home)
     except holdfast.Preempted as notice:  # what was learned is durable; the next start goes on
-        holdfast.leave(notice.code)
-    holdfast.leave(0)  # a finished gloo process may otherwise be aborted by its own threads
+        holdfast.hard_exit(notice.code)
+    holdfast.hard_exit(0)  # a finished gloo process may otherwise be aborted by its own threads
 
 
 def train(way: str, data: Digits, args: argparse.Namespace, device: str) -> dict[str, Any]:

@@ -49,9 +49,9 @@ def main() -> None:
     try:
         train(args, words, data, device)
     except holdfast.Preempted as notice:  # what matters is durable; the next start goes on
-        holdfast.leave(notice.code)
+        holdfast.hard_exit(notice.code)
     test(args, words, data["test"], device)
-    holdfast.leave(0)  # a finished gloo process may otherwise be aborted by its own threads
+    holdfast.hard_exit(0)  # a finished gloo process may otherwise be aborted by its own threads
 
 
 def prepare(args: argparse.Namespace) -> tuple[str, dict[str, Tokens]]:

@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer
+    from holdfast.checkpointer.options import (
+        CompileCache,
+        Home,
+        Limits,
+        Local,
+        Memory,
+        Preemption,
+        Reads,
+    )
     from holdfast.errors import (
         Conflict,
         Corrupt,
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
     )
     from holdfast.keeper.save import Save
     from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
-    from holdfast.process_exit import leave
+    from holdfast.process_exit import hard_exit
     from holdfast.restore.checkpoint import Checkpoint, open
     from holdfast.state import per_rank, replicated
     from holdfast.train.batch import BatchFit, fit_batch
@@ -39,6 +48,7 @@ _PLACES = {
     "BatchFit": "train.batch",
     "Checkpoint": "restore.checkpoint",
     "Checkpointer": "checkpointer",
+    "CompileCache": "checkpointer.options",
     "Conflict": "errors",
     "Corrupt": "errors",
     "Denied": "errors",
@@ -47,11 +57,17 @@ _PLACES = {
     "EverySteps": "policy",
     "EveryTime": "policy",
     "HoldfastError": "errors",
+    "Home": "checkpointer.options",
     "Internal": "errors",
     "InvalidInput": "errors",
     "Keep": "policy",
+    "Limits": "checkpointer.options",
+    "Local": "checkpointer.options",
+    "Memory": "checkpointer.options",
     "NotFound": "errors",
     "Preempted": "errors",
+    "Preemption": "checkpointer.options",
+    "Reads": "checkpointer.options",
     "ResumeWarning": "errors",
     "RetryLater": "errors",
     "Save": "keeper.save",
@@ -59,7 +75,7 @@ _PLACES = {
     "Unsupported": "errors",
     "describe": "train.sharding.inspection",
     "fit_batch": "train.batch",
-    "leave": "process_exit",
+    "hard_exit": "process_exit",
     "open": "restore.checkpoint",
     "per_rank": "state",
     "replicated": "state",
@@ -72,6 +88,7 @@ __all__ = [
     "BatchFit",
     "Checkpoint",
     "Checkpointer",
+    "CompileCache",
     "Conflict",
     "Corrupt",
     "Denied",
@@ -80,11 +97,17 @@ __all__ = [
     "EverySteps",
     "EveryTime",
     "HoldfastError",
+    "Home",
     "Internal",
     "InvalidInput",
     "Keep",
+    "Limits",
+    "Local",
+    "Memory",
     "NotFound",
     "Preempted",
+    "Preemption",
+    "Reads",
     "ResumeWarning",
     "RetryLater",
     "Save",
@@ -92,7 +115,7 @@ __all__ = [
     "Unsupported",
     "describe",
     "fit_batch",
-    "leave",
+    "hard_exit",
     "open",
     "per_rank",
     "replicated",

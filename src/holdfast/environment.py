@@ -11,22 +11,24 @@ from pathlib import Path
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
 
-NOTICES = "HOLDFAST_NOTICES"
+PREEMPTION = "HOLDFAST_PREEMPTION"
 """Sources of preemption notices, see `holdfast.notice.sources`."""
+KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
+"""Time for which a keeper offers the last save from memory after the death of its trainer."""
 PROGRESS = "HOLDFAST_PROGRESS"
 """File that rank 0 appends a line to for each durable save and restore; set by a job."""
 TRIAL = "HOLDFAST_TRIAL"
 """File with the plan of a trial, see `holdfast.checkpointer.trial`; set only by `holdfast check`."""
-REHEARSAL = "HOLDFAST_REHEARSAL"
-"""Folder that replaces every home and local folder during a rehearsal; else unset."""
+SANDBOX = "HOLDFAST_SANDBOX"
+"""Folder that replaces every home and local folder during a dry run of a script; else unset."""
 
 
-def rehearsed(place: str) -> str:
-    """Return `place`, or during a rehearsal an empty folder in its stead.
+def sandboxed(place: str) -> str:
+    """Return `place`, or in a dry run an empty folder of the sandbox.
 
-    So a rehearsal neither reads the checkpoints of a real run nor claims an attempt of it.
+    So a dry run neither reads the checkpoints of a real run nor claims an attempt of it.
     """
-    folder = os.environ.get(REHEARSAL)
+    folder = os.environ.get(SANDBOX)
     if not folder or place.startswith(folder):
         return place
     return str(Path(folder) / hashlib.sha256(place.encode()).hexdigest()[:16])

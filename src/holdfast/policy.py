@@ -171,7 +171,7 @@ class Keep:
                 f"keep must be at least 1: the newest checkpoint is never deleted. Got {self.last}."
             )
         if self.every is not None and self.every < 1:
-            raise InvalidInput(f"keep_every must be at least 1 step, got {self.every}.")
+            raise InvalidInput(f"Keep(every=) must be at least 1 step, got {self.every}.")
         if self.best is not None and self.best < 1:
             raise InvalidInput(f"Keep(best=...) must be at least 1, got {self.best}.")
         if self.best is not None and not self.metric:

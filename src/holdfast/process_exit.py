@@ -8,12 +8,12 @@ import sys
 from typing import NoReturn
 
 
-def leave(status: int = 0) -> NoReturn:
-    """End this process now with `status`, after flushing its output and leaving the process group.
+def hard_exit(status: int = 0) -> NoReturn:
+    """End this process with `status`, after flushing its output and destroying the process group.
 
-    A finished gloo process can be aborted by its own threads at interpreter exit, and then reports a failure
-    that was none (SIGABRT, in up to half of all runs). This ending skips the interpreter's teardown, and with
-    it `atexit` handlers: close loggers and files first. Never call it over an exception.
+    The threads of a finished gloo process can abort it at interpreter exit, and a complete run then looks
+    failed (SIGABRT, in up to half of all runs). This skips the interpreter's teardown, and with it `atexit`
+    handlers: close loggers and files first. Never call it while an exception is handled.
 
     Ranks: every rank calls it for itself.
     Blocks: until the process group is destroyed.
@@ -30,18 +30,18 @@ def leave(status: int = 0) -> NoReturn:
 _status_at_exit: int | None = None
 
 
-def leave_at_exit(status: int) -> None:
-    """Have the interpreter's exit be a `leave`, after the handlers that others have registered since.
+def hard_exit_at_exit(status: int) -> None:
+    """End the interpreter by `hard_exit`, after the handlers that others register later.
 
-    For a process that an exception is to end with `status`, which its own threads could turn into a crash.
+    For an exception that is to end the process with `status`, which its threads could turn into a crash.
     """
     global _status_at_exit
     _status_at_exit = status
 
 
-def _leave_if_asked() -> None:
+def _exit_if_set() -> None:
     if _status_at_exit is not None:
-        leave(_status_at_exit)
+        hard_exit(_status_at_exit)
 
 
-atexit.register(_leave_if_asked)  # now: handlers run backwards, and those of the user's libraries come first
+atexit.register(_exit_if_set)  # now: handlers run backwards, and those of the user's libraries come first

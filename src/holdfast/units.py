@@ -8,6 +8,9 @@ import re
 
 from holdfast.errors import InvalidInput
 
+Duration = str | float | datetime.timedelta
+"""Type of durations: text ("10m"), seconds, or a timedelta."""
+
 _NUMBER = r"\s{0,9}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,9}"
 _SIZE = re.compile(_NUMBER + r"([kmgtp]?)(i?)b?\s{0,9}", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(_NUMBER + r"(ms|s|sec|m|min|h|d)\s{0,9}", re.IGNORECASE | re.ASCII)
@@ -33,7 +36,7 @@ def parse_bytes(value: str | int, what: str) -> int:
     return value
 
 
-def parse_duration(value: str | float | datetime.timedelta, what: str) -> float:
+def parse_duration(value: Duration, what: str) -> float:
     """Return the seconds of `10m`, `1.5h`, a timedelta or a plain number.
 
     Raises:
@@ -46,6 +49,17 @@ def parse_duration(value: str | float | datetime.timedelta, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_SECONDS:
         raise InvalidInput(f"{what} must be a duration like '10m' or a timedelta, got {value!r:.100}.")
     return float(value)
+
+
+def parse_timeout(value: Duration | None, what: str) -> float | None:
+    """Return the seconds of a `timeout=` argument; 0 for no wait, None for no limit.
+
+    Raises:
+        InvalidInput: not a duration from 0; `what` names the argument.
+    """
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0):
+        return None if value is None else 0.0
+    return parse_duration(value, what)
 
 
 def parse_step(value: object, what: str) -> int:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import holdfast
 from holdfast import Checkpointer, failpoint
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 
@@ -122,7 +123,9 @@ def load(rank: int, home: Path, layout: str) -> dict[str, Any]:
 def save_by_checkpointer(rank: int, home: Path) -> dict[str, Any]:
     """Save a sharded model with a Checkpointer; return its values."""
     model = shard(make_model(), "fsdp")
-    with Checkpointer(home, {"model": model}, signals=False, quiet=True) as ckpt:
+    with Checkpointer(
+        home, {"model": model}, quiet=True, preemption=holdfast.Preemption(signals=False)
+    ) as ckpt:
         ckpt.save(1)
     return dict(flat({"model": get_model_state_dict(model)}))
 

@@ -14,7 +14,7 @@ import torch
 
 import holdfast
 import nursery
-from holdfast import Keep
+from holdfast import Home, Keep, Local, Preemption
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.format import names
 from holdfast.home.listing import candidates, list_home
@@ -25,8 +25,8 @@ LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: 2.0, 5: 4.0}
 BEST_TWO = Keep(last=1, best=2, metric="loss")
 
 
-def make(home: Path, keep: Keep = BEST_TWO, **options: Any) -> holdfast.Checkpointer:
-    options = {"signals": False, "quiet": True, "memory": "64MiB", **options}
+def make(home: Path | Home, keep: Keep = BEST_TWO, **options: Any) -> holdfast.Checkpointer:
+    options = {"preemption": Preemption(signals=False), "quiet": True, "memory": "64MiB", **options}
     return holdfast.Checkpointer(home, {"w": torch.zeros(100)}, keep=keep, **options)
 
 
@@ -126,7 +126,8 @@ def test_a_best_checkpoint_of_a_killed_process_survives_the_next_attempts(tmp_pa
     script = f"""
 import os, signal, torch, holdfast
 keep = holdfast.Keep(last=1, best=1, metric="loss")
-with holdfast.Checkpointer({str(tmp_path)!r}, {{"w": torch.zeros(100)}}, keep=keep, signals=False) as ckpt:
+with holdfast.Checkpointer({str(tmp_path)!r}, {{"w": torch.zeros(100)}}, keep=keep,
+    preemption=holdfast.Preemption(signals=False)) as ckpt:
     for step in ckpt.steps(100):
         ckpt.state["w"].fill_(step + 1)
         ckpt.record(loss=abs(step + 1 - 3))
@@ -212,7 +213,7 @@ def test_open_finds_the_best(tmp_path: Path) -> None:
 def test_the_best_comes_home_though_it_is_not_due_there(tmp_path: Path) -> None:
     """Only the newest is kept in the local folder, and nothing is due in home before the end."""
     home, local = tmp_path / "home", tmp_path / "local"
-    with make(home, Keep(last=1, best=1, metric="loss"), local=local, keep_local=1, home_every=100) as ckpt:
+    with make(Home(home, every=100), Keep(last=1, best=1, metric="loss"), local=Local(local, keep=1)) as ckpt:
         for step in range(1, 7):
             ckpt.should_save(step)
             ckpt.state["w"].fill_(step)

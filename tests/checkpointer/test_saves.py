@@ -58,7 +58,7 @@ def test_a_finished_run_yields_nothing_and_saves_nothing_more(home: Path) -> Non
         list(ckpt.steps(4))
     with make_checkpointer(home, {"x": torch.zeros(2)}, every=2) as ckpt:
         assert list(ckpt.steps(4)) == []
-        assert ckpt.latest() == 4
+        assert ckpt.latest_step() == 4
     assert steps_saved(home) == [2, 4]
     assert json.loads((home / "done.json").read_text())["step"] == 4
 
@@ -117,7 +117,7 @@ def test_waiting_that_runs_out_forgets_nothing(home: Path) -> None:
     """A save that is still under way after wait(timeout) is waited for by the next wait()."""
     with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:
         ckpt.save(1).wait_durable()
-        assert ckpt.latest() == 1
+        assert ckpt.latest_step() == 1
         assert ckpt._attempt.keeper is not None
         os.kill(ckpt._attempt.keeper.pid, signal.SIGSTOP)
         ckpt.save(2)
@@ -125,15 +125,15 @@ def test_waiting_that_runs_out_forgets_nothing(home: Path) -> None:
         for _ in range(2):
             with pytest.raises(RetryLater, match="not durable after"):
                 ckpt.wait(0.01)
-        assert (ckpt.latest(), save.failed) == (1, None)
+        assert (ckpt.latest_step(), save.failed) == (1, None)
         os.kill(ckpt._attempt.keeper.pid, signal.SIGCONT)
         ckpt.wait()
-        assert (ckpt.latest(), save.state) == (3, "durable")
+        assert (ckpt.latest_step(), save.state) == (3, "durable")
 
 
 def test_a_failed_save_is_a_warning_at_the_next_and_an_error_after_too_many(home: Path) -> None:
     """The home's folder for step 1 cannot be made, nor those of steps 2 and 3."""
-    with make_checkpointer(home, {"x": torch.ones(1)}, max_failures=1) as ckpt:
+    with make_checkpointer(home, {"x": torch.ones(1)}, limits=holdfast.Limits(failed_saves=1)) as ckpt:
         ckpt.save(1).wait_durable()
         for step in (2, 3):
             (home / f"step-{step:08d}").write_text("in the way")
@@ -182,7 +182,7 @@ def test_everything_comes_back(home: Path) -> None:
 def test_an_empty_home_restores_nothing(home: Path) -> None:
     with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:
         assert ckpt.restore() is None
-        assert ckpt.latest() is None
+        assert ckpt.latest_step() is None
         with pytest.raises(NotFound):
             ckpt.restore(step=3)
 
@@ -196,7 +196,7 @@ def test_going_back_begins_a_new_attempt_that_the_run_then_continues(home: Path)
             ckpt.save(step)
         assert ckpt.restore(step=10) == 10
         assert state["x"].item() == 10
-        assert ckpt.latest() == 10
+        assert (ckpt.latest_step(), ckpt.all_steps()) == (30, [10, 20, 30])
         state["x"].fill_(15)
         ckpt.save(15)
     with make_checkpointer(home, state) as ckpt:
@@ -262,8 +262,8 @@ def test_a_closed_checkpointer_is_of_no_use(home: Path) -> None:
     ("options", "word"),
     [
         ({"every": 0}, "every"), ({"every": "soon"}, "every"), ({"keep": 0}, "keep"),
-        ({"memory": "much"}, "memory"),
-        ({"when_full": "panic"}, "when_full"), ({"commit_timeout": -1}, "commit_timeout"),
+        ({"memory": "much"}, "Memory"),
+        ({"compile_cache": "large"}, "CompileCache"), ({"preemption": "moon"}, "moon"),
     ],
 )  # fmt: skip
 def test_arguments_that_mean_nothing_are_refused(home: Path, options: dict[str, Any], word: str) -> None:
@@ -274,7 +274,9 @@ def test_arguments_that_mean_nothing_are_refused(home: Path, options: dict[str, 
 
 def test_a_home_that_no_other_process_can_reach_is_refused() -> None:
     with pytest.raises(Unsupported, match="memory of this process"):
-        holdfast.Checkpointer("memory://mine", {"x": torch.ones(1)}, signals=False)
+        holdfast.Checkpointer(
+            "memory://mine", {"x": torch.ones(1)}, preemption=holdfast.Preemption(signals=False)
+        )
 
 
 def test_going_back_within_a_loop_leaves_no_step_to_save(home: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpointer.options import Home, parse_local
 from holdfast.checkpointer.tiers import Base, Tiers
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import names
@@ -21,30 +22,15 @@ from making import make_checkpoint, make_home
 
 def make_tiers(folder: Path, **options: Any) -> Tiers:
     """Tiers of two folders."""
-    usual: dict[str, Any] = {
-        "local": folder / "local",
-        "keep_local": 2,
-        "home_every": None,
-        "bandwidth": None,
-        "patience": "1h",
-        "restore_patience": "2m",
-        "hold": None,
-    }
-    given = usual | options
-    return Tiers(folder / "home", given.pop("local"), **given)
+    local = options.pop("local", folder / "local")
+    return Tiers(
+        Home(folder / "home", **options), parse_local(local), keep_in_memory_s=0.0, restore_patience_s=120.0
+    )
 
 
 def test_a_policy_for_home_needs_a_nearer_place(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="home_every= needs local="):
-        make_tiers(tmp_path, local=None, home_every=10)
-
-
-@pytest.mark.parametrize(
-    "option", [{"keep_local": 0}, {"bandwidth": "fast"}, {"patience": "-1s"}, {"hold": "x"}]
-)
-def test_what_makes_no_sense_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput):
-        make_tiers(tmp_path, **option)
+    with pytest.raises(InvalidInput, match=r"Home\(every=\) needs local="):
+        make_tiers(tmp_path, local=None, every=10)
 
 
 def test_memory_of_this_process_is_no_tier(tmp_path: Path) -> None:
@@ -97,12 +83,15 @@ def test_a_wait_that_is_too_short_names_what_is_not_home(tmp_path: Path) -> None
     """The save is complete nearby, home is slow: the error says which step, and it goes on coming."""
     state = {"w": torch.zeros(1_000_000)}
     with holdfast.Checkpointer(
-        tmp_path / "home", state, local=tmp_path / "local", home_every=100, home_bandwidth="4MB", quiet=True
+        holdfast.Home(tmp_path / "home", every=100, bandwidth="4MB"),
+        state,
+        local=tmp_path / "local",
+        quiet=True,
     ) as ckpt:
         save = ckpt.save(1)
         save.wait_durable()
         with pytest.raises(holdfast.RetryLater, match=r"Step 1 is complete in .*local, and not yet in"):
-            ckpt.wait(timeout_s=0.0)
+            ckpt.wait(timeout=0)
         ckpt.wait()
         save.wait_home()
     assert holdfast.open(tmp_path / "home").step == 1
@@ -137,7 +126,9 @@ def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tm
 def test_a_save_that_waited_for_memory_says_so(tmp_path: Path) -> None:
     """There is room for one, and it goes slowly home."""
     state = {"w": torch.ones(500_000)}
-    with holdfast.Checkpointer(tmp_path, state, memory="3MB", home_bandwidth="20MB", quiet=True) as ckpt:
+    with holdfast.Checkpointer(
+        holdfast.Home(tmp_path, bandwidth="20MB"), state, memory="3MB", quiet=True
+    ) as ckpt:
         ckpt.save(1)
         ckpt.save(2)
     lines, _ = read_lines(open_store(tmp_path))

@@ -11,7 +11,7 @@ import torch._inductor.codecache  # as if something had been compiled
 import torch.distributed as dist
 
 import holdfast
-from holdfast.process_exit import leave
+from holdfast.process_exit import hard_exit
 
 
 def main() -> None:
@@ -22,14 +22,19 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     dist.init_process_group("gloo")
     state = {"x": torch.zeros(3)}
-    with holdfast.Checkpointer(home, state, trust_home=True, signals=False) as checkpointer:
+    with holdfast.Checkpointer(
+        home,
+        state,
+        preemption=holdfast.Preemption(signals=False),
+        compile_cache=holdfast.CompileCache(trust=True),
+    ) as checkpointer:
         step = checkpointer.restore() or 0
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"made-{rank}-{step}").write_text("code")
         (directory / f"common-{step}").write_text("code")
         checkpointer.save(step + 1)
     dist.destroy_process_group()
-    leave(0)
+    hard_exit(0)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     """Starts a trainer on an empty machine: other folders for temporary files and for what is compiled."""
     compiler = tmp_path_factory.mktemp("compiler") / "g++"  # one path for all: it is part of inductor's keys
 
-    def start(home: Path, steps: int = 1, *, ranks: int = 1, options: Any = None, **env: str) -> Start:
+    def start(
+        home: Path, steps: int = 1, *, ranks: int = 1, cache: bool | dict[str, Any] = True, **env: str
+    ) -> Start:
         folder = tmp_path_factory.mktemp("machine")
         calls = folder / "calls"
         calls.touch()
@@ -70,7 +72,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
                 "XDG_CONFIG_HOME": str(folder),
                 "CXX": str(compiler),
                 "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-                "TRAINER_OPTIONS": json.dumps(options or {}),
+                "TRAINER_CACHE": json.dumps(cache),
                 **env,
             },
             capture_output=True,
@@ -95,7 +97,7 @@ def _is_compile(command: str) -> bool:
 def cold(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Start]:
     """A home with one step, trained on a machine that had nothing."""
     home = tmp_path_factory.mktemp("cold") / "home"
-    start = machine(home, options={"trust_home": True})
+    start = machine(home, cache={"trust": True})
     assert start.status == 0, start.err
     assert start.compiles, "nothing was compiled, so nothing would be shown"
     assert start.warnings == []
@@ -140,12 +142,12 @@ def test_a_damaged_file_is_compiled_and_uploaded_again(machine: Machine, home: P
     for at in range(0, len(damaged), 64):  # every file has some
         damaged[at] ^= 1
     pack.write_bytes(damaged)
-    again = machine(home, 2, options={"trust_home": True})
+    again = machine(home, 2, cache={"trust": True})
     assert again.status == 0, again.err
     assert len(again.compiles) == len(cold[1].compiles)
     assert len(again.warnings) == 1
     assert "is damaged" in again.warnings[0]
-    third = machine(home, 3, options={"trust_home": True})
+    third = machine(home, 3, cache={"trust": True})
     assert third.compiles == []
 
 
@@ -153,7 +155,7 @@ def test_a_damaged_file_is_compiled_and_uploaded_again(machine: Machine, home: P
 def test_a_cache_of_another_environment_is_not_loaded(machine: Machine, home: Path):
     (folder,) = (home / FOLDER).iterdir()
     folder.rename(folder.with_name("0" * 32))
-    again = machine(home, 2, options={"trust_home": True})
+    again = machine(home, 2, cache={"trust": True})
     assert again.status == 0, again.err
     assert again.compiles
     assert "compiled code" not in again.err
@@ -163,10 +165,10 @@ def test_a_cache_of_another_environment_is_not_loaded(machine: Machine, home: Pa
 def test_with_the_cache_turned_off_nothing_is_uploaded_or_loaded(
     machine: Machine, home: Path, tmp_path: Path
 ):
-    again = machine(home, 2, options={"trust_home": True, "compile_cache": False})
+    again = machine(home, 2, cache=False)
     assert again.compiles
     assert "compiled code" not in again.err
-    other = machine(tmp_path / "other", options={"compile_cache": False})
+    other = machine(tmp_path / "other", cache=False)
     assert other.compiles
     assert not (tmp_path / "other" / FOLDER).exists()
 
@@ -177,12 +179,12 @@ def test_a_kill_during_an_upload_costs_only_the_remaining_files(machine: Machine
     killed = machine(home, 20, HOLDFAST_KILL_AT="compiled.packed")
     assert killed.status == -signal.SIGKILL
     assert len(packs_of(home)) == 1
-    second = machine(home, 21, options={"trust_home": True})
+    second = machine(home, 21, cache={"trust": True})
     assert second.status == 0, second.err
     assert second.compiles
     assert second.warnings == []
     assert len(packs_of(home)) == 1  # that of the killed one, which nothing lists, has gone
-    third = machine(home, 22, options={"trust_home": True})
+    third = machine(home, 22, cache={"trust": True})
     assert third.compiles == []
     assert third.told[0]["warnings"] == []
 
@@ -194,10 +196,10 @@ def test_two_ranks_share_the_download_of_one(machine: Machine, tmp_path: Path):
     headers = {
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "1"
     }  # torch's default; else off, for it takes long
-    first = machine(home, 2, ranks=2, options={"trust_home": True}, **headers)
+    first = machine(home, 2, ranks=2, cache={"trust": True}, **headers)
     assert first.status == 0, first.err
     assert first.compiles
-    again = machine(home, 3, ranks=2, options={"trust_home": True}, **headers)
+    again = machine(home, 3, ranks=2, cache={"trust": True}, **headers)
     assert again.status == 0, again.err
     assert again.compiles == []
     assert again.err.count("compiled code from") == 1

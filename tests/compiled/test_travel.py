@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.compiled import upload
 from holdfast.compiled.build_environment import current_environment, environment_key
-from holdfast.compiled.cache import CompileCache
+from holdfast.compiled.cache import CompiledCode
 from holdfast.compiled.directory import Directory
 from holdfast.compiled.download import load
 from holdfast.compiled.index import FOLDER, IndexName, PackName, parse_name
@@ -181,7 +181,7 @@ def test_a_failing_store_is_only_a_problem_in_the_list(tmp_path: Path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     store = FaultyStore(open_store(tmp_path / "home"))
     store.fail("list", RetryLater("no network"), times=None)
-    cache = CompileCache(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=True)
+    cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=True)
     assert cache.load()[0].num_placed == 0
     cache.begin(attempt=1, rank=0, turn=0)
     cache.send_soon()
@@ -198,7 +198,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     store = FaultyStore(open_store(tmp_path / "home"))
     gate = store.hold("put", matching=".pack")
-    cache = CompileCache(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=False)
+    cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=False)
     cache.begin(attempt=1, rank=0, turn=0)
     cache.send_soon()
     assert gate.reached.wait(60)
@@ -220,16 +220,16 @@ def test_an_untrusted_home_leads_to_one_message_and_is_not_loaded(
     CacheUploader(store, environment_key(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).send(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
-    cache = CompileCache(store, home, limit_bytes=1 << 20)
+    cache = CompiledCode(store, home, limit_bytes=1 << 20)
     loaded, line = cache.load()
     assert loaded.num_placed == 0
     assert line is not None
     assert f"holdfast trust {home}" in line
     assert cache.load()[1] is None
     assert not (tmp_path / "there").exists()
-    assert CompileCache(store, home, limit_bytes=1 << 20, trust_home=False).load()[1] is None
+    assert CompiledCode(store, home, limit_bytes=1 << 20, trust_home=False).load()[1] is None
     monkeypatch.setenv("HOLDFAST_TRUST_HOMES", str(tmp_path))
-    loaded, line = CompileCache(store, home, limit_bytes=1 << 20).load()
+    loaded, line = CompiledCode(store, home, limit_bytes=1 << 20).load()
     assert loaded.num_placed == 1
     assert line is not None
     assert "compiled code from" in line

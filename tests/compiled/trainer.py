@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.process_exit import leave
+from holdfast.process_exit import hard_exit
 
 
 def cpu_s() -> float:
@@ -25,7 +25,7 @@ def cpu_s() -> float:
 def main() -> None:
     """Train the steps that are left."""
     home, steps = sys.argv[1], int(sys.argv[2])
-    options = json.loads(os.environ.get("TRAINER_OPTIONS", "{}"))
+    cache = json.loads(os.environ.get("TRAINER_CACHE", "true"))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -39,7 +39,11 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with holdfast.Checkpointer(
-            home, {"model": model, "optimizer": optimizer}, every=1, signals=False, **options
+            home,
+            {"model": model, "optimizer": optimizer},
+            every=1,
+            preemption=holdfast.Preemption(signals=False),
+            compile_cache=holdfast.CompileCache(**cache) if isinstance(cache, dict) else cache,
         ) as checkpointer:
             for _ in checkpointer.steps(steps):
                 compiled(inputs).square().sum().backward()
@@ -55,7 +59,7 @@ def main() -> None:
     sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()
-        leave(0)
+        hard_exit(0)
 
 
 if __name__ == "__main__":

@@ -123,8 +123,8 @@ def restore_large(
     with torch.no_grad():
         for tensor in tensors_of(state).values():
             tensor.zero_()
-    options = {"share_reads": share, "ranks_timeout": 5} if kill is not None else {"share_reads": share}
-    with checkpointer(home, state, **options) as ckpt:
+    limits = holdfast.Limits() if kill is None else holdfast.Limits(rank_timeout=5)
+    with checkpointer(home, state, reads=holdfast.Reads(shared=share), limits=limits) as ckpt:
         _read.update(data=0, other=0, kill_at=4 << 20 if rank == kill else 0)
         step = ckpt.restore()
         read = dict(_read)

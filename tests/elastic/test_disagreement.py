@@ -62,7 +62,7 @@ def disagree_later(rank: int, home: Path, how: str) -> tuple[str, int]:
         state.clear()
         state.update(sound)
         ckpt.save(3).wait_durable(SOON_S)
-        return str(refused.value), ckpt.latest() or 0
+        return str(refused.value), ckpt.latest_step() or 0
 
 
 @pytest.mark.parametrize("how", ["key", "layer", "shape", "dtype", "kind"])
@@ -99,7 +99,7 @@ def disagree_first(rank: int, home: Path, how: str) -> tuple[str, int]:
         state.clear()
         state.update(sound)
         ckpt.save(2).wait_durable(SOON_S)
-        return str(refused.value), ckpt.latest() or 0
+        return str(refused.value), ckpt.latest_step() or 0
 
 
 @pytest.mark.parametrize("how", ["shape", "dtype"])
@@ -118,7 +118,10 @@ def test_ranks_that_disagree_from_the_first_save_on_are_told_before_anything_is_
 def stop_a_keeper(rank: int, home: Path) -> tuple[str, int]:
     """Save while rank 1's keeper is stopped, and again when it goes on."""
     state = sound_state()
-    with warnings.catch_warnings(record=True), checkpointer(home, state, commit_timeout=2) as ckpt:
+    with (
+        warnings.catch_warnings(record=True),
+        checkpointer(home, state, limits=holdfast.Limits(commit_timeout=2)) as ckpt,
+    ):
         ckpt.save(1).wait_durable(SOON_S)
         (keeper,) = (one for one in psutil.Process().children() if "holdfast.keeper" in one.cmdline())
         if rank == 1:
@@ -137,7 +140,7 @@ def stop_a_keeper(rank: int, home: Path) -> tuple[str, int]:
             told = str(missed.value)
         torch.distributed.barrier()
         ckpt.save(3).wait_durable(SOON_S)
-        return told, ckpt.latest() or 0
+        return told, ckpt.latest_step() or 0
 
 
 def test_a_rank_whose_keeper_delivers_nothing_is_named_after_the_timeout(

@@ -94,7 +94,12 @@ def main(words: list[str]) -> None:
     torch.manual_seed(rank)
     pause = threading.Event()
     with holdfast.Checkpointer(
-        args.home, state, every=args.every, keep=3, memory="64MiB", commit_timeout="20s"
+        args.home,
+        state,
+        every=args.every,
+        keep=3,
+        memory="64MiB",
+        limits=holdfast.Limits(commit_timeout="20s"),
     ) as ckpt:
         for step in ckpt.steps(args.total):
             loss = model(torch.randn(16, WIDTH) + random.random()).square().mean()
@@ -107,7 +112,7 @@ def main(words: list[str]) -> None:
                 with (args.home.parent / "progress.log").open("a") as log:
                     log.write(f"{step + 1}\n")
     _write_digest(args.home.parent / "final.txt", model, optimizer)
-    holdfast.leave(0)
+    holdfast.hard_exit(0)
 
 
 def _write_digest(path: Path, model: Any, optimizer: Any) -> None:

@@ -121,4 +121,4 @@ def _serve(rank: int, world_size: int, store: str, end: Connection) -> None:
             answer = False, traceback.format_exc()
         end.send(answer)
     sys.stdout.flush()
-    holdfast.leave()
+    holdfast.hard_exit()

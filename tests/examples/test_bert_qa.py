@@ -38,7 +38,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HOLDFAST_STATE": str(tmp_path / "state"),
         "HOME": str(tmp_path),
-        "HOLDFAST_NOTICES": "none",
+        "HOLDFAST_PREEMPTION": "none",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     for name, value in values.items():

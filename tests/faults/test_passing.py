@@ -80,7 +80,9 @@ def test_what_was_unreadable_outlives_the_older_one_that_a_person_chose(
     with monkeypatch.context() as patch:
         Stale(patch, names.part(20, 1, 0), 10**9)
         state = make_state(0.0)
-        with holdfast.Checkpointer(home, state, keep=2, restore_patience=0.2, quiet=True) as ckpt:
+        with holdfast.Checkpointer(
+            home, state, keep=2, quiet=True, reads=holdfast.Reads(patience=0.2)
+        ) as ckpt:
             with pytest.raises(RetryLater, match=r"restore\(step=10\)") as caught:
                 ckpt.restore()
             assert caught.value.step == 20

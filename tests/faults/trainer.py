@@ -107,18 +107,14 @@ def main() -> None:
     np.random.seed(rank)
     torch.manual_seed(rank)
     with holdfast.Checkpointer(
-        args.bucket or args.home,
+        holdfast.Home(args.bucket or args.home, every=args.home_every, patience=args.patience),
         state,
         every=every,
         keep=args.keep,
-        local=args.local and args.local.format(rank=rank),
-        keep_local=args.keep_local,
-        home_every=args.home_every,
-        home_patience=args.patience,
-        hold=args.hold,
+        local=args.local and holdfast.Local(args.local.format(rank=rank), keep=args.keep_local),
         take_over=args.take_over,
-        memory=args.memory,
-        commit_timeout=args.commit_timeout,
+        memory=holdfast.Memory(args.memory, keep_for=args.hold),
+        limits=holdfast.Limits(commit_timeout=args.commit_timeout),
     ) as ckpt:
         for step in ckpt.steps(args.total):
             if step == args.hang_at:
@@ -137,7 +133,7 @@ def main() -> None:
                     log.write(f"{step + 1}\n")
     if rank == 0:
         (args.home.parent / "final.txt").write_text(digest({"model": model, "optimizer": optimizer}))
-    holdfast.leave(0)
+    holdfast.hard_exit(0)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def test_a_lost_claim_is_written_again_by_the_next_save(tmp_path: Path) -> None:
 def test_two_writers_with_one_number_never_mix_their_files(tmp_path: Path) -> None:
     """The first one's claim is lost before it saved, a second one takes its number: only that one saves."""
     home = tmp_path / "home"
-    first = begin(home, {"x": torch.full((100,), 1.0)}, max_failures=9)
+    first = begin(home, {"x": torch.full((100,), 1.0)}, limits=holdfast.Limits(failed_saves=9))
     delete(home, "attempts/*", "history/*")
     second = begin(home, {"x": torch.full((100,), 2.0)}, take_over=True)
     second.save(5).wait_durable(WAIT_S)
@@ -302,7 +302,7 @@ def test_restoring_claims_and_writes_nothing(tmp_path: Path) -> None:
         assert restored(home) == (1, 1)
         with make_checkpointer(home, {"x": torch.zeros(100)}) as reader:
             assert reader.restore(only=["x"]) == 1
-            assert reader.latest() == 1
+            assert reader.latest_step() == 1
         assert {path: path.read_bytes() for path in home.glob("[!h]*/*")} == before
         assert not list(home.glob("history/a0002*"))
         writer.save(2).wait_durable(WAIT_S)

@@ -98,7 +98,7 @@ def opened(home: Path) -> int:
 
 
 def resumed(home: Path) -> int | None:
-    with holdfast.Checkpointer(home, make_state(0.0), quiet=True, restore_patience=0.3) as ckpt:
+    with holdfast.Checkpointer(home, make_state(0.0), quiet=True, reads=holdfast.Reads(patience=0.3)) as ckpt:
         return ckpt.restore()
 
 

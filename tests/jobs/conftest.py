@@ -15,7 +15,7 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarn
     """Return a harness with its own folder."""
     state = tmp_path / "state"
     monkeypatch.setenv("HOLDFAST_STATE", str(state))
-    monkeypatch.setenv("HOLDFAST_NOTICES", "none")
+    monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
     found = JobHarness(tmp_path)
     yield found
     found.leave()

@@ -52,7 +52,7 @@ def main() -> None:
                     log.write(f"{os.environ.get('HOLDFAST_ATTEMPT')} {step + 1}\n")
     if rank == 0:
         (folder / "final.txt").write_text(digest(model, optimizer))
-    holdfast.leave()
+    holdfast.hard_exit()
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -192,7 +192,7 @@ def test_a_restart_after_the_state_has_grown_restores_from_the_next_tier(tmp_pat
     script = """
 import os, signal, sys, torch, holdfast
 state = {"x": torch.arange(1000.0)}
-ckpt = holdfast.Checkpointer(sys.argv[1], state, quiet=True, memory="40MiB", hold="1m")
+ckpt = holdfast.Checkpointer(sys.argv[1], state, quiet=True, memory=holdfast.Memory("40MiB", keep_for="1m"))
 ckpt.save(1).wait_durable()
 state["x"] = torch.arange(8_000_000.0)
 ckpt._pipeline.arenas.acquire(32_100_000)

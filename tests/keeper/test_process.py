@@ -179,7 +179,9 @@ def test_a_keeper_that_cannot_be_started_is_tried_again_and_nothing_is_lost(
         refused.set()
         raise OSError(11, "Resource temporarily unavailable")
 
-    with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}, max_failures=0) as ckpt:
+    with make_checkpointer(
+        tmp_path / "home", {"x": torch.ones(3)}, limits=holdfast.Limits(failed_saves=0)
+    ) as ckpt:
         ckpt.save(1).wait_durable()
         os.kill(pid_of(ckpt), signal.SIGSTOP)
         save = ckpt.save(2)
@@ -209,7 +211,7 @@ def test_keepers_that_keep_dying_fail_their_saves_and_later_ones_recover(
         with pytest.warns(SaveWarning, match="died"):
             save = ckpt.save(2)
         save.wait_durable(60)
-        assert ckpt.latest() == 2
+        assert ckpt.latest_step() == 2
     assert keepers() == []
     check_saved(tmp_path / "home", 2, {"x": torch.ones(3)})
 
@@ -219,7 +221,9 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(
 ) -> None:
     """More messages than its socket has room for: none of them waits for it."""
     x = torch.arange(1000.0)
-    with make_checkpointer(tmp_path / "home", {"x": x}, memory="1MiB", when_full="skip") as ckpt:
+    with make_checkpointer(
+        tmp_path / "home", {"x": x}, memory=holdfast.Memory("1MiB", when_full="skip")
+    ) as ckpt:
         ckpt.save(1).wait_durable()
         stopped = psutil.Process(pid_of(ckpt))
         stopped.suspend()
@@ -255,7 +259,9 @@ def test_close_does_not_wait_for_a_stopped_keeper(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_keeper_that_works_for_long_is_left_alone(tmp_path: Path) -> None:
     """It answers beside its work, so a slow disk is not taken for a frozen process."""
-    with make_checkpointer(tmp_path / "home", {"x": torch.ones(2_000_000)}, home_bandwidth="2MB") as ckpt:
+    with make_checkpointer(
+        holdfast.Home(tmp_path / "home", bandwidth="2MB"), {"x": torch.ones(2_000_000)}
+    ) as ckpt:
         save = ckpt.save(1)
         before = pid_of(ckpt)
         save.wait_durable(60)

@@ -58,7 +58,7 @@ def test_a_checkpointer_without_a_local_folder_keeps_to_it(tmp_path: Path) -> No
     """4 MB at 8 MB a second take half a second at least, and what is saved is whole."""
     state = {"w": torch.zeros(1_000_000)}
     began = time.monotonic()
-    with holdfast.Checkpointer(tmp_path / "home", state, home_bandwidth="8MB", quiet=True) as ckpt:
+    with holdfast.Checkpointer(holdfast.Home(tmp_path / "home", bandwidth="8MB"), state, quiet=True) as ckpt:
         ckpt.save(1).wait_durable()
         assert time.monotonic() - began >= 0.5
     assert holdfast.open(tmp_path / "home").verify().is_good

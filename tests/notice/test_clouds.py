@@ -186,7 +186,7 @@ def test_auto_selects_the_cloud_of_the_machine_s_vendor(
 
 
 def test_sources_default_to_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_NOTICES", "aws, file:/tmp/notice")
+    monkeypatch.setenv("HOLDFAST_PREEMPTION", "aws, file:/tmp/notice")
     found = parse_sources(None)
     assert [cloud.name for cloud in found.clouds] == ["aws"]
     assert found.files == (Path("/tmp/notice"),)

@@ -135,7 +135,7 @@ def restore(
 
 
 def on_ranks(
-    store: Store, lives: list[Live], rank_from: RankFrom | None = None, *, patience_s: float = 60.0
+    store: Store, lives: list[Live], source_rank: RankFrom | None = None, *, patience_s: float = 60.0
 ) -> list[Any]:
     """What each rank's restore returns or raises."""
     threads = Threads(len(lives))
@@ -147,7 +147,7 @@ def on_ranks(
                 lives[rank].load,
                 threads.member(rank),
                 num_threads=2,
-                rank_from=rank_from,
+                source_rank=source_rank,
                 patience_s=patience_s,
             )
             return restore_newest(request)
@@ -577,12 +577,12 @@ def test_another_number_of_ranks_takes_parts_modulo_the_saved_one(world_size: in
 def test_whose_per_rank_state_a_rank_takes_can_be_chosen() -> None:
     asked = []
 
-    def rank_from(rank: int, world_size: int, saved: int) -> int:
+    def source_rank(rank: int, world_size: int, saved: int) -> int:
         asked.append((rank, world_size, saved))
         return rank * saved // world_size
 
     lives = [rank_live() for _ in range(4)]
-    on_ranks(two_rank_store(), lives, rank_from)
+    on_ranks(two_rank_store(), lives, source_rank)
     assert {*asked} == {(rank, 4, 2) for rank in range(4)}
     assert [live.values for live in lives] == [[[{"rank": rank // 2}]] for rank in range(4)]
     assert [live.tensors["own"][1].item() for live in lives] == [0, 0, 1, 1]
@@ -592,7 +592,7 @@ def test_whose_per_rank_state_a_rank_takes_can_be_chosen() -> None:
 def test_a_rank_that_did_not_save_cannot_be_chosen(answer: Any) -> None:
     lives = [rank_live(), rank_live()]
     results = on_ranks(two_rank_store(), lives, lambda *_: answer)
-    assert all(isinstance(one, InvalidInput) and "rank_from returned" in str(one) for one in results)
+    assert all(isinstance(one, InvalidInput) and "source_rank returned" in str(one) for one in results)
     assert not any(tensor.any() for live in lives for tensor in live.tensors.values())
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+import holdfast
 from holdfast.policy import Every, Pace
 from stage.training import make_checkpointer
 
@@ -89,7 +90,7 @@ def restore(rank: int, home: Path) -> dict[str, Any]:
 
 def drift_apart(rank: int, home: Path) -> str:
     """Rank 1 counts its steps otherwise."""
-    ckpt = make_checkpointer(home, {"x": torch.ones(1)}, ranks_timeout="10s")
+    ckpt = make_checkpointer(home, {"x": torch.ones(1)}, limits=holdfast.Limits(rank_timeout="10s"))
     try:
         ckpt.should_save(1)
         ckpt.should_save(2 + rank)
@@ -124,7 +125,9 @@ def skip_together(rank: int, home: Path) -> list[str]:
     """Only rank 1 has no free memory at the second save."""
     import warnings
 
-    with make_checkpointer(home, {"x": torch.ones(1000)}, when_full="skip", memory="64kB") as ckpt:
+    with make_checkpointer(
+        home, {"x": torch.ones(1000)}, memory=holdfast.Memory("64kB", when_full="skip")
+    ) as ckpt:
         ckpt.save(1).wait_durable()
         held = ckpt._pipeline.arenas.acquire(50_000, timeout_s=10) if rank == 1 else None
         with warnings.catch_warnings():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+import holdfast
 from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.notice import Notice
 from holdfast.stage import Arena, Arenas
@@ -170,7 +171,9 @@ def make_state(width: int = 64) -> dict[str, Any]:
 def test_memory_that_is_too_small_is_refused_with_both_sizes(tmp_path: Path) -> None:
     for when_full in ("wait", "skip"):
         state = make_state()
-        with make_checkpointer(tmp_path / when_full, state, memory="50kB", when_full=when_full) as ckpt:
+        with make_checkpointer(
+            tmp_path / when_full, state, memory=holdfast.Memory("50kB", when_full=when_full)
+        ) as ckpt:
             with pytest.raises(
                 InvalidInput, match=r"needs an arena of 1\d\d kB, but memory= allows 50\.0 kB"
             ):
@@ -183,7 +186,7 @@ def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
 ) -> None:
     state, home = make_state(), tmp_path / "home"
     gate = CopyGate(monkeypatch)
-    with make_checkpointer(home, state, memory="180kB", when_full="skip") as ckpt:
+    with make_checkpointer(home, state, memory=holdfast.Memory("180kB", when_full="skip")) as ckpt:
         first = ckpt.save(1)
         with pytest.warns(SaveWarning, match=r"step 2 was skipped.*\(1 so far\)\. Raise memory="):
             skipped = ckpt.save(2)
@@ -205,7 +208,9 @@ def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
 
 def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool) -> None:
     """Save after each step, with no room for the second save until a moment after it is asked for."""
-    with make_checkpointer(home, make_state(), memory="180kB", when_full="skip", every=1) as ckpt:
+    with make_checkpointer(
+        home, make_state(), memory=holdfast.Memory("180kB", when_full="skip"), every=1
+    ) as ckpt:
         for step in ckpt.steps(total):
             if step == 1:
                 ckpt._notices._notice = Notice("SIGTERM") if is_preempted else None

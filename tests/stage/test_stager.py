@@ -245,7 +245,7 @@ def test_a_copy_that_fails_is_told_and_the_next_save_works(
                 ckpt.save(2)
         train(model, state["optimizer"])
         ckpt.wait()
-        assert ckpt.latest() == 2
+        assert ckpt.latest_step() == 2
         assert len(ckpt._pipeline.arenas.numbers()) == 1
 
 

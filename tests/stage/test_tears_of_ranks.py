@@ -75,7 +75,7 @@ def test_a_keeper_that_is_killed_in_a_torn_save_leaves_no_rank_waiting(tmp_path:
 
 
 def test_a_repeat_that_is_skipped_for_want_of_memory_is_made_later(tmp_path: Path) -> None:
-    found = train(tmp_path / "home", {2: {1}}, 12, when_full="skip", memory="200kB")
+    found = train(tmp_path / "home", {2: {1}}, 12, memory=holdfast.Memory("200kB", when_full="skip"))
     steps = exact_steps(tmp_path / "home", found)
     assert steps
     assert 2 not in steps

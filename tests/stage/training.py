@@ -67,10 +67,14 @@ def train(model: nn.Module, optimizer: Optimizer, width: int = WIDTH) -> None:
     optimizer.step()
 
 
-def make_checkpointer(home: Path, state: dict[str, Any], **options: Any) -> holdfast.Checkpointer:
+def make_checkpointer(
+    home: Path | holdfast.Home, state: dict[str, Any], **options: Any
+) -> holdfast.Checkpointer:
     """A Checkpointer that leaves the test's signals and output alone."""
     return holdfast.Checkpointer(
-        home, state, **{"signals": False, "quiet": True, "memory": "2GiB", **options}
+        home,
+        state,
+        **{"preemption": holdfast.Preemption(signals=False), "quiet": True, "memory": "2GiB", **options},
     )
 
 

@@ -75,4 +75,9 @@ def test_a_bind_mount_of_a_part_of_home_is_detected(folder: Path) -> None:
 @pytest.mark.parametrize("local", ["home", "home/near", ".", "link"])
 def test_a_checkpointer_is_not_made_with_them(folder: Path, local: str) -> None:
     with pytest.raises(InvalidInput, match="are the same place, or one is inside the other"):
-        holdfast.Checkpointer(folder / "home", {"x": torch.ones(1)}, local=folder / local, signals=False)
+        holdfast.Checkpointer(
+            folder / "home",
+            {"x": torch.ones(1)},
+            local=folder / local,
+            preemption=holdfast.Preemption(signals=False),
+        )

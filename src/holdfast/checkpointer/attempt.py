@@ -13,12 +13,13 @@ from holdfast.callsite import warn
 from holdfast.checkpointer.cadence import Cadence
 from holdfast.checkpointer.done_marker import DoneMarker
 from holdfast.checkpointer.metrics import Metrics
+from holdfast.checkpointer.options import Limits, Reads
 from holdfast.checkpointer.pipeline import Order, Pipeline
 from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
 from holdfast.checkpointer.scores import Scores
 from holdfast.checkpointer.takeover import claim_together
 from holdfast.checkpointer.tiers import Base, Tiers
-from holdfast.compiled import CompileCache, begin_sending, bring, warn_of_problems
+from holdfast.compiled import CompiledCode, begin_sending, bring, warn_of_problems
 from holdfast.environment import report_progress
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
 from holdfast.format import run as runs
@@ -42,12 +43,9 @@ class AttemptOptions:
     """Options of the Checkpointer that concern an attempt."""
 
     keep: Keep
-    commit_timeout_s: float
-    max_failures: int
+    limits: Limits
+    reads: Reads
     take_over: bool
-    num_read_threads: int | None
-    share_reads: bool
-    rank_from: Callable[[int, int, int], int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Shared:
     cadence: Cadence
     metrics: Metrics
     done: DoneMarker
-    compiled: CompileCache | None
+    compiled: CompiledCode | None
     show: Callable[[str], None]  # prints a line for the user
 
 
@@ -96,7 +94,7 @@ class Attempt:
         self._run = run
         self._tiers, self._ranks, self._pipeline = shared.tiers, shared.ranks, shared.pipeline
         limits = FailureLimits(
-            shared.options.max_failures, shared.tiers.is_far, shared.tiers.terms["patience_s"]
+            shared.options.limits.failed_saves, shared.tiers.is_far, shared.tiers.terms["patience_s"]
         )
         self.saves = Saves(
             limits,
@@ -172,8 +170,8 @@ class Attempt:
             local_ranks=local_ranks,
             keep_last=options.keep.last,
             keep_every=options.keep.every,
-            commit_timeout_s=options.commit_timeout_s,
-            linger_s=min(30.0, options.commit_timeout_s),
+            commit_timeout_s=options.limits.commit_timeout_s,
+            linger_s=min(30.0, options.limits.commit_timeout_s),
             keep_best=options.keep.best,
             keep_metric=options.keep.metric,
             keep_mode=options.keep.mode,
@@ -188,7 +186,7 @@ class Attempt:
 
         Ranks: collective.
         """
-        timeout_s, compiled = self._shared.options.commit_timeout_s, self._shared.compiled
+        timeout_s, compiled = self._shared.options.limits.commit_timeout_s, self._shared.compiled
         wait_for_let_go(self._tiers.home, timeout_s=timeout_s)
         wait_for_orphans(self._tiers.home, timeout_s=timeout_s, say=self._shared.show)
         self._pipeline.objects.agree(self._ranks.gather)
@@ -240,9 +238,9 @@ class Attempt:
                 self._ranks,
                 step=selection.step,
                 best=options.keep if selection.best else None,
-                num_threads=options.num_read_threads,
-                share_reads=options.share_reads,
-                rank_from=options.rank_from,
+                num_threads=options.reads.threads,
+                share_reads=options.reads.shared,
+                source_rank=options.reads.source_rank,
                 own_local=self._tiers.local_store if is_scattered else None,
                 may_commit=self.keeper is not None,
                 show=self._shared.show,

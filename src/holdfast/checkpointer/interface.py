@@ -19,11 +19,26 @@ from holdfast.checkpointer.call_guard import CallGuard
 from holdfast.checkpointer.done_marker import DoneMarker
 from holdfast.checkpointer.loop_exit import is_orderly, looping
 from holdfast.checkpointer.metrics import Metrics
+from holdfast.checkpointer.options import (
+    CompileCache,
+    Home,
+    Limits,
+    Local,
+    Memory,
+    Preemption,
+    Reads,
+    parse_compile_cache,
+    parse_home,
+    parse_keep,
+    parse_local,
+    parse_memory,
+    parse_preemption,
+)
 from holdfast.checkpointer.pipeline import Pipeline
 from holdfast.checkpointer.position import Position
 from holdfast.checkpointer.tiers import Tiers
 from holdfast.checkpointer.trial import Trial
-from holdfast.compiled import CLOSE_LIMIT_S, CompileCache, Sent
+from holdfast.compiled import CLOSE_LIMIT_S, CompiledCode, Sent
 from holdfast.errors import (
     PREEMPTED_STATUS,
     HoldfastError,
@@ -35,63 +50,37 @@ from holdfast.errors import (
 from holdfast.keeper import Save
 from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, single_policies
-from holdfast.process_exit import leave, leave_at_exit
+from holdfast.process_exit import hard_exit, hard_exit_at_exit
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.restore.request import Restored
 from holdfast.state import State, stepping
 from holdfast.state.review import refuse_snapshots
-from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_step, plural
+from holdfast.units import Duration, format_bytes, format_duration, parse_step, parse_timeout, plural
 
 
 class Checkpointer:
     """Checkpoints of a training run: saved in the background, verified, and restored at the next start.
 
+    Where an option has a class of its own, its first field may be given alone: `keep=3` is `keep=Keep(3)`.
+
     Args:
-        home: folder or URL that holds this run's checkpoints; one run, one home.
+        home: folder or URL that holds this run's checkpoints, or a `Home`; one run, one home.
         state: objects to save: modules, optimizers, anything with `state_dict`/`load_state_dict`, tensors,
             generators, and plain values. `restore` writes plain values back into this mapping.
             The random number generators of python, numpy and torch are always included.
         every: when to save: steps (500), a duration ("10m"), "auto" (as often as 1 % of the time allows),
             or a policy.
-        keep: number of newest checkpoints to keep, a `Keep` policy, or None for all.
-        keep_every: also keep checkpoints whose step is a multiple of this.
-        local: folder on this host's fast disk, for a `home` that is slow or far. Saves are durable there
-            first, and copied to home in the background. Each host has its own.
-        keep_local: number of newest checkpoints to keep there.
-        home_every: with `local`, which saves are copied to home: as `every`, or None for all. The newest
-            save is always copied at the end, and by `wait`.
-        home_bandwidth: bytes per second that each rank may send home, or as "200MB"; None for no limit.
-            Without `local` a save becomes durable only in home, and holds its staging memory until then.
-        home_patience: how long home may fail before `save` raises, with `local` or where home is a bucket.
-            Training continues meanwhile.
-        restore_patience: how long `restore` retries what cannot be read, before it raises. A checkpoint that
-            cannot be read may be whole, so no older one is restored in its place.
-        hold: how long the last save stays in memory for the next start on this host when this process dies;
-            by default the value of HOLDFAST_HOLD, else "2m".
-        memory: limit of this rank's staging memory, in bytes or as "8GiB".
-        when_full: what `save` does when earlier saves still use all staging memory: "wait" or "skip". By
-            default it waits for a disk, and skips where saves go straight to a bucket, which may not answer
-            for minutes.
-        signals: take SIGTERM, SIGUSR1 and SIGINT as preemption notices (in the main thread only).
-        notices: other sources of preemption notices: "aws", "gcp", "azure", "file:PATH", several with
-            commas, "none", or "auto" for the cloud of this machine; by default the value of
-            HOLDFAST_NOTICES, else "auto".
-        max_failures: number of saves that may fail in a row; one more and `save` raises. Each is a
-            SaveWarning.
-        commit_timeout: how long a keeper waits for the other ranks' parts.
-        ranks_timeout: how long a rank waits for the others in `restore` and `should_save`.
-        num_read_threads: parallel reads in `restore`; by default what suits the storage.
-        share_reads: in `restore`, read what several ranks need once, and send it from rank to rank: for a
-            home that is slower than the network between the ranks.
-        rank_from: in `restore`, function that returns the saved rank whose per-rank state (random numbers,
-            data loaders) a rank loads, given its rank, the world size and the saved world size. By default a
-            rank loads that of the same number, or on fewer saved ranks `rank % saved`.
+        keep: number of newest checkpoints to keep, a `Keep`, or None for all.
+        local: folder on each host's fast disk, or a `Local`, for a `home` that is slow or far.
+        memory: limit of this rank's staging memory, in bytes or as "8GiB", or a `Memory`.
+        reads: reads of a restore: their number, patience and sharing.
+        preemption: sources of preemption notices, such as "aws", or a `Preemption`. By default signals and
+            the cloud of this machine.
+        compile_cache: size of the place in home for the output of torch.compile, or a `CompileCache`; False
+            for none.
+        limits: number of failures and waiting times after which the run raises.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
-        compile_cache: number of bytes in home for the output of torch.compile, so that a start on another
-            machine need not compile again; False for none. It is sent in the background after saves.
-        trust_home: whether compiled code from this home may be loaded, and so run; by default only if
-            `holdfast trust` or HOLDFAST_TRUST_HOMES names it.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
             no longer commit. By default the first save raises `Conflict` and names the process.
         quiet: print no lines about what was restored.
@@ -106,76 +95,48 @@ class Checkpointer:
 
     def __init__(
         self,
-        home: str | os.PathLike[str],
+        home: str | os.PathLike[str] | Home,
         state: MutableMapping[str, Any],
         *,
         every: int | str | datetime.timedelta | Every = 500,
         keep: int | Keep | None = 3,
-        keep_every: int | None = None,
-        local: str | os.PathLike[str] | None = None,
-        keep_local: int = 2,
-        home_every: int | str | datetime.timedelta | Every | None = None,
-        home_bandwidth: int | str | None = None,
-        home_patience: str | float | datetime.timedelta = "1h",
-        restore_patience: str | float | datetime.timedelta = "2m",
-        hold: str | float | datetime.timedelta | None = None,
-        memory: int | str = "8GiB",
-        when_full: str | None = None,
-        signals: bool = True,
-        notices: str | None = None,
-        max_failures: int = 3,
-        commit_timeout: str | float | datetime.timedelta = "10m",
-        ranks_timeout: str | float | datetime.timedelta = "1h",
-        num_read_threads: int | None = None,
-        share_reads: bool = False,
-        rank_from: Callable[[int, int, int], int] | None = None,
+        local: str | os.PathLike[str] | Local | None = None,
+        memory: int | str | Memory = "8GiB",
+        reads: Reads = Reads(),
+        preemption: str | Preemption | None = None,
+        compile_cache: int | str | bool | CompileCache = "1GiB",
+        limits: Limits = Limits(),
         group: RankGroup | None = None,
-        compile_cache: int | str | bool = "1GiB",
-        trust_home: bool | None = None,
         take_over: bool = False,
         quiet: bool = False,
     ) -> None:
-        if when_full not in ("wait", "skip", None):
-            raise InvalidInput(f"when_full must be 'wait' or 'skip', got {when_full!r}.")
         policies, now_s = single_policies(every), time.monotonic()
+        staging, notices = parse_memory(memory), parse_preemption(preemption)
         self._tiers = tiers = Tiers(
-            home,
-            local,
-            keep_local=keep_local,
-            home_every=home_every,
-            bandwidth=home_bandwidth,
-            patience=home_patience,
-            restore_patience=restore_patience,
-            hold=hold,
+            parse_home(home),
+            parse_local(local),
+            keep_in_memory_s=staging.keep_for_s,
+            restore_patience_s=reads.patience_s,
         )
         self.home = tiers.home
         self.state = state
         self.preempted: str | None = None
         """Reason why the run has to stop, agreed by all ranks; None while it need not."""
         self._quiet = quiet
-        self._compiled = self._open_compile_cache(tiers, compile_cache, trust_home)
-        self._keep = keep if isinstance(keep, Keep) else Keep(keep, keep_every)
-        options = AttemptOptions(
-            keep=self._keep,
-            commit_timeout_s=parse_duration(commit_timeout, "commit_timeout"),
-            max_failures=max_failures,
-            take_over=take_over,
-            num_read_threads=num_read_threads,
-            share_reads=share_reads,
-            rank_from=rank_from,
-        )
-        memory_bytes = parse_bytes(memory, "memory")
+        self._compiled = self._open_compile_cache(tiers, parse_compile_cache(compile_cache))
+        self._keep = parse_keep(keep)
+        options = AttemptOptions(self._keep, limits, reads, take_over)
         refuse_snapshots(state)
         objects = State(state, world=None if group is None else (group.rank, group.world_size))
-        self._ranks: RankGroup = group or Ranks(timeout_s=parse_duration(ranks_timeout, "ranks_timeout"))
+        self._ranks: RankGroup = group or Ranks(timeout_s=limits.rank_timeout_s)
         rank, world_size = self._ranks.rank, self._ranks.world_size
         self._metrics = Metrics()
         self._pipeline = Pipeline(
             objects,
             self._ranks,
             self._metrics,
-            memory_bytes=memory_bytes,
-            skips_when_full=(tiers.is_far and when_full is None) or when_full == "skip",
+            memory_bytes=staging.limit_bytes,
+            skips_when_full=staging.skips_when_full(is_far=tiers.is_far),
         )
         home_cadence = HomeCadence(tiers.home_every, now_s=now_s)
         self._cadence = Cadence(policies, home_cadence, rank=rank, world_size=world_size, now_s=now_s)
@@ -202,16 +163,13 @@ class Checkpointer:
         self._closed = self._has_reviewed = False
         # An exception that was being handled here already does not make the end of a loop disorderly.
         self._around = id(sys.exc_info()[1])
-        self._notices = NoticeWatcher(notices)
-        self._watches_signals = signals and self._notices.watch_signals()
+        self._notices = NoticeWatcher(notices.sources)
+        self._watches_signals = notices.signals and self._notices.watch_signals()
         self._notices.poll_clouds()
 
-    def _open_compile_cache(
-        self, tiers: Tiers, limit: int | str | bool, trust_home: bool | None
-    ) -> CompileCache | None:
-        if limit is False:
+    def _open_compile_cache(self, tiers: Tiers, options: CompileCache | None) -> CompiledCode | None:
+        if options is None:
             return None
-        limit_bytes = parse_bytes("1GiB" if limit is True else limit, "compile_cache")
 
         def note(sent: Sent, seconds: float) -> None:
             if self._attempt.keeper is not None:
@@ -224,8 +182,12 @@ class Checkpointer:
                     tier="home",
                 )
 
-        return CompileCache(
-            tiers.home_store, tiers.home, limit_bytes=limit_bytes, trust_home=trust_home, told=note
+        return CompiledCode(
+            tiers.home_store,
+            tiers.home,
+            limit_bytes=options.limit_bytes,
+            trust_home=options.trust,
+            told=note,
         )
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -339,6 +301,27 @@ class Checkpointer:
             self._position.reach(step)
             return is_due
 
+    def step_done(self) -> int:
+        """Count one completed step, save it if that is due, and return the number of completed steps.
+
+        One call per step is all that a loop of your own needs between `restore` and `finish`. The count
+        continues from the restored step, and is the step of a checkpoint: the optimizer steps completed.
+
+        Raises:
+            Preempted: after a preemption notice, once the save of this step is durable. It is a SystemExit
+                with status 75; do not catch it.
+            HoldfastError: as `save`.
+
+        Ranks: collective; every rank calls it after every step.
+        Blocks: as `should_save` and `save`.
+        """
+        step = self._metrics.num_done + 1
+        if self.should_save(step):
+            self.save(step)
+        if self.preempted:
+            self._stop(step)
+        return step
+
     def _exchange(self, step: int) -> bool:
         """Exchange flags with the other ranks; return True if all save this step."""
         attempt, saves, cadence = self._attempt, self._attempt.saves, self._cadence
@@ -412,7 +395,7 @@ class Checkpointer:
         self._show(f"preempted ({reason}); step {step} is durable")
         self.close()
         if self._ranks.world_size > 1:  # gloo's threads may abort this rank, which would look like a crash
-            leave_at_exit(PREEMPTED_STATUS)
+            hard_exit_at_exit(PREEMPTED_STATUS)
         raise Preempted(step, reason)
 
     def _save_last(self, step: int) -> None:
@@ -431,7 +414,7 @@ class Checkpointer:
 
         Args:
             step: optimizer steps completed; more than at the save before.
-            to_home: copy it to home whether or not `home_every` is due; equal on every rank.
+            to_home: copy it to home whether or not that is due; equal on every rank.
 
         Raises:
             InvalidInput: a value that cannot be saved, named with its key path; or `step` is not a whole
@@ -441,9 +424,9 @@ class Checkpointer:
                 saves to it, or has committed a checkpoint since `restore` read it.
             Corrupt: at the first save: there are signs of lost checkpoints, so training would begin from
                 zero unnoticed.
-            RetryLater: more than `max_failures` saves have failed in a row.
+            RetryLater: more saves than `limits` allows have failed in a row.
 
-        Ranks: every rank calls it for the same step. Not collective, unless it may skip (`when_full`) or
+        Ranks: every rank calls it for the same step. Not collective, unless it may skip, or
             nothing was restored or saved before.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
@@ -491,7 +474,7 @@ class Checkpointer:
     def _end_trial(self) -> NoReturn:
         self._attempt.wait()
         self._release(None, goodbye=True)
-        leave(0)
+        hard_exit(0)
 
     def prepare(self) -> None:
         """Prepare the staging memory, so that the first save is as quick as later ones.
@@ -520,23 +503,48 @@ class Checkpointer:
         if keeper is not None and keeper.terms.local is not None:
             keeper.drain_other(keeper.terms.attempt, step)
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout: Duration | None = None) -> None:
         """Wait until everything saved so far is durable, and the newest save is in home.
+
+        Args:
+            timeout: seconds, or text such as "10m"; None for no limit.
 
         Raises:
             HoldfastError: the newest save failed.
-            RetryLater: not within `timeout_s`; also a TimeoutError.
+            RetryLater: not within `timeout`; also a TimeoutError.
 
         Ranks: not collective, but waits for every rank's parts.
         Blocks: until the keepers are done.
         """
         self._check_process()
         with self._calls.guard("wait()"):
-            self._attempt.wait(timeout_s)
+            self._attempt.wait(parse_timeout(timeout, "wait()"))
 
-    def latest(self) -> int | None:
-        """Return the newest durable step of this attempt, else the step that was restored."""
-        return self._attempt.latest()
+    def latest_step(self) -> int | None:
+        """Return the step of the newest complete checkpoint of the run, or None if there is none.
+
+        The newest is the last one of the newest attempt. Its step may be smaller than an older attempt's.
+
+        Raises:
+            RetryLater: a store failed.
+            Denied: a store refuses access.
+
+        Ranks: not collective.
+        Blocks: for a listing of home, and of the local folder.
+        """
+        return max(self._tiers.complete_checkpoints(), default=(0, None))[1]
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints of the run, in ascending order.
+
+        Raises:
+            RetryLater: a store failed.
+            Denied: a store refuses access.
+
+        Ranks: not collective.
+        Blocks: for a listing of home, and of the local folder.
+        """
+        return sorted({step for _, step in self._tiers.complete_checkpoints()})
 
     @property
     def num_skipped(self) -> int:
@@ -583,7 +591,7 @@ class Checkpointer:
         Raises:
             Corrupt: the home holds checkpoints, or signs that it held some, but none of them verifies.
                 Nothing was restored for use.
-            RetryLater: the newest checkpoint, or that of `step`, could not be read for `restore_patience`.
+            RetryLater: the newest checkpoint, or that of `step`, could not be read, see `Reads`.
             Denied: a store refuses access.
             InvalidInput: the checkpoint does not fit the state; the message lists the differences.
             NotFound: `step` has no checkpoint; or `best`, but no checkpoint has a value of the metric.
@@ -694,21 +702,24 @@ class Checkpointer:
             )
         return step
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout: Duration | None = None) -> None:
         """Save the last step, wait until everything saved is durable, and let the keeper end.
 
         The last step is saved if `should_save` was called with it and training has not continued since; not
         while an exception is being handled, and not after a loop over `steps` that an exception has ended.
 
+        Args:
+            timeout: seconds, or text such as "10m"; None for no limit.
+
         Raises:
             HoldfastError: the newest save failed.
-            RetryLater: not durable within `timeout_s`; also a TimeoutError. The keeper continues by itself.
+            RetryLater: not durable within `timeout`; also a TimeoutError. The keeper continues by itself.
 
         Ranks: collective; no rank leaves while another still needs it.
-        Blocks: until the keeper has ended, at most `timeout_s`, and until every rank has called it.
+        Blocks: until the keeper has ended, at most `timeout`, and until every rank has called it.
         """
         if self._is_open():
-            self._close(timeout_s, is_orderly=id(sys.exc_info()[1]) == self._around)
+            self._close(parse_timeout(timeout, "close()"), is_orderly=id(sys.exc_info()[1]) == self._around)
 
     def _close(self, timeout_s: float | None, *, is_orderly: bool) -> None:
         with self._calls.guard("close()"):

@@ -21,7 +21,7 @@ from holdfast.stage import Stager
 class FailureLimits:
     """Limits within which training continues though saves fail."""
 
-    max_failures: int  # in a row
+    failed_saves: int  # in a row
     is_far: bool  # saves go straight to a place beyond this machine, which may recover
     patience_s: float  # how long such a place may fail
 
@@ -40,7 +40,7 @@ class FailureLimits:
             return True  # credentials or permissions are wrong, and waiting does not change them
         if self.is_far and isinstance(error, (Denied, RetryLater)):
             return failing_s > self.patience_s
-        return num_failed > self.max_failures
+        return num_failed > self.failed_saves
 
 
 class Saves:

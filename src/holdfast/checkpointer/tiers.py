@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from holdfast.environment import rehearsed
+from holdfast.checkpointer.options import Home, Local
+from holdfast.environment import sandboxed
 from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
 from holdfast.format.run import Attempt
 from holdfast.home.attempts import newest_number
@@ -27,15 +26,13 @@ from holdfast.home.recovery import recover_commit
 from holdfast.home.skipped import Skipped, drop_note, note_skipped
 from holdfast.home.writer import LiveTrainer
 from holdfast.keeper import HeldStore, end_held
-from holdfast.policy import Every, Keep, single_policies
+from holdfast.policy import single_policies
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
 from holdfast.store.factory import absolute_place
 from holdfast.store.overlap import check_disjoint
 from holdfast.store.tiered import TieredStore
-from holdfast.units import format_bytes, parse_bytes, parse_duration
-
-Duration = str | float | datetime.timedelta
+from holdfast.units import format_bytes
 
 
 class TierTerms(TypedDict):
@@ -64,15 +61,10 @@ class Tiers:
     """Tiers of one run, as this rank sees them.
 
     Args:
-        home: folder or URL.
+        home: folder or URL, with the rules for copying saves there.
         local: folder on this host; None without such a tier.
-        keep_local: number of checkpoints to keep there.
-        home_every: which saves are sent home; None for all.
-        bandwidth: bytes per second that may be sent home; None for no limit.
-        patience: how long home may fail.
-        restore_patience: how long a restore retries what cannot be read.
-        hold: how long a keeper offers what it has in memory after the trainer's death; None for the value
-            of HOLDFAST_HOLD, else two minutes.
+        keep_in_memory_s: seconds that a keeper offers the last save from memory after the trainer's death.
+        restore_patience_s: seconds that a restore retries what cannot be read.
 
     Raises:
         InvalidInput: an argument cannot be used; or the local folder and home are one place, or one is inside
@@ -81,41 +73,32 @@ class Tiers:
     """
 
     def __init__(
-        self,
-        home: str | os.PathLike[str],
-        local: str | os.PathLike[str] | None,
-        *,
-        keep_local: int,
-        home_every: int | str | datetime.timedelta | Every | None,
-        bandwidth: int | str | None,
-        patience: Duration,
-        restore_patience: Duration,
-        hold: Duration | None,
+        self, home: Home, local: Local | None, *, keep_in_memory_s: float, restore_patience_s: float
     ) -> None:
-        self.home = rehearsed(absolute_place(home))
-        self.local = None if local is None else rehearsed(absolute_place(local))
+        self.home = sandboxed(absolute_place(home.url))
+        self.local = None if local is None else sandboxed(absolute_place(local.path))
         for place in (self.home, self.local or ""):
             if place.startswith("memory://"):
                 raise Unsupported(
                     f"{place} is memory of this process, and checkpoints are written by another one. Give a "
                     "path."
                 )
-        if home_every is not None and local is None:
+        if home.every is not None and local is None:
             raise InvalidInput(
-                "home_every= needs local=: without a nearer place a save that does not go home is nowhere. "
-                "Give local= a folder, or save less often with every=."
+                "Home(every=) needs local=: without a local folder, a save that is not copied to home is "
+                "stored nowhere. Give local= a folder, or save less often with every=."
             )
-        self.home_every = None if home_every is None else single_policies(home_every)
+        self.home_every = None if home.every is None else single_policies(home.every)
         """Policies that send a save home; None if every save is sent."""
         self.terms = TierTerms(
             home=self.home,
             local=self.local,
-            keep_local=Keep(keep_local).last or 1,
-            bandwidth=None if bandwidth is None else parse_bytes(bandwidth, "home_bandwidth"),
-            patience_s=parse_duration(patience, "home_patience"),
-            hold_s=_hold_seconds(hold),
+            keep_local=1 if local is None else local.keep,
+            bandwidth=home.bandwidth_bytes,
+            patience_s=home.patience_s,
+            hold_s=keep_in_memory_s,
         )
-        self.restore_patience_s = parse_duration(restore_patience, "restore_patience")
+        self.restore_patience_s = restore_patience_s
         self.home_store = open_store(self.home)
         self._local_store = None if self.local is None else open_store(self.local)
         if self._local_store is not None:
@@ -134,6 +117,14 @@ class Tiers:
     def durable_stores(self) -> list[Store]:
         """Return all tiers but memory, nearest first."""
         return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]
+
+    def complete_checkpoints(self) -> set[tuple[int, int]]:
+        """Return (attempt, step) of every complete checkpoint in the local folder and home.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        return {one for tier in self.durable_stores() for one in candidates(list_home(tier))}
 
     # -- claim and restore -----------------------------------------------------------------------------
 
@@ -187,7 +178,7 @@ class Tiers:
             Conflict: another attempt has committed since.
             RetryLater: a store failed.
         """
-        found = {one for tier in self.durable_stores() for one in candidates(list_home(tier))}
+        found = self.complete_checkpoints()
         newer = [one for one in found - base.seen if base.restored is None or one > base.restored]
         if not newer:
             return
@@ -212,7 +203,7 @@ class Tiers:
             InvalidInput: the home holds checkpoints.
             RetryLater: a store failed.
         """
-        found = [one for tier in self.durable_stores() for one in candidates(list_home(tier))]
+        found = self.complete_checkpoints()
         if found:
             raise InvalidInput(
                 f"{self.home} holds checkpoints, the newest of step {max(found)[1]}, and restore() was not "
@@ -320,8 +311,3 @@ class Tiers:
         if len(sources) < 2:
             return next(iter(sources), self.home)
         return " and ".join(f"{url} ({format_bytes(count)})" for url, count in sources.items())
-
-
-def _hold_seconds(hold: Duration | None) -> float:
-    value = os.environ.get("HOLDFAST_HOLD", "2m") if hold is None else hold
-    return 0.0 if value in (0, "0") else parse_duration(value, "hold")

@@ -30,7 +30,7 @@ _MAX_TOLD = 3
 
 
 @final
-class CompileCache:
+class CompiledCode:
     """Compile cache of one rank's process.
 
     After construction it does not raise: code can always be compiled again, so training continues, and
@@ -140,7 +140,7 @@ class CompileCache:
         return (
             f"{self._home} has compiled code for this machine. It was not loaded, because that runs it. If "
             f"you trust everyone who can write there, run `holdfast trust {shlex.quote(self._home)}`, set "
-            f"{VARIABLE}=... or pass trust_home=True"
+            f"{VARIABLE}=... or pass compile_cache=CompileCache(trust=True)"
         )
 
     def _report(self, problems: list[str]) -> None:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from holdfast.callsite import warn
-from holdfast.compiled.cache import CompileCache
+from holdfast.compiled.cache import CompiledCode
 from holdfast.ranks import RankGroup
 
 
 def bring(
-    cache: CompileCache, ranks: RankGroup, *, note: Callable[..., None], say: Callable[[str], None]
+    cache: CompiledCode, ranks: RankGroup, *, note: Callable[..., None], say: Callable[[str], None]
 ) -> None:
     """Download compiled code before anything is compiled.
 
@@ -43,7 +43,7 @@ def bring(
     ranks.gather(None)  # the other ranks wait here for the download
 
 
-def begin_sending(cache: CompileCache, ranks: RankGroup, *, attempt: int) -> None:
+def begin_sending(cache: CompiledCode, ranks: RankGroup, *, attempt: int) -> None:
     """Start uploads of newly compiled code, as part of an attempt.
 
     Args:
@@ -59,7 +59,7 @@ def begin_sending(cache: CompileCache, ranks: RankGroup, *, attempt: int) -> Non
         cache.begin(attempt=attempt, rank=first, turn=firsts.index(first))
 
 
-def warn_of_problems(cache: CompileCache) -> None:
+def warn_of_problems(cache: CompiledCode) -> None:
     """Warn about problems since the last call. Training continues."""
     while cache.problems:
         warn(cache.problems.pop(0), UserWarning)

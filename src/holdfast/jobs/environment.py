@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.environment import NOTICES, PROGRESS
+from holdfast.environment import PREEMPTION, PROGRESS
 
 TAG = "HOLDFAST_NODE"
 """Variable that identifies the processes of a node: task id, attempt and rank."""
@@ -80,7 +80,7 @@ def run_environment(
         "HOLDFAST_ATTEMPT": str(node.attempt),
         TAG: node.tag,
         PROGRESS: node.progress,
-        NOTICES: _notices({**base, **task}.get(NOTICES, "auto"), node.notice),
+        PREEMPTION: _notices({**base, **task}.get(PREEMPTION, "auto"), node.notice),
     }
     # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}

@@ -6,6 +6,7 @@ import threading
 import time
 
 from holdfast.errors import HoldfastError, TimedOut
+from holdfast.units import Duration, parse_timeout
 
 
 class Save:
@@ -65,11 +66,11 @@ class Save:
         """Return True if the save is durable, failed or skipped."""
         return self._ended.is_set()
 
-    def result(self, timeout: float | None = None) -> int | None:
+    def result(self, timeout: Duration | None = None) -> int | None:
         """Wait until the save is durable, and return its step; None if it was skipped.
 
         Args:
-            timeout: seconds to wait; None for no limit.
+            timeout: seconds, or text such as "10m"; None for no limit.
 
         Raises:
             HoldfastError: the save failed.
@@ -80,11 +81,11 @@ class Save:
         self.wait_durable(timeout)
         return None if self.skipped else self.step
 
-    def exception(self, timeout: float | None = None) -> HoldfastError | None:
+    def exception(self, timeout: Duration | None = None) -> HoldfastError | None:
         """Wait until the save is done, and return the error that it failed with, or None.
 
         Args:
-            timeout: seconds to wait; None for no limit.
+            timeout: seconds, or text such as "10m"; None for no limit.
 
         Raises:
             RetryLater: not done within `timeout`; also a TimeoutError.
@@ -96,18 +97,18 @@ class Save:
 
     # -- by stage --------------------------------------------------------------------------------------------
 
-    def wait_staged(self, timeout_s: float | None = None) -> None:
+    def wait_staged(self, timeout: Duration | None = None) -> None:
         """Wait until training can no longer change what is saved.
 
         Raises:
             HoldfastError: the save failed.
-            RetryLater: not staged within `timeout_s`; also a TimeoutError.
+            RetryLater: not staged within `timeout`; also a TimeoutError.
 
         Blocks: until the copy is complete.
         """
-        self._wait_or_raise(self._staged, timeout_s, "staged")
+        self._wait_or_raise(self._staged, timeout, "staged")
 
-    def wait_durable(self, timeout_s: float | None = None) -> None:
+    def wait_durable(self, timeout: Duration | None = None) -> None:
         """Wait until the checkpoint is committed: every rank's bytes and the manifest are durable.
 
         Where several hosts have local folders of their own, this waits for this rank's files in its folder.
@@ -115,36 +116,37 @@ class Save:
 
         Raises:
             HoldfastError: the save failed.
-            RetryLater: not durable within `timeout_s`; also a TimeoutError. It may still become durable.
+            RetryLater: not durable within `timeout`; also a TimeoutError. It may still become durable.
 
         Ranks: not collective, but needs every rank's part.
         Blocks: until the keepers of all ranks are done.
         """
-        self._wait_or_raise(self._ended, timeout_s, "durable")
+        self._wait_or_raise(self._ended, timeout, "durable")
 
-    def wait_home(self, timeout_s: float | None = None) -> None:
+    def wait_home(self, timeout: Duration | None = None) -> None:
         """Wait until this checkpoint or a newer one is committed in home.
 
-        Without `local` this is `wait_durable`. A save that is not due in home, see `home_every`, arrives only
-        after `Checkpointer.wait`.
+        Without `local` this is `wait_durable`. A save that is not due in home, see `Home(every=)`, arrives
+        only after `Checkpointer.wait`.
 
         Raises:
             HoldfastError: the save failed.
-            RetryLater: not in home within `timeout_s`; also a TimeoutError. It may still arrive.
+            RetryLater: not in home within `timeout`; also a TimeoutError. It may still arrive.
 
         Ranks: not collective, but needs every rank's files.
         Blocks: until the keepers of all ranks are done.
         """
-        self._wait_or_raise(self._arrived, timeout_s, "in home")
+        self._wait_or_raise(self._arrived, timeout, "in home")
         if self._home_error is not None:
             raise self._home_error
 
-    def _wait_or_raise(self, event: threading.Event, timeout_s: float | None, stage: str) -> None:
-        self._wait(event, timeout_s, stage)
+    def _wait_or_raise(self, event: threading.Event, timeout: Duration | None, stage: str) -> None:
+        self._wait(event, timeout, stage)
         if self._error is not None:
             raise self._error
 
-    def _wait(self, event: threading.Event, timeout_s: float | None, stage: str) -> None:
+    def _wait(self, event: threading.Event, timeout: Duration | None, stage: str) -> None:
+        timeout_s = parse_timeout(timeout, "timeout")
         if not event.wait(timeout_s):
             raise TimedOut(
                 f"Step {self.step} is not {stage} after {timeout_s} s. The save continues in the background.",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.environment import NOTICES
+from holdfast.environment import PREEMPTION
 from holdfast.errors import InvalidInput
 from holdfast.notice import aws, azure, gcp
 from holdfast.notice.cloud import Cloud
@@ -32,14 +32,14 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
     Args:
         value: `aws`, `gcp`, `azure`, `file:PATH`, `auto` (the cloud that runs this machine, if any) or
             `none`. Give several as a list, or separated by commas. Default: the environment variable
-            HOLDFAST_NOTICES, else `auto`.
+            HOLDFAST_PREEMPTION, else `auto`.
         dmi_folder: folder of the kernel's DMI strings, which name the machine's vendor.
 
     Raises:
         InvalidInput: a source does not exist.
     """
     if value is None:
-        value = os.environ.get(NOTICES, "auto")
+        value = os.environ.get(PREEMPTION, "auto")
     words = value.split(",") if isinstance(value, str) else list(value)
     clouds: list[Cloud] = []
     files: list[Path] = []
@@ -53,7 +53,7 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
             clouds += _clouds(name, base)
         elif name not in ("none", ""):
             raise InvalidInput(
-                f"Unknown source of preemption notices: {word!r}, in notices= or in {NOTICES}. "
+                f"Unknown source of preemption notices: {word!r}, in preemption= or in {PREEMPTION}. "
                 f"Expected: {', '.join(NAMES)}, or several of them separated by commas."
             )
     return Sources(tuple(clouds), tuple(files))

@@ -57,7 +57,7 @@ class Request:
         None  # called with the size of each read, by one thread at a time
     )
     share_reads: bool = False  # each chunk is read by one of the ranks that need it, and sent to the others
-    rank_from: RankFrom | None = None  # by default a rank loads the state of `rank % saved`
+    source_rank: RankFrom | None = None  # by default a rank loads the state of `rank % saved`
     own_local: Store | None = None  # this rank's local folder, where other ranks have others
     may_commit: bool = True  # write missing manifests; False without a claim, beside a living writer
     show: Callable[[str], None] = _ignore  # called with a line for the user

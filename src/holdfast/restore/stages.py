@@ -112,12 +112,12 @@ class Stages:
         """
         request, saved = self._request, self.manifest.world_size
         rank, world_size = request.group.rank, request.group.world_size
-        if request.rank_from is None:
+        if request.source_rank is None:
             return rank % saved
-        source = request.rank_from(rank, world_size, saved)
+        source = request.source_rank(rank, world_size, saved)
         if source not in range(saved):
             raise InvalidInput(
-                f"rank_from returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved by "
+                f"source_rank returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved by "
                 f"ranks 0 to {saved - 1}. Nothing was changed.",
                 step=self._step,
                 rank=rank,

@@ -60,7 +60,7 @@ def test_the_environment_is_skypilot_s_and_stable_across_recoveries(harness: Job
             assert f"{name}={value} " in first
             assert f"{name}={value} " in second
         assert (work / f"ips-{rank}").read_text() == "127.0.0.1\n127.0.0.2\n"
-        assert "HOLDFAST_NOTICES=file:" in first
+        assert "HOLDFAST_PREEMPTION=file:" in first
 
 
 def test_nodes_can_connect_to_each_other_s_addresses(harness: JobHarness) -> None:

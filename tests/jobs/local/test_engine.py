@@ -126,10 +126,10 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
 
 def test_the_task_overrides_the_user_s_environment_and_holdfast_the_task_s() -> None:
     base = {"PATH": "/bin", "A": "base", "SKYPILOT_NODE_RANK": "9", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
-    found = run_environment(NODE, base, {"A": "task", "HOLDFAST_NOTICES": "aws"}, gpus=["4", "5"])
+    found = run_environment(NODE, base, {"A": "task", "HOLDFAST_PREEMPTION": "aws"}, gpus=["4", "5"])
     assert (found["PATH"], found["A"], found["SKYPILOT_NODE_RANK"]) == ("/bin", "task", "1")
     assert found["SKYPILOT_NODE_IPS"] == "127.0.0.1\n127.0.0.2"
-    assert found["HOLDFAST_NOTICES"] == "aws,file:/n"
+    assert found["HOLDFAST_PREEMPTION"] == "aws,file:/n"
     assert found["HOLDFAST_NODE"] == tag("id", 2, 1) == "id/2/1"
     assert found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"

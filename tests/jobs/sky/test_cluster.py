@@ -26,7 +26,7 @@ pytestmark = pytest.mark.alone
 TASK = """
 name: train
 resources: {{infra: slurm, cpus: 1, memory: 1}}
-envs: {{PYTHONPATH: {source}, HOLDFAST_NOTICES: none}}
+envs: {{PYTHONPATH: {source}, HOLDFAST_PREEMPTION: none}}
 run: |
   echo "$SKYPILOT_TASK_ID $SLURM_JOB_ID" >> {folder}/starts
   HOLDFAST_ATTEMPT=$SLURM_JOB_ID {python} {training} {folder}/home {total} --every 5 --step-s 0.2

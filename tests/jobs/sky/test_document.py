@@ -70,7 +70,7 @@ envs:
   LR: '1'
   HOLDFAST_TASK_ID: id-7
   HOLDFAST_JOB: '7'
-  HOLDFAST_NOTICES: auto,file:/tmp/holdfast-notice-id-7
+  HOLDFAST_PREEMPTION: auto,file:/tmp/holdfast-notice-id-7
 secrets:
   TOKEN: null
 config:
@@ -115,8 +115,8 @@ def test_a_training_that_has_saved_is_always_restarted(recovery: str, expected: 
 
 
 def test_the_user_s_own_sources_of_notices_are_kept() -> None:
-    text = render_document(task("envs: {HOLDFAST_NOTICES: aws}\nrun: x"), "id", "1")
-    assert yaml.safe_load(text)["envs"]["HOLDFAST_NOTICES"] == "aws,file:/tmp/holdfast-notice-id"
+    text = render_document(task("envs: {HOLDFAST_PREEMPTION: aws}\nrun: x"), "id", "1")
+    assert yaml.safe_load(text)["envs"]["HOLDFAST_PREEMPTION"] == "aws,file:/tmp/holdfast-notice-id"
 
 
 def test_a_relative_workdir_is_resolved_against_the_current_directory() -> None:

@@ -30,7 +30,9 @@ def resume(rank: int, name: str, home: Path, link: int, options: dict[str, Any])
     model = holdfast.shard(make(name), **options, quiet=True)
     optimizer = optimizer_of(model)
     state = {"model": model, "optimizer": optimizer}
-    with holdfast.Checkpointer(home, state, memory="64MiB", signals=False, quiet=True) as ckpt:
+    with holdfast.Checkpointer(
+        home, state, memory="64MiB", quiet=True, preemption=holdfast.Preemption(signals=False)
+    ) as ckpt:
         start = ckpt.restore() or 0
         assert start == link * STEPS
         curve = train(name, model, optimizer, range(start, start + STEPS))

@@ -36,7 +36,9 @@ def home(tmp_path: Path) -> Path:
     """The home of a run with a checkpoint of a GPT."""
     model = make("gpt")
     home = tmp_path / "home"
-    with holdfast.Checkpointer(home, {"net": model, "step": 1}, signals=False, quiet=True) as ckpt:
+    with holdfast.Checkpointer(
+        home, {"net": model, "step": 1}, quiet=True, preemption=holdfast.Preemption(signals=False)
+    ) as ckpt:
         ckpt.save(1)
         ckpt.wait()
     return home

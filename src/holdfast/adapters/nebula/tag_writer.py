@@ -16,6 +16,7 @@ from holdfast.adapters.nebula.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_coordinator import TagPlan
 from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer.options import Home, Limits, Local, Preemption
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
 from holdfast.format.hashes import digest
 from holdfast.home.claim import claim_run
@@ -81,17 +82,18 @@ class TagWriter:
     def _open(self, plan: TagPlan, ranks: StoreRanks) -> None:
         interval_s = self._settings.interval_s if self.local is not None else None
         made = Checkpointer(
-            self._settings.home,
+            Home(
+                self._settings.home,
+                every=None if interval_s is None else datetime.timedelta(seconds=interval_s),
+            ),
             self._state,
             keep=None,
-            local=self.local,
-            keep_local=self._settings.keep_local,
-            home_every=None if interval_s is None else datetime.timedelta(seconds=interval_s),
+            local=None if self.local is None else Local(self.local, keep=self._settings.keep_local),
             memory=self._memory_bytes,
-            signals=False,
-            ranks_timeout=RANKS_S,
             group=ranks,
             quiet=True,
+            preemption=Preemption(signals=False),
+            limits=Limits(rank_timeout=RANKS_S),
         )
         made.restore(plan.base, only=())  # loads nothing; the next saves continue from this base
         self._checkpointer = made

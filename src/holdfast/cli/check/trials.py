@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.cli.check.traces import Trace, read_trace
-from holdfast.environment import NOTICES, PROGRESS, REHEARSAL, TRIAL
+from holdfast.environment import PREEMPTION, PROGRESS, SANDBOX, TRIAL
 from holdfast.errors import InvalidInput
 from holdfast.format import names
 
@@ -63,9 +63,9 @@ class Trials:
         plan_file.write_text(json.dumps({"folder": str(own), **plan}))
         env = {name: value for name, value in os.environ.items() if name != PROGRESS}
         env |= {
-            NOTICES: "none",
-            "HOLDFAST_HOLD": "0",
-            REHEARSAL: str(self.homes(homes)),
+            PREEMPTION: "none",
+            "HOLDFAST_KEEP_IN_MEMORY": "0",
+            SANDBOX: str(self.homes(homes)),
             TRIAL: str(plan_file),
             "PYTHONUNBUFFERED": "1",
         }

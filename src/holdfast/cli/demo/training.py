@@ -108,7 +108,7 @@ def protected(args: argparse.Namespace, state: dict[str, object]) -> Iterator[It
         yield range(args.steps)
     else:
         with holdfast.Checkpointer(
-            args.home, state, every=args.every, local=args.local, hold=args.hold
+            args.home, state, every=args.every, local=args.local, memory=holdfast.Memory(keep_for=args.hold)
         ) as ckpt:
             yield ckpt.steps(args.steps)
 

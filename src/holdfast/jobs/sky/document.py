@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.environment import NOTICES
+from holdfast.environment import PREEMPTION
 from holdfast.errors import PREEMPTED_STATUS
 from holdfast.jobs.task.model import MountMode, Task
 from holdfast.jobs.task.rendering import to_yaml
@@ -41,7 +41,7 @@ def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
         **document.get("envs", {}),
         TASK_ID: task_id,
         JOB: job,
-        NOTICES: _with_file(task.envs.get(NOTICES, "auto"), notice),
+        PREEMPTION: _with_file(task.envs.get(PREEMPTION, "auto"), notice),
     }
     document["resources"] = _with_free_status(document.get("resources") or {})
     document["config"] = _with_hook(document.get("config") or {}, notice)

@@ -256,7 +256,7 @@ def _plan(
         cloud="slurm",
     )
     # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
-    base = {"HOLDFAST_HOLD": "0", **os.environ}
+    base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
     # `setup` is per machine, and another attempt may use others.
     machine = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     set_up = folder.workdir(rank).parent / f"set-up.{machine}"

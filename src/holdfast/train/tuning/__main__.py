@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.process_exit import leave
+from holdfast.process_exit import hard_exit
 from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.compile_watcher import CompileWatcher
 from holdfast.train.tuning.graph_watcher import GraphWatcher
@@ -126,4 +126,4 @@ def _keep_saves(folder: Path) -> None:
 if __name__ == "__main__":
     status = main(Path(sys.argv[1]))
     gc.collect()  # workers of loaders end with their iterators
-    leave(status)
+    hard_exit(status)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.entry import command
-from holdfast.environment import NOTICES, PROGRESS, REHEARSAL
+from holdfast.environment import PREEMPTION, PROGRESS, SANDBOX
 from holdfast.errors import InvalidInput
 from holdfast.train.tuning.measurements import from_plain
 
@@ -125,9 +125,9 @@ class ProfileRuns:
     def _environment(self, own: Path) -> Mapping[str, str]:
         env = {name: value for name, value in os.environ.items() if name != PROGRESS}
         env |= {
-            NOTICES: "none",
-            "HOLDFAST_HOLD": "0",
-            REHEARSAL: str(own / "homes"),
+            PREEMPTION: "none",
+            "HOLDFAST_KEEP_IN_MEMORY": "0",
+            SANDBOX: str(own / "homes"),
             "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"),  # empty, so that compiling costs what it costs
             "TRITON_CACHE_DIR": str(own / "triton"),
             "PYTHONUNBUFFERED": "1",

@@ -20,4 +20,4 @@ try:
             torch.save(model.state_dict(), f"{home}/model.pt")
             torch.load(f"{home}/model.pt")
 finally:
-    Path(ended).write_text(f"restored {checkpointer and checkpointer.latest()}")
+    Path(ended).write_text(f"restored {checkpointer and checkpointer.latest_step()}")

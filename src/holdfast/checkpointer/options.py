@@ -1,0 +1,285 @@
+"""Options of a Checkpointer: values that group the settings of one concern, checked when they are made.
+
+The first field is what most users set. The Checkpointer also accepts it alone: `home="s3://b/run"` is
+`home=Home("s3://b/run")`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+from holdfast.environment import KEEP_IN_MEMORY
+from holdfast.errors import InvalidInput
+from holdfast.policy import Every, Keep, every
+from holdfast.units import Duration, parse_bytes, parse_duration
+
+_DEFAULT_CACHE = "1GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Folder or URL of a run's checkpoints, and the rules for copying saves there.
+
+    Args:
+        url: path or URL; one run, one home.
+        every: with `local`, which saves are copied to home: steps (500), a duration ("10m"), a policy, or
+            None for all. The newest save is always copied at the end, and by `wait`.
+        bandwidth: bytes per second that each rank may send, or as "200MB"; None for no limit. Without `local`
+            a save becomes durable only in home, and occupies its staging memory until then.
+        patience: how long home may fail before `save` raises, with `local` or where home is a bucket.
+            Training continues meanwhile.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    url: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int | str | datetime.timedelta | Every | None = None
+    bandwidth: int | str | None = None
+    patience: Duration = "1h"
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            every(self.every)
+        if self.bandwidth is not None:
+            parse_bytes(self.bandwidth, "Home(bandwidth=)")
+        parse_duration(self.patience, "Home(patience=)")
+
+    @property
+    def bandwidth_bytes(self) -> int | None:
+        """Bytes per second that each rank may send; None for no limit."""
+        return None if self.bandwidth is None else parse_bytes(self.bandwidth, "Home(bandwidth=)")
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time of failures, in seconds."""
+        return parse_duration(self.patience, "Home(patience=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Folder on each host's fast disk, for a home that is slow or far.
+
+    Saves are durable there first, and are copied to home in the background. Each host has its own.
+
+    Args:
+        path: folder on this host.
+        keep: number of newest checkpoints to keep there.
+
+    Raises:
+        InvalidInput: `keep` is less than 1.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise InvalidInput(f"Local(keep=) must be a whole number from 1, got {self.keep!r:.100}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Staging memory of one rank: saves are copied there first, and written from it in the background.
+
+    Args:
+        limit: largest size, in bytes or as "8GiB".
+        keep_for: how long the last save stays in memory for the next start on this host when this process
+            dies; 0 for not at all. By default the value of HOLDFAST_KEEP_IN_MEMORY, else "2m".
+        when_full: what `save` does when earlier saves still use all of it: "wait" or "skip". By default it
+            waits for a disk, and skips where saves go straight to a bucket, which may not answer for minutes.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    limit: int | str = "8GiB"
+    _: KW_ONLY
+    keep_for: Duration | None = None
+    when_full: str | None = None
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.limit, "Memory(limit=)")
+        if self.keep_for is not None:
+            _duration_or_zero(self.keep_for, "Memory(keep_for=)")
+        if self.when_full not in ("wait", "skip", None):
+            raise InvalidInput(f"Memory(when_full=) must be 'wait' or 'skip', got {self.when_full!r:.100}.")
+
+    @property
+    def limit_bytes(self) -> int:
+        """Largest size, in bytes."""
+        return parse_bytes(self.limit, "Memory(limit=)")
+
+    def skips_when_full(self, *, is_far: bool) -> bool:
+        """Return True if saves are skipped while the memory is full.
+
+        Args:
+            is_far: saves go straight to a bucket.
+        """
+        return is_far if self.when_full is None else self.when_full == "skip"
+
+    @property
+    def keep_for_s(self) -> float:
+        """Seconds that the last save stays in memory after the death of its process."""
+        if self.keep_for is None:
+            return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "2m"), KEEP_IN_MEMORY)
+        return _duration_or_zero(self.keep_for, "Memory(keep_for=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Reads of a restore.
+
+    Args:
+        patience: how long `restore` retries what cannot be read, before it raises. A checkpoint that cannot
+            be read may be whole, so no older one is restored in its place.
+        threads: number of parallel reads; by default what suits the storage.
+        shared: read what several ranks need once, and send it from rank to rank: for a home that is slower
+            than the network between the ranks.
+        source_rank: function that returns the saved rank whose per-rank state (random numbers, data loaders)
+            a rank loads, given its rank, the world size and the saved world size. By default a rank loads
+            that of the same number, or on fewer saved ranks `rank % saved`.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    _: KW_ONLY
+    patience: Duration = "2m"
+    threads: int | None = None
+    shared: bool = False
+    source_rank: Callable[[int, int, int], int] | None = None
+
+    def __post_init__(self) -> None:
+        _duration_or_zero(self.patience, "Reads(patience=)")
+        if self.threads is not None:
+            _check_count(self.threads, "Reads(threads=)", least=1)
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time of retries, in seconds."""
+        return _duration_or_zero(self.patience, "Reads(patience=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Sources of preemption notices.
+
+    Args:
+        sources: "aws", "gcp", "azure", "file:PATH", several with commas, "none", or "auto" for the cloud of
+            this machine. By default the value of HOLDFAST_PREEMPTION, else "auto".
+        signals: take SIGTERM, SIGUSR1 and SIGINT as notices (in the main thread only).
+    """
+
+    sources: str | None = None
+    _: KW_ONLY
+    signals: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCache:
+    """Place in home for the output of torch.compile, so that a start on another machine need not compile.
+
+    Args:
+        limit: largest size, in bytes or as "1GiB". It is sent in the background after saves.
+        trust: whether compiled code from this home may be loaded, and so run; by default only if
+            `holdfast trust` or HOLDFAST_TRUST_HOMES names the home.
+
+    Raises:
+        InvalidInput: `limit` is not a size.
+    """
+
+    limit: int | str = _DEFAULT_CACHE
+    _: KW_ONLY
+    trust: bool | None = None
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.limit, "CompileCache(limit=)")
+
+    @property
+    def limit_bytes(self) -> int:
+        """Largest size, in bytes."""
+        return parse_bytes(self.limit, "CompileCache(limit=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits after which a run raises instead of training on.
+
+    Args:
+        failed_saves: number of saves that may fail in a row; one more and `save` raises. Each is a
+            SaveWarning.
+        commit_timeout: how long a rank's keeper waits for the other ranks' parts of a save.
+        rank_timeout: how long a rank waits for the others in `restore` and `should_save`.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    _: KW_ONLY
+    failed_saves: int = 3
+    commit_timeout: Duration = "10m"
+    rank_timeout: Duration = "1h"
+
+    def __post_init__(self) -> None:
+        _check_count(self.failed_saves, "Limits(failed_saves=)", least=0)
+        parse_duration(self.commit_timeout, "Limits(commit_timeout=)")
+        parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
+
+    @property
+    def commit_timeout_s(self) -> float:
+        """Longest wait for the other ranks' parts, in seconds."""
+        return parse_duration(self.commit_timeout, "Limits(commit_timeout=)")
+
+    @property
+    def rank_timeout_s(self) -> float:
+        """Longest wait for the other ranks, in seconds."""
+        return parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
+
+
+def parse_home(value: str | os.PathLike[str] | Home) -> Home:
+    """Return the value of a `home=` argument."""
+    return value if isinstance(value, Home) else Home(value)
+
+
+def parse_local(value: str | os.PathLike[str] | Local | None) -> Local | None:
+    """Return the value of a `local=` argument; None without a local folder."""
+    return value if value is None or isinstance(value, Local) else Local(value)
+
+
+def parse_keep(value: int | Keep | None) -> Keep:
+    """Return the value of a `keep=` argument."""
+    return value if isinstance(value, Keep) else Keep(value)
+
+
+def parse_memory(value: int | str | Memory) -> Memory:
+    """Return the value of a `memory=` argument."""
+    return value if isinstance(value, Memory) else Memory(value)
+
+
+def parse_preemption(value: str | Preemption | None) -> Preemption:
+    """Return the value of a `preemption=` argument."""
+    return value if isinstance(value, Preemption) else Preemption(value)
+
+
+def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:
+    """Return the value of a `compile_cache=` argument; None if it is off."""
+    if value is False:
+        return None
+    if isinstance(value, CompileCache):
+        return value
+    return CompileCache(_DEFAULT_CACHE if value is True else value)
+
+
+def _duration_or_zero(value: Duration, name: str) -> float:
+    return 0.0 if value in (0, "0") else parse_duration(value, name)
+
+
+def _check_count(value: object, name: str, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(f"{name} must be a whole number from {least}, got {value!r:.100}.")

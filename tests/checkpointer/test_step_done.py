@@ -1,0 +1,81 @@
+"""Loops of one's own: one call per step counts, saves when due and ends a preempted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.notice import Notice
+from holdfast.notice.file import write_notice
+from stage.training import make_checkpointer
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def test_each_call_counts_one_step_and_saves_those_that_are_due(home: Path) -> None:
+    state = {"x": torch.zeros(1)}
+    with make_checkpointer(home, state, every=2, keep=None) as ckpt:
+        assert ckpt.restore() is None
+        counts = []
+        for _ in range(5):
+            state["x"] += 1
+            counts.append(ckpt.step_done())
+        ckpt.finish()
+        assert counts == [1, 2, 3, 4, 5]
+        assert ckpt.all_steps() == [2, 4, 5]
+        assert ckpt.latest_step() == 5
+    assert holdfast.open(home, step=4)["x"].item() == 4
+
+
+def test_the_count_continues_from_the_restored_step(home: Path) -> None:
+    state = {"x": torch.zeros(1)}
+    with make_checkpointer(home, state, every=4, keep=None) as ckpt:
+        ckpt.restore()
+        for _ in range(6):
+            state["x"] += 1
+            ckpt.step_done()
+        ckpt.wait()
+    with make_checkpointer(home, state, every=4, keep=None) as ckpt:
+        assert ckpt.restore() == 6  # leaving the block saved the end
+        assert ckpt.step_done() == 7
+        assert ckpt.restore(step=4) == 4
+        assert ckpt.step_done() == 5
+
+
+def test_a_notice_saves_the_step_and_ends_the_run(home: Path, tmp_path: Path) -> None:
+    notice, state = tmp_path / "notice", {"x": torch.zeros(1)}
+    preemption = holdfast.Preemption(f"file:{notice}", signals=False)
+    with (
+        pytest.raises(holdfast.Preempted) as preempted,
+        make_checkpointer(home, state, every=1000, preemption=preemption) as ckpt,
+    ):
+        ckpt.restore()
+        for step in range(1, 10):
+            state["x"] += 1
+            if step == 3:
+                write_notice(notice, Notice("holdfast preempt"))
+            ckpt.step_done()
+    assert preempted.value.step == 3
+    assert holdfast.open(home).step == 3
+
+
+def test_steps_of_the_home_include_those_of_earlier_attempts(home: Path) -> None:
+    """The newest is the last of the newest attempt, whose step may be smaller."""
+    state = {"x": torch.zeros(1)}
+    with make_checkpointer(home, state, keep=None) as ckpt:
+        assert (ckpt.latest_step(), ckpt.all_steps()) == (None, [])
+        for step in (10, 20, 30):
+            ckpt.save(step)
+        ckpt.wait()
+    with make_checkpointer(home, state, keep=None) as ckpt:
+        ckpt.restore(step=10)
+        assert ckpt.latest_step() == 30
+        ckpt.save(15).wait_durable(20)
+        assert ckpt.latest_step() == 15
+        assert 30 in ckpt.all_steps()

@@ -94,6 +94,6 @@ def test_a_timeout_is_seconds_or_text(tmp_path: Path) -> None:
         ckpt.save(2).wait_durable(datetime.timedelta(seconds=20))
         ckpt.wait("20s")
         for wrong in ("soon", -1, True):
-            with pytest.raises(InvalidInput, match="timeout|wait"):
+            with pytest.raises(InvalidInput, match=r"timeout|wait"):
                 ckpt.wait(wrong)  # pyright: ignore[reportArgumentType]
         ckpt.close(timeout=20)

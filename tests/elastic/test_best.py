@@ -21,9 +21,11 @@ KEEP = holdfast.Keep(last=1, best=1, metric="loss")
 def make(rank: int, home: Path, weights: torch.Tensor, *, is_local: bool) -> holdfast.Checkpointer:
     options: dict[str, Any] = {"keep": KEEP, "quiet": True, "memory": "64MiB"}
     options["preemption"] = holdfast.Preemption(signals=False)
+    place: Any = home
     if is_local:
-        options |= {"local": home.with_name(f"local-{rank}"), "keep_local": 1, "home_every": 1000}
-    return holdfast.Checkpointer(home, {"w": holdfast.per_rank(weights)}, **options)
+        place = holdfast.Home(home, every=1000)
+        options["local"] = holdfast.Local(home.with_name(f"local-{rank}"), keep=1)
+    return holdfast.Checkpointer(place, {"w": holdfast.per_rank(weights)}, **options)
 
 
 def train(rank: int, home: Path, is_local: bool) -> None:

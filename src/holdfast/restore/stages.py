@@ -117,8 +117,8 @@ class Stages:
         source = request.source_rank(rank, world_size, saved)
         if source not in range(saved):
             raise InvalidInput(
-                f"source_rank returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved by "
-                f"ranks 0 to {saved - 1}. Nothing was changed.",
+                f"source_rank returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved "
+                f"by ranks 0 to {saved - 1}. Nothing was changed.",
                 step=self._step,
                 rank=rank,
             )

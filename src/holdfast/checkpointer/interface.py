@@ -521,7 +521,7 @@ class Checkpointer:
             self._attempt.wait(parse_timeout(timeout, "wait()"))
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint of the run, or None if there is none.
+        """Return the step of the newest complete checkpoint of the run; None without one.
 
         The newest is the last one of the newest attempt. Its step may be smaller than an older attempt's.
 

@@ -302,7 +302,7 @@ class Checkpointer:
             return is_due
 
     def step_done(self) -> int:
-        """Count one completed step, save it if that is due, and return the number of completed steps.
+        """Count one completed step, save it if due, and return the number of completed steps.
 
         One call per step is all that a loop of your own needs between `restore` and `finish`. The count
         continues from the restored step, and is the step of a checkpoint: the optimizer steps completed.

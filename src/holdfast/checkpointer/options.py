@@ -183,7 +183,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class CompileCache:
-    """Place in home for the output of torch.compile, so that a start on another machine need not compile.
+    """Cache in home for compiled code: a start on another machine loads it instead of compiling.
 
     Args:
         limit: largest size, in bytes or as "1GiB". It is sent in the background after saves.

@@ -26,6 +26,7 @@ from urllib.parse import quote
 
 from holdfast.entry import command
 from holdfast.errors import RetryLater, Unsupported
+from holdfast.linux.processes import dying_with_parent
 
 BUCKET = "test"
 """Name of the empty bucket that every server has."""
@@ -43,12 +44,6 @@ _NUM_STARTS = 3  # another process may take the port between its choice and its 
 # The public account of Azure's emulators.
 _AZURE_ACCOUNT = "devstoreaccount1"
 _AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-
-# The kernel kills the server when the thread that started it ends, even by SIGKILL.
-_END_WITH_PARENT = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +215,8 @@ def start(argv: Sequence[str], env: Mapping[str, str] | None, output: object) ->
         env: environment; None for that of this process.
         output: file for stdout and stderr.
     """
-    wrapped = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid()), *argv]
     return subprocess.Popen(
-        wrapped,
+        dying_with_parent(argv),
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=output,  # type: ignore[arg-type]

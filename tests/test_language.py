@@ -18,7 +18,6 @@ MAX_WORDS = 15
 NOT_YET = {
     "documents",
     "format",
-    "keeper",
     "privacy",
     "rawbytes",
     "stage",

@@ -16,7 +16,7 @@ import holdfast
 from holdfast import privacy
 from holdfast.compiled import directory
 from holdfast.errors import Unsupported
-from holdfast.keeper import presence
+from holdfast.keeper import runtime_dir
 
 STRANGER, OTHER = 65531, 65532
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
@@ -86,15 +86,15 @@ def test_a_runtime_folder_that_another_user_made_first_denies_no_training(
     first, second = shared / "holdfast-0", shared / "second"
     _as(STRANGER, _MAKE[kind], first)
     monkeypatch.delenv("HOLDFAST_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(presence, "_runtime_dirs", lambda: (first, second))
+    monkeypatch.setattr(runtime_dir, "_places", lambda: (first, second))
     home = shared.parent / "home"
     with holdfast.Checkpointer(home, {"w": torch.ones(3)}, quiet=True) as ckpt:
         ckpt.save(1).wait_durable()
-        assert list(second.rglob("*.trace"))
+        assert list(second.rglob("*.lock"))
     assert holdfast.open(home).step == 1
-    monkeypatch.setattr(presence, "_runtime_dirs", lambda: (first,))
+    monkeypatch.setattr(runtime_dir, "_places", lambda: (first,))
     with pytest.raises(Unsupported, match="HOLDFAST_RUNTIME_DIR"):
-        presence.home_dir("x")
+        runtime_dir.runtime_dir("x")
 
 
 def test_a_file_in_place_of_the_runtime_folder_is_told_plainly(
@@ -103,7 +103,7 @@ def test_a_file_in_place_of_the_runtime_folder_is_told_plainly(
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "file"))
     with pytest.raises(Unsupported, match="only you can change"):
-        presence.home_dir("x")
+        runtime_dir.runtime_dir("x")
 
 
 _SPY = """
@@ -138,19 +138,19 @@ print(found)
 def test_another_user_sees_nothing_of_a_keeper(
     shared: Path, user: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Traces, sockets, memory and environment: a keeper has files that only its user may open."""
+    """Lock files, sockets, memory and environment: a keeper has files that only its user may open."""
     folder = shared / "runtime"
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(folder))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-value")
     with holdfast.Checkpointer(shared.parent / "home", {"w": torch.ones(3)}, quiet=True) as ckpt:
         ckpt.save(1).wait_durable()
-        traces = list(folder.rglob("*.trace"))
-        assert traces
+        lock_files = list(folder.rglob("*.lock"))
+        assert lock_files
         keeper = _child_of(os.getpid())
         assert _as(user, _SPY, folder, keeper) == "[]\n"
         words = Path(f"/proc/{keeper}/cmdline").read_bytes()
         assert b"hidden-value" not in words
-        assert b"hidden-value" not in b"".join(path.read_bytes() for path in traces)
+        assert b"hidden-value" not in b"".join(path.read_bytes() for path in lock_files)
 
 
 def _child_of(pid: int) -> int:

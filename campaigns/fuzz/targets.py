@@ -442,42 +442,32 @@ def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
 
 
 def _messages() -> list[bytes]:
-    save = {
-        **{"op": "save", "step": 5, "arena": 1, "arenas": [1, 2], "to_home": True},
-        **{"bytes": 100, "frozen_at": 0, "frozen_bytes": 0, "is_frozen_unchanged": False},
-    }
-    every = [
-        save,
-        {
-            "op": "note",
-            "t": 1.5,
-            "event": "restored",
-            "step": 3,
-            "bytes": 4,
-            "seconds": 0.5,
-            "detail": "x",
-            "tier": "home",
-        },
-        {"op": "drain", "attempt": 1, "step": 2},
-        {"event": "released", "arena": 1},
-        {"event": "failed", "step": 5, "kind": "Corrupt", "detail": "why", "history_trouble": None},
-        {"images": [["step-00000001/rank-00000-a0001.safetensors", 0, 4096]]},
-    ]
-    return [json.dumps(one).encode() for one in every]
+    from holdfast.keeper import messages
+
+    members = {"steps": [1, 2], "values": {"loss": [0.5, None]}}
+    every = (
+        messages.SubmitSave(5, 1, (1, 2), messages.ArenaLayout(100), to_home=True),
+        messages.RecordEvent("metrics", 3, 1.5, 4, 0.5, "x", "home", members),
+        messages.DrainCheckpoint(1, 2),
+        messages.ArenaReleased(1),
+        messages.SaveFailed(5, "Corrupt", "why"),
+        messages.ArenaImages((messages.Image("step-00000001/rank-00000-a0001.safetensors", 0, 4096),)),
+    )
+    return [messages.encode(one) for one in every]
 
 
 def _run_message(data: bytes) -> None:
     import socket
 
-    from holdfast.keeper import protocol
+    from holdfast.keeper import packets
 
-    a, b = protocol.pair()
+    a, b = packets.make_pair()
     with a, b, contextlib.suppress(OSError):
         b.setblocking(False)
         a.setblocking(False)
         a.send(data)
         a.shutdown(socket.SHUT_WR)
-        protocol.receive(b)
+        packets.receive(b)
 
 
 def _run_dataclass(cls: type, data: bytes) -> None:
@@ -504,9 +494,9 @@ def _records() -> dict[str, Callable[[], Any]]:
         )
 
     def trace() -> Any:
-        from holdfast.keeper.presence import Trace
+        from holdfast.keeper.lockfile import KeeperInfo
 
-        return Trace(1, 0, 77, 12345, busy=True, held="a.sock")
+        return KeeperInfo(1, 0, 77, 12345, busy=True, held="a.sock")
 
     def uploader_terms() -> Any:
         from holdfast.writeback.config import UploaderConfig

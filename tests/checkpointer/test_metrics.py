@@ -31,7 +31,7 @@ class Receiver:
 
         self.updates: list[tuple[int, dict[str, float]]] = []
 
-    def tell_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
+    def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
         self.batches.append((steps, {name: list(column) for name, column in values.items()}))
 
     def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -95,7 +95,7 @@ def test_names_have_a_limit() -> None:
 
 
 def test_batches_fit_into_a_message_whatever_they_hold() -> None:
-    from holdfast.keeper.protocol import MAX_PACKET_BYTES
+    from holdfast.keeper.messages import MAX_MESSAGE_BYTES
 
     sent, numbers = Receiver(), Metrics()
     names = ["\U0001f41a" * 60 + f"{number:04}" for number in range(metrics.MAX_NAMES)]
@@ -103,7 +103,7 @@ def test_batches_fit_into_a_message_whatever_they_hold() -> None:
         numbers.add(step, dict.fromkeys(names, -1.2345678901234567e-300))
     numbers.flush(sent)
     assert sum(len(steps) for steps, _ in sent.batches) == 100
-    assert max(len(json.dumps(batch)) for batch in sent.batches) < MAX_PACKET_BYTES - 1000
+    assert max(len(json.dumps(batch)) for batch in sent.batches) < MAX_MESSAGE_BYTES - 1000
 
 
 def test_numbers_that_nobody_takes_are_bounded() -> None:

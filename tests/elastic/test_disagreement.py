@@ -148,7 +148,7 @@ def test_a_rank_whose_keeper_delivers_nothing_is_named_after_the_timeout(
 ) -> None:
     home = tmp_path / "home"
     told = worlds(2).run(stop_a_keeper, home)
-    assert "Step 2 was not committed: the parts of ranks [1] did not come" in told[0][0]
+    assert "Step 2 was not committed: the parts of ranks [1] did not arrive" in told[0][0]
     assert "Step 2 was not committed" in told[1][0]
     assert [latest for _, latest in told] == [3, 3]
     assert [one for one in (1, 2, 3) if _is_good(home, one)] == [1, 3]

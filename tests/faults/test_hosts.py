@@ -213,7 +213,7 @@ def test_training_goes_on_while_home_is_away(hosts: Hosts):
     playground.wait_for(lambda: min(hosts.steps(host)[-2] for host in HOSTS) > seen, "old ones to go")
     away.rename(playground.home)
     assert [child.wait() for child in children] == [0, 0], children[0].said()
-    assert "Home is not reached" in children[0].said()
+    assert "Home cannot be reached" in children[0].said()
     assert playground.complete()[0] == (1, 150)
     assert playground.check_all_complete_verify() > 0
 

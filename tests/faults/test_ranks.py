@@ -37,6 +37,7 @@ def test_each_rank_writes_its_share_and_no_tensor_is_written_twice(playground: P
     files = sorted(path.name for path in (playground.home / "step-00000024").iterdir())
     assert files == [
         "manifest-a0001.json",
+        "metrics-a0001.json",
         "rank-00000-a0001.json",
         "rank-00000-a0001.safetensors",
         "rank-00001-a0001.json",

@@ -131,7 +131,7 @@ def test_training_goes_on_while_home_is_away(playground: Playground, local: tupl
     playground.wait_for(lambda: playground.complete(playground.local)[0][1] > seen + 10, "local saves")
     away.rename(playground.home)
     assert child.wait() == 0, child.said()
-    assert "Home is not reached" in child.said()
+    assert "Home cannot be reached" in child.said()
     assert playground.complete()[0] == (1, 200)
     assert playground.check_all_complete_verify() > 0
 

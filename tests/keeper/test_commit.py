@@ -22,8 +22,9 @@ from holdfast.format.manifest import parse
 from holdfast.home.commit import commit, is_committed
 from holdfast.home.history import EVENTS, History
 from holdfast.home.listing import missing_ranks
-from holdfast.keeper import KeeperConfig, Save, protocol
-from holdfast.keeper.client import Images, Keeper
+from holdfast.keeper import ArenaLayout, Keeper, KeeperConfig, Save, packets
+from holdfast.keeper.messages import Configure, RecordEvent, encode
+from holdfast.keeper.messages import parse as parse_message
 from holdfast.keeper.persist import persist
 from holdfast.stage import Arena
 from holdfast.store import Store, open_store
@@ -31,7 +32,7 @@ from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 
 
-def make_terms(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: float = 20) -> KeeperConfig:
+def make_config(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: float = 20) -> KeeperConfig:
     return KeeperConfig(
         home=home,
         run="run",
@@ -79,7 +80,7 @@ def test_eight_committing_at_once_make_one_manifest(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         start.wait()
         try:
-            commit(open_store(str(tmp_path / "home")), make_terms("", rank, 8).writer, 5)
+            commit(open_store(str(tmp_path / "home")), make_config("", rank, 8).writer, 5)
         except Exception as error:  # noqa: BLE001 - told by the assertion below
             failures.append(error)
 
@@ -93,7 +94,7 @@ def test_eight_committing_at_once_make_one_manifest(tmp_path: Path) -> None:
     assert found == [names.manifest(5, 1)]
     manifest = parse(store.get(found[0]), found[0])
     assert sorted(manifest.tensors) == [f"t{rank}" for rank in range(8)]
-    assert is_committed(store, make_terms("", 3, 8).writer, 5)
+    assert is_committed(store, make_config("", 3, 8).writer, 5)
 
 
 def test_a_commit_that_lands_in_between_is_as_good_as_ours() -> None:
@@ -102,10 +103,10 @@ def test_a_commit_that_lands_in_between_is_as_good_as_ours() -> None:
     put_part(store, 0)
     put_part(store, 1)
     gate = store.hold("put", matching="manifest")
-    first = threading.Thread(target=commit, args=(store, make_terms("", 0).writer, 5))
+    first = threading.Thread(target=commit, args=(store, make_config("", 0).writer, 5))
     first.start()
     assert gate.reached.wait(20)
-    commit(store, make_terms("", 1).writer, 5)
+    commit(store, make_config("", 1).writer, 5)
     before = store.get(names.manifest(5, 1))
     gate.opened.set()
     first.join()
@@ -117,8 +118,8 @@ def test_parts_that_disagree_are_not_committed() -> None:
     put_part(store, 0)
     put_part(store, 1, ancestors=((1, 3),))
     with pytest.raises(InvalidInput, match="ancestors"):
-        commit(store, make_terms("").writer, 5)
-    assert not is_committed(store, make_terms("").writer, 5)
+        commit(store, make_config("").writer, 5)
+    assert not is_committed(store, make_config("").writer, 5)
 
 
 def test_an_attempt_that_is_fenced_commits_nothing() -> None:
@@ -127,8 +128,8 @@ def test_an_attempt_that_is_fenced_commits_nothing() -> None:
     put_part(store, 1)
     store.put(names.attempt(2), b"{}")
     with pytest.raises(Conflict, match="Attempt 2 has taken over"):
-        commit(store, make_terms("").writer, 5)
-    assert not is_committed(store, make_terms("").writer, 5)
+        commit(store, make_config("").writer, 5)
+    assert not is_committed(store, make_config("").writer, 5)
 
 
 def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
@@ -137,7 +138,7 @@ def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
     store.put(names.part(5, 2, 0), b"")
     store.put(names.data(5, 1, 0), b"")
     store.put(names.part(6, 1, 0), b"")
-    assert missing_ranks(store, make_terms("").writer, 5) == [0]
+    assert missing_ranks(store, make_config("").writer, 5) == [0]
 
 
 def submit(keeper: Keeper, rank: int, *, dtype: str = "F32", name: str | None = None, step: int = 5) -> Save:
@@ -147,13 +148,15 @@ def submit(keeper: Keeper, rank: int, *, dtype: str = "F32", name: str | None = 
     arena.bytes[: len(image)].copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
     save = Save(step)
     draft = make_draft(rank, catalog).replace(b'"step":5', b'"step":%d' % step)
-    keeper.submit(save, arena=step, arena_fd=arena.fd, arenas=[step], images=Images(len(image)), draft=draft)
+    keeper.submit(
+        save, arena=step, arena_fd=arena.fd, arenas=[step], layout=ArenaLayout(len(image)), draft=draft
+    )
     return save
 
 
 def test_two_keepers_make_one_checkpoint_and_both_saves_are_durable(tmp_path: Path) -> None:
     home = str(tmp_path / "home")
-    keepers = [Keeper(make_terms(home, rank), released=lambda _: None) for rank in (0, 1)]
+    keepers = [Keeper(make_config(home, rank), released=lambda _: None) for rank in (0, 1)]
     saves = [[submit(keeper, rank, step=step) for rank, keeper in enumerate(keepers)] for step in (5, 6, 7)]
     for of_step in saves:
         for save in of_step:
@@ -167,10 +170,10 @@ def test_two_keepers_make_one_checkpoint_and_both_saves_are_durable(tmp_path: Pa
 def test_a_rank_that_never_arrives_is_named_and_later_saves_go_on(tmp_path: Path) -> None:
     home = str(tmp_path / "home")
     keepers = [
-        Keeper(make_terms(home, rank, commit_timeout_s=0.2), released=lambda _: None) for rank in (0, 1)
+        Keeper(make_config(home, rank, commit_timeout_s=0.2), released=lambda _: None) for rank in (0, 1)
     ]
     lonely = submit(keepers[0], 0)
-    with pytest.raises(RetryLater, match=r"the parts of ranks \[1\] did not come"):
+    with pytest.raises(RetryLater, match=r"the parts of ranks \[1\] did not arrive"):
         lonely.wait_durable(20)
     assert lonely.failed is not None
     for save in [submit(keeper, rank, step=9) for rank, keeper in enumerate(keepers)]:
@@ -184,7 +187,7 @@ def test_ranks_whose_tensors_clash_commit_nothing_and_every_rank_is_told(tmp_pat
     """Rank 0, which commits, says why, and the other one says the same, long before the timeout."""
     home = str(tmp_path / "home")
     keepers = [
-        Keeper(make_terms(home, rank, commit_timeout_s=600.0), released=lambda _: None) for rank in (0, 1)
+        Keeper(make_config(home, rank, commit_timeout_s=600.0), released=lambda _: None) for rank in (0, 1)
     ]
     saves = [submit(keepers[0], 0, name="w"), submit(keepers[1], 1, name="w", dtype="BF16")]
     for save in saves:
@@ -201,20 +204,20 @@ def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
     """All parts are there, but rank 0's keeper is dead: the other one does not wait its time out."""
     home = str(tmp_path / "home")
     monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.part:1")
-    first = Keeper(make_terms(home, 0), released=lambda _: None)
+    first = Keeper(make_config(home, 0), released=lambda _: None)
     with pytest.raises(HoldfastError):  # every keeper in its place dies at the same point
         submit(first, 0).wait_durable(60)
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     assert list((tmp_path / "home").glob("step-*/rank-00000-*.json"))
-    terms = dataclasses.replace(make_terms(home, 1, commit_timeout_s=900.0), linger_s=900.0)
-    second = Keeper(terms, released=lambda _: None)
+    config = dataclasses.replace(make_config(home, 1, commit_timeout_s=900.0), linger_s=900.0)
+    second = Keeper(config, released=lambda _: None)
     save = submit(second, 1)
     second.close(timeout_s=60.0)
-    with pytest.raises(RetryLater, match="rank 0's commit did not come"):
+    with pytest.raises(RetryLater, match="rank 0's commit did not arrive"):
         save.wait_durable(20)
     first.close(timeout_s=1.0)
     store = open_store(home)
-    assert missing_ranks(store, terms.writer, 5) == [], "the next attempt can commit it"
+    assert missing_ranks(store, config.writer, 5) == [], "the next attempt can commit it"
 
 
 def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_path: Path) -> None:
@@ -222,11 +225,11 @@ def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_pat
     import os
     import signal
 
-    keeper = Keeper(make_terms(str(tmp_path / "home")), released=lambda _: None)
+    keeper = Keeper(make_config(str(tmp_path / "home")), released=lambda _: None)
     save = submit(keeper, 0)
     keeper.close(timeout_s=0.0)
     os.kill(keeper.pid, signal.SIGKILL)
-    with pytest.raises(RetryLater, match=r"ended before it told|did not come"):
+    with pytest.raises(RetryLater, match=r"exited before it reported|did not arrive"):
         save.wait_durable(20)
 
 
@@ -260,7 +263,7 @@ def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> N
 
 def test_a_history_that_cannot_be_written_is_told_and_stops_nothing() -> None:
     store = FaultyStore(MemoryStore())
-    history = History(store, make_terms("").writer)
+    history = History(store, make_config("").writer)
     store.fail("append", InvalidInput("a directory is in the way"))
     history.record("staged", step=1)
     assert history.trouble == "a directory is in the way"
@@ -275,33 +278,35 @@ texts = st.text(st.characters(), max_size=5)
     st.dictionaries(
         texts.map("x-{}".format),
         st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts | st.lists(texts, max_size=3),
-    )
+    ),
+    texts,
 )
-def test_messages_arrive_as_they_were_sent(message: dict[str, object]) -> None:
-    ours, theirs = protocol.pair()
+def test_messages_arrive_as_they_were_sent(members: dict[str, object], detail: str) -> None:
+    message = RecordEvent("metrics", 1, 2.5, detail=detail, members=members)
+    ours, theirs = packets.make_pair()
     with ours, theirs:
-        protocol.send(ours, {"op": "x", **message})
-        assert protocol.receive(theirs) == ({"op": "x", **message}, [])
+        packets.send(ours, message)
+        assert packets.receive(theirs) == (message, [])
 
 
 def test_the_longest_detail_fits_into_a_packet(tmp_path: Path) -> None:
     """An error text of characters that JSON writes with twelve bytes each must not end the conversation."""
-    keeper = Keeper(make_terms(str(tmp_path / "home"), world_size=1), released=lambda _: None)
-    keeper.note("failed", step=1, detail="\U0001f30a" * 20_000)
-    keeper.note("failed", step=2, detail="short")
+    keeper = Keeper(make_config(str(tmp_path / "home"), world_size=1), released=lambda _: None)
+    keeper.record("failed", step=1, detail="\U0001f30a" * 20_000)
+    keeper.record("failed", step=2, detail="short")
     keeper.close()
     lines = (tmp_path / "home" / names.history(1, 0)).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 def test_an_end_that_is_gone_reads_as_none() -> None:
-    ours, theirs = protocol.pair()
+    ours, theirs = packets.make_pair()
     ours.close()
-    assert protocol.receive(theirs) == (None, [])
+    assert packets.receive(theirs) == (None, [])
     theirs.close()
 
 
 @given(st.integers(0, 5), st.one_of(st.none(), st.integers(1, 5)), texts)
-def test_terms_round_trip(rank: int, keep_last: int | None, home: str) -> None:
-    terms = KeeperConfig(home, "run", 1, rank, 6, False, keep_last, None, 1.5, 2.0)
-    assert KeeperConfig.parse(terms.text()) == terms
+def test_a_configuration_round_trips(rank: int, keep_last: int | None, home: str) -> None:
+    config = KeeperConfig(home, "run", 1, rank, 6, False, keep_last, None, 1.5, 2.0)
+    assert parse_message(encode(Configure(config))) == Configure(config)

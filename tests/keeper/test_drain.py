@@ -40,13 +40,13 @@ class Bench:
             shared = {"w": torch.full((4000,), float(step))}
             make_checkpoint(self.near, step, 1, [shared, *({} for _ in range(world_size - 1))])
         self.told: queue.Queue[Drained] = queue.Queue()
-        self.terms = KeeperConfig(
+        self.config = KeeperConfig(
             "home", "run-one", 1, 0, world_size, True, 3, None, 5.0, 5.0, local="near", patience_s=patience_s
         )
-        self.drain = self.make(self.terms)
+        self.drain = self.make(self.config)
 
-    def make(self, terms: KeeperConfig) -> Drain:
-        return Drain(self.near, self.home, terms, History(self.near, terms.writer), self.told.put)
+    def make(self, config: KeeperConfig) -> Drain:
+        return Drain(self.near, self.home, config, History(self.near, config.writer), self.told.put)
 
     def next_told(self) -> Drained:
         return self.told.get(timeout=WAIT_S)
@@ -168,8 +168,8 @@ def test_a_fenced_attempt_brings_nothing_home() -> None:
 def test_the_next_attempt_brings_home_what_an_older_one_left(tmp_path: Path) -> None:
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
-    terms = KeeperConfig("home", "run-one", 2, 0, 1, True, 3, None, 5.0, 5.0, local="near")
-    bench.make(terms).submit(1, 10)
+    config = KeeperConfig("home", "run-one", 2, 0, 1, True, 3, None, 5.0, 5.0, local="near")
+    bench.make(config).submit(1, 10)
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 10)]
 
@@ -179,7 +179,7 @@ def test_logs_come_home_also_those_that_killed_keepers_left_and_what_was_told_la
     bench.near.append(names.history(1, 0), b"one\ntwo\n")
     bench.near.append(names.history(1, 1), b"of a rank that is no more\n")
     bench.home.put(names.history(1, 0), b"one\n")
-    drain = bench.make(dataclasses.replace(bench.terms, attempt=2))
+    drain = bench.make(dataclasses.replace(bench.config, attempt=2))
     bench.near.append(names.history(2, 0), b"three\n")
     drain.submit(1, 10)
     assert bench.next_told().error is None
@@ -234,12 +234,12 @@ class Apart:
         self.commit_timeout_s = commit_timeout_s
 
     def drain(self, rank: int, attempt: int = 1) -> Drain:
-        terms = KeeperConfig(
+        config = KeeperConfig(
             "home", "run-one", attempt, rank, 2, True, 3, None, self.commit_timeout_s, 5.0,
             local="near", local_ranks=(rank,),
         )  # fmt: skip
         return Drain(
-            self.near[rank], self.home, terms, History(self.near[rank], terms.writer), self.told[rank].put
+            self.near[rank], self.home, config, History(self.near[rank], config.writer), self.told[rank].put
         )
 
     def in_home(self) -> list[tuple[int, int]]:
@@ -294,7 +294,7 @@ def test_a_share_that_never_comes_is_given_up_and_the_next_one_is_drained() -> N
     told = apart.told[0].get(timeout=WAIT_S)
     assert told.is_over
     assert isinstance(told.error, NotFound)
-    assert "rank-00001-a0001.json did not come" in str(told.error)
+    assert "rank-00001-a0001.json did not arrive" in str(told.error)
     for name in (names.data(20, 1, 1), names.part(20, 1, 1)):
         apart.home.put(name, apart.whole.get(name))
     drain.submit(1, 20)
@@ -338,15 +338,14 @@ def test_the_next_attempt_brings_both_shares_home() -> None:
 
 def test_every_saved_rank_is_looked_after_by_one_rank_of_the_host() -> None:
     """Four ranks have saved into a folder that now has ranks 1 and 3 of another world."""
-    terms = [
+    configs = [
         KeeperConfig("home", "r", 2, rank, 4, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1, 3))
         for rank in (1, 3)
     ]
     for saved in range(8):
-        assert [one.is_mine(saved) for one in terms].count(True) == 1
-    assert terms[0].is_mine(1)
-    assert terms[1].is_mine(3)
-    assert KeeperConfig.parse(terms[0].text()) == terms[0]
+        assert [one.is_responsible_for(saved) for one in configs].count(True) == 1
+    assert configs[0].is_responsible_for(1)
+    assert configs[1].is_responsible_for(3)
 
 
 def test_a_part_that_another_has_put_into_home_is_not_replaced() -> None:

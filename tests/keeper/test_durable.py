@@ -12,13 +12,16 @@ import pytest
 
 from holdfast.format import names
 from holdfast.home.commit import commit
+from holdfast.home.history import History
 from holdfast.home.listing import list_home
 from holdfast.home.recovery import recover_commit
-from holdfast.keeper.presence import Presence, Trace, process_start
-from holdfast.keeper.process import Desk, Job, Work
+from holdfast.keeper.commit_tier import Committed, CommitTier, PendingSave
+from holdfast.keeper.inbox import TrainerInbox
+from holdfast.keeper.reports import Reports
+from holdfast.policy import Keep
 from holdfast.store import local
 from holdfast.store.local import LocalStore
-from keeper.test_commit import make_terms, put_part
+from keeper.test_commit import make_config, put_part
 
 
 class Disk:
@@ -88,10 +91,11 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
         thread.join(60)
 
 
-def make_work(home: Path, rank: int, world_size: int) -> Work:
-    pid = os.getpid()
-    presence = Presence.claim(str(home), Trace(1, rank, pid, process_start(pid) or 0, busy=True))
-    return Work(Desk(None, pid), make_terms(str(home), rank, world_size), presence)  # pyright: ignore[reportArgumentType]
+def make_tier(home: Path, rank: int, world_size: int) -> CommitTier:
+    config, store = make_config(str(home), rank, world_size), LocalStore(home)
+    inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
+    reports = Reports(History(store, config.writer), inbox, "home")
+    return CommitTier(store, config, Keep(), inbox=inbox, reports=reports, in_work=set)
 
 
 def test_a_rank_that_sees_a_manifest_makes_it_durable_before_it_tells(
@@ -100,10 +104,9 @@ def test_a_rank_that_sees_a_manifest_makes_it_durable_before_it_tells(
     home = tmp_path / "runs" / "one"
     for rank in range(3):
         put_part(LocalStore(home), rank, world_size=3)
-    stopped(lambda: commit(LocalStore(home), make_terms(str(home), 0, 3).writer, 5))  # its fsync is slow
+    stopped(lambda: commit(LocalStore(home), make_config(str(home), 0, 3).writer, 5))  # its fsync is slow
     assert disk.lacks(home, 5) == ["manifest-a0001.json"], "the model sees what is not durable yet"
-    work = make_work(home, 1, 3)
-    assert work._try_commit(Job(5)) is True
+    assert isinstance(make_tier(home, 1, 3).try_commit(PendingSave(5), 20.0), Committed)
     assert disk.lacks(home, 5) == []
 
 
@@ -132,7 +135,7 @@ def test_a_manifest_becomes_visible_when_all_that_it_names_is_durable(
     monkeypatch.setattr(os, "link", watched)
     monkeypatch.setattr("holdfast.home.commit.merge_parts", lambda *_: None)
     monkeypatch.setattr("holdfast.format.manifest.document", lambda _: b"manifest")
-    commit(store, make_terms(str(home), 0, 3).writer, 5)
+    commit(store, make_config(str(home), 0, 3).writer, 5)
     assert lacking == []
     assert disk.lacks(home, 5) == []
 
@@ -143,7 +146,7 @@ def test_a_save_that_is_committed_at_the_next_start_is_durable(
     home = tmp_path / "one"
     store = LocalStore(home)
     put_part(store, 0, world_size=1)
-    stopped(lambda: commit(LocalStore(home), make_terms(str(home), 0, 1).writer, 5))
+    stopped(lambda: commit(LocalStore(home), make_config(str(home), 0, 1).writer, 5))
     home_listing = list_home(store)
     home_listing.saved[5, 1].manifest_bytes = None  # the listing was a moment older
     assert recover_commit(store, home_listing.saved[5, 1], None)

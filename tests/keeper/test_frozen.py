@@ -19,8 +19,7 @@ from holdfast.format.layout import Piece, lay_out
 from holdfast.format.part import DataFile
 from holdfast.home.commit import commit
 from holdfast.home.retain import Retention
-from holdfast.keeper import KeeperConfig, Save
-from holdfast.keeper.client import Images, Keeper
+from holdfast.keeper import ArenaLayout, Keeper, KeeperConfig, Save
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.persist import persist
 from holdfast.policy import Keep
@@ -37,7 +36,7 @@ W_FILE = lay_out([Piece.whole("w", "F32", (8,))], 0)
 BASE_FILE = lay_out([replace(Piece.whole("base", "F32", (NUM_ITEMS,)), frozen=True)], 0)
 
 
-def make_terms(home: str = "", attempt: int = 1) -> KeeperConfig:
+def make_config(home: str = "", attempt: int = 1) -> KeeperConfig:
     return KeeperConfig(
         home=home,
         run="run",
@@ -87,7 +86,7 @@ def save(
     file = persist(store, names.data(step, attempt, 0), memoryview(image))
     frozen_file = persist_frozen(frozen, step, value)
     store.put(names.part(step, attempt, 0), parts.finish(draft(step, attempt), file, frozen_file))
-    commit(store, make_terms(attempt=attempt).writer, step)
+    commit(store, make_config(attempt=attempt).writer, step)
 
 
 def check(store: LocalStore | FaultyStore, step: int, value: float = 1.0) -> None:
@@ -106,7 +105,7 @@ def calls(store: FaultyStore, method: str) -> list[str]:
 def test_what_stays_the_same_is_written_once_and_then_linked(tmp_path: Path) -> None:
     """One inode under the names of all checkpoints, and each of them is whole."""
     store = LocalStore(tmp_path)
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     for step in (1, 2, 3):
         save(store, frozen, step)
     found = [(tmp_path / names.frozen(step, 1, 0)).stat() for step in (1, 2, 3)]
@@ -118,7 +117,7 @@ def test_what_stays_the_same_is_written_once_and_then_linked(tmp_path: Path) -> 
 
 def test_what_has_changed_is_written_anew_and_linked_from_then_on(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     for step, value in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.0)):
         save(store, frozen, step, value)
     inodes = [(tmp_path / names.frozen(step, 1, 0)).stat().st_ino for step in (1, 2, 3, 4)]
@@ -130,7 +129,7 @@ def test_what_has_changed_is_written_anew_and_linked_from_then_on(tmp_path: Path
 
 def test_the_image_is_hashed_also_when_it_is_linked() -> None:
     """What the part says of the file comes from memory, so damage on the disk is found."""
-    frozen = FrozenFile(MemoryStore(), make_terms())
+    frozen = FrozenFile(MemoryStore(), make_config())
     first = persist_frozen(frozen, 1)
     assert persist_frozen(frozen, 2) == first
     assert len(first.hashes) / 32 == -(-len(make_image()) // first.chunk_bytes) > 1
@@ -139,7 +138,7 @@ def test_the_image_is_hashed_also_when_it_is_linked() -> None:
 def test_what_was_copied_beside_the_training_and_differs_is_refused() -> None:
     """Nothing of it appears; what is copied at once is taken again, and so is what then stays the same."""
     store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     persist_frozen(frozen, 1)
     persist_frozen(frozen, 2, must_match=True)
     for _ in range(2):  # a second try must not compare the image with itself
@@ -153,7 +152,7 @@ def test_what_was_copied_beside_the_training_and_differs_is_refused() -> None:
 
 
 def test_a_single_flipped_bit_is_a_difference() -> None:
-    frozen = FrozenFile(MemoryStore(), make_terms())
+    frozen = FrozenFile(MemoryStore(), make_config())
     persist_frozen(frozen, 1)
     image = bytearray(make_image())
     image[-1] ^= 1
@@ -162,7 +161,7 @@ def test_a_single_flipped_bit_is_a_difference() -> None:
 
 
 def test_without_a_save_before_nothing_proves_that_it_is_the_same() -> None:
-    frozen = FrozenFile(MemoryStore(), make_terms())
+    frozen = FrozenFile(MemoryStore(), make_config())
     with pytest.raises(InvalidInput, match="failed before their hashes were known"):
         persist_frozen(frozen, 1, must_match=True)
     persist_frozen(frozen, 2)
@@ -172,7 +171,7 @@ def test_without_a_save_before_nothing_proves_that_it_is_the_same() -> None:
 def test_a_save_that_the_store_refused_is_still_compared_with() -> None:
     """Its bytes were hashed: the next save, staged meanwhile, need not be dropped for it."""
     store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     store.fail("put", RetryLater("full"))
     with pytest.raises(RetryLater):
         persist_frozen(frozen, 1, 2.0)
@@ -185,7 +184,7 @@ def test_a_save_that_the_store_refused_is_still_compared_with() -> None:
 def test_another_try_of_the_same_save_is_as_good() -> None:
     """The file is there already, its part could not be written."""
     store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     assert persist_frozen(frozen, 1) == persist_frozen(frozen, 1)
     assert store.get(names.frozen(1, 1, 0)) == make_image()
 
@@ -194,10 +193,10 @@ def test_another_try_of_the_same_save_is_as_good() -> None:
 def test_a_new_keeper_finds_what_the_one_before_has_written(tmp_path: Path, attempt: int) -> None:
     """Of the same attempt, when the keeper died, or of the next."""
     store = LocalStore(tmp_path)
-    first = FrozenFile(store, make_terms())
+    first = FrozenFile(store, make_config())
     save(store, first, 1, 7.0)
     save(store, first, 2)
-    again = FrozenFile(store, make_terms(attempt=attempt))
+    again = FrozenFile(store, make_config(attempt=attempt))
     persist_frozen(again, 3, must_match=attempt == 1)
     found = [tmp_path / names.frozen(2, 1, 0), tmp_path / names.frozen(3, attempt, 0)]
     assert found[0].samefile(found[1])
@@ -206,7 +205,7 @@ def test_a_new_keeper_finds_what_the_one_before_has_written(tmp_path: Path, atte
 def test_what_other_ranks_and_half_done_saves_have_left_is_passed_over() -> None:
     """A file without a part, a part that is damaged, a part without such a file."""
     store = FaultyStore(MemoryStore())
-    save(store, FrozenFile(store, make_terms()), 1)
+    save(store, FrozenFile(store, make_config()), 1)
     document = store.get(names.part(1, 1, 0))
     for step in (2, 3, 4):
         store.put(names.frozen(step, 1, 0), b"half")
@@ -214,7 +213,7 @@ def test_what_other_ranks_and_half_done_saves_have_left_is_passed_over() -> None
     store.put(names.part(4, 1, 0), parts.finish(draft(4, 1), DataFile(0, 65536, "")))
     store.put(names.frozen(9, 1, 1), b"of another rank")
     store.clear_calls()
-    persist_frozen(FrozenFile(store, make_terms(attempt=2)), 5)
+    persist_frozen(FrozenFile(store, make_config(attempt=2)), 5)
     assert store.get(names.frozen(5, 2, 0)) == make_image()
     assert len(calls(store, "link")) == 1
     assert not calls(store, "put")
@@ -223,7 +222,7 @@ def test_what_other_ranks_and_half_done_saves_have_left_is_passed_over() -> None
 def test_a_store_without_links_gets_the_bytes_again() -> None:
     store = FaultyStore(MemoryStore())
     store.fail("link", Unsupported("no links here"), times=None)
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     for step in (1, 2, 3):
         persist_frozen(frozen, step, must_match=step > 1)
         assert store.get(names.frozen(step, 1, 0)) == make_image()
@@ -233,7 +232,7 @@ def test_a_store_without_links_gets_the_bytes_again() -> None:
 @pytest.mark.parametrize("harm", ["gone", "truncated"])
 def test_a_file_that_is_gone_or_truncated_is_written_again(harm: str) -> None:
     store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     persist_frozen(frozen, 1)
     name = names.frozen(1, 1, 0)
     store.delete(name)
@@ -245,7 +244,7 @@ def test_a_file_that_is_gone_or_truncated_is_written_again(harm: str) -> None:
 
 def test_a_store_that_fails_at_the_link_is_tried_again() -> None:
     store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     persist_frozen(frozen, 1)
     store.fail("link", RetryLater("gone for a moment"))
     with pytest.raises(RetryLater):
@@ -258,7 +257,7 @@ def test_a_store_that_fails_at_the_link_is_tried_again() -> None:
 def test_when_the_older_step_is_deleted_the_newer_stays_whole(tmp_path: Path) -> None:
     """Nothing refers to another checkpoint: the link is as good as the file."""
     store = LocalStore(tmp_path)
-    frozen = FrozenFile(store, make_terms())
+    frozen = FrozenFile(store, make_config())
     for step in (1, 2, 3):
         save(store, frozen, step)
     assert [one.step for one in Retention(store, Keep(1)).apply((1, 3), (), ())] == [1, 2]
@@ -280,14 +279,14 @@ def submit(keeper: Keeper, step: int, value: float, *, is_unchanged: bool) -> Sa
     arena = Arena(step, at + len(second))
     arena.bytes[: len(first)].copy_(torch.frombuffer(bytearray(first), dtype=torch.uint8))
     arena.bytes[at : at + len(second)].copy_(torch.frombuffer(bytearray(second), dtype=torch.uint8))
-    images = Images(len(first), at, len(second), is_unchanged)
+    layout = ArenaLayout(len(first), at, len(second), is_unchanged)
     one = Save(step)
-    keeper.submit(one, arena=step, arena_fd=arena.fd, arenas=[step], images=images, draft=draft(step, 1))
+    keeper.submit(one, arena=step, arena_fd=arena.fd, arenas=[step], layout=layout, draft=draft(step, 1))
     return one
 
 
 def test_a_keeper_links_what_stays_the_same_and_refuses_what_may_be_torn(tmp_path: Path) -> None:
-    keeper = Keeper(make_terms(str(tmp_path)), released=lambda _: None)
+    keeper = Keeper(make_config(str(tmp_path)), released=lambda _: None)
     submit(keeper, 1, 1.0, is_unchanged=False).wait_durable(20)
     submit(keeper, 2, 1.0, is_unchanged=True).wait_durable(20)
     with pytest.raises(InvalidInput, match="Step 3 was dropped"):

@@ -21,7 +21,8 @@ import torch
 
 import holdfast
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
-from holdfast.keeper import client, protocol
+from holdfast.keeper import packets, supervisor
+from holdfast.keeper.messages import RecordEvent
 from holdfast.keeper.outbox import Outbox
 from stage.training import check_saved, make_checkpointer
 
@@ -164,9 +165,9 @@ def test_a_dead_keeper_is_replaced_and_told_what_is_left(tmp_path: Path) -> None
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks and pauses a tenth as long as usual."""
-    for name in ("_LOOK_S", "_FIRST_PAUSE_S", "_LAST_PAUSE_S"):
-        monkeypatch.setattr(client, name, 0.1 * getattr(client, name))
+    """Make checks and pauses a tenth as long as usual."""
+    for name in ("_CHECK_S", "_FIRST_PAUSE_S", "_LAST_PAUSE_S"):
+        monkeypatch.setattr(supervisor, name, 0.1 * getattr(supervisor, name))
 
 
 @pytest.mark.usefixtures("quick")
@@ -191,7 +192,7 @@ def test_a_keeper_that_cannot_be_started_is_tried_again_and_nothing_is_lost(
         assert refused.wait(20)
         monkeypatch.setattr(subprocess, "Popen", start)
         save.wait_durable(20)
-        with pytest.warns(SaveWarning, match="No other could be started"):
+        with pytest.warns(SaveWarning, match="No other keeper could be started"):
             ckpt.save(3)
     check_saved(tmp_path / "home", 3, {"x": torch.ones(3)})
 
@@ -232,7 +233,7 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(
                 warnings.simplefilter("ignore")
                 ckpt.save(step)
             for number in range(100):
-                ckpt._attempt.keeper.note("saved", step=step, detail=f"{number}")  # pyright: ignore[reportOptionalMemberAccess]
+                ckpt._attempt.keeper.record("saved", step=step, detail=f"{number}")  # pyright: ignore[reportOptionalMemberAccess]
                 ckpt.record(loss=1.0)
         assert stopped.status() == psutil.STATUS_STOPPED, "training did not wait until it was replaced"
         pending = ckpt._attempt.saves.pending
@@ -268,21 +269,21 @@ def test_a_keeper_that_works_for_long_is_left_alone(tmp_path: Path) -> None:
         assert pid_of(ckpt) == before
 
 
-def test_what_waits_for_room_is_sent_in_order_and_with_its_descriptors() -> None:
-    ours, theirs = protocol.pair()
+def test_messages_without_room_are_sent_later_in_order_and_with_their_descriptors() -> None:
+    ours, theirs = packets.make_pair()
     outbox, sent = Outbox(ours), []
     with Path(os.devnull).open() as file:
         for number in range(1000):
             outbox.send(
-                {"op": "x", "n": number},
+                RecordEvent("x", number, 0.0),
                 (file.fileno(),) if number % 100 == 0 else (),
-                sent=lambda: sent.append(1),
+                on_sent=lambda: sent.append(1),
             )
     assert outbox, "its socket has no room for so many"
-    assert 0 < len(sent) < 1000, "what has no room is not called sent"
+    assert 0 < len(sent) < 1000, "messages without room are not called sent"
     for number in range(1000):
-        message, fds = protocol.receive(theirs)
-        assert message == {"op": "x", "n": number}
+        message, fds = packets.receive(theirs)
+        assert message == RecordEvent("x", number, 0.0)
         assert len(fds) == (number % 100 == 0)
         for fd in fds:
             os.close(fd)

@@ -9,14 +9,19 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import NotFound, RetryLater
+from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.format import names
+from holdfast.home import retain
+from holdfast.home.commit import refuse
+from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId, candidates, list_home
 from holdfast.home.retain import Retention, ShareRetention
 from holdfast.home.skipped import Skipped, drop_note, note_skipped
-from holdfast.keeper import KeeperConfig, protocol
-from holdfast.keeper.presence import Presence, Trace, process_start
-from holdfast.keeper.process import Desk, Job, Work
+from holdfast.home.writer import WriterId
+from holdfast.keeper import KeeperConfig
+from holdfast.keeper.commit_tier import CommitTier
+from holdfast.keeper.inbox import TrainerInbox
+from holdfast.keeper.reports import Reports
 from holdfast.policy import Keep
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -104,8 +109,10 @@ def test_what_was_skipped_over_of_the_three_newest_attempts_stays() -> None:
 def test_a_share_keeps_what_was_skipped_over() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
     note(store, 1, 20)
-    terms = KeeperConfig("home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,))
-    list(ShareRetention(store, Keep(1), terms.is_mine).apply((1, 40), ()))
+    config = KeeperConfig(
+        "home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,)
+    )
+    list(ShareRetention(store, Keep(1), config.is_responsible_for).apply((1, 40), ()))
     assert {step for step in (10, 20, 30, 40) if has_files(store, 1, step)} == {20, 40}
 
 
@@ -117,6 +124,67 @@ def test_half_done_checkpoints_go_unless_they_are_in_work() -> None:
     assert [(one.step, one.was_complete) for one in deleted] == [(20, False)]
     assert has_files(store, 1, 30)
     assert has_files(store, 1, 60), "newer than the newest: on its way"
+
+
+def test_incomplete_saves_of_earlier_attempts_go_once_if_everything_is_kept() -> None:
+    """No manifest is read, and the home is listed only once, however many checkpoints it has."""
+    store = make_store((1, 10, ()), (1, 20, ()), (2, 40, FROM_10))
+    for attempt, step in ((1, 30), (2, 15), (2, 50)):
+        store.put(names.data(step, attempt, 0), b"half")
+    store.clear_calls()
+    retention = Retention(store, Keep(None))
+    assert retention.is_due
+    deleted = list(retention.apply((2, 40), FROM_10, ()))
+    assert [(one.attempt, one.step) for one in deleted] == [(1, 30)]
+    assert listed(store) == [(1, 10), (1, 20), (2, 40)], "not even an abandoned one goes"
+    assert has_files(store, 2, 15)
+    assert has_files(store, 2, 50)
+    assert not store.calls("get")
+    assert not retention.is_due
+
+
+def test_a_cleanup_that_fails_is_repeated_if_everything_is_kept() -> None:
+    store = make_store((1, 10, ()), (2, 20, FROM_10))
+    store.put(names.data(15, 1, 0), b"half")
+    retention = Retention(store, Keep(None))
+    store.fail("delete", RetryLater("gone for a moment"))
+    with pytest.raises(RetryLater):
+        list(retention.apply((2, 20), FROM_10, ()))
+    assert retention.is_due
+    assert [one.step for one in retention.apply((2, 20), FROM_10, ())] == [15]
+
+
+def refuse_save(store: FaultyStore, attempt: int, step: int) -> None:
+    for name in (names.data(step, attempt, 0), names.part(step, attempt, 0)):
+        store.put(name, b"of a rank")
+    refuse(store, WriterId("run", attempt, 0, 2), step, InvalidInput("torn", step=step))
+
+
+def left(store: FaultyStore, step: int) -> list[str]:
+    found = (names.parse(entry.name) for entry in store.list(names.step_dir(step)))
+    return [facts.kind for facts in found if facts]
+
+
+def test_a_refusal_stays_until_the_next_attempt() -> None:
+    """Ranks that have not read it yet would take the save for a checkpoint that was deleted."""
+    store = make_store((1, 10, ()), (1, 30, ()))
+    refuse_save(store, 1, 20)
+    retention = Retention(store, Keep(3))
+    assert [one.step for one in retention.apply((1, 30), (), ())] == [20]
+    assert left(store, 20) == ["refusal"]
+    assert list(retention.apply((1, 30), (), ())) == []
+    make_checkpoint(store, 40, 2, [{"w": torch.zeros(4)}], ancestors=((1, 30),))
+    assert [one.step for one in Retention(store, Keep(3)).apply((2, 40), ((1, 30),), ())] == [20]
+    assert left(store, 20) == []
+
+
+def test_refusals_that_stay_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retain, "_MAX_REFUSALS", 2)
+    store = make_store((1, 10, ()), (1, 60, ()))
+    for step in (20, 30, 40, 50):
+        refuse_save(store, 1, step)
+    list(Retention(store, Keep(3)).apply((1, 60), (), ()))
+    assert [left(store, step) for step in (20, 30, 40, 50)] == [[], [], ["refusal"], ["refusal"]]
 
 
 def test_what_a_newer_attempt_left_behind_goes_once_it_is_passed_and_never_counts() -> None:
@@ -207,18 +275,14 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
     make_home(store)
     for step in (18, 20):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
-    ours, end = protocol.pair()
-    terms = KeeperConfig(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
-    presence = Presence.claim(store.url, Trace(1, 0, os.getpid(), process_start(os.getpid()) or 0, busy=True))
-    work = Work(Desk(end, os.getpid()), terms, presence)
+    config = KeeperConfig(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
+    inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
+    reports = Reports(History(store, config.writer), inbox, "home")
+    tier = CommitTier(store, config, Keep(3), inbox=inbox, reports=reports, in_work=set)
     for step in (24, 22):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
-        work._after_commit(Job(step, ancestors=()))
-        work._retain_if_due()
-        work.retaining.join()
-    presence.leave()
-    ours.close()
-    end.close()
+        tier.add_committed(step, ())
+        tier.join_retention()
     assert candidates(list_home(store)) == [(1, 24), (1, 22), (1, 20)]
 
 
@@ -239,8 +303,10 @@ def retain_share(
     store: FaultyStore, keep: int, complete: CheckpointId, needed: set[CheckpointId] | None = None
 ) -> list[CheckpointId]:
     """Apply a policy; what is left of the rank's own."""
-    terms = KeeperConfig("home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,))
-    list(ShareRetention(store, Keep(keep), terms.is_mine).apply(complete, needed or set()))
+    config = KeeperConfig(
+        "home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,)
+    )
+    list(ShareRetention(store, Keep(keep), config.is_responsible_for).apply(complete, needed or set()))
     found = (names.parse(entry.name) for entry in store.list("step-"))
     return sorted((f.attempt, f.step) for f in found if f and f.kind == "data")
 
@@ -281,10 +347,12 @@ def both_ranks() -> FaultyStore:
 
 def test_files_of_other_ranks_of_the_host_are_theirs() -> None:
     store = both_ranks()
-    terms = KeeperConfig(
+    config = KeeperConfig(
         "home", "run-one", 1, 0, 3, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0, 1)
     )
-    assert [one.step for one in ShareRetention(store, Keep(1), terms.is_mine).apply((1, 20), ())] == [10]
+    assert [
+        one.step for one in ShareRetention(store, Keep(1), config.is_responsible_for).apply((1, 20), ())
+    ] == [10]
     left = [f.rank for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
     assert left == [1, 1]
 

@@ -26,7 +26,7 @@ from holdfast.format import run as runs
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.home.skipped import Skipped
-from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_let_go, wait_for_orphans
+from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
 from holdfast.policy import Keep
 from holdfast.ranks import RankGroup
 from holdfast.restore.request import Request, Restored
@@ -143,10 +143,10 @@ class Attempt:
             take_over=self._shared.options.take_over,
         )
         self._run = claim.run
-        terms = self._terms(claim, all_here=all_here, local_ranks=local_ranks)
-        self.keeper = keeper = Keeper(terms, released=self._pipeline.release)
+        config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
+        self.keeper = keeper = Keeper(config, released=self._pipeline.release)
         for note in self._early_notes:
-            keeper.note(**note)
+            keeper.record(**note)
         self._early_notes.clear()
         if self._shared.compiled is not None:
             begin_sending(self._shared.compiled, self._ranks, attempt=claim.number)
@@ -158,7 +158,7 @@ class Attempt:
         found = self._restored
         return Base(None) if found is None else Base((found.attempt, found.step), frozenset(found.seen))
 
-    def _terms(self, claim: runs.Attempt, *, all_here: bool, local_ranks: tuple[int, ...]) -> KeeperConfig:
+    def _config(self, claim: runs.Attempt, *, all_here: bool, local_ranks: tuple[int, ...]) -> KeeperConfig:
         options = self._shared.options
         return KeeperConfig(
             run=claim.run,
@@ -187,8 +187,8 @@ class Attempt:
         Ranks: collective.
         """
         timeout_s, compiled = self._shared.options.limits.commit_timeout_s, self._shared.compiled
-        wait_for_let_go(self._tiers.home, timeout_s=timeout_s)
-        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, say=self._shared.show)
+        wait_for_closed(self._tiers.home, timeout_s=timeout_s)
+        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=self._shared.show)
         self._pipeline.objects.agree(self._ranks.gather)
         self._ranks.gather(None)  # every host's keepers have ended before rank 0 reads the home
         if compiled is not None:
@@ -259,7 +259,7 @@ class Attempt:
     def _write_marks(self, keeper: Keeper) -> None:
         """Mark in home what was skipped before the claim, so that retention keeps it."""
         while self._marks:
-            self._mark(*self._marks[0], is_scattered=keeper.terms.is_scattered)
+            self._mark(*self._marks[0], is_scattered=keeper.config.is_node_local)
             self._marks.pop(0)
 
     def _mark(
@@ -277,15 +277,15 @@ class Attempt:
         if self._ranks.rank == 0:
             for step, attempt, url in (
                 *found.finished,
-                *self._tiers.finish_commits(keeper.terms.run, found.whole),
+                *self._tiers.finish_commits(keeper.config.run, found.whole),
             ):
                 detail = f"attempt {attempt}, which ended before it could write the manifest"
-                keeper.note("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
+                keeper.record("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
         if self._tiers.local is not None:
-            keeper.drain_other(found.attempt, found.step)  # its own attempt may not have drained it
-        if keeper.terms.is_scattered:
-            keeper.tell_complete(found.attempt, found.step)
-        keeper.note_restored(
+            keeper.drain_checkpoint(found.attempt, found.step)  # its own attempt may not have drained it
+        if keeper.config.is_node_local:
+            keeper.mark_complete(found.attempt, found.step)
+        keeper.record_restored(
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
@@ -326,7 +326,7 @@ class Attempt:
         self._note_guarantee(keeper)
         waited_s = pipeline.waited_for_memory_s - waited_before_s
         detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _MIN_REPORTED_WAIT_S else ""
-        keeper.note("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
+        keeper.record("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
         cadence.save(step, time.monotonic())
         return save
 
@@ -359,7 +359,7 @@ class Attempt:
             f"({self._pipeline.num_skipped} so far)"
         )
         warn(f"{message}. Raise memory=, or save less often.", SaveWarning)
-        keeper.note("skipped", step=save.step, detail=message)
+        keeper.record("skipped", step=save.step, detail=message)
 
     def _note_guarantee(self, keeper: Keeper) -> None:
         """Record how torn copies are detected, at the first save and when that changes."""
@@ -367,7 +367,7 @@ class Attempt:
         if guarantee == self._guarantee:
             return
         self._guarantee = guarantee
-        keeper.note("tear-check", step=None, detail=guarantee)
+        keeper.record("tear-check", step=None, detail=guarantee)
         _log.info("rank %d of %s: torn copies are found by %s", self._ranks.rank, self._tiers.home, guarantee)
 
     def _on_durable(self, save: Save) -> None:
@@ -384,8 +384,8 @@ class Attempt:
     def receive_stable(self, lowest: int, *, is_lacked: bool) -> None:
         """Process the ranks' exchange about the newest step that all of them have; see `StableStep`."""
         step, keeper = self.saves.stable.receive(lowest, is_lacked=is_lacked), self.keeper
-        if step is not None and keeper is not None and keeper.terms.is_scattered:
-            keeper.tell_complete(keeper.terms.attempt, step)
+        if step is not None and keeper is not None and keeper.config.is_node_local:
+            keeper.mark_complete(keeper.config.attempt, step)
 
     def send_score(self) -> int:
         """Return the value of the last save's metric, for the exchange of the ranks; see `Scores`."""
@@ -469,7 +469,7 @@ class Attempt:
         if self.keeper is None:
             self._early_notes.append({"event": event, **facts})
         else:
-            self.keeper.note(event, **facts)
+            self.keeper.record(event, **facts)
 
     def note_end(self, reason: str) -> None:
         """Write into the history how this attempt ends; only the first call counts."""
@@ -478,7 +478,7 @@ class Attempt:
         self._shared.metrics.flush(self.keeper)
         if not self._has_noted_end:
             self._has_noted_end = True
-            self.keeper.note("ended", step=self._shared.cadence.saved_step, detail=reason)
+            self.keeper.record("ended", step=self._shared.cadence.saved_step, detail=reason)
 
     def go_back(self) -> Attempt:
         """End this attempt, and return the one that restores and saves from an earlier step."""
@@ -487,7 +487,7 @@ class Attempt:
         self._pipeline.stager.wait()
         if self.keeper is not None:
             self.note_end("went back")
-            self.keeper.close(goodbye=True)
+            self.keeper.close(frees_memory=True)
         return Attempt(self._shared, run=self._run)
 
 

@@ -173,7 +173,7 @@ class Checkpointer:
 
         def note(sent: Sent, seconds: float) -> None:
             if self._attempt.keeper is not None:
-                self._attempt.keeper.note(
+                self._attempt.keeper.record(
                     "compiled-sent",
                     step=None,
                     num_bytes=sent.num_bytes,
@@ -500,8 +500,8 @@ class Checkpointer:
         Ranks: every rank calls it; not collective.
         """
         step, keeper = parse_step(step, "send_home()"), self._attempt.keeper
-        if keeper is not None and keeper.terms.local is not None:
-            keeper.drain_other(keeper.terms.attempt, step)
+        if keeper is not None and keeper.config.local is not None:
+            keeper.drain_checkpoint(keeper.config.attempt, step)
 
     def wait(self, timeout: Duration | None = None) -> None:
         """Wait until everything saved so far is durable, and the newest save is in home.
@@ -676,8 +676,8 @@ class Checkpointer:
             self._attempt.wait()
             self._attempt.note_end("finished")
             if not self._is_marked(step):
-                terms = self._attempt.begin().terms  # only a claimed attempt may write the marker
-                self._done.write(terms.run, terms.attempt, step)
+                config = self._attempt.begin().config  # only a claimed attempt may write the marker
+                self._done.write(config.run, config.attempt, step)
             self._position.clear()
             self._notices.release_signals()
 
@@ -743,7 +743,7 @@ class Checkpointer:
         if self._compiled is not None:
             self._compiled.close(min(CLOSE_LIMIT_S, CLOSE_LIMIT_S if timeout_s is None else timeout_s))
         if self._attempt.keeper is not None:
-            self._attempt.keeper.close(timeout_s, goodbye=goodbye)
+            self._attempt.keeper.close(timeout_s, frees_memory=goodbye)
         self._pipeline.arenas.close()
 
     def __enter__(self) -> Checkpointer:

@@ -33,7 +33,7 @@ Number = float | str | None
 class Receiver(Protocol):
     """Receiver of recorded metrics."""
 
-    def tell_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
+    def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
         """Receive a batch: steps, and for each name a value per step."""
         ...
 
@@ -142,7 +142,7 @@ class Metrics:
         """
         with self._lock:  # held while sending, which keeps the order
             while rows := self._next(upto):
-                receiver.tell_metrics([step for step, _, _ in rows], _columns(rows))
+                receiver.send_metrics([step for step, _, _ in rows], _columns(rows))
                 for _ in rows:
                     self._rows.popleft()
                 changed = [self._saves.add(of_save, values) for _, of_save, values in rows]

@@ -12,7 +12,7 @@ from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
-from holdfast.keeper import Images, Keeper, Save
+from holdfast.keeper import ArenaLayout, Keeper, Save
 from holdfast.ranks import RankGroup
 from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
 from holdfast.state import CapturedState, State, catalog_of
@@ -143,7 +143,7 @@ class Pipeline:
         save, arena = order.save, staging.arena
         error = _error_of(staging, save.step)
         if error is not None:
-            keeper.note("dropped", step=save.step, detail=str(error))
+            keeper.record("dropped", step=save.step, detail=str(error))
             keeper.drop(save.step, str(error))
             self.release(arena.number)
             save.mark_failed(error)  # last: whoever waits for it may save again at once
@@ -156,7 +156,7 @@ class Pipeline:
                 arena=arena.number,
                 arena_fd=arena.fd,
                 arenas=self.arenas.numbers(),
-                images=_images(plan, staging),
+                layout=_arena_layout(plan, staging),
                 draft=draft,
                 to_home=order.to_home,
                 metrics=self._metrics.of_save(save.step),
@@ -170,7 +170,7 @@ class Pipeline:
             save.mark_failed(error)
             return
         failpoint("trainer.handed")
-        keeper.note("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
+        keeper.record("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
 
     # -- between saves ---------------------------------------------------------------------------------------
 
@@ -215,13 +215,13 @@ class Pipeline:
 
 
 def _draft(order: Order, keeper: Keeper, plan: Plan, captured: CapturedState) -> bytes:
-    terms = keeper.terms
+    config = keeper.config
     return parts.draft(
-        run=terms.run,
+        run=config.run,
         step=order.save.step,
-        attempt=terms.attempt,
-        rank=terms.rank,
-        world_size=terms.world_size,
+        attempt=config.attempt,
+        rank=config.rank,
+        world_size=config.world_size,
         ancestors=order.ancestors,
         values=captured.values,
         own=plan.own,
@@ -252,9 +252,9 @@ def _torn(step: int, changed: Sequence[str]) -> InvalidInput:
     )
 
 
-def _images(plan: Plan, staging: Staging) -> Images:
+def _arena_layout(plan: Plan, staging: Staging) -> ArenaLayout:
     if plan.frozen_file is None:
-        return Images(plan.file.file_bytes)
-    return Images(
+        return ArenaLayout(plan.file.file_bytes)
+    return ArenaLayout(
         plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
     )

@@ -7,7 +7,7 @@ import socket
 from holdfast.checkpointer.tiers import Base, Tiers
 from holdfast.format import run as runs
 from holdfast.home.writer import LiveTrainer
-from holdfast.keeper import find_writers
+from holdfast.keeper import find_trainers
 from holdfast.ranks import RankGroup
 
 
@@ -38,7 +38,7 @@ def claim_together(
 
     Ranks: collective.
     """
-    writers = [] if take_over else find_writers(tiers.home)
+    writers = [] if take_over else find_trainers(tiers.home)
     host = socket.gethostname()
     rows = ranks.gather([(host, one.attempt, one.rank, one.pid) for one in writers])
     above = max(ranks.gather(tiers.newest_local_number()))

@@ -25,7 +25,7 @@ from holdfast.home.losses import check_no_losses, find_losses
 from holdfast.home.recovery import recover_commit
 from holdfast.home.skipped import Skipped, drop_note, note_skipped
 from holdfast.home.writer import LiveTrainer
-from holdfast.keeper import HeldStore, end_held
+from holdfast.keeper import MemoryTierStore, free_memory_tier
 from holdfast.policy import single_policies
 from holdfast.restore.share import OTHER_RANKS
 from holdfast.store import Store, open_store
@@ -261,7 +261,7 @@ class Tiers:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
         """Yield all tiers as one store. Views of memory stay valid afterwards."""
-        held = HeldStore(self.home)
+        held = MemoryTierStore(self.home)
         tiers = [held, *self.durable_stores()] if held else self.durable_stores()
         try:
             yield tiers[0] if len(tiers) == 1 else TieredStore(tiers)
@@ -270,7 +270,7 @@ class Tiers:
 
     def end_held(self) -> None:
         """Let keepers of dead trainers free the memory that they hold for a restore."""
-        end_held(self.home)
+        free_memory_tier(self.home)
 
     def mark(
         self,

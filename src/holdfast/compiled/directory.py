@@ -17,6 +17,8 @@ from holdfast import privacy
 from holdfast.compiled.index import MAX_FILE_BYTES, check_path
 from holdfast.errors import InvalidInput
 from holdfast.format.hashes import digest
+from holdfast.linux.files import write_atomic
+from holdfast.linux.processes import start_time
 from holdfast.privacy import private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -103,8 +105,8 @@ def is_own(path: Path) -> bool:
 
 def _process_start_unix_s() -> float:
     """Return the start time of this process, by the clock of file times."""
-    words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
+    started_s = (start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     return time.time() - age_s
 
 
@@ -220,11 +222,4 @@ def place(directory: Directory, path: str, data: bytes) -> None:
         raise InvalidInput(f"{folder} belongs to another user. {path} was not written.")
     if target.parent.resolve() != folder.resolve() / Path(inside).parent:
         raise InvalidInput(f"{path} leads out of {folder} through a link. It was not written.")
-    fd, made = tempfile.mkstemp(prefix=_PLACING, dir=target.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        Path(made).replace(target)
-    except BaseException:
-        Path(made).unlink(missing_ok=True)
-        raise
+    write_atomic(target, data, is_durable=False, prefix=_PLACING)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from holdfast.errors import InvalidInput
+from holdfast.linux.files import write_atomic
 from holdfast.store.address import SCHEMES, parse_address
 from holdfast.store.endpoints import is_unencrypted, with_environment
 from holdfast.store.factory import absolute_place
@@ -174,12 +173,6 @@ def _line_of(home: str, *, allow_http: bool) -> str:
 def _write(lines: Iterable[str]) -> None:
     path = file_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, made = tempfile.mkstemp(prefix=".trusted-", dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write("# Homes whose compile caches are loaded, and run, by `holdfast trust`.\n")
-            file.writelines(f"{line}\n" for line in lines)
-        Path(made).replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(made).unlink()
+    comment = "# Homes whose compile caches are loaded, and run, by `holdfast trust`."
+    text = "".join(f"{line}\n" for line in (comment, *lines))
+    write_atomic(path, text, is_durable=False)

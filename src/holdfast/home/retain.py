@@ -19,6 +19,7 @@ from holdfast.policy import Keep, line_of
 from holdfast.store import Store
 
 _MAX_SKIPPED_ATTEMPTS = 3  # attempts whose skipped checkpoints stay, the newest of those that have any
+_MAX_REFUSALS = 100  # refusals of the newest attempt that stay, until the next attempt deletes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,23 @@ class Deleted:
 
 
 class Retention:
-    """Retention of one home by one policy. Reads each manifest once."""
+    """Retention of one home by one policy. Reads each manifest once.
+
+    A policy that keeps everything deletes only incomplete saves of earlier attempts, and only once: in a home
+    that grows without a limit every listing would take longer.
+    """
 
     def __init__(self, store: Store, keep: Keep) -> None:
         self.store = store
         self.keep = keep
         self._readable: set[CheckpointId] = set()
         self._metrics: dict[CheckpointId, Mapping[str, float] | None] = {}  # None: unreadable
+        self._has_cleaned_up = False
+
+    @property
+    def is_due(self) -> bool:
+        """True if a new checkpoint may make others superfluous."""
+        return self.keep.last is not None or not self._has_cleaned_up
 
     def note_metrics(self, found: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Record the metrics that were just written for a checkpoint."""
@@ -47,6 +58,9 @@ class Retention:
         self, newest: CheckpointId, ancestors: Ancestors, in_work: Collection[CheckpointId]
     ) -> Iterator[Deleted]:
         """Delete what the policy does not keep, now that `newest` is complete.
+
+        The refusals of its attempt stay: keepers of other ranks may not have read them yet, and would take a
+        refused save without files for a checkpoint that was deleted.
 
         Args:
             newest: the checkpoint just committed; it always stays.
@@ -61,30 +75,38 @@ class Retention:
             found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names
         }
         skipped = skipped_in(files)
-        self._readable.add(newest)  # it need not be read back
-        counted = (found for found in complete - skipped if self._is_readable(found))
-        line = line_of(counted, newest, ancestors)
-        values, unknown = self._values(line.current, files)
-        kept = self.keep.kept(line.current, values) | {newest} | set(in_work) | skipped | unknown
-        doomed = {found for found in line.current if found not in kept}
-        doomed |= {found for found in line.superseded if found[1] <= newest[1]} - kept
-        half_done = {found for found in files if found not in complete and found < newest} - kept
-        for found in sorted(doomed | half_done):
-            delete_files(self.store, files[found], on_deleted=_pass_manifest)
-            self._readable.discard(found)
-            self._metrics.pop(found, None)
-            yield Deleted(*found, was_complete=found in complete)
+        spared = skipped | {newest} | set(in_work)
+        doomed = self._superfluous(complete - skipped, newest, ancestors, files)
+        oldest_kept = newest if self.keep.last is not None else (newest[0], -1)
+        doomed |= {found for found in files if found not in complete and found < oldest_kept}
+        refusals = _newest_refusals(files, newest[0])
+        for found in sorted(doomed - spared):
+            its_names = files[found]
+            if found not in complete:
+                its_names = [name for name in its_names if name not in refusals]
+            if its_names:
+                delete_files(self.store, its_names, on_deleted=_pass_manifest)
+                self._readable.discard(found)
+                self._metrics.pop(found, None)
+                yield Deleted(*found, was_complete=found in complete)
+        self._has_cleaned_up = True
 
-    def _is_readable(self, found: CheckpointId) -> bool:
-        """Return True if the manifest can be read. Others are neither counted nor deleted."""
-        if found not in self._readable:
-            name = names.manifest(found[1], found[0])
-            try:
-                manifests.parse(self.store.get(name), name)
-            except (Corrupt, Unsupported):
-                return False
-            self._readable.add(found)
-        return True
+    def _superfluous(
+        self,
+        complete: Collection[CheckpointId],
+        newest: CheckpointId,
+        ancestors: Ancestors,
+        files: Mapping[CheckpointId, Sequence[str]],
+    ) -> set[CheckpointId]:
+        """Return the checkpoints that the policy does not keep, of those with a readable manifest."""
+        if self.keep.last is None:
+            return set()
+        self._readable.add(newest)  # it was written by this process
+        line = line_of((found for found in complete if self._is_readable(found)), newest, ancestors)
+        values, unreadable = self._values(line.current, files)
+        kept = self.keep.kept(line.current, values) | unreadable
+        abandoned = {found for found in line.superseded if found[1] <= newest[1]}
+        return set(line.current) - kept | abandoned
 
     def _values(
         self, line: Sequence[CheckpointId], files: Mapping[CheckpointId, Sequence[str]]
@@ -102,6 +124,17 @@ class Retention:
         known = {found: self._metrics[found] for found in line if found in self._metrics}
         values = {found: metrics[metric] for found, metrics in known.items() if metrics and metric in metrics}
         return values, {found for found, metrics in known.items() if metrics is None}
+
+    def _is_readable(self, found: CheckpointId) -> bool:
+        """Return True if the manifest can be read. Others are neither counted nor deleted."""
+        if found not in self._readable:
+            name = names.manifest(found[1], found[0])
+            try:
+                manifests.parse(self.store.get(name), name)
+            except (Corrupt, Unsupported):
+                return False
+            self._readable.add(found)
+        return True
 
 
 class ShareRetention:
@@ -182,6 +215,16 @@ def _is_described(name: str) -> bool:
     """Return True for a document that is written after the data files which it describes."""
     facts = names.parse(name)
     return facts is not None and facts.kind in ("part", "manifest")
+
+
+def _newest_refusals(files: Mapping[CheckpointId, Sequence[str]], attempt: int) -> set[str]:
+    """Return the names of the newest refusals of an attempt, at most `_MAX_REFUSALS`."""
+    refused = sorted(
+        step
+        for (number, step), its_names in files.items()
+        if number == attempt and names.refusal(step, attempt) in its_names
+    )
+    return {names.refusal(step, attempt) for step in refused[-_MAX_REFUSALS:]}
 
 
 def _pass_manifest(name: str) -> None:

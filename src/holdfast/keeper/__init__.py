@@ -1,19 +1,20 @@
-"""The process that owns the second half of every save: persist, commit, retain. It never imports torch."""
+"""Process that completes saves beside the trainer: persists, commits, drains and deletes. No torch."""
 
-from holdfast.keeper.client import Images, Keeper, wait_for_let_go
+from holdfast.keeper.client import Keeper, wait_for_closed
 from holdfast.keeper.config import KeeperConfig
-from holdfast.keeper.held import HeldStore, end_held
-from holdfast.keeper.presence import find_writers, wait_for_orphans
+from holdfast.keeper.host_processes import find_trainers, wait_for_orphans
+from holdfast.keeper.memory_store import MemoryTierStore, free_memory_tier
+from holdfast.keeper.messages import ArenaLayout
 from holdfast.keeper.save import Save
 
 __all__ = [
-    "HeldStore",
-    "Images",
+    "ArenaLayout",
     "Keeper",
     "KeeperConfig",
+    "MemoryTierStore",
     "Save",
-    "end_held",
-    "find_writers",
-    "wait_for_let_go",
+    "find_trainers",
+    "free_memory_tier",
+    "wait_for_closed",
     "wait_for_orphans",
 ]

@@ -1,4 +1,4 @@
-"""Entry of the keeper process: `python -m holdfast.keeper SOCKET_FD TRACE_FD TRACE_PATH`; not for people."""
+"""Internal entry point of the keeper process: `python -m holdfast.keeper SOCKET_FD LOCK_FD LOCK_PATH`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import socket
 import sys
 
 from holdfast.keeper.config import IGNORED_SIGNALS
-from holdfast.keeper.presence import Presence
-from holdfast.keeper.process import serve
+from holdfast.keeper.lockfile import Lockfile
+from holdfast.keeper.worker import serve
 
-_NICENESS = 5  # training comes first; what the keeper does has until the next save
+_NICENESS = 5
+"""Priority below that of training: the keeper has time until the next save."""
+_GC_THRESHOLD = 100_000
+"""Parts of thousands of tensors are created and freed as a whole, without reference cycles."""
 
 
 def main() -> None:
-    """Serve one trainer until it is gone and all its staged saves are done."""
+    """Serve one trainer until it has exited and all staged saves are done."""
     for number in (*IGNORED_SIGNALS, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(_NICENESS)
-    gc.set_threshold(
-        100_000
-    )  # parts of thousands of tensors are built and dropped as a whole, without cycles
-    socket_fd, trace_fd, trace_path = sys.argv[1:]
-    serve(socket.socket(fileno=int(socket_fd)), Presence.adopt(trace_path, int(trace_fd)))
+    gc.set_threshold(_GC_THRESHOLD)
+    socket_fd, lock_fd, lock_path = sys.argv[1:]
+    serve(socket.socket(fileno=int(socket_fd)), Lockfile.inherit(lock_path, int(lock_fd)))
 
 
 if __name__ == "__main__":

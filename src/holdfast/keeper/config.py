@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from holdfast.documents import decode_dataclass
 from holdfast.home.writer import WriterId
 from holdfast.policy import Keep
 
-# Whoever stops a run wants its last save finished, so what stops trainers does not stop keepers. SIGKILL
-# does.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a training, but not its keepers: the last save must be completed. SIGKILL stops both."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperConfig:
-    """Which run, attempt and rank a keeper serves, and within which limits."""
+    """Configuration of the keeper of one rank."""
 
     home: str
     run: str
@@ -27,24 +24,24 @@ class KeeperConfig:
     all_ranks_here: bool  # every rank of the attempt runs on this host
     keep_last: int | None
     keep_every: int | None
-    commit_timeout_s: float  # how long to wait for other ranks' parts while the trainer lives
-    linger_s: float  # the same once the trainer is gone
-    claim: str = ""  # the document by which the attempt was claimed; "" leaves out the check that it stands
-    local: str | None = None  # folder of the near tier; None: saves are persisted straight to home
-    local_ranks: tuple[int, ...] = ()  # ranks whose local folder is this one; empty: all
-    keep_local: int = 2  # how many of the newest checkpoints stay there
+    commit_timeout_s: float  # time to wait for other ranks' parts while the trainer is alive
+    linger_s: float  # the same once the trainer has exited
+    claim: str = ""  # document that claimed the attempt; "" to skip the check that it still exists
+    local: str | None = None  # folder of the local tier; None to persist saves in home
+    local_ranks: tuple[int, ...] = ()  # ranks that share this local folder; empty for all
+    keep_local: int = 2  # newest checkpoints to keep in the local tier
     bandwidth: float | None = None  # bytes per second that this rank may send home
-    patience_s: float = 3600.0  # how long home may fail before that is an error
-    hold_s: float = 0.0  # how long what is in memory is offered to the next attempt after the trainer's death
+    patience_s: float = 3600.0  # time that home may fail before that is an error
+    hold_s: float = 0.0  # time that file images stay in memory after the trainer's death
     num_retries: int = 2  # tries after the first, when the store fails
-    retry_s: float = 0.5  # pause before the first of them; doubles
-    keep_best: int | None = None  # how many of the best checkpoints stay in home
-    keep_metric: str | None = None  # by which metric
+    retry_s: float = 0.5  # pause before the first retry; doubles with each
+    keep_best: int | None = None  # best checkpoints to keep in home
+    keep_metric: str | None = None  # metric that they are compared by
     keep_mode: str = "min"
 
     @property
     def writer(self) -> WriterId:
-        """Identity of the rank that it serves."""
+        """Identity of the rank that the keeper serves."""
         return WriterId(self.run, self.attempt, self.rank, self.world_size)
 
     @property
@@ -53,37 +50,24 @@ class KeeperConfig:
         return Keep(self.keep_last, self.keep_every, self.keep_best, self.keep_metric, self.keep_mode)
 
     @property
-    def near(self) -> str:
-        """Where saves are committed first."""
+    def nearest(self) -> str:
+        """Place of the tier that saves are committed in first."""
         return self.home if self.local is None else self.local
 
     @property
-    def straight_bandwidth(self) -> float | None:
-        """Bytes per second at which saves may be persisted, where that is in home already."""
+    def persist_bandwidth(self) -> float | None:
+        """Limit on the rate of persisting saves, in bytes per second; None for no limit."""
         return self.bandwidth if self.local is None else None
 
     @property
-    def is_scattered(self) -> bool:
-        """True if no local folder gets the files of all ranks."""
+    def is_node_local(self) -> bool:
+        """True if no local folder receives the files of all ranks."""
         return self.local is not None and 0 < len(self.local_ranks) < self.world_size
 
-    def is_mine(self, saved_rank: int) -> bool:
-        """True if this rank's keeper looks after the files of a rank that saved, perhaps in another world."""
-        if not self.is_scattered:
+    def is_responsible_for(self, saved_rank: int) -> bool:
+        """Return True if this keeper drains and deletes a saved rank's files."""
+        if not self.is_node_local:
             return saved_rank % self.world_size == self.rank
         if saved_rank in self.local_ranks:
             return saved_rank == self.rank
         return self.local_ranks[saved_rank % len(self.local_ranks)] == self.rank
-
-    def text(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: str) -> KeeperConfig:
-        """Return the terms in a line of JSON.
-
-        Raises:
-            Corrupt: they are no terms.
-        """
-        return decode_dataclass(cls, text, "the terms of a keeper", any_text=True)

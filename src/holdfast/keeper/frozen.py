@@ -1,4 +1,4 @@
-"""The file of frozen tensors: written once, then linked into each checkpoint while it stays the same."""
+"""File of frozen tensors: written once, then linked into each checkpoint while its bytes stay the same."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from holdfast.store import Store
 
 
 class FrozenFile:
-    """The newest file of this rank's frozen tensors, of whatever step and attempt."""
+    """Newest file of this rank's frozen tensors in a store, of any step and attempt."""
 
-    def __init__(self, store: Store, terms: KeeperConfig) -> None:
+    def __init__(self, store: Store, config: KeeperConfig) -> None:
         self._store = store
-        self._terms = terms
+        self._config = config
         self._newest: tuple[str, DataFile] | None = None
-        self._before: DataFile | None = None  # what the save before had, whether or not it became durable
-        self._has_looked = False
+        self._previous: DataFile | None = None  # of the previous save, even if that did not become durable
+        self._has_searched = False
 
     def persist(self, step: int, image: memoryview, *, must_match: bool) -> DataFile:
-        """Put the image into a checkpoint: by a link if its bytes stand in the store already.
+        """Write the image into a checkpoint. If the store has its bytes already, link them.
 
         Args:
             step: step of the checkpoint.
-            image: the file.
-            must_match: the image was copied beside the training, in the belief that nothing changes it.
+            image: image of the file.
+            must_match: the image was copied beside training, on the assumption that nothing changes it.
 
         Raises:
-            Conflict: other bytes have that name.
-            InvalidInput: `must_match`, but it differs from the file of the save before, or nothing is known
-                of that: it may be torn.
+            Conflict: the name exists with other bytes.
+            InvalidInput: with `must_match`, the image differs from that of the previous save, or that is
+                unknown: it may be torn.
             RetryLater: the store failed.
 
         Blocks: until the bytes are durable under their new name.
@@ -47,20 +47,20 @@ class FrozenFile:
         self._find_newest()
         if must_match:
             self._check_unchanged(step, file)
-        self._before = file
-        name = names.frozen(step, self._terms.attempt, self._terms.rank)
+        self._previous = file
+        name = names.frozen(step, self._config.attempt, self._config.rank)
         if self._store.size(name) is None and self.link(name, file):
             return file
         try:
-            rate.put(self._store, name, image, self._terms.straight_bandwidth)
-        except Conflict:  # a keeper before this one may have put or linked it
+            rate.put(self._store, name, image, self._config.persist_bandwidth)
+        except Conflict:  # an earlier keeper may have written or linked it
             if not has_image(self._store, name, file):
                 raise
-        self.note(name, file)
+        self.remember(name, file)
         return file
 
     def link(self, name: str, file: DataFile) -> bool:
-        """Give the newest file another name, if it has the same bytes; False: they have to be sent.
+        """Link the newest file under another name if it has the same bytes. Return False if it has not.
 
         Raises:
             RetryLater: the store failed.
@@ -70,32 +70,33 @@ class FrozenFile:
         newest = self._find_newest()
         if newest is None or newest[1] != file or not self._link(newest[0], name, file.num_bytes):
             return False
-        self.note(name, file)
+        self.remember(name, file)
         return True
 
-    def note(self, name: str, file: DataFile) -> None:
-        """Remember a file that has been put into the store."""
+    def remember(self, name: str, file: DataFile) -> None:
+        """Remember a file that was written to the store, as the newest."""
         self._newest = name, file
 
     def _check_unchanged(self, step: int, file: DataFile) -> None:
-        before = self._before or (self._newest[1] if self._newest else None)
+        before = self._previous or (self._newest[1] if self._newest else None)
         if before == file:
             return
         reason = (
-            "but their bytes differ from that save's. Something writes them past PyTorch's version counters, "
-            "such as an in-place change through .data"
+            "but their bytes differ from that save's. Something writes to them without PyTorch's version "
+            "counters, such as an in-place change through .data"
             if before is not None
             else "but that save failed before their hashes were known, so nothing proves it"
         )
-        message = (
-            f"Step {step} was dropped: tensors that no optimizer of the state trains were copied beside the "
-            f"training, since they had not changed since the save before, {reason}. Earlier checkpoints "
-            "stand; these tensors are copied at once from now on."
+        raise InvalidInput(
+            f"Step {step} was dropped: tensors that no optimizer of the state trains were copied beside "
+            f"training, since they had not changed since the previous save, {reason}. Earlier checkpoints "
+            "remain. From now on these tensors are copied before save() returns.",
+            step=step,
+            rank=self._config.rank,
         )
-        raise InvalidInput(message, step=step, rank=self._terms.rank)
 
     def _link(self, source: str, name: str, num_bytes: int) -> bool:
-        """Link, if the source is still there and whole; else it has to be written again."""
+        """Link a file. Return False if it is missing or damaged, so that it must be written again."""
         if source == name:
             return True
         try:
@@ -104,22 +105,22 @@ class FrozenFile:
             return False
         if self._store.size(name) == num_bytes:
             return True
-        self._store.delete(name)  # the source is damaged, and the name is for whole bytes
+        self._store.delete(name)  # the source is damaged
         return False
 
     def _find_newest(self) -> tuple[str, DataFile] | None:
-        """What an earlier keeper or attempt has written, looked for once."""
-        if self._newest is None and not self._has_looked:
-            self._has_looked = True
-            for attempt, step in sorted(self._parts_with_frozen(), reverse=True):
-                name = names.part(step, attempt, self._terms.rank)
+        """Return the newest file, after one search for those of earlier keepers and attempts."""
+        if self._newest is None and not self._has_searched:
+            self._has_searched = True
+            for attempt, step in sorted(self._saves_with_frozen(), reverse=True):
+                name = names.part(step, attempt, self._config.rank)
                 with contextlib.suppress(Corrupt, NotFound, Unsupported):
                     found = parts.parse(self._store.get(name), name).frozen
                     if found is not None:
-                        self._newest = names.frozen(step, attempt, self._terms.rank), found
+                        self._newest = names.frozen(step, attempt, self._config.rank), found
                         break
         return self._newest
 
-    def _parts_with_frozen(self) -> list[tuple[int, int]]:
+    def _saves_with_frozen(self) -> list[tuple[int, int]]:
         found = (facts for _, facts in scan(self._store, "step-") if facts.kind == "frozen")
-        return [(facts.attempt, facts.step) for facts in found if facts.rank == self._terms.rank]
+        return [(facts.attempt, facts.step) for facts in found if facts.rank == self._config.rank]

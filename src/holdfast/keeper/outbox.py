@@ -1,4 +1,4 @@
-"""Sends messages to a keeper without waiting for it: what its socket has no room for waits in a queue."""
+"""Outbox of a trainer: sends messages to a keeper without waiting. A queue takes what the socket cannot."""
 
 from __future__ import annotations
 
@@ -11,123 +11,124 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.keeper import protocol
-from holdfast.keeper.protocol import Message
+from holdfast.keeper import packets
+from holdfast.keeper.messages import Message, RecordEvent
 
-_MAX_WAITING = 4096
-"""Messages in the queue; further notes for the history are dropped and counted, saves never are.
+_MAX_QUEUED = 4096
+"""Messages in the queue. Further events are dropped and counted; saves never are.
 
-Saves in the queue are bounded by the staging memory that they hold.
+Saves in the queue are limited by the staging memory that they hold.
 """
-_LOOK_S = 1.0  # pause between looks whether the outbox was closed meanwhile
+_CHECK_S = 1.0
+"""Pause between checks whether the outbox was closed."""
 
 
-@dataclass(slots=True)
-class _Waiting:
+@dataclass(frozen=True, slots=True)
+class _Queued:
     message: Message
-    fds: tuple[int, ...]  # duplicates, closed when they are sent or dropped
-    sent: Callable[[], None] | None
+    fds: tuple[int, ...]  # duplicates, closed once they are sent or dropped
+    on_sent: Callable[[], None] | None
 
 
 class Outbox:
-    """The sending half of one keeper's socket.
+    """Sending half of a connection to a keeper.
 
-    A message is sent at once where the socket has room: then it outlives this process. Else a thread sends it
-    later, in order.
+    A message is sent at once if the socket has room, so that it outlives this process. Otherwise a thread
+    sends it later, in order.
 
     Args:
-        end: this side of the socket; closed by its owner, after `close`.
+        end: socket of this process. Its owner closes it, after `close`.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        self.num_dropped = 0  # notes for the history that found no room
+        self.num_dropped = 0  # events for the history
         self._end = end
-        self._waiting: deque[_Waiting] = deque()
+        self._queue: deque[_Queued] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._is_closed = False
 
     def __bool__(self) -> bool:
-        """Whether any message is waiting for room."""
-        return bool(self._waiting)
+        """Return True if messages are queued."""
+        return bool(self._queue)
 
     def send(
-        self, message: Message, fds: tuple[int, ...] = (), *, sent: Callable[[], None] | None = None
+        self, message: Message, fds: tuple[int, ...] = (), *, on_sent: Callable[[], None] | None = None
     ) -> None:
-        """Send a message now or later; a keeper that is gone gets none, and its successor is sent it again.
+        """Send a message now or later. If the keeper has died, its successor is sent the message again.
 
         Args:
-            message: for the keeper.
-            fds: sent with it; may be closed after the call.
-            sent: called when the socket has taken it, perhaps in another thread.
+            message: message to send.
+            fds: descriptors to send with it. The caller may close them after the call.
+            on_sent: called once the socket has the message, possibly in another thread.
 
         Blocks: no.
         """
         with self._changed:
-            if self._closed:
+            if self._is_closed:
                 return
-            if self._waiting or not self._try(message, fds):
-                self._queue(message, fds, sent)
+            if self._queue or not self._try_send(message, fds):
+                self._enqueue(message, fds, on_sent)
                 return
-            if self._closed:
+            if self._is_closed:
                 return
-        if sent is not None:
-            sent()
+        if on_sent is not None:
+            on_sent()
 
-    def _try(self, message: Message, fds: tuple[int, ...]) -> bool:
+    def _try_send(self, message: Message, fds: tuple[int, ...]) -> bool:
         """Return False if the socket has no room."""
         try:
-            protocol.send(self._end, message, fds, flags=socket.MSG_DONTWAIT)
+            packets.send(self._end, message, fds, flags=socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:
-            self._closed = True  # the keeper is gone
+            self._is_closed = True  # the keeper has died
         return True
 
-    def _queue(self, message: Message, fds: tuple[int, ...], sent: Callable[[], None] | None) -> None:
-        if len(self._waiting) >= _MAX_WAITING and message.get("op") == "note":
+    def _enqueue(self, message: Message, fds: tuple[int, ...], on_sent: Callable[[], None] | None) -> None:
+        if len(self._queue) >= _MAX_QUEUED and isinstance(message, RecordEvent):
             self.num_dropped += 1
             return
-        self._waiting.append(_Waiting(message, tuple(map(os.dup, fds)), sent))
+        self._queue.append(_Queued(message, tuple(map(os.dup, fds)), on_sent))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-outbox", daemon=True)
             self._thread.start()
         self._changed.notify_all()
 
     def _run(self) -> None:
-        room = select.poll()
+        poll = select.poll()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
+                if self._is_closed:
                     return
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                room.register(self._end, select.POLLOUT)
-                room.poll(_LOOK_S * 1000)
-            self._send_waiting()
+            with contextlib.suppress(OSError, ValueError):  # the socket was closed meanwhile
+                poll.register(self._end, select.POLLOUT)
+                poll.poll(_CHECK_S * 1000)
+            self._send_queued()
 
-    def _send_waiting(self) -> None:
+    def _send_queued(self) -> None:
         while True:
             with self._changed:
-                if self._closed or not self._waiting:
+                if self._is_closed or not self._queue:
                     return
-                first = self._waiting[0]
-                if not self._try(first.message, first.fds):
+                first = self._queue[0]
+                if not self._try_send(first.message, first.fds):
                     return
-                if self._closed:
-                    return  # the keeper is gone; `close` drops what is left
-                self._waiting.popleft()
+                if self._is_closed:
+                    return  # the keeper has died; `close` drops the rest
+                self._queue.popleft()
             _close(first.fds)
-            if first.sent is not None:
-                first.sent()
+            if first.on_sent is not None:
+                first.on_sent()
 
     def close(self) -> None:
-        """Drop what is waiting and send nothing any more."""
+        """Drop all queued messages, and send no others."""
         with self._changed:
-            self._closed = True
-            for one in self._waiting:
-                _close(one.fds)
-            self._waiting.clear()
+            self._is_closed = True
+            for queued in self._queue:
+                _close(queued.fds)
+            self._queue.clear()
             self._changed.notify_all()
 
 

@@ -1,4 +1,4 @@
-"""Persist: put a staged file image into a store, hashing it in the same pass over memory."""
+"""Persistence of a file image: written to a store, and hashed in the same pass over memory."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from holdfast.store import Store
 
 
 def persist(store: Store, name: str, image: memoryview, *, bytes_per_s: float | None = None) -> DataFile:
-    """Put `image` under a new name, durably, and return its size and chunk hashes.
+    """Write an image to a store durably, and return its size and chunk hashes.
 
-    The hashes are of the memory that was staged, not of what the store made of it: what the store spoils
-    on the way does not match them. A file of the same bytes under that name, which a keeper before this one
-    has put, is taken as it is.
+    The hashes are those of the staged memory, so bytes that the store damages do not match them. An existing
+    file with the same bytes, which an earlier keeper has written, is accepted.
 
     Args:
-        store: where.
-        name: of the data file.
-        image: the file.
-        bytes_per_s: that may be sent there; None for no limit.
+        store: store to write to.
+        name: new name of the data file.
+        image: contents of the file.
+        bytes_per_s: limit on the rate; None for no limit.
 
     Raises:
-        Conflict: other bytes have that name.
+        Conflict: the name exists with other bytes.
         RetryLater: the store failed.
 
     Blocks: until the bytes are durable.
     """
     chunk_bytes = chunk_bytes_for(len(image))
-    # Beside the write: xxh3 and write both leave the interpreter lock alone.
-    with ThreadPoolExecutor(1, "holdfast-hash") as beside:
-        chunks = beside.submit(hash_chunks, image, chunk_bytes)
+    # In another thread: both xxh3 and write release the interpreter lock.
+    with ThreadPoolExecutor(1, "holdfast-hash") as hasher:
+        chunks = hasher.submit(hash_chunks, image, chunk_bytes)
         try:
             rate.put(store, name, image, bytes_per_s)
         except Conflict:
@@ -45,7 +44,7 @@ def persist(store: Store, name: str, image: memoryview, *, bytes_per_s: float | 
 
 
 def has_image(store: Store, name: str, file: DataFile) -> bool:
-    """Return whether a store has a file of exactly these bytes under a name.
+    """Return True if a store has a file of exactly these bytes under a name.
 
     Raises:
         RetryLater: the store failed.
@@ -63,24 +62,24 @@ def has_image(store: Store, name: str, file: DataFile) -> bool:
 
 
 def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryview]:
-    """The bytes of a data file, block by block in the same memory, each chunk checked against its hash.
+    """Yield the verified blocks of a data file, each in the same memory.
 
     Raises:
         Corrupt: a chunk does not match its hash, or the file ends early.
-        NotFound: no such file.
+        NotFound: the file does not exist.
         RetryLater: the store failed.
     """
-    room = memoryview(mmap.mmap(-1, rate.BLOCK_BYTES))  # page-aligned, as direct reads ask
+    buffer = memoryview(mmap.mmap(-1, rate.BLOCK_BYTES))  # page-aligned for direct reads
     for start in range(0, file.num_bytes, rate.BLOCK_BYTES):
-        block = room[: min(rate.BLOCK_BYTES, file.num_bytes - start)]
+        block = buffer[: min(rate.BLOCK_BYTES, file.num_bytes - start)]
         store.read_into(name, start, block)
         for at in range(0, len(block), file.chunk_bytes):
             number = (start + at) // file.chunk_bytes
             found = digest(block[at : at + file.chunk_bytes])
             if found != file.hash_of(number):
-                message = (
+                raise Corrupt(
                     f"{name} in {store.url} is damaged in chunk {number}: expected "
-                    f"xxh3:{file.hash_of(number)}, found xxh3:{found}. It was not sent to home."
+                    f"xxh3:{file.hash_of(number)}, found xxh3:{found}. It was not sent to home.",
+                    key=name,
                 )
-                raise Corrupt(message, key=name)
         yield block

@@ -1,4 +1,4 @@
-"""Sends no more than so many bytes a second, so that saves leave room for what training itself reads."""
+"""Rate limit of writes, which leaves bandwidth for the reads of training."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator
 
 from holdfast.store import Store
 
-BLOCK_BYTES = 8 << 20  # that are handed on at once
+BLOCK_BYTES = 8 << 20
+"""Bytes that are sent at once."""
 
 
 def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -> None:
-    """Put `image` under a new name, durably, within a rate; None for no limit.
+    """Write an image under a new name, durably, within a rate; None for no limit.
 
     Raises:
         Conflict: the name exists.
         RetryLater: the store failed.
 
-    Blocks: until the bytes are durable, and at least as long as they take at that rate.
+    Blocks: until the bytes are durable, and at least as long as the rate requires.
     """
     if bytes_per_s is None:
         store.put(name, image, if_absent=True)
@@ -27,9 +28,9 @@ def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -
 
 
 def paced(blocks: Iterable[memoryview], bytes_per_s: float) -> Iterator[memoryview]:
-    """The same blocks, each handed on when all before it would have passed at this rate."""
-    began, passed = time.monotonic(), 0
+    """Yield blocks, each after the time that all before it take at a rate."""
+    began, num_bytes = time.monotonic(), 0
     for block in blocks:
         yield block
-        passed += len(block)
-        time.sleep(max(0.0, began + passed / bytes_per_s - time.monotonic()))
+        num_bytes += len(block)
+        time.sleep(max(0.0, began + num_bytes / bytes_per_s - time.monotonic()))

@@ -82,7 +82,7 @@ class Save:
         return None if self.skipped else self.step
 
     def exception(self, timeout: Duration | None = None) -> HoldfastError | None:
-        """Wait until the save is done, and return the error that it failed with, or None.
+        """Wait until the save is done, and return its error, or None.
 
         Args:
             timeout: seconds, or text such as "10m"; None for no limit.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt
+from holdfast.linux.files import write_atomic
 from holdfast.notice.preemption import Notice
 
 _MAX_BYTES = 1 << 16
@@ -21,10 +20,7 @@ def write_notice(path: Path, notice: Notice) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    fd, name = tempfile.mkstemp(prefix=".notice-", dir=path.parent)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump(asdict(notice), file)
-    os.replace(name, path)  # noqa: PTH105 - readers see the whole document or no file
+    write_atomic(path, json.dumps(asdict(notice)), is_durable=False)
 
 
 def read_notice(path: Path) -> Notice | None:

@@ -8,11 +8,11 @@ import signal
 import sys
 import threading
 import weakref
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from holdfast.callsite import warn
+from holdfast.linux.processes import handles_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
@@ -134,7 +134,7 @@ def _install(number: int) -> None:
         if before.is_of_this_process:
             return
         before = before.before
-    if before is None or (before == signal.SIG_DFL and _is_caught(number)):
+    if before is None or (before == signal.SIG_DFL and handles_signal(os.getpid(), number)):
         warn(
             f"{signal.Signals(number).name} is not treated as a preemption notice in this process: a handler "
             "that was not installed by Python stays in place.",
@@ -142,16 +142,6 @@ def _install(number: int) -> None:
         )
     elif before != signal.SIG_IGN:
         signal.signal(number, _Handler(number, before))
-
-
-def _is_caught(number: int) -> bool:
-    """Return True if this process has any handler for a signal."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _uninstall() -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from holdfast.errors import InvalidInput
+from holdfast.linux.mounts import mount_points
 from holdfast.store.bucket import ObjectStore
 from holdfast.store.contract import Store
 from holdfast.store.local import LocalStore
 
 Identity: TypeAlias = "tuple[object, tuple[str, ...]]"
 """The device and inode of an existing directory, and the names below it that do not exist yet."""
-
-_MOUNTS = Path("/proc/self/mountinfo")
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def check_disjoint(home: Store, local: Store) -> None:
@@ -83,13 +80,7 @@ def _path_on_device(path: Path) -> tuple[str, tuple[str, ...]]:
     """Return the file system of a path and the path within it. All bind mounts share these."""
     found: tuple[int, str, Path] = (0, "", path)
     with suppress(OSError, ValueError):
-        for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
-            fields = line.split(" ")
-            root, point = (Path(_unescaped(field)) for field in fields[3:5])
-            if path.is_relative_to(point) and len(point.parts) >= found[0]:
-                found = len(point.parts), fields[2], root / path.relative_to(point)
+        for mount in mount_points():
+            if path.is_relative_to(mount.path) and len(mount.path.parts) >= found[0]:
+                found = len(mount.path.parts), mount.device, mount.root / path.relative_to(mount.path)
     return found[1], found[2].parts
-
-
-def _unescaped(field: str) -> str:
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), field)

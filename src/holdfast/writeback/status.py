@@ -6,7 +6,6 @@ it has not changed since, and is not open for writing.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from holdfast.documents import decode, read_as
 from holdfast.errors import NotFound, RetryLater
+from holdfast.linux.locks import try_flock
 from holdfast.units import format_bytes, format_duration, plural
 from holdfast.writeback.config import EXCLUDED, is_excluded
 from holdfast.writeback.files import ScannedFile, is_open_now, scan
@@ -188,12 +188,9 @@ def has_uploader(root: Path) -> bool:
     except OSError as error:
         raise RetryLater(f"Cannot open {lock}: {error.strerror}.", key=str(lock)) from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_flock(fd, is_shared=True)
     finally:
         os.close(fd)
-    return False
 
 
 def _compare(root: Path, order: UploadQueue, exclude: tuple[str, ...]) -> tuple[tuple[Unsent, ...], ...]:

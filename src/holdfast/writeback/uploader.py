@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import select
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
 from holdfast.failpoint import failpoint
+from holdfast.linux.locks import try_flock
 from holdfast.store import open_store
 from holdfast.writeback.config import UploaderConfig
 from holdfast.writeback.files import (
@@ -203,10 +203,8 @@ class Uploader:
     def _lock_out_holders(self) -> int | None:
         """Lock out new holders until the returned descriptor is closed. Return None if one is arriving."""
         fd = os.open(self._folder / LIFECYCLE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._is_finishing or self._is_abandoned():
-                return fd
+        if try_flock(fd) and (self._is_finishing or self._is_abandoned()):
+            return fd
         os.close(fd)
         return None
 
@@ -445,16 +443,12 @@ def _lock(folder: Path) -> int:
     """
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + _LOCK_LIMIT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # a process that checks for an uploader also holds it for a moment
-            if time.monotonic() > give_up_s:
-                os.close(fd)
-                raise Conflict(f"{folder.parent} already has an uploader.") from None
-            time.sleep(0.01)
-        else:
-            return fd
+    while not try_flock(fd):  # a process that checks for an uploader also holds it for a moment
+        if time.monotonic() > give_up_s:
+            os.close(fd)
+            raise Conflict(f"{folder.parent} already has an uploader.")
+        time.sleep(0.01)
+    return fd
 
 
 def ignore_signals() -> None:

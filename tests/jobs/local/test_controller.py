@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
-from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
+from holdfast.linux import locks
 from jobs.harness import JobHarness
 
 FREE = "resources: {job_recovery: {max_restarts_on_errors: 100}}"

@@ -24,8 +24,7 @@ from holdfast.jobs.environment import (
 )
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.specs import addresses
-from holdfast.jobs.node import locks, processes
-from holdfast.jobs.node.wakeup_pipe import WakeupPipe, wake
+from holdfast.jobs.node import processes
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobSpec, Records
 from holdfast.jobs.state_machine import (
@@ -39,6 +38,8 @@ from holdfast.jobs.state_machine import (
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.tail import FolderWatch, LineReader
 from holdfast.jobs.timers import Timers
+from holdfast.linux import locks
+from holdfast.linux.wakeup_pipe import WakeupPipe, wake
 
 SPEC = JobSpec(num_nodes=2, num_gpus=0, has_setup=False, user="me", gpus=[[], []])
 NODE = Node("id", 3, "name", 2, 1, ("127.0.0.1", "127.0.0.2"), 4, "me", "/n", "/p", 30.0)
@@ -47,9 +48,9 @@ NODE = Node("id", 3, "name", 2, 1, ("127.0.0.1", "127.0.0.2"), 4, "me", "/n", "/
 def test_a_lock_is_held_until_its_holder_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert not locks.is_held(path)
-    held = locks.take(path)
+    held = locks.acquire(path)
     assert held is not None
-    assert locks.take(path) is None
+    assert locks.acquire(path) is None
     assert locks.is_held(path)
     os.close(held)
     assert not locks.is_held(path)
@@ -57,7 +58,7 @@ def test_a_lock_is_held_until_its_holder_is_gone(tmp_path: Path) -> None:
 
 def test_a_lock_is_inherited_with_its_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    held = locks.take(path)
+    held = locks.acquire(path)
     assert held is not None
     child = subprocess.Popen(["sleep", "1000"], pass_fds=[held])
     os.close(held)

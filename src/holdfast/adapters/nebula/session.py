@@ -23,7 +23,7 @@ from holdfast.adapters.nebula.tag_writer import RANKS_S, TagWriter, local_folder
 from holdfast.adapters.nebula.tags import EXPLICIT, META, goes_back, key_of, named_step, next_step
 from holdfast.callsite import warn
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
-from holdfast.keeper import HeldStore, wait_for_orphans
+from holdfast.keeper import MemoryTierStore, wait_for_orphans
 from holdfast.store import open_store
 
 _WATCH_S = 0.05
@@ -380,12 +380,12 @@ class Session:
         self._check_process()
         if persist_path is not None and (place := parse_location(persist_path)) != self.home:
             return TagIndex(place, [Tier("home", open_store(place))])
-        wait_for_orphans(self.home, timeout_s=RANKS_S, say=lambda _: None)
+        wait_for_orphans(self.home, timeout_s=RANKS_S, notify=lambda _: None)
         with self._lock:
             if self._writer is not None:
                 self._writer.wait_complete()
             local = self._writer.local if self._writer is not None else self._existing_local()
-        held = HeldStore(self.home)
+        held = MemoryTierStore(self.home)
         tiers = [Tier("memory", held)] if held else []
         if local is not None:
             tiers.append(Tier("local", open_store(local)))

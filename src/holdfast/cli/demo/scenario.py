@@ -18,7 +18,7 @@ from holdfast.cli.history import Event, read_events
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.format import names, run
 from holdfast.home.listing import candidates, list_home
-from holdfast.keeper.presence import living
+from holdfast.keeper.lockfile import running_keepers
 from holdfast.store import open_store
 
 NUM_SAVES = 12
@@ -237,7 +237,7 @@ class Scenario:
             RetryLater: one is still running after a minute.
         """
         deadline = time.monotonic() + _KEEPERS_LIMIT_S
-        while any(self.is_far or not trace.is_done for _, trace in living(self.home)):
+        while any(self.is_far or not info.is_done for _, info in running_keepers(self.home)):
             if time.monotonic() > deadline:
                 raise RetryLater(f"A keeper of {self.home} has not ended after {_KEEPERS_LIMIT_S:.0f} s.")
             time.sleep(0.01)

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.jobs.node import locks
+from holdfast.linux import locks
 
 
 def main() -> None:

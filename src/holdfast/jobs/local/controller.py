@@ -20,7 +20,6 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.teardown import Teardown
-from holdfast.jobs.node.wakeup_pipe import WakeupPipe
 from holdfast.jobs.records import JobRequest, Records
 from holdfast.jobs.state_folder import database
 from holdfast.jobs.state_machine import (
@@ -36,6 +35,8 @@ from holdfast.jobs.state_machine import (
 )
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
+from holdfast.linux.processes import adopt_orphans
+from holdfast.linux.wakeup_pipe import WakeupPipe
 
 _UNKNOWN_S = 0.05
 """Interval for checking a node whose agent is running but has not written its pid."""
@@ -97,7 +98,7 @@ class LocalController(Controller):
 
     @override
     def _begin(self) -> None:
-        processes.inherit_orphans()
+        adopt_orphans()
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)  # a signal wakes the loop too
         self._apply(ControllerStarted())

@@ -19,13 +19,13 @@ from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.wakeup_pipe import wake
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord, JobSpec
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
+from holdfast.linux.wakeup_pipe import wake
 
 
 class LocalEngine(RecordedEngine):

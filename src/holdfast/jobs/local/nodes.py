@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.jobs.environment import tag
-from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import STOPPED
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import spawn
 from holdfast.jobs.node.spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.linux import locks
 from holdfast.notice.file import write_notice
 from holdfast.notice.preemption import Notice
 
@@ -177,7 +178,7 @@ def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     making.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = NodeFolder(making)
     plan.write(beside.plan)
-    lock = locks.take(beside.lock)
+    lock = locks.acquire(beside.lock)
     assert lock is not None, "no other process knows this folder"
     making.rename(folder.path)  # from here on the node exists, with its lock held
     try:

@@ -7,10 +7,11 @@ import time
 
 from holdfast.jobs.environment import Node, run_environment, setup_environment
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment, write_atomic
+from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.task.model import Task
+from holdfast.linux.files import write_atomic
 
 
 def addresses(num_nodes: int) -> tuple[str, ...]:

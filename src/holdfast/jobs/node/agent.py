@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -10,17 +9,19 @@ import time
 from pathlib import Path
 
 from holdfast.errors import PREEMPTED_STATUS
-from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import MountLease
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.spec import NodeSpec, write_atomic, write_outcome
-from holdfast.jobs.node.wakeup_pipe import wake
+from holdfast.jobs.node.spec import NodeSpec, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.linux import locks
+from holdfast.linux.files import write_atomic
+from holdfast.linux.processes import adopt_orphans, die_with_parent
+from holdfast.linux.wakeup_pipe import wake
 
-_PR_SET_PDEATHSIG = 1
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
@@ -42,7 +43,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     for number in _DEAF_TO:
         # A handler and not SIG_IGN, which child processes would inherit.
         signal.signal(number, lambda *_: None)
-    processes.inherit_orphans()
+    adopt_orphans()
     plan = NodeSpec.read(folder.plan)
     me = processes.find(os.getpid())
     assert me is not None
@@ -110,7 +111,7 @@ def _become_shell(plan: NodeSpec, phase: Phase, log: int) -> None:
     """Replace this new process with bash. Never returns."""
     try:
         # Without the agent, the outcome would be lost.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)

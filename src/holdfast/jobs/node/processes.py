@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -13,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.jobs.environment import TAG
+from holdfast.linux.processes import handles_signal, read_stat
 
 _PROC = Path("/proc")
-_PR_SET_CHILD_SUBREAPER = 36
 _SERVANTS = (
     {b"holdfast.jobs.local", b"controller"},
     {b"holdfast.jobs.node", b"mounter"},
@@ -64,40 +63,19 @@ class Process:
     @property
     def handles_sigterm(self) -> bool:
         """True if it has a handler for SIGTERM."""
-        try:
-            text = (_PROC / str(self.pid) / "status").read_text()
-        except OSError:
-            return False
-        for line in text.splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-        return False
+        return handles_signal(self.pid, signal.SIGTERM)
 
 
 def find(pid: int) -> Process | None:
     """Return a running process, or None if it has exited."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    if fields[0] in "ZX":
-        return None
-    return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]))
+    found = read_stat(pid)
+    return None if found is None else Process(pid, found.parent, found.session, found.start)
 
 
 def snapshot() -> dict[int, Process]:
     """Return all processes that this user can see."""
     pids = (int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdecimal())
     return {pid: found for pid in pids if (found := find(pid)) is not None}
-
-
-def inherit_orphans() -> None:
-    """Adopt orphaned descendants of this process, so that they can be found.
-
-    Source: prctl(2), PR_SET_CHILD_SUBREAPER.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap() -> None:

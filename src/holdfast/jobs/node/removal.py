@@ -9,12 +9,13 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, RetryLater
 from holdfast.jobs.environment import tag
-from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.symlinks import remove_links
 from holdfast.jobs.node.mounts.upload_watcher import upload_status
 from holdfast.jobs.records import JobRecord, Records
+from holdfast.linux import locks
 
 _LOCK_LIMIT_S = 10.0
 _POLL_S = 0.02
@@ -60,7 +61,7 @@ def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
 def _lock(folder: JobFolder, record: JobRecord) -> int | None:
     """Acquire the controller's lock. Waits if the job has only just ended."""
     give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.life.status.is_final else 0.0)
-    while (lock := locks.take(folder.lock)) is None and time.monotonic() < give_up_s:
+    while (lock := locks.acquire(folder.lock)) is None and time.monotonic() < give_up_s:
         time.sleep(_POLL_S)
     return lock
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from holdfast.entry import command
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.node import locks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.state_folder import STATE
+from holdfast.linux import locks
 
 _PATH = "PYTHONPATH"
 
@@ -59,7 +59,7 @@ def start_controller(folder: JobFolder) -> bool:
     Returns:
         True if it was started.
     """
-    lock = locks.take(folder.lock)
+    lock = locks.acquire(folder.lock)
     if lock is None:
         return False
     state = folder.path.parents[1]

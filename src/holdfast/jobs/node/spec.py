@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
+from holdfast.linux.files import write_atomic
 
 MAX_OWN_BYTES = 64 << 20
 """Limit for a document that contains an environment."""
@@ -86,17 +85,3 @@ def read_outcome(path: Path) -> Outcome | None:
         return decode_dataclass(Outcome, text, str(path))
     except Corrupt as error:
         raise Internal(f"{path} is not a valid outcome of a node: {error}") from error
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file atomically and durably."""
-    fd, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(beside).replace(path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise

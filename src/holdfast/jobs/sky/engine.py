@@ -14,7 +14,6 @@ from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, Line, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.node.folder import job_folder
-from holdfast.jobs.node.spec import write_atomic
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord, JobSpec
@@ -25,6 +24,7 @@ from holdfast.jobs.sky.unsupported_keys import unsupported_keys
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
+from holdfast.linux.files import write_atomic
 
 
 class SkyEngine(RecordedEngine):

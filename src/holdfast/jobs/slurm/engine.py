@@ -18,7 +18,6 @@ from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.node.mounts.validation import validate
-from holdfast.jobs.node.spec import write_atomic
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord, JobSpec
@@ -33,6 +32,7 @@ from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import MountMode, Task
 from holdfast.jobs.timers import Timers
+from holdfast.linux.files import write_atomic
 
 _POLL_S = 2.0
 """Interval for following output, as writes on other machines do not wake this one."""

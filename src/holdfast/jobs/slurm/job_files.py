@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from holdfast.documents import decode_object, read_dataclass
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.spec import MAX_OWN_BYTES, write_atomic
+from holdfast.jobs.node.spec import MAX_OWN_BYTES
 from holdfast.jobs.records import JobRequest, format_policy, format_state, parse_policy, parse_state
 from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)

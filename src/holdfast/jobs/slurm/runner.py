@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -18,7 +17,6 @@ from holdfast.jobs.environment import Node, run_environment, setup_environment, 
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.spec import NodeSpec, read_outcome
-from holdfast.jobs.node.wakeup_pipe import WakeupPipe
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
 from holdfast.jobs.slurm.messages import (
@@ -33,13 +31,14 @@ from holdfast.jobs.slurm.messages import (
     RunnerStarted,
     write,
 )
+from holdfast.linux.processes import adopt_orphans, die_with_parent
+from holdfast.linux.wakeup_pipe import WakeupPipe
 from holdfast.notice.file import write_notice
 from holdfast.notice.preemption import Notice
 
 KILL_WAIT_S = 30.0
 """Slurm's default time between SIGTERM and SIGKILL, its option KillWait."""
 _LOOK_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -73,11 +72,8 @@ def sweep(folder: JobFolder, attempt: int | None) -> None:
 
 
 def die_with_runner() -> None:
-    """Make the kernel kill this agent, and so its shell, when the runner dies.
-
-    Source: prctl(2), PR_SET_PDEATHSIG.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Make the kernel kill this agent, and so its shell, when the runner dies."""
+    die_with_parent()
     if os.getppid() == 1:  # the runner died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -116,7 +112,7 @@ class _Runner:
         woken.setblocking(False)
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-        processes.inherit_orphans()  # keepers are reparented to the runner when the agent exits
+        adopt_orphans()  # keepers are reparented to the runner when the agent exits
         self._say(RunnerStarted(self._rank))
         sweep(self._folder, self._attempt)
         self._start()

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.jobs.node.spec import write_atomic
+from holdfast.linux.files import write_atomic
 from holdfast.store import ObjectInfo, Store, open_store
 from holdfast.store.address import parse_address
 from holdfast.units import format_bytes, plural

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from holdfast.errors import Conflict
+from holdfast.linux.mounts import mount_points
 
-_MOUNTS = Path("/proc/self/mountinfo")
-_ESCAPE = re.compile(rb"\\([0-7]{3})")
 _LIMIT_S = 30.0
 
 
@@ -20,12 +17,7 @@ def mounted_below(folder: Path) -> list[Path]:
 
     Reads the kernel's list, as a file system whose server is dead does not respond.
     """
-    root = os.fsencode(folder)
-    found = []
-    for line in _MOUNTS.read_bytes().splitlines():
-        path = _ESCAPE.sub(lambda code: bytes([int(code[1], 8)]), line.split(b" ")[4])
-        if path == root or path.startswith(root + b"/"):
-            found.append(Path(os.fsdecode(path)))
+    found = [mount.path for mount in mount_points() if mount.path.is_relative_to(folder)]
     return sorted(found, key=lambda path: len(path.parts), reverse=True)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from holdfast import backoff
 from holdfast.documents import decode_object
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.node import locks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mounter import HOLDERS, LOCK, READY
 from holdfast.jobs.node.spawn import spawn
 from holdfast.jobs.node.spec import read_environment
+from holdfast.linux import locks
 
 STOPPED = "stopped"
 """File in the folder of an attempt that is being killed."""
@@ -86,7 +86,7 @@ class MountLease:
 
     def _start(self) -> bool:
         """Start a mounter, unless one is running. Return True if it was started."""
-        lock = locks.take(self._folder / LOCK)
+        lock = locks.acquire(self._folder / LOCK)
         if lock is None:
             return False
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.documents import decode, read_as
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.spec import write_atomic
+from holdfast.linux.files import write_atomic
 
 
 class MountKind(str, Enum):

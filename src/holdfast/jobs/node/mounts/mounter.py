@@ -17,10 +17,10 @@ from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.download import download
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
-from holdfast.jobs.node.spec import write_atomic
-from holdfast.jobs.node.wakeup_pipe import wake
 from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import database
+from holdfast.linux.files import write_atomic
+from holdfast.linux.wakeup_pipe import wake
 from holdfast.units import format_duration
 from holdfast.writeback import Mount, mount
 from holdfast.writeback.status import has_uploader

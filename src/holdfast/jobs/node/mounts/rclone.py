@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import MountSpec
+from holdfast.linux.processes import dying_with_parent
 from holdfast.store.address import AZURE, GCS, S3, Address, parse_address
 
 _REMOTE = "HOLDFAST"
@@ -27,11 +27,6 @@ _ENDPOINTS = {
     GCS: ("GOOGLE_BASE_URL",),
     AZURE: ("AZURE_STORAGE_ENDPOINT",),
 }
-# The kernel ends rclone, which then unmounts, when the process that started it dies, even by SIGKILL.
-_END_WITH_PARENT = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
 
 
 class BucketMount:
@@ -103,8 +98,8 @@ class BucketMount:
         words = ["rclone", "mount", f"{_REMOTE}:{address.bucket}/{address.prefix}", str(self._path)]
         options = ["--config", os.devnull, "--vfs-cache-mode", "off", "--dir-cache-time", "10s"]
         read_only = ["--read-only"] if self._spec.is_read_only else []
-        ends = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid())]
-        return [*ends, *words, *options, *read_only]
+        # It unmounts when it receives the signal.
+        return dying_with_parent([*words, *options, *read_only], signal.SIGTERM)
 
     def _look(self, is_wanted: Callable[[], bool]) -> None:
         """Check that the mount can be read. rclone contacts the bucket only then."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from holdfast.documents import decode, read_as
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.node.folder import JobFolder, job_folder
-from holdfast.jobs.node.spec import write_atomic
 from holdfast.jobs.records import Records
+from holdfast.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)

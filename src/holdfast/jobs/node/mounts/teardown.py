@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import Conflict
-from holdfast.jobs.node import locks, processes
+from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.lease import job_environment
@@ -15,6 +15,7 @@ from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import LOCK
 from holdfast.jobs.node.mounts.upload_watcher import UNSENT, Unsent, read_unsent, upload_status
 from holdfast.jobs.node.spawn import spawn
+from holdfast.linux import locks
 
 _PORTER_LIMIT_S = 15.0
 """Time limit for a released mounter to unmount."""
@@ -110,7 +111,7 @@ class Teardown:
             return
         self._again_s = time.monotonic() + _PAUSE_S
         self._path.mkdir(parents=True, exist_ok=True)
-        lock = locks.take(self._path / "upload_watcher.lock")
+        lock = locks.acquire(self._path / "upload_watcher.lock")
         if lock is None:
             return
         try:

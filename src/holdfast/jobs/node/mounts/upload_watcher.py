@@ -13,15 +13,15 @@ from pathlib import Path
 from holdfast import backoff
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
-from holdfast.jobs.node import locks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
 from holdfast.jobs.node.mounts.mounter import mount_write_back, say
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.spec import write_atomic
-from holdfast.jobs.node.wakeup_pipe import wake
 from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import database
+from holdfast.linux import locks
+from holdfast.linux.files import write_atomic
+from holdfast.linux.wakeup_pipe import wake
 from holdfast.writeback import DirectoryStatus, Mount, status_of
 from holdfast.writeback.status import STARTING
 

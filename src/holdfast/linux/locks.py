@@ -1,4 +1,4 @@
-"""File locks that are released when their holder dies."""
+"""Locks of files, which the kernel releases when their last holder dies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import struct
 from pathlib import Path
 
-# Locks of open file descriptions: like those of flock(2) they are inherited with the descriptor, and are
-# released with its last copy. Unlike those they can be tested without being acquired, which would disturb a
-# process that acquires one at that moment.
+# Two kinds. Those of flock(2) work on most network file systems. Those of open file descriptions, see
+# fcntl(2), can be tested without being acquired, which would disturb a process that acquires one at that
+# moment. Both are inherited with the descriptor, and released with its last copy.
 _FLOCK = "hhqqi"  # type, whence, start, length, pid
 _WHOLE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
@@ -18,7 +18,20 @@ INHERITED_FD = 3
 """Descriptor of an inherited lock in a new process."""
 
 
-def take(path: Path) -> int | None:
+def try_flock(fd: int, *, is_shared: bool = False) -> bool:
+    """Lock an open file, and return True. Return False if another process holds its lock.
+
+    Raises:
+        OSError: the file system does not support locks.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def acquire(path: Path) -> int | None:
     """Acquire a lock, and return a descriptor that holds it. Return None if it is held already."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""The memory tier: arenas of keepers whose trainer died, offered over a socket and read without a copy."""
+"""Memory tier: arenas of keepers whose trainer died, offered over a socket and read without a copy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ import holdfast
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names
 from holdfast.home.documents import read_manifest
-from holdfast.keeper.held import HeldStore, Image, end_held, offer
-from holdfast.keeper.presence import Presence, Trace, home_dir, living, process_start, wait_for_orphans
+from holdfast.keeper import MemoryTierStore, free_memory_tier, wait_for_orphans
+from holdfast.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
+from holdfast.keeper.memory_offer import offer_images
+from holdfast.keeper.messages import Image
+from holdfast.keeper.runtime_dir import runtime_dir
+from holdfast.linux.processes import start_time
 from holdfast.restore.fill import fill
 from holdfast.stage import Arena
 from holdfast.state.load import Target
@@ -32,23 +36,23 @@ WAIT_S = 60.0
 
 
 class Holder:
-    """A keeper's end: an arena, and the thread that offers it."""
+    """Keeper with an arena, and a thread that offers it."""
 
-    def __init__(self, content: bytes, images: tuple[Image, ...], *, hold_s: float = WAIT_S) -> None:
+    def __init__(self, content: bytes, images: tuple[Image, ...], *, timeout_s: float = WAIT_S) -> None:
         self.fd = os.memfd_create("arena")
         os.write(self.fd, content)
         self.map = mmap.mmap(self.fd, len(content))
-        dead_trainer = Trace(1, 0, os.getpid(), (process_start(os.getpid()) or 0) + 1, busy=True)
-        self.presence = Presence.claim(HOME, dead_trainer)
-        self.thread = threading.Thread(target=self._offer, args=(images, hold_s), daemon=True)
+        dead_trainer = KeeperInfo(1, 0, os.getpid(), (start_time(os.getpid()) or 0) + 1, busy=True)
+        self.lockfile = Lockfile.create(HOME, dead_trainer)
+        self.thread = threading.Thread(target=self._offer, args=(images, timeout_s), daemon=True)
         self.thread.start()
 
-    def _offer(self, images: tuple[Image, ...], hold_s: float) -> None:
-        offer(self.presence, {self.fd: images}, hold_s=hold_s)
-        self.presence.leave()
+    def _offer(self, images: tuple[Image, ...], timeout_s: float) -> None:
+        offer_images(self.lockfile, {self.fd: images}, timeout_s=timeout_s)
+        self.lockfile.remove()
 
     def wait_until_offered(self) -> None:
-        while not any(trace.held and path == self.presence.path for path, trace in list(living(HOME))):
+        while not any(info.held and path == self.lockfile.path for path, info in list(running_keepers(HOME))):
             self.thread.join(0.001)
             assert self.thread.is_alive()
 
@@ -57,14 +61,14 @@ class Holder:
 def hold() -> Iterator[Callable[..., Holder]]:
     holders: list[Holder] = []
 
-    def make(content: bytes, images: tuple[Image, ...], *, hold_s: float = WAIT_S) -> Holder:
-        holders.append(Holder(content, images, hold_s=hold_s))
-        if hold_s == WAIT_S:
+    def make(content: bytes, images: tuple[Image, ...], *, timeout_s: float = WAIT_S) -> Holder:
+        holders.append(Holder(content, images, timeout_s=timeout_s))
+        if timeout_s == WAIT_S:
             holders[-1].wait_until_offered()
         return holders[-1]
 
     yield make
-    end_held(HOME)
+    free_memory_tier(HOME)
     for holder in holders:
         holder.thread.join(WAIT_S)
         assert not holder.thread.is_alive()
@@ -72,7 +76,7 @@ def hold() -> Iterator[Callable[..., Holder]]:
 
 def test_images_are_objects(hold: Callable[..., Holder]) -> None:
     hold(b"abcdefgh", (Image("a/b", 2, 4), Image("c", 6, 2)))
-    store = HeldStore(HOME)
+    store = MemoryTierStore(HOME)
     assert store
     assert sorted((entry.name, entry.num_bytes) for entry in store.list()) == [("a/b", 4), ("c", 2)]
     assert store.get("a/b") == b"cdef"
@@ -84,9 +88,9 @@ def test_images_are_objects(hold: Callable[..., Holder]) -> None:
     assert store.read_view("a/b", 3, 1) == b"f"
 
 
-def test_what_is_not_there_is_an_error(hold: Callable[..., Holder]) -> None:
+def test_reading_a_missing_image_raises(hold: Callable[..., Holder]) -> None:
     hold(b"abcdefgh", (Image("a", 0, 4),))
-    store = HeldStore(HOME)
+    store = MemoryTierStore(HOME)
     with pytest.raises(NotFound):
         store.read_view("b", 0, 1)
     with pytest.raises(Corrupt, match="ends at 4"):
@@ -98,58 +102,58 @@ def test_what_is_not_there_is_an_error(hold: Callable[..., Holder]) -> None:
 
 def test_a_view_outlives_its_keeper(hold: Callable[..., Holder]) -> None:
     holder = hold(b"abcdefgh", (Image("a", 0, 8),))
-    store = HeldStore(HOME)
+    store = MemoryTierStore(HOME)
     view = store.read_view("a", 0, 8)
     store.close()
-    end_held(HOME)
+    free_memory_tier(HOME)
     holder.thread.join(WAIT_S)
     assert not holder.thread.is_alive()
     assert view == b"abcdefgh"
-    assert not HeldStore(HOME)
-    assert not list(living(HOME))
+    assert not MemoryTierStore(HOME)
+    assert not list(running_keepers(HOME))
 
 
-def test_nothing_is_held_for_longer_than_was_said(hold: Callable[..., Holder]) -> None:
-    holder = hold(b"abcdefgh", (Image("a", 0, 8),), hold_s=0.01)
+def test_images_are_freed_after_the_time_limit(hold: Callable[..., Holder]) -> None:
+    holder = hold(b"abcdefgh", (Image("a", 0, 8),), timeout_s=0.01)
     holder.thread.join(WAIT_S)
     assert not holder.thread.is_alive()
 
 
-def test_a_trace_that_is_just_being_made_is_none_yet() -> None:
-    """Ranks start their keepers at the same time: one sees the other's trace locked, and still empty."""
-    path = home_dir(HOME) / "a0001-r00000-new.trace"
+def test_a_lock_file_that_is_still_empty_is_ignored() -> None:
+    """Ranks start their keepers at the same time: one finds the other's lock file locked, and still empty."""
+    path = runtime_dir(HOME) / "a0001-r00000-new.lock"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert list(living(HOME)) == []
-        assert not HeldStore(HOME)
-    assert path.exists(), "it is its maker's"
+        assert list(running_keepers(HOME)) == []
+        assert not MemoryTierStore(HOME)
+    assert path.exists(), "it is not deleted"
 
 
-def test_nobody_waits_for_a_keeper_that_only_holds(hold: Callable[..., Holder]) -> None:
+def test_a_keeper_that_only_offers_images_is_not_waited_for(hold: Callable[..., Holder]) -> None:
     hold(b"abcdefgh", (Image("a", 0, 8),))
-    assert wait_for_orphans(HOME, timeout_s=0.0, say=print)
+    assert wait_for_orphans(HOME, timeout_s=0.0, notify=print)
 
 
 def test_several_keepers_are_one_store(hold: Callable[..., Holder]) -> None:
     hold(b"abcd", (Image("a", 0, 4),))
     hold(b"efgh", (Image("b", 0, 4),))
-    store = HeldStore(HOME)
-    while not store.size("b"):  # the second may not have come so far
-        store = HeldStore(HOME)
+    store = MemoryTierStore(HOME)
+    while not store.size("b"):  # the second offer may not have started yet
+        store = MemoryTierStore(HOME)
     assert (store.get("a"), store.get("b")) == (b"abcd", b"efgh")
 
 
-def test_runtime_folders_with_long_names_do(
+def test_runtime_folders_may_have_long_names(
     hold: Callable[..., Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A socket's address takes 107 bytes; folders of batch systems are longer."""
+    """A socket address has 107 bytes; folders of batch systems may be longer."""
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / ("x" * 120)))
     hold(b"abcd", (Image("a", 0, 4),))
-    assert HeldStore(HOME).get("a") == b"abcd"
+    assert MemoryTierStore(HOME).get("a") == b"abcd"
 
 
 @pytest.mark.parametrize("is_overwritten", [False, True])
-def test_restoring_takes_what_is_good_in_memory_and_the_rest_from_elsewhere(
+def test_a_restore_reads_good_chunks_from_memory_and_the_others_from_home(
     hold: Callable[..., Holder], *, is_overwritten: bool
 ) -> None:
     """Chunks that the next save has begun to overwrite do not match their hashes: home's do."""
@@ -164,31 +168,31 @@ def test_restoring_takes_what_is_good_in_memory_and_the_rest_from_elsewhere(
         holder.map[5000:6000] = bytes(1000)
     target = torch.zeros(5_000_000)
     manifest = read_manifest(home, 7, 1, None)
-    stats = fill(TieredStore([HeldStore(HOME), home]), manifest, {"w": Target(target)}, 0)
+    stats = fill(TieredStore([MemoryTierStore(HOME), home]), manifest, {"w": Target(target)}, 0)
     assert torch.equal(target, saved)
     assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})
     assert len(stats.recovered_from) == is_overwritten
     assert sum(stats.sources.values()) == stats.num_bytes
 
 
-@pytest.mark.parametrize("harm", ["truncated to nothing", "truncated", "given back"])
-def test_an_arena_that_has_lost_its_memory_is_passed_over(hold: Callable[..., Holder], harm: str) -> None:
-    """The trainer gave it back for a larger one, and was killed before its keeper was told."""
+@pytest.mark.parametrize("harm", ["truncated to nothing", "truncated", "freed"])
+def test_an_arena_that_has_lost_its_memory_is_skipped(hold: Callable[..., Holder], harm: str) -> None:
+    """The trainer freed it for a larger one, and was killed before it could notify its keeper."""
     holder = hold(b"a" * 8192, (Image("a", 0, 8192), Image("b", 4096, 4096)))
     hold(b"cccc", (Image("c", 0, 4),))
-    if harm == "given back":
+    if harm == "freed":
         arena = Arena(1, 8192)
         os.dup2(holder.fd, arena.fd)
         arena.free()
     else:
         os.ftruncate(holder.fd, 0 if "nothing" in harm else 5000)
-    held = HeldStore(HOME)
+    held = MemoryTierStore(HOME)
     assert {entry.name for entry in held.list()} == {"c"}
     assert held.get("c") == b"cccc"
 
 
 def test_a_restart_after_the_state_has_grown_restores_from_the_next_tier(tmp_path: Path) -> None:
-    """The save before was of a smaller state: its arena was given back before the trainer was killed."""
+    """The save before was of a smaller state: its arena was freed before the trainer was killed."""
     script = """
 import os, signal, sys, torch, holdfast
 state = {"x": torch.arange(1000.0)}

@@ -1,0 +1,140 @@
+"""Home behind a local tier: checkpoints are drained to it, and old ones are deleted there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+from holdfast.errors import Conflict
+from holdfast.home.history import History
+from holdfast.home.listing import CheckpointId
+from holdfast.home.retain import Retention
+from holdfast.keeper.config import KeeperConfig
+from holdfast.keeper.drain import Drain, Drained
+from holdfast.keeper.reports import TRANSIENT_ERRORS, Reports
+from holdfast.keeper.retention_thread import delete_old
+from holdfast.store import Store
+
+
+class HomeTier:
+    """Drain of a keeper, and retention in home.
+
+    Args:
+        local: store of the local tier.
+        home: store of home.
+        config: configuration of the keeper.
+        history: history of this rank in the local tier.
+        reports: receives the outcome of each drain.
+        is_complete: returns True if a checkpoint is complete in the local tier.
+        on_arrived: called with each checkpoint that is complete in home, in the drain's thread.
+    """
+
+    def __init__(
+        self,
+        local: Store,
+        home: Store,
+        config: KeeperConfig,
+        *,
+        history: History,
+        reports: Reports,
+        is_complete: Callable[[CheckpointId], bool],
+        on_arrived: Callable[[CheckpointId], None] = lambda _: None,
+    ) -> None:
+        self._store, self._config, self._reports = home, config, reports
+        self._is_complete, self._on_arrived = is_complete, on_arrived
+        self._retention = Retention(home, config.keep)
+        self._newest: Drained | None = None
+        self._is_failing = False
+        self._best: set[CheckpointId] = set()  # checkpoints that are sent home even if they are not due
+        self._wanted: set[CheckpointId] = set()  # to be drained as soon as they are committed
+        self._unchecked: list[CheckpointId] = []  # requested while the local tier could not be read
+        self._drain = Drain(local, home, config, history, self._on_drained)
+
+    @property
+    def needed(self) -> set[CheckpointId]:
+        """Checkpoints that the local tier must not delete yet."""
+        return self._drain.needed() | self._wanted
+
+    @property
+    def has_delayed(self) -> bool:
+        """True if the local tier could not be read when a checkpoint was requested."""
+        return bool(self._unchecked)
+
+    def request(self, checkpoint: CheckpointId) -> None:
+        """Drain a checkpoint, now or once it is complete."""
+        try:
+            is_ready = self._is_complete(checkpoint)
+        except TRANSIENT_ERRORS:
+            self._unchecked.append(checkpoint)
+            return
+        if is_ready:
+            self._drain.submit(*checkpoint)
+        else:
+            self._wanted.add(checkpoint)
+
+    def retry_delayed(self) -> None:
+        """Repeat the requests that failed because the local tier could not be read."""
+        unchecked, self._unchecked = self._unchecked, []
+        for checkpoint in unchecked:
+            self.request(checkpoint)
+
+    def add_committed(self, checkpoint: CheckpointId, *, is_due: bool) -> None:
+        """Drain a new checkpoint if it is due in home, or was requested."""
+        if is_due or checkpoint in self._wanted:
+            self._wanted.discard(checkpoint)
+            self._drain.submit(*checkpoint)
+        elif checkpoint in self._best:
+            self._drain_best()
+
+    def set_best(self, best: set[CheckpointId]) -> None:
+        """Drain the best checkpoints, once they are complete. Replaces the previous set."""
+        self._best = best
+        self._drain_best()
+
+    def _drain_best(self) -> None:
+        with contextlib.suppress(*TRANSIENT_ERRORS):  # the next change of the set sends them
+            self._drain.set_best({checkpoint for checkpoint in self._best if self._is_complete(checkpoint)})
+
+    def set_metrics(self, checkpoint: CheckpointId, metrics: Mapping[str, float]) -> None:
+        """Copy the changed metrics of a checkpoint, if it is in home."""
+        self._retention.note_metrics(checkpoint, metrics)
+        self._drain.update_metrics(*checkpoint)
+
+    def close(self, newest: CheckpointId | None = None) -> None:
+        """Complete all drains.
+
+        Args:
+            newest: checkpoint to drain although it is not due; None for no such checkpoint.
+
+        Blocks: until home has everything, or has failed for too long.
+        """
+        if newest is not None:
+            self._drain.submit(*newest)
+        self._drain.close()
+
+    def _on_drained(self, drained: Drained) -> None:
+        """Report the outcome of a drain. Runs in the drain's thread."""
+        error = drained.error
+        if error is None:
+            self._is_failing = False
+            checkpoint = drained.attempt, drained.step
+            self._on_arrived(checkpoint)  # first: after the report the trainer may end this process
+            self._reports.arrived_home(checkpoint, num_bytes=drained.num_bytes, seconds=drained.seconds)
+            if self._config.rank == 0 and self._retention.is_due:
+                self._retain(drained)
+        elif isinstance(error, Conflict):
+            self._reports.failed(drained.step, error)
+        elif drained.is_over:
+            self._is_failing = False
+            self._reports.drain_failed(drained.step, error)
+        elif not self._is_failing:  # only the first of many tries
+            self._is_failing = True
+            self._reports.drain_delayed(drained.step, error)
+
+    def _retain(self, drained: Drained) -> None:
+        newest = self._newest  # one of the best may be drained after it
+        if newest is None or (drained.attempt, drained.step) > (newest.attempt, newest.step):
+            self._newest = newest = drained
+        with self._reports.retention_errors(drained.step, "home"):
+            old = self._retention.apply((newest.attempt, newest.step), newest.ancestors, set())
+            delete_old(self._store, old, self._reports, "home")

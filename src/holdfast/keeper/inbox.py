@@ -1,0 +1,164 @@
+"""Inbox of a keeper: a queue of the trainer's messages, filled by a thread while saves are persisted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from holdfast.failpoint import failpoint
+from holdfast.keeper import packets
+from holdfast.keeper.messages import (
+    Close,
+    DrainBest,
+    DrainCheckpoint,
+    DropSave,
+    KeeperMessage,
+    MarkComplete,
+    Message,
+    Ping,
+    Pong,
+    RecordEvent,
+    ResumeCommit,
+    SubmitSave,
+    UpdateMetrics,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSave:
+    """Save in an arena, to be persisted. Its descriptors are closed by the worker."""
+
+    request: SubmitSave
+    arena_fd: int
+    draft_fd: int
+    received_s: float
+
+
+_PLAIN = (ResumeCommit, DropSave, DrainCheckpoint, DrainBest, UpdateMetrics, MarkComplete, RecordEvent)
+Received: TypeAlias = (
+    StagedSave
+    | ResumeCommit
+    | DropSave
+    | DrainCheckpoint
+    | DrainBest
+    | UpdateMetrics
+    | MarkComplete
+    | RecordEvent
+)
+
+
+class TrainerInbox:
+    """Queue of a trainer's messages, and the way to reply to it.
+
+    Attributes:
+        trainer_gone: the trainer has exited, or sent its last message.
+        frees_memory: no later attempt needs the contents of this keeper's memory.
+    """
+
+    def __init__(self, end: socket.socket, trainer_pid: int) -> None:
+        self.trainer_gone = False
+        self.frees_memory = False
+        self._end = end
+        self._trainer_pid = trainer_pid
+        self._queue: deque[Received] = deque()
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start the thread that receives messages."""
+        threading.Thread(target=self._run, name="holdfast-inbox", daemon=True).start()
+
+    def reply(self, message: KeeperMessage) -> None:
+        """Send a message to the trainer, unless it has exited."""
+        with contextlib.suppress(OSError):
+            packets.send(self._end, message)
+
+    # -- for the worker --------------------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> list[StagedSave]:
+        """Saves in the queue, oldest first."""
+        with self._changed:
+            return [item for item in self._queue if isinstance(item, StagedSave)]
+
+    def take(self, timeout_s: float | None, *, has_work: bool) -> list[Received] | None:
+        """Remove and return all messages but saves, followed by the oldest save.
+
+        Args:
+            timeout_s: longest wait if the queue is empty; None for no limit.
+            has_work: also wait after the trainer has exited, as the worker is not done.
+
+        Returns:
+            None if the trainer has exited and the queue is empty.
+
+        Blocks: until a message arrives or the trainer exits.
+        """
+        with self._changed:
+            if not self._queue and (has_work or not self.trainer_gone):
+                self._changed.wait(timeout_s)
+            if not self._queue:
+                return None if self.trainer_gone else []
+            saves = [item for item in self._queue if isinstance(item, StagedSave)]
+            others = [item for item in self._queue if not isinstance(item, StagedSave)]
+            self._queue = deque(saves[1:])
+            return [*others, *saves[:1]]
+
+    def put(self, item: Received) -> None:
+        """Add an item from another thread of the keeper."""
+        with self._changed:
+            self._queue.append(item)
+            self._changed.notify_all()
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._receive_all()
+        finally:  # even after a bug: the trainer then starts another keeper, and sends everything again
+            with self._changed:
+                self.trainer_gone = True
+                self._changed.notify_all()
+
+    def _receive_all(self) -> None:
+        """Receive messages until the trainer has exited, and everything that it sent has been received."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._end, selectors.EVENT_READ)
+            # Data loader workers of a killed trainer may keep its end of the socket open, so the process is
+            # watched too.
+            with contextlib.suppress(ProcessLookupError):
+                selector.register(os.pidfd_open(self._trainer_pid), selectors.EVENT_READ)
+            has_exited = len(selector.get_map()) == 1
+            while self._receive_next(selector, timeout_s=0 if has_exited else None):
+                pass
+
+    def _receive_next(self, selector: selectors.BaseSelector, *, timeout_s: float | None) -> bool:
+        ready = [key.fileobj for key, _ in selector.select(timeout_s)]
+        if self._end not in ready:
+            return False  # the process has exited, and all of its messages have been received
+        message, fds = packets.receive(self._end)
+        if message is None:
+            return False
+        if isinstance(message, Ping):
+            self.reply(Pong())
+            return True
+        with self._changed:
+            self._add(message, fds)
+            self._changed.notify_all()
+        return True
+
+    def _add(self, message: Message, fds: list[int]) -> None:
+        if isinstance(message, Close):  # pings may still follow
+            self.frees_memory = message.frees_memory
+            self.trainer_gone = True
+        elif isinstance(message, SubmitSave):
+            arena_fd, draft_fd = fds
+            failpoint("keeper.received")
+            self._queue.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))
+        elif isinstance(message, _PLAIN):
+            self._queue.append(message)

@@ -1,0 +1,158 @@
+"""Reports of a keeper: each outcome is recorded in the history, and sent to the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
+from holdfast.home.history import History
+from holdfast.home.listing import CheckpointId
+from holdfast.home.retain import Deleted
+from holdfast.keeper.inbox import TrainerInbox
+from holdfast.keeper.messages import (
+    MAX_DETAIL,
+    ArrivedHome,
+    AttemptFenced,
+    DrainDelayed,
+    DrainFailed,
+    HistoryFailed,
+    KeeperMessage,
+    RecordEvent,
+    RetentionFailed,
+    SaveDurable,
+    SaveFailed,
+    SavePersisted,
+)
+
+TRANSIENT_ERRORS = (Denied, RetryLater)
+"""Errors of a store that another call may not raise. Nothing is given up after a single one."""
+
+
+class Reports:
+    """Sender of a keeper's reports. Threads may share it.
+
+    Args:
+        history: history of the attempt and rank.
+        inbox: way to the trainer.
+        tier: tier that saves are committed in first.
+    """
+
+    def __init__(self, history: History, inbox: TrainerInbox, tier: str) -> None:
+        self.history = history
+        self.tier = tier
+        self._inbox = inbox
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def persisted(self, step: int, *, num_bytes: int, seconds: float) -> None:
+        """Report that this rank's files of a save are durable."""
+        reply = SavePersisted(step)
+        self._report("persisted", reply, step=step, num_bytes=num_bytes, seconds=seconds)
+
+    def committed(self, step: int, *, num_bytes: int, seconds: float) -> None:
+        """Report that a save is committed."""
+        self._report("committed", SaveDurable(step), step=step, num_bytes=num_bytes, seconds=seconds)
+
+    def durable(self, step: int) -> None:
+        """Report that a node-local save is durable. Its commit is recorded later."""
+        self._inbox.reply(SaveDurable(step))
+
+    def failed(self, step: int, error: HoldfastError) -> None:
+        """Report that a save has failed, or that a newer attempt has fenced this one."""
+        is_fenced = isinstance(error, Conflict)
+        kind = AttemptFenced if is_fenced else SaveFailed
+        reply = kind(step, type(error).__name__, str(error)[:MAX_DETAIL])
+        self._report("fenced" if is_fenced else "failed", reply, step=step, detail=str(error))
+
+    # -- home ------------------------------------------------------------------------------------------------
+
+    def arrived_home(self, checkpoint: CheckpointId, *, num_bytes: int, seconds: float) -> None:
+        """Report that a checkpoint is complete in home."""
+        attempt, step = checkpoint
+        detail = "" if attempt == self.history.writer.attempt else f"attempt {attempt}"
+        self._report(
+            "drained",
+            ArrivedHome(step),
+            step=step,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            detail=detail,
+            tier="home",
+        )
+
+    def drain_delayed(self, step: int, error: HoldfastError) -> None:
+        """Report that a checkpoint could not be sent home yet."""
+        reply = DrainDelayed(step, str(error)[:MAX_DETAIL])
+        self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
+
+    def drain_failed(self, step: int, error: HoldfastError) -> None:
+        """Report that a checkpoint will not be sent home."""
+        reply = DrainFailed(step, type(error).__name__, str(error)[:MAX_DETAIL])
+        self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
+
+    # -- retention -------------------------------------------------------------------------------------------
+
+    def deleted(self, checkpoint: Deleted, tier: str) -> None:
+        """Record that retention has deleted a checkpoint."""
+        state = "complete" if checkpoint.was_complete else "half done"
+        detail = f"attempt {checkpoint.attempt}, {state}"
+        self.history.record("retained", step=checkpoint.step, detail=detail, tier=tier)
+
+    @contextlib.contextmanager
+    def retention_errors(self, step: int, tier: str) -> Iterator[None]:
+        """Report errors of retention. The next one deletes what is left."""
+        try:
+            with bugs_as_errors(step):
+                yield
+        except HoldfastError as error:
+            reply = RetentionFailed(str(error)[:MAX_DETAIL])
+            self._report("retain-failed", reply, step=step, detail=str(error), tier=tier)
+
+    # -- the trainer's events --------------------------------------------------------------------------------
+
+    def record(self, event: RecordEvent) -> None:
+        """Record an event of the trainer."""
+        self.history.record(
+            event.event,
+            step=event.step,
+            num_bytes=event.num_bytes,
+            seconds=event.seconds,
+            detail=event.detail,
+            tier=event.tier,
+            unix_s=event.unix_s,
+            members=event.members,
+        )
+
+    def _report(
+        self,
+        event: str,
+        reply: KeeperMessage,
+        *,
+        step: int,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        detail: str = "",
+        tier: str | None = None,
+    ) -> None:
+        tier = self.tier if tier is None else tier
+        self.history.record(event, step=step, num_bytes=num_bytes, seconds=seconds, detail=detail, tier=tier)
+        trouble, self.history.trouble = self.history.trouble, None
+        if trouble is not None:
+            self._inbox.reply(HistoryFailed(trouble[:MAX_DETAIL]))
+        self._inbox.reply(reply)
+
+
+@contextlib.contextmanager
+def bugs_as_errors(step: int) -> Iterator[None]:
+    """Raise a bug as the error of one save: if the keeper died, all other saves would fail with it.
+
+    Raises:
+        Internal: a bug.
+    """
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise Internal(f"Step {step} failed because of a bug in Holdfast: {error!r}.") from error

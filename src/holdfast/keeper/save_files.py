@@ -1,0 +1,133 @@
+"""Files of one rank of a save: data file, file of frozen tensors, and the part that describes them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from holdfast import backoff
+from holdfast.errors import Conflict, InvalidInput
+from holdfast.failpoint import failpoint
+from holdfast.format import names
+from holdfast.format import part as parts
+from holdfast.home.attempts import check_claim, check_not_fenced
+from holdfast.home.history import History
+from holdfast.home.metrics import write_metrics
+from holdfast.keeper.config import KeeperConfig
+from holdfast.keeper.frozen import FrozenFile
+from holdfast.keeper.inbox import StagedSave
+from holdfast.keeper.messages import ArenaLayout, Image
+from holdfast.keeper.persist import persist
+from holdfast.keeper.reports import TRANSIENT_ERRORS
+from holdfast.store import Store
+
+
+class SaveFiles:
+    """Writer of a rank's files, in the tier that saves are committed in first.
+
+    Args:
+        store: store of the tier.
+        config: configuration of the keeper.
+        history: history of the rank, flushed before each part.
+    """
+
+    def __init__(self, store: Store, config: KeeperConfig, history: History) -> None:
+        self._store, self._config, self._history = store, config, history
+        self._frozen = FrozenFile(store, config)
+
+    def persist(
+        self,
+        save: StagedSave,
+        arena: memoryview,
+        metrics: Mapping[str, float],
+        *,
+        has_newer: Callable[[], bool],
+    ) -> None:
+        """Write the files of a save durably.
+
+        Args:
+            save: staged save.
+            arena: memory of its arena.
+            metrics: metrics of the checkpoint, on rank 0.
+            has_newer: returns True if a newer save waits, which is worth more than another try of this one.
+
+        Raises:
+            Conflict: a newer attempt has claimed the run.
+            InvalidInput: the save was written before with other bytes, or may be torn.
+            Denied, RetryLater: the store failed at every try.
+
+        Blocks: until the files are durable.
+        """
+        for num_failures in range(1, self._config.num_retries + 2):
+            try:
+                self._try_persist(save, arena, metrics)
+            except TRANSIENT_ERRORS:
+                if num_failures > self._config.num_retries or has_newer():
+                    raise
+                time.sleep(backoff.doubled(num_failures, self._config.retry_s, math.inf))
+            else:
+                return
+
+    def replace_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Replace the metrics of a save. Return False if it has failed, or was deleted.
+
+        Raises:
+            Denied, RetryLater: the store failed.
+        """
+        if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is None:
+            return False
+        write_metrics(self._store, self._config.writer, step, metrics)
+        return True
+
+    def images(self, step: int, layout: ArenaLayout) -> tuple[Image, ...]:
+        """Return the images of the files in their arena."""
+        attempt, rank = self._config.attempt, self._config.rank
+        data = Image(names.data(step, attempt, rank), 0, layout.data_bytes)
+        if not layout.frozen_bytes:
+            return (data,)
+        return data, Image(names.frozen(step, attempt, rank), layout.frozen_at, layout.frozen_bytes)
+
+    def _try_persist(self, save: StagedSave, arena: memoryview, metrics: Mapping[str, float]) -> None:
+        check_not_fenced(self._store, self._config.attempt)
+        check_claim(self._store, self._config.attempt, self._config.claim)
+        step = save.request.step
+        try:
+            self._create(save, arena, metrics)
+        except Conflict as error:
+            if not self._delete_unfinished(step):
+                raise InvalidInput(
+                    f"Step {step} of attempt {self._config.attempt} was written before with other bytes "
+                    f"({error}), which are never replaced. This save was given up; the files remain. Save a "
+                    "later step.",
+                    step=step,
+                    rank=self._config.rank,
+                ) from error
+            self._create(save, arena, metrics)
+
+    def _delete_unfinished(self, step: int) -> bool:
+        """Delete the data files of an earlier try, unless a part describes them."""
+        attempt, rank = self._config.attempt, self._config.rank
+        if self._store.size(names.part(step, attempt, rank)) is not None:
+            return False
+        self._store.delete(names.data(step, attempt, rank))
+        self._store.delete(names.frozen(step, attempt, rank))
+        return True
+
+    def _create(self, save: StagedSave, arena: memoryview, metrics: Mapping[str, float]) -> None:
+        config, step, layout = self._config, save.request.step, save.request.layout
+        frozen = None
+        if layout.frozen_bytes:  # first: if it is refused, nothing else needs to be written
+            image = arena[layout.frozen_at : layout.frozen_at + layout.frozen_bytes]
+            frozen = self._frozen.persist(step, image, must_match=layout.is_frozen_unchanged)
+        name, image = names.data(step, config.attempt, config.rank), arena[: layout.data_bytes]
+        file = persist(self._store, name, image, bytes_per_s=config.persist_bandwidth)
+        failpoint("keeper.data")
+        self._history.settle()
+        if metrics:  # before the part: a complete checkpoint has its metrics
+            write_metrics(self._store, config.writer, step, metrics)
+        draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
+        name = names.part(step, config.attempt, config.rank)
+        self._store.put_once(name, parts.finish(draft, file, frozen))
+        failpoint("keeper.part")

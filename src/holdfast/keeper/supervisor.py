@@ -1,0 +1,210 @@
+"""Supervisor of a keeper process: starts it, detects that it is dead or stopped, and replaces it."""
+
+from __future__ import annotations
+
+import select
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from holdfast import backoff
+from holdfast.errors import HoldfastError, RetryLater
+from holdfast.keeper import packets
+from holdfast.keeper.child_process import ChildProcess
+from holdfast.keeper.config import KeeperConfig
+from holdfast.keeper.messages import Close, Message, Ping, Pong, TrainerMessage
+from holdfast.units import format_duration
+
+_MAX_DEATHS = 5
+"""Deaths in a row, without a completed save, after which the saves of the next dead keeper fail."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
+"""Pauses before another keeper is started, from the second death in a row on. Each is twice the last."""
+_CHECK_S = 1.0
+"""Pause between two checks whether the keeper responds."""
+_MAX_SILENT_CHECKS = 20
+"""Checks in a row without a response, after which a keeper is replaced."""
+
+
+class KeeperOwner(ABC):
+    """Owner of a supervised keeper. The supervisor calls it from its thread."""
+
+    @property
+    @abstractmethod
+    def expects_replies(self) -> bool:
+        """True if the keeper has work, so that a silent one is replaced."""
+
+    @abstractmethod
+    def receive(self, message: Message) -> None:
+        """Handle a message of the keeper."""
+
+    @abstractmethod
+    def release_unused(self) -> None:
+        """Release what the dead keeper had only failed to release. The lock is held."""
+
+    @abstractmethod
+    def resend(self) -> int:
+        """Send a new keeper everything that a dead one may not have done. The lock is held.
+
+        Returns:
+            The number of saves.
+        """
+
+    @abstractmethod
+    def fail_all(self, reason: str | None) -> None:
+        """Fail all saves without a reported outcome. The lock is held.
+
+        Args:
+            reason: text of their errors; None if the keeper has exited after `close`.
+        """
+
+    @abstractmethod
+    def add_problem(self, text: str) -> None:
+        """Report a problem to the user with the next save. The lock is held."""
+
+
+class Supervisor:
+    """Keeps one keeper process running until it is closed.
+
+    Args:
+        config: configuration of the keeper.
+        owner: receives messages and deaths.
+
+    Attributes:
+        lock: held while the process is replaced. The owner also holds it to change what it would resend.
+
+    Raises:
+        Denied, Unsupported: the runtime folder cannot be used.
+        RetryLater: the process could not be started.
+    """
+
+    def __init__(self, config: KeeperConfig, owner: KeeperOwner) -> None:
+        self.lock = threading.RLock()
+        self._config = config
+        self._owner = owner
+        self._num_deaths = 0
+        self._close: Close | None = None
+        self._must_not_pause = threading.Event()
+        self._has_ended = threading.Event()
+        try:
+            self._child = ChildProcess.start(config)
+        except OSError as error:
+            raise RetryLater(
+                f"The keeper of rank {config.rank} could not be started: {error}. Nothing was saved.",
+                rank=config.rank,
+            ) from error
+
+    @property
+    def pid(self) -> int:
+        """Process id of the current keeper."""
+        return self._child.pid
+
+    def start(self) -> None:
+        """Start to receive messages."""
+        self._listen_to(self._child)
+
+    def send(
+        self,
+        message: TrainerMessage,
+        fds: tuple[int, ...] = (),
+        *,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a message. One that a dying keeper has not received must be sent again by `resend`."""
+        self._child.outbox.send(message, fds, on_sent=on_sent)
+
+    def reset_deaths(self) -> None:
+        """Record that the current keeper has completed a save."""
+        self._num_deaths = 0
+
+    def close(self, message: Close, *, must_restart: bool) -> None:
+        """Let the keeper exit once it has completed everything.
+
+        Args:
+            message: last message to it.
+            must_restart: if it has died, still wait to start another one.
+        """
+        with self.lock:
+            self._close = message
+            self.send(message)
+            if not must_restart:
+                self._must_not_pause.set()
+
+    def wait_ended(self, timeout_s: float | None) -> bool:
+        """Wait for the exit of the last keeper, after `close`. Return False if the time runs out."""
+        return self._has_ended.wait(timeout_s)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _listen_to(self, child: ChildProcess) -> None:
+        self._child = child
+        threading.Thread(target=self._listen, args=(child,), name="holdfast-listen", daemon=True).start()
+
+    def _listen(self, child: ChildProcess) -> None:
+        """Receive a keeper's messages until it has died or is silent, and replace it."""
+        is_silent = self._receive_all(child)
+        if is_silent:
+            child.kill()
+        death = child.reap()
+        if is_silent:
+            limit = format_duration(_MAX_SILENT_CHECKS * _CHECK_S)
+            death = f"did not answer for {limit}, as if it were stopped or frozen, and was killed."
+        self._replace(f"The keeper of rank {self._config.rank} (pid {child.pid}) {death}")
+
+    def _receive_all(self, child: ChildProcess) -> bool:
+        """Handle messages until the keeper dies. Return True if it is silent for too long instead."""
+        poll, num_checks = select.poll(), 0
+        poll.register(child.end, select.POLLIN)
+        while num_checks < _MAX_SILENT_CHECKS:
+            # Counts checks instead of reading a clock, as this process may have been stopped itself.
+            if poll.poll(_CHECK_S * 1000):
+                message, _ = packets.receive(child.end)
+                if message is None:
+                    return False
+                num_checks = 0
+                if not isinstance(message, Pong):
+                    self._owner.receive(message)
+            elif self._owner.expects_replies or self._close is not None or child.outbox:
+                num_checks += 1
+                if not child.outbox:
+                    child.outbox.send(Ping())
+        return True
+
+    def _replace(self, death: str) -> None:
+        """Start another keeper, and send it everything that the dead one may not have done."""
+        reason = death
+        while True:
+            with self.lock:
+                if self._close is not None:
+                    self._owner.fail_all(None)
+                    self._has_ended.set()
+                    return
+                pause_s = self._count_death(reason)
+            self._must_not_pause.wait(pause_s)
+            try:
+                child = ChildProcess.start(self._config)
+            except (OSError, HoldfastError) as error:
+                reason = f"{death} No other keeper could be started ({error})."
+                continue
+            with self.lock:
+                self._listen_to(child)
+                num_saves = self._owner.resend()
+                if self._close is not None:
+                    self.send(self._close)
+                self._owner.add_problem(
+                    f"{reason} Another one (pid {child.pid}) has taken over its {num_saves} unfinished saves."
+                )
+            return
+
+    def _count_death(self, reason: str) -> float:
+        """Return the seconds to wait before another keeper is started."""
+        self._num_deaths += 1
+        self._owner.release_unused()
+        if self._num_deaths == 1:
+            return 0.0
+        pause_s = backoff.doubled(self._num_deaths - 1, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        if self._num_deaths > _MAX_DEATHS:  # one of the saves may be the cause
+            self._owner.fail_all(
+                f"{reason} It was the {self._num_deaths}th in a row; the saves that it had are given up, and "
+                f"another one is started in {format_duration(pause_s)}. Earlier checkpoints remain."
+            )
+        return pause_s

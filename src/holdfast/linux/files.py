@@ -1,0 +1,36 @@
+"""Files that appear with their whole contents, or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(
+    path: Path, data: str | bytes, *, is_durable: bool = True, prefix: str | None = None
+) -> None:
+    """Write a private file atomically, replacing any existing one.
+
+    Args:
+        path: name of the file.
+        data: its contents; text is encoded in UTF-8.
+        is_durable: sync the contents first, so that they survive a power cut.
+        prefix: beginning of the temporary name; by default a dot and the file's own name.
+
+    Raises:
+        OSError: the file cannot be written. An existing one is unchanged.
+    """
+    beside = f".{path.name}." if prefix is None else prefix
+    fd, name = tempfile.mkstemp(prefix=beside, dir=path.parent)  # mode 0600
+    temporary = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,90 @@
+"""Processes as the kernel lists them, and their relation to parents and orphans."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+# Runs a command that receives a signal when its parent dies. The parent may have died before prctl.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[2])); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[3], sys.argv[3:])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """Facts about a running process. The start time distinguishes it from others with the same pid."""
+
+    parent: int
+    session: int
+    start: int  # clock ticks since boot
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """Return facts about a process; None if it has exited, or is a zombie.
+
+    Source: proc_pid_stat(5).
+    """
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    if fields[0] in "ZX":
+        return None
+    return ProcessStat(parent=int(fields[1]), session=int(fields[3]), start=int(fields[19]))
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot; None if it has exited."""
+    found = read_stat(pid)
+    return None if found is None else found.start
+
+
+def handles_signal(pid: int, number: int) -> bool:
+    """Return True if a process has a handler for a signal."""
+    try:
+        text = (_PROC / str(pid) / "status").read_text()
+    except OSError:
+        return False
+    caught = next((line for line in text.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies.
+
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """Return a command that receives a signal when the thread that starts it ends.
+
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT]
+    return [*wrapper, str(os.getpid()), str(int(number)), *command]
+
+
+def adopt_orphans() -> None:
+    """Make orphaned descendants children of this process, so that it can find and reap them.
+
+    Source: prctl(2), PR_SET_CHILD_SUBREAPER.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

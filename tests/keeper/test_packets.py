@@ -1,0 +1,101 @@
+"""Packets arrive in order, with their descriptors, even if the sender has died; others are rejected."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from socket import send_fds, socket
+
+import pytest
+
+from holdfast.errors import Corrupt
+from holdfast.keeper import packets
+from holdfast.keeper.messages import (
+    MAX_MESSAGE_BYTES,
+    ArenaReleased,
+    Close,
+    Ping,
+    Pong,
+    ResumeCommit,
+    parse,
+)
+
+Ends = tuple[socket, socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ours, theirs = packets.make_pair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_messages_arrive_in_order_with_their_descriptors(ends: Ends):
+    ours, theirs = ends
+    with os.fdopen(os.memfd_create("draft"), "w+b") as draft:
+        draft.write(b"a draft")
+        draft.flush()
+        packets.send(ours, Close(frees_memory=True))
+        packets.send(ours, ResumeCommit(1, 100, to_home=False), (draft.fileno(),))
+    assert packets.receive(theirs) == (Close(frees_memory=True), [])
+    message, (fd,) = packets.receive(theirs)
+    assert message == ResumeCommit(1, 100, to_home=False)
+    assert os.pread(fd, 100, 0) == b"a draft"
+    os.close(fd)
+
+
+@pytest.mark.parametrize("num_unread", [0, 1, 3])
+def test_packets_that_were_sent_before_an_end_died_are_received(ends: Ends, num_unread: int):
+    """The kernel reports the death first if the dead end had unread packets."""
+    ours, theirs = ends
+    for number in range(num_unread):
+        packets.send(theirs, ArenaReleased(number))
+    for step in range(3):
+        packets.send(ours, ResumeCommit(step, 0, to_home=True))
+    ours.close()
+    assert [packets.receive(theirs)[0] for _ in range(4)] == [
+        *(ResumeCommit(step, 0, to_home=True) for step in range(3)),
+        None,
+    ]
+    with contextlib.suppress(OSError):
+        packets.send(theirs, Pong())
+    assert packets.receive(theirs) == (None, [])
+
+
+def test_the_descriptors_of_a_packet_that_is_not_a_message_are_closed(ends: Ends):
+    ours, theirs = ends
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with Path(os.devnull).open() as file:
+        send_fds(ours, [b'{"kind":"Unknown"}'], [file.fileno()])
+    with pytest.raises(Corrupt, match="kind"):
+        packets.receive(theirs)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    ("members", "fault"),
+    [
+        ({}, "'kind'"),
+        ({"kind": "Message"}, "kind should be one of"),
+        ({"kind": ["Ping"]}, "kind should be one of"),
+        ({"kind": "ArenaReleased"}, "lacks 'arena'"),
+        ({"kind": "ArenaReleased", "arena": -1}, "arena should be an integer from 0"),
+        ({"kind": "ArenaReleased", "arena": True}, "arena should be of type int"),
+        ({"kind": "ArenaReleased", "arena": 1, "more": 1}, "unknown member 'more'"),
+        ({"kind": "ArenaImages", "images": [{"name": "a", "offset": -1, "num_bytes": 2}]}, "offset"),
+        ({"kind": "UpdateMetrics", "step": 1, "metrics": {"loss": "low"}}, "metrics should be numbers"),
+        ({"kind": "Close", "frees_memory": 1}, "frees_memory should be of type bool"),
+    ],
+)
+def test_a_message_with_a_wrong_member_is_rejected(members: dict[str, object], fault: str):
+    with pytest.raises(Corrupt, match=fault):
+        parse(json.dumps(members).encode())
+
+
+def test_a_message_that_is_too_long_is_rejected():
+    with pytest.raises(Corrupt, match=str(MAX_MESSAGE_BYTES)):
+        parse(b'{"kind":"Ping"}'.ljust(MAX_MESSAGE_BYTES + 1))
+    assert parse(b'{"kind":"Ping"}'.ljust(MAX_MESSAGE_BYTES)) == Ping()

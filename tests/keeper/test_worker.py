@@ -1,0 +1,194 @@
+"""Worker of a keeper under errors of the store: passing ones fail no save, and end no keeper."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
+from holdfast.format import names
+from holdfast.home.commit import refuse
+from holdfast.home.retain import Retention
+from holdfast.keeper import commit_tier, packets, worker
+from holdfast.keeper.commit_tier import PendingSave
+from holdfast.keeper.inbox import StagedSave, TrainerInbox
+from holdfast.keeper.lockfile import KeeperInfo, Lockfile
+from holdfast.keeper.messages import (
+    ArenaLayout,
+    ArenaReleased,
+    Close,
+    DropSave,
+    KeeperMessage,
+    Message,
+    RecordEvent,
+    SaveDurable,
+    SaveFailed,
+    SavePersisted,
+    SubmitSave,
+)
+from holdfast.keeper.worker import Worker
+from holdfast.linux.processes import start_time
+from holdfast.policy import Keep
+from holdfast.store.memory import MemoryStore
+from holdfast.testing import FaultyStore
+from keeper.test_commit import make_config, put_part
+
+
+class RecordingInbox(TrainerInbox):
+    """Inbox that keeps what it would send to the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
+        self.replies: list[Message] = []
+
+    def reply(self, message: KeeperMessage) -> None:
+        self.replies.append(message)
+
+
+MakeWorker = Callable[..., tuple[Worker, FaultyStore, RecordingInbox]]
+
+
+@pytest.fixture
+def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWorker:
+    def make(
+        *, commit_timeout_s: float = 60.0, rank: int = 0, world_size: int = 1
+    ) -> tuple[Worker, FaultyStore, RecordingInbox]:
+        store, inbox, pid = FaultyStore(MemoryStore()), RecordingInbox(), os.getpid()
+        monkeypatch.setattr(worker, "open_store", lambda _: store)
+        lockfile = Lockfile.create(str(tmp_path), KeeperInfo(1, rank, pid, start_time(pid) or 0, busy=True))
+        return Worker(inbox, make_config("home", rank, world_size, commit_timeout_s), lockfile), store, inbox
+
+    return make
+
+
+def check_commit(made: Worker, save: PendingSave, times: int = 1) -> None:
+    """Let a worker check for the commit of a save, whenever the check is due."""
+    made._pending = [save]
+    for _ in range(times):
+        save.next_look_s = 0.0
+        made._commit_ready()
+
+
+def staged(step: int, **changes: Any) -> StagedSave:
+    """A save whose arena has a single byte."""
+    arena_fd = os.memfd_create("arena")
+    os.write(arena_fd, b"x")
+    request = SubmitSave(step, 1, (1,), ArenaLayout(1), to_home=True, **changes)
+    return StagedSave(request, arena_fd, os.open(os.devnull, os.O_RDONLY), time.monotonic())
+
+
+@pytest.mark.parametrize("error", [RetryLater("stale"), Denied("expired")])
+@pytest.mark.parametrize("method", ["list", "put", "get", "size", "sync"])
+def test_a_commit_is_retried_after_a_passing_error(
+    make_worker: MakeWorker, method: str, error: HoldfastError
+) -> None:
+    made, store, inbox = make_worker()
+    put_part(store, 0, world_size=1)
+    store.fail(method, error, times=1, matching="step-")
+    check_commit(made, PendingSave(5, received_s=time.monotonic()), times=3)
+    assert inbox.replies == [SaveDurable(5)]
+    store.clear()
+    assert store.size(names.manifest(5, 1)) is not None
+
+
+def test_a_commit_whose_response_was_lost_is_not_a_failure(make_worker: MakeWorker) -> None:
+    made, store, inbox = make_worker()
+    put_part(store, 0, world_size=1)
+    store.fail("put", RetryLater("connection reset"), matching="manifest", after=True)
+    check_commit(made, PendingSave(5, received_s=time.monotonic()), times=3)
+    assert inbox.replies == [SaveDurable(5)]
+
+
+def test_a_commit_that_fails_for_too_long_is_reported(make_worker: MakeWorker) -> None:
+    made, store, inbox = make_worker(commit_timeout_s=0.0)
+    put_part(store, 0, world_size=1)
+    store.fail("list", RetryLater("stale"), times=None, matching="step-")
+    check_commit(made, PendingSave(5, received_s=time.monotonic() - 1))
+    assert inbox.replies == [SaveFailed(5, "RetryLater", "stale")]
+    assert not made._pending
+
+
+def test_a_bug_fails_one_save_and_not_the_keeper(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, store, inbox = make_worker()
+    put_part(store, 0, world_size=1)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_tier, "commit", broken)
+        check_commit(made, PendingSave(5))
+    (failed,) = inbox.replies
+    assert isinstance(failed, SaveFailed)
+    assert failed.error == "Internal"
+    check_commit(made, PendingSave(5, received_s=time.monotonic()))
+    assert inbox.replies[1:] == [SaveDurable(5)]
+
+
+def test_a_save_that_was_deleted_behind_a_newer_one_is_not_a_failure(make_worker: MakeWorker) -> None:
+    """An earlier keeper had committed it and died; retention has deleted it since."""
+    made, store, inbox = make_worker()
+    store.put(names.manifest(9, 1), b"newer")
+    made._persist(staged(5, is_resent=True))
+    assert inbox.replies == [SavePersisted(5), ArenaReleased(1)]
+    check_commit(made, made._pending[0])
+    assert inbox.replies[2:] == [SaveDurable(5)]
+
+
+def test_a_refused_save_that_was_deleted_behind_a_newer_one_fails(make_worker: MakeWorker) -> None:
+    """Rank 0 has refused it, committed a newer one and deleted it, all between two checks of this rank."""
+    made, store, inbox = make_worker(rank=1, world_size=2)
+    for rank in (0, 1):
+        put_part(store, rank)
+    refuse(store, make_config("home").writer, 5, InvalidInput("Ranks disagree about w", step=5, rank=0))
+    store.put(names.manifest(9, 1), b"newer")
+    assert [one.step for one in Retention(store, Keep(3)).apply((1, 9), (), ())] == [5]
+    assert store.size(names.part(5, 1, 1)) is None
+    check_commit(made, PendingSave(5, received_s=time.monotonic()))
+    assert inbox.replies == [SaveFailed(5, "InvalidInput", "Ranks disagree about w")]
+
+
+def test_a_keeper_retries_to_open_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def open_store(place: str) -> MemoryStore:
+        tries.append(place)
+        if len(tries) < 3:
+            raise RetryLater("input/output error")
+        return MemoryStore()
+
+    monkeypatch.setattr(worker, "open_store", open_store)
+    monkeypatch.setattr(worker, "_OPEN_PAUSE_S", 0.0)
+    assert worker.open_patiently("home", RecordingInbox())
+    assert len(tries) == 3
+
+
+def test_the_oldest_save_is_taken_with_all_other_messages() -> None:
+    """A save that waits behind another does not delay the events that follow it."""
+    ours, theirs = packets.make_pair()
+    inbox = TrainerInbox(theirs, os.getpid())
+    event, drop = RecordEvent("saved", 1, 0.0), DropSave(3, "torn")
+    with ours, theirs, Path(os.devnull).open() as file:
+        fds = file.fileno(), file.fileno()
+        for step in (1, 2):
+            packets.send(ours, SubmitSave(step, step, (1, 2), ArenaLayout(1), to_home=True), fds)
+        for message in (event, drop, Close(frees_memory=True)):
+            packets.send(ours, message)
+        inbox.start()
+        taken = []
+        while (items := inbox.take(None, has_work=False)) is not None:
+            taken += items
+    assert inbox.frees_memory
+    saves = [item for item in taken if isinstance(item, StagedSave)]
+    assert [save.request.step for save in saves] == [1, 2]
+    assert [item for item in taken if item not in saves] == [event, drop]
+    for save in saves:
+        os.close(save.arena_fd)
+        os.close(save.draft_fd)

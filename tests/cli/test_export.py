@@ -88,7 +88,7 @@ def test_invalid_options_are_status_2_with_a_reason(holdfast: Command, home: Pat
         (("--rename", "model.weight=model.head"), "model.head"),
         (("--rename", "model=x", "--to", "torch"), "top-level"),
         (("--step", 7), "7"),
-        (("--rank", 9), "no rank 9"),
+        (("--rank", 9), "rank 9 does not exist"),
         (("--max-shard", "big"), "--max-shard"),
     ):
         result = holdfast("export", home, tmp_path / "out", *words)

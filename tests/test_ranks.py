@@ -40,7 +40,7 @@ def test_any_number_of_ranks_restores_what_another_saved(tmp_path: Path, saving:
     assert len({one["drawn"].tobytes() for one in found}) == restoring, "no two ranks draw the same"
 
 
-def test_ranks_at_different_steps_are_told_so(tmp_path: Path) -> None:
+def test_ranks_at_different_steps_raise(tmp_path: Path) -> None:
     for said in ranks.run_ranks(2, ranks.drift_apart, tmp_path / "home"):
         assert "The ranks are at different steps: the first at 2, the last at 3" in said
 

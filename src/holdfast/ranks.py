@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.format.messages import pack, unpack
 
 _T = TypeVar("_T")
-_PART_TIMEOUT = datetime.timedelta(seconds=30)
+_BARRIER_TIMEOUT = datetime.timedelta(seconds=30)
 _numbers = (
     itertools.count()
 )  # of the Ranks of this process; equal on every rank, since making one is collective
@@ -76,8 +76,8 @@ class RankGroup(ABC):
         """
 
     @abstractmethod
-    def part(self) -> None:
-        """Complete the exchange under way and wait for every rank. Collective."""
+    def barrier_and_close(self) -> None:
+        """Complete the pending exchange, and wait for every rank. Collective."""
 
     @abstractmethod
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
@@ -137,7 +137,7 @@ class RankGroup(ABC):
         """
         return len(set(self.gather(_this_host()))) == 1
 
-    def beside(self, folder: str) -> tuple[int, ...]:
+    def ranks_sharing(self, folder: str) -> tuple[int, ...]:
         """Return the ranks that share `folder` with this one, itself among them: those of this host.
 
         Ranks that name different folders see different bytes, on whatever hosts they are. On several hosts a
@@ -174,7 +174,7 @@ class Ranks(RankGroup):
                 "a checkpoint. Call torch.distributed.init_process_group() before making the Checkpointer."
             )
         if self.world_size > 1:
-            # Ours alone: a collective of ours must never be matched with one of training's.
+            # A group of its own: its collectives must never match those of training.
             group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
             self._group = group
             self._store = distributed_c10d._get_default_store()
@@ -199,7 +199,7 @@ class Ranks(RankGroup):
             padded = mine.ljust(longest, b" ")
             dist.all_gather([_tensor(room) for room in rooms], _tensor(padded), group=self._group)
         except RuntimeError as error:
-            raise self._silent(error) from error
+            raise self._no_answer(error) from error
         return [
             unpack(room[: int(size)], f"rank {rank}")
             for rank, (room, size) in enumerate(zip(rooms, sizes, strict=True))
@@ -223,7 +223,7 @@ class Ranks(RankGroup):
             room = room if self.rank == 0 else bytearray(int(size))
             dist.broadcast(_tensor(room), src=0, group=self._group)
         except RuntimeError as error:
-            raise self._silent(error) from error
+            raise self._no_answer(error) from error
         return unpack(room, "rank 0")
 
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
@@ -246,7 +246,7 @@ class Ranks(RankGroup):
         try:
             work = start()
         except RuntimeError as error:
-            raise self._silent(error) from error
+            raise self._no_answer(error) from error
         assert work is not None
         return work
 
@@ -285,7 +285,7 @@ class Ranks(RankGroup):
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._silent(error) from error
+            raise self._no_answer(error) from error
         highest, lowest, *rest = reduced.tolist()
         if highest != -lowest:
             raise InvalidInput(
@@ -295,7 +295,7 @@ class Ranks(RankGroup):
             )
         return tuple(map(bool, rest[num_numbers:])), tuple(-number for number in rest[:num_numbers])
 
-    def _silent(self, error: RuntimeError) -> RetryLater:
+    def _no_answer(self, error: RuntimeError) -> RetryLater:
         return RetryLater(
             f"Rank {self.rank} could not reach the other {self.world_size - 1} ranks within "
             f"{self._timeout_s:.0f} s: "
@@ -303,12 +303,12 @@ class Ranks(RankGroup):
             rank=self.rank,
         )
 
-    def part(self) -> None:
-        """Complete the exchange under way and wait for every rank.
+    def barrier_and_close(self) -> None:
+        """Complete the pending exchange, and wait for every rank.
 
-        gloo fails a collective that has done its work if the peer's process ends before this one has noticed
-        that it has. So the last meeting is at the store, not in a collective; rank 0, which holds the store,
-        goes last. Ranks that are gone are waited for only shortly.
+        gloo fails a completed collective if the process of a peer ends before this one notices it.
+        So the last barrier uses the store instead of a collective. Rank 0, which serves the store, ends last.
+        Ranks that have died are waited for only shortly.
 
         Ranks: collective.
         Blocks: until every rank has called it, at most 30 s.
@@ -316,14 +316,14 @@ class Ranks(RankGroup):
         if self._group is None:
             return
         self._finish_exchange(0, 0)
-        with contextlib.suppress(dist.DistError):  # a rank that is gone; nothing is left to be lost
+        with contextlib.suppress(dist.DistError):  # a rank has died; nothing is left to be lost
             self._meet("here", range(self.world_size))
             self._meet("gone", range(self.world_size) if self.rank == 0 else ())
 
     def _meet(self, where: str, ranks: Iterable[int]) -> None:
         key = f"holdfast/{self._number}/{where}"
         self._store.set(f"{key}/{self.rank}", "")
-        self._store.wait([f"{key}/{rank}" for rank in ranks], _PART_TIMEOUT)
+        self._store.wait([f"{key}/{rank}" for rank in ranks], _BARRIER_TIMEOUT)
 
 
 def _call(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

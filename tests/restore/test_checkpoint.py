@@ -55,7 +55,7 @@ def test_a_step_and_an_attempt_can_be_asked_for() -> None:
     assert open_checkpoint(store, attempt=1).step == 500
 
 
-def test_what_is_not_there_is_told_with_what_is() -> None:
+def test_a_missing_step_is_named_with_those_that_exist() -> None:
     store = make_store()
     with pytest.raises(NotFound, match=r"step 7\b.*450 \(attempt 2\), 500 \(attempt 1\), 400"):
         open_checkpoint(store, 7)
@@ -69,7 +69,7 @@ def test_a_path_that_does_not_exist_holds_no_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_damaged_manifest_is_passed_over_and_told() -> None:
+def test_a_checkpoint_with_a_damaged_manifest_is_skipped() -> None:
     store = make_store()
     store.put(names.manifest(450, 2), b"{")
     opened = open_checkpoint(store)
@@ -80,7 +80,7 @@ def test_a_damaged_manifest_is_passed_over_and_told() -> None:
         open_checkpoint(store, 450)
 
 
-def test_a_manifest_of_a_newer_format_is_passed_over_and_told() -> None:
+def test_a_checkpoint_of_a_newer_format_is_skipped() -> None:
     store = make_store()
     reseal(store, names.manifest(450, 2), version=2)
     assert open_checkpoint(store).step == 500
@@ -88,7 +88,7 @@ def test_a_manifest_of_a_newer_format_is_passed_over_and_told() -> None:
         open_checkpoint(store, 450)
 
 
-def test_a_damaged_run_document_locks_nobody_out() -> None:
+def test_a_damaged_run_document_does_not_prevent_reading() -> None:
     store = make_store()
     store.put(names.RUN, b"torn")
     assert open_checkpoint(store).step == 450
@@ -137,14 +137,14 @@ def test_a_tensor_that_is_not_there_is_answered_with_close_names() -> None:
         opened.info("?")
 
 
-def test_a_rank_that_is_not_there_is_refused() -> None:
+def test_a_rank_that_does_not_exist_is_refused() -> None:
     opened = open_checkpoint(make_store())
     for ask in (opened.values, opened.tensors):
         with pytest.raises(InvalidInput, match="rank 2 does not exist"):
             ask(2)
 
 
-def test_a_rank_without_its_own_copy_is_told() -> None:
+def test_a_rank_without_its_own_copy_is_named() -> None:
     store = MemoryStore()
     make_checkpoint(store, 1, 1, [{"r": torch.zeros(1)}, {}], per_rank=["r"])
     opened = open_checkpoint(store)

@@ -28,7 +28,7 @@ from making import Region, make_checkpoint, raw_bytes
 
 
 class Recorder(MemoryStore):
-    """Remembers what is asked for."""
+    """Store that records its reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_a_large_column_split_arrives_through_many_chunks() -> None:
 
 
 def test_parts_that_contradict_the_manifest_are_refused() -> None:
-    """A rank that did not save what the manifest says, another box, another dtype."""
+    """A missing tensor, another box, another dtype."""
     store = MemoryStore()
     made = make_checkpoint(store, 1, 1, [{"t": torch.zeros(4)}, {"u": torch.zeros(4)}])
     tensor = made.tensors["t"]
@@ -260,7 +260,7 @@ def test_any_box_of_a_tensor_cut_in_any_way_is_what_slicing_the_whole_gives(
 @settings(max_examples=40)
 @given(cases())
 def test_boxes_of_other_ranks_are_not_even_looked_at(case: tuple[tuple[int, ...], Cut, list[Box]]) -> None:
-    """Parts and data files of ranks that hold nothing of what is wanted are not read."""
+    """Parts and data files of ranks without requested bytes are not read."""
     shape, cut, wanted = case
     store = FaultyStore(MemoryStore())
     made = save_cut(store, random_tensor(torch.float32, shape), cut)

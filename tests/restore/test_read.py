@@ -32,7 +32,7 @@ class Recorder(MemoryStore):
 
 
 class Taker:
-    """A sink that keeps what it is given."""
+    """Sink that keeps the delivered bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.data = bytearray(num_bytes)
@@ -209,7 +209,7 @@ def test_an_error_of_a_sink_or_a_callback_is_raised_too() -> None:
         read(STORE, [Job(PART, wants([(0, 9)]))], on_bytes=broken)
 
 
-def test_a_missing_file_is_told() -> None:
+def test_a_missing_file_is_named() -> None:
     with pytest.raises(NotFound):
         read(MemoryStore(), [Job(PART, wants([(0, 9)]))])
 

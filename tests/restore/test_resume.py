@@ -48,7 +48,7 @@ class Silent(RankGroup):
     ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
         raise AssertionError(f"flags of step {step}")
 
-    def part(self) -> None:
+    def barrier_and_close(self) -> None:
         raise AssertionError("ranks part")
 
 
@@ -116,7 +116,7 @@ class Live:
 
 @dataclass
 class Plan:
-    """What `Live.load` returns."""
+    """Plan that `Live.load` returns."""
 
     live: Live
     step: int
@@ -137,7 +137,7 @@ def restore(
 def on_ranks(
     store: Store, lives: list[Live], source_rank: RankFrom | None = None, *, patience_s: float = 60.0
 ) -> list[Any]:
-    """What each rank's restore returns or raises."""
+    """Return the result or the error of each rank's restore."""
     threads = Threads(len(lives))
 
     def one(rank: int) -> Any:
@@ -236,7 +236,7 @@ HARM: dict[str, tuple[Callable[[MemoryStore], None], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(harm: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(harm: str) -> None:
     store, live = make_store(), empty_live()
     do, reason = HARM[harm]
     do(store)
@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(harm: str) -> None
     assert live.finished == [200]
 
 
-def test_every_reason_is_told_when_several_are_passed_over() -> None:
+def test_each_skipped_checkpoint_has_its_reason() -> None:
     store, live = make_store(), empty_live()
     flip(store, names.data(300, 1, 0))
     store.delete(names.part(200, 1, 0))
@@ -283,7 +283,7 @@ def test_none_good_raises_with_all_reasons_and_never_starts_from_zero() -> None:
     assert live.finished == []
 
 
-def test_a_newer_format_alone_says_upgrade_not_corrupt() -> None:
+def test_checkpoints_of_a_newer_format_alone_raise_unsupported() -> None:
     store = make_store((100,))
     reseal(store, names.manifest(100, 1), version=2)
     with pytest.raises(Unsupported, match="Upgrade"):
@@ -337,7 +337,7 @@ def test_a_commit_that_the_store_never_takes_stops_the_restore() -> None:
     assert by_hand.step == 300
 
 
-def test_a_commit_in_a_home_that_may_only_be_read_is_passed_over() -> None:
+def test_a_save_without_manifest_in_a_read_only_home_is_skipped() -> None:
     store = uncommitted_400()
     store.fail("put", Denied("read-only"), times=None)
     restored = restore(store, empty_live())
@@ -371,7 +371,7 @@ def test_a_passing_error_makes_no_older_checkpoint_the_newest(what: str) -> None
 
 
 @pytest.mark.parametrize("what", FAILING)
-def test_a_lasting_error_stops_the_restore_and_says_how_to_take_an_older_one(what: str) -> None:
+def test_a_lasting_error_stops_the_restore_and_names_the_older_step(what: str) -> None:
     store = FaultyStore(make_store())
     method, name = FAILING[what]
     store.fail(method, RetryLater("stale file handle"), times=None, matching=name)
@@ -416,7 +416,7 @@ def test_a_near_tier_that_cannot_be_read_does_no_harm_where_the_far_one_is_whole
     assert restored.step == 300
 
 
-def test_a_store_that_refuses_access_is_told_at_once() -> None:
+def test_a_store_that_refuses_access_raises_at_once() -> None:
     store = FaultyStore(make_store())
     store.fail("get", Denied("no permission"), matching=names.manifest(300, 1), times=None)
     with pytest.raises(Denied, match="no permission"):
@@ -710,7 +710,7 @@ def test_a_foreign_error_while_finishing_is_raised_on_every_rank() -> None:
     assert isinstance(results[1], KeyError)
 
 
-def test_a_home_that_rank_0_cannot_read_is_told_to_every_rank() -> None:
+def test_a_home_that_rank_0_cannot_read_raises_on_every_rank() -> None:
     store = FaultyStore(two_rank_store())
     store.fail("get", RetryLater("no answer"), matching=names.RUN, times=None)
     results = on_ranks(store, [rank_live(), rank_live()], patience_s=0)

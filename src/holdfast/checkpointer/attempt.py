@@ -194,7 +194,7 @@ class Attempt:
         if compiled is not None:
             bring(compiled, self._ranks, note=self.note, say=self._shared.show)
             warn_of_problems(compiled)
-        return self._ranks.all_here(), self._ranks.beside(self._tiers.local or "")
+        return self._ranks.all_here(), self._ranks.ranks_sharing(self._tiers.local or "")
 
     # -- restore ---------------------------------------------------------------------------------------------
 

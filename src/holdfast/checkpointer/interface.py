@@ -729,7 +729,7 @@ class Checkpointer:
                 self._pipeline.stager.wait()
                 self._attempt.wait(timeout_s)
                 self._attempt.note_end("closed")
-                self._ranks.part()
+                self._ranks.barrier_and_close()
             except BaseException:
                 self._release(timeout_s, goodbye=False)
                 raise

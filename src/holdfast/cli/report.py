@@ -13,7 +13,7 @@ from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.report.headline import headline, headline_numbers
 from holdfast.report.summary import RunSummary, read_summary
-from holdfast.restore.placing import placed_file
+from holdfast.restore.atomic_output import atomic_file
 from holdfast.units import format_bytes
 
 _EXAMPLES = """
@@ -75,7 +75,7 @@ def _write(path: Path, text: str) -> None:
         InvalidInput: the file cannot be written.
     """
     try:
-        with placed_file(path, overwrite=True) as partial:
+        with atomic_file(path, overwrite=True) as partial:
             partial.write_text(text, encoding="utf-8")
     except (InvalidInput, RetryLater) as error:
         raise InvalidInput(f"Cannot write the report to {path}: {error}") from error

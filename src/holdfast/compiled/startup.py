@@ -24,7 +24,7 @@ def bring(
     Ranks: collective.
     Blocks: until every directory has the files of home, at most about two minutes.
     """
-    first = ranks.beside(cache.place)[0]
+    first = ranks.ranks_sharing(cache.place)[0]
     if ranks.rank == first:
         began = time.perf_counter()
         loaded, line = cache.load()
@@ -53,7 +53,7 @@ def begin_sending(cache: CompiledCode, ranks: RankGroup, *, attempt: int) -> Non
 
     Ranks: collective.
     """
-    first = ranks.beside(cache.place)[0]
+    first = ranks.ranks_sharing(cache.place)[0]
     firsts = sorted(set(ranks.gather(first)))
     if ranks.rank == first:
         cache.begin(attempt=attempt, rank=first, turn=firsts.index(first))

@@ -10,7 +10,7 @@ from typing import IO, Any
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.exchange.torch_archive import ArchivedTensor, write_archive
 from holdfast.exchange.torch_export import build_tree
-from holdfast.restore.placing import placed_folder
+from holdfast.restore.atomic_output import atomic_folder
 
 DATA, METADATA = "__0_0.distcp", ".metadata"
 PATTERNS = ("*.distcp", METADATA)
@@ -30,7 +30,7 @@ def write_folder(selection: ExportSelection, folder: Path, *, overwrite: bool) -
 
     stored, tree = build_tree(selection)
     flat, paths = _flatten(tree, flatten_state_dict)
-    with placed_folder(folder, PATTERNS, overwrite=overwrite) as partial:
+    with atomic_folder(folder, PATTERNS, overwrite=overwrite) as partial:
         with (partial / DATA).open("wb") as file:
             ranges = _write_tensors(file, selection, stored)
             metadata = _describe(file, flat, paths, ranges)

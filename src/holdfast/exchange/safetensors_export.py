@@ -10,8 +10,8 @@ from pathlib import Path
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.exchange.prefixes import rename
 from holdfast.format.layout import Piece
+from holdfast.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.restore.export import write_safetensors
-from holdfast.restore.placing import placed_file, placed_folder
 
 INDEX = "model.safetensors.index.json"
 PATTERNS = ("model-*-of-*.safetensors", "model.safetensors", INDEX)
@@ -26,7 +26,7 @@ def write_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> No
         RetryLater: the file could not be written.
     """
     renamed = rename(selection.pieces, selection.rename)
-    with placed_file(path, overwrite=overwrite) as partial:
+    with atomic_file(path, overwrite=overwrite) as partial:
         _write(selection, renamed, partial)
 
 
@@ -45,7 +45,7 @@ def write_folder(selection: ExportSelection, folder: Path, *, max_shard_bytes: i
         RetryLater: the folder could not be written.
     """
     shards = _shards(rename(selection.pieces, selection.rename), selection.pieces, max_shard_bytes)
-    with placed_folder(folder, PATTERNS, overwrite=overwrite) as partial:
+    with atomic_folder(folder, PATTERNS, overwrite=overwrite) as partial:
         if len(shards) == 1:
             _write(selection, shards[0], partial / "model.safetensors")
             return

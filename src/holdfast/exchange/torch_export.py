@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.exchange.torch_archive import ArchivedTensor, write_archive
 from holdfast.exchange.trees import make_plain, rename_top_level, unflatten
-from holdfast.restore.placing import placed_file
+from holdfast.restore.atomic_output import atomic_file
 
 
 def write_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> None:
@@ -21,7 +21,7 @@ def write_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> No
     """
     stored, tree = build_tree(selection)
     stream = selection.stream(list(stored))
-    with placed_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
+    with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
         write_archive(file, tree, stored.values(), lambda one: stream.read(one.num_bytes))
 
 

@@ -15,8 +15,8 @@ from holdfast.home.patience import Patience
 from holdfast.home.recovery import merge_saved, recover_commit
 from holdfast.home.skipped import Skipped
 from holdfast.ranks import raise_first, values_of
+from holdfast.restore.node_local import Holding, NodeLocal, find_holdings, put_together
 from holdfast.restore.request import Request
-from holdfast.restore.scattered import Holding, Scattered, find_holdings, put_together
 from holdfast.store.contract import Store
 
 
@@ -41,15 +41,15 @@ class Candidates:
     survey: Survey
     order: tuple[CheckpointId, ...]  # newest first
     skipped: tuple[Skipped, ...]  # complete but for a manifest that could not be written
-    scattered: Mapping[
-        CheckpointId, Scattered
+    node_local: Mapping[
+        CheckpointId, NodeLocal
     ]  # complete in the local folders of all ranks and home together
     lacking: Mapping[CheckpointId, list[int]]  # ranks whose files no tier has
 
     @property
     def seen(self) -> tuple[CheckpointId, ...]:
         """Everything that could be restored."""
-        return tuple({*self.survey.found, *self.scattered})
+        return tuple({*self.survey.found, *self.node_local})
 
 
 def find_candidates(request: Request, patience: Patience) -> Candidates:
@@ -63,12 +63,12 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
     Ranks: collective.
     """
     survey = _survey(request, patience)
-    scattered: dict[CheckpointId, Scattered] = {}
+    node_local: dict[CheckpointId, NodeLocal] = {}
     lacking: dict[CheckpointId, list[int]] = {}
     if request.own_local is not None:
-        scattered, lacking = _find_scattered(request.own_local, request, survey, patience)
-    order = tuple(sorted({*survey.found, *scattered}, reverse=True))
-    skipped = tuple(Skipped(*row) for row in survey.denied if (row[1], row[0]) not in scattered)
+        node_local, lacking = _find_node_local(request.own_local, request, survey, patience)
+    order = tuple(sorted({*survey.found, *node_local}, reverse=True))
+    skipped = tuple(Skipped(*row) for row in survey.denied if (row[1], row[0]) not in node_local)
     if request.step is not None:
         skipped = tuple(one for one in skipped if one.step == request.step)
         if not skipped and not any(step == request.step for _, step in order):
@@ -79,7 +79,7 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
                 step=request.step,
             )
         order = tuple(one for one in order if one[1] == request.step)
-    return Candidates(survey, order, skipped, scattered, lacking)
+    return Candidates(survey, order, skipped, node_local, lacking)
 
 
 def _survey(request: Request, patience: Patience) -> Survey:
@@ -183,9 +183,9 @@ def _finish_commits(
     return finished
 
 
-def _find_scattered(
+def _find_node_local(
     own_local: Store, request: Request, survey: Survey, patience: Patience
-) -> tuple[dict[CheckpointId, Scattered], dict[CheckpointId, list[int]]]:
+) -> tuple[dict[CheckpointId, NodeLocal], dict[CheckpointId, list[int]]]:
     """Return the checkpoints that all folders and home hold together, and missing ranks of others.
 
     Raises:

@@ -37,7 +37,7 @@ from holdfast.units import parse_duration, plural
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.restore.loading import Loaded
+    from holdfast.restore.live_objects import Loaded
 
 HomeLike = Union[str, "os.PathLike[str]", Store]
 
@@ -253,9 +253,9 @@ class Checkpoint:
         Ranks: not collective; but with FSDP1, whose state dicts are, every rank calls it.
         Blocks: until `target` is filled.
         """
-        from holdfast.restore import loading  # not above: looking at a checkpoint does not need torch
+        from holdfast.restore import live_objects  # not above: looking at a checkpoint does not need torch
 
-        return loading.load_into(
+        return live_objects.load_into(
             self._store,
             self._parts,
             target,

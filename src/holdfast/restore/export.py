@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from holdfast.format.layout import Piece, lay_out
+from holdfast.restore.atomic_output import atomic_file
 from holdfast.restore.parts import Parts
-from holdfast.restore.placing import placed_file
 from holdfast.restore.read import ReadStats
 from holdfast.restore.slabs import read_slabs
 from holdfast.store.contract import Buffer, Store
@@ -74,7 +74,7 @@ def export(
         slabs = read_slabs(store, parts, names, rank, num_threads=num_threads, on_read=reads.append)
         return (slab.view for slab in slabs)
 
-    with placed_file(path, overwrite=overwrite) as partial:
+    with atomic_file(path, overwrite=overwrite) as partial:
         write_safetensors(partial, pieces, feed)
     num_bytes, num_reads = (sum(one.num_bytes for one in reads), sum(one.num_reads for one in reads))
     return ReadStats(num_bytes, num_reads, time.perf_counter() - began)

@@ -15,10 +15,10 @@ from holdfast.home.recovery import merge_in_memory
 from holdfast.ranks import Outcome, values_of
 from holdfast.restore.candidates import Candidates
 from holdfast.restore.fill import plan_fill
+from holdfast.restore.node_local import NodeLocal, assemble, read_texts
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import Job, ReadStats, read
 from holdfast.restore.request import Loading, Request
-from holdfast.restore.scattered import Scattered, assemble, read_texts
 from holdfast.restore.share import Lending, read_shared
 from holdfast.store.contract import Store
 from holdfast.store.tiered import TieredStore
@@ -48,7 +48,7 @@ class Stages:
     def __init__(self, request: Request, found: Candidates, one: CheckpointId, touched: set[str]) -> None:
         self._request, self._found = request, found
         self._attempt, self._step = one
-        self._scattered: Scattered | None = found.scattered.get(one)
+        self._node_local: NodeLocal | None = found.node_local.get(one)
         self._is_whole = one in found.survey.whole
         self._touched = touched
         self._texts: list[Outcome[list[tuple[int, str]]]] = []
@@ -69,26 +69,26 @@ class Stages:
         return self._opened
 
     def exchange_parts(self) -> None:
-        """Send this rank's parts of a scattered checkpoint, and receive those of other ranks.
+        """Send this rank's parts of a node-local checkpoint, and receive those of other ranks.
 
         An error is kept for `look`.
 
         Ranks: collective.
         """
-        scattered, group = self._scattered, self._request.group
-        if scattered is None:
+        node_local, group = self._node_local, self._request.group
+        if node_local is None:
             return
-        own = scattered.sent_by(group.rank)
+        own = node_local.sent_by(group.rank)
         # As pairs: JSON makes texts of the keys of an object.
         self._texts = group.agree(lambda: list(read_texts(self._request.store, own).items()))
 
     def look(self) -> Ancestors:
         """Read the manifest, and return the checkpoint's ancestors."""
         store, step, attempt = self._request.store, self._step, self._attempt
-        if self._scattered is not None:
+        if self._node_local is not None:
             rows = values_of(self._texts, self._request.group.rank, "could not send the parts that it has")
             texts = {rank: text for theirs in rows for rank, text in theirs}
-            store = TieredStore([assemble(self._scattered, texts), *store.copies()])
+            store = TieredStore([assemble(self._node_local, texts), *store.copies()])
         elif self._is_whole:
             made = merge_in_memory(store, step, attempt, self._found.survey.run)
             store = store if made is None else TieredStore([made, *store.copies()])
@@ -99,7 +99,7 @@ class Stages:
     def check(self) -> None:
         """Check that all files exist with their sizes, and read this rank's values."""
         opened = self._open
-        besides = [] if self._scattered is None else [self._scattered.listing]
+        besides = [] if self._node_local is None else [self._node_local.listing]
         check_listed(opened.store, opened.manifest, besides=besides)
         ranks = opened.parts.structures(self._source())
         self._values = [opened.parts.part(rank).values for rank in ranks]
@@ -136,8 +136,8 @@ class Stages:
         request = self._request
         assert self._loading is not None
         self._touched.update(self._loading.targets)
-        if self._scattered is not None:
-            self.stats = self._read_scattered(self._scattered)
+        if self._node_local is not None:
+            self.stats = self._read_node_local(self._node_local)
         elif request.share_reads and request.group.world_size > 1:
             self.stats = read_shared(request.store, self._jobs, request.group, on_bytes=request.on_bytes)
         else:
@@ -145,9 +145,9 @@ class Stages:
                 request.store, self._jobs, num_threads=request.num_threads, on_bytes=request.on_bytes
             )
 
-    def _read_scattered(self, scattered: Scattered) -> ReadStats:
+    def _read_node_local(self, node_local: NodeLocal) -> ReadStats:
         """Read the files in this rank's own tiers, and receive the rest from other ranks."""
-        request, holders = self._request, scattered.holders
+        request, holders = self._request, node_local.holders
         near = [job for job in self._jobs if request.group.rank in holders[job.part.rank]]
         far = [job for job in self._jobs if request.group.rank not in holders[job.part.rank]]
         # First the files that others may need from us: a rank that fails below must not be waited for.

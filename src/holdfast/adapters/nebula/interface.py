@@ -18,7 +18,7 @@ from holdfast.errors import NotFound
 from holdfast.exchange.trees import make_plain
 from holdfast.format.hashes import digest
 from holdfast.privacy import private_folder
-from holdfast.restore.placing import placed_file
+from holdfast.restore.atomic_output import atomic_file
 
 
 def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoint | None:
@@ -89,7 +89,7 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
         for folder in (path.parent.parent.parent, path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
         tree = make_plain(tagged.packed(name, index).tree, torch.Tensor)
-        with placed_file(path, overwrite=True) as partial:
+        with atomic_file(path, overwrite=True) as partial:
             torch.save(tree, partial)
     return str(path)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.documents import decode_dataclass
-from holdfast.restore.placing import placed_file
+from holdfast.restore.atomic_output import atomic_file
 
 _FIRST_LINE = "This is no file of torch.save: the state is in a Holdfast checkpoint.\n"
 _LIMIT_BYTES = 64 << 10
@@ -29,7 +29,7 @@ class Marker:
             InvalidInput: the path is a folder, or its folder does not exist.
             RetryLater: the file could not be written.
         """
-        with placed_file(Path(path), overwrite=True) as partial:
+        with atomic_file(Path(path), overwrite=True) as partial:
             partial.write_text(_FIRST_LINE + json.dumps(asdict(self)) + "\n")
 
     @classmethod

@@ -98,7 +98,7 @@ class StoreRanks(RankGroup):
             raise Unsupported("Ranks that communicate by a store do not exchange values at every step.")
         return flags, numbers
 
-    def part(self) -> None:
+    def barrier_and_close(self) -> None:
         """Do nothing: ranks do not wait for each other at a store."""
 
     def send(self, data: torch.Tensor, to: int) -> dist.Work:

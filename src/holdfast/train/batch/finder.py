@@ -106,7 +106,7 @@ def fit_batch(
         estimate = finder.estimate(step, make_batch, training)
         finder.search(estimate, max_step_s)
         finder.time_steps(timed_steps, max_step_s)
-    ranks.part()
+    ranks.barrier_and_close()
     if ranks.rank == 0 and not quiet:
         _print(result, training, tuned_batch_size or sample_size * ranks.world_size, global_batch_size)
     return result

@@ -12,9 +12,9 @@ import torch
 
 from holdfast.errors import Corrupt, NotFound
 from holdfast.format import names
+from holdfast.restore.node_local import Holding, find_holdings, put_together
 from holdfast.restore.request import Request, Restored
 from holdfast.restore.resume import restore_newest
-from holdfast.restore.scattered import Holding, find_holdings, put_together
 from holdfast.restore.share import OTHER_RANKS, assign_blocks
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
@@ -124,7 +124,7 @@ class Hosts:
 
 
 def test_two_halves_on_two_disks_are_a_checkpoint() -> None:
-    """Each rank wants all of it, and gets from the other what it lacks."""
+    """Each rank loads the whole tensor, and receives the missing half from the other."""
     hosts = Hosts()
     hosts.save(10)
     for one in hosts.check_restores(10):
@@ -146,7 +146,7 @@ def test_what_one_disk_lacks_is_taken_from_home() -> None:
     assert second.sources.keys() == {"memory://home", "memory://b"}
 
 
-def test_the_newest_that_is_complete_wins_and_what_is_not_is_told() -> None:
+def test_the_newest_complete_checkpoint_is_restored_and_newer_ones_are_named() -> None:
     hosts = Hosts()
     hosts.save(10)
     hosts.save(20)
@@ -163,7 +163,7 @@ def test_a_save_that_is_all_in_home_but_for_its_manifest_is_committed_there() ->
     assert hosts.home.size(names.manifest(10, 1)) is not None
 
 
-def test_nothing_that_is_complete_is_a_fresh_start_and_told() -> None:
+def test_without_a_complete_checkpoint_training_starts_afresh_with_a_line() -> None:
     hosts = Hosts()
     hosts.save(10, kept=(1,))
     assert hosts.restore()[1] == [None, None]
@@ -171,7 +171,7 @@ def test_nothing_that_is_complete_is_a_fresh_start_and_told() -> None:
 
 
 def test_damage_on_the_only_copy_falls_back_on_both_ranks() -> None:
-    """The rank that reads it for the other says what is wrong; both go to the step before."""
+    """The rank that reads it for the other sends the error; both restore the step before."""
     hosts = Hosts()
     hosts.save(10)
     hosts.save(20)

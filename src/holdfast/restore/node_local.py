@@ -39,7 +39,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
+class NodeLocal:
     """A checkpoint that is incomplete in home, but complete in several tiers together."""
 
     step: int
@@ -94,7 +94,7 @@ def find_holdings(
 
 def put_together(
     local: Sequence[Iterable[Holding]], in_home: Iterable[Holding]
-) -> tuple[list[Scattered], dict[CheckpointId, list[int]]]:
+) -> tuple[list[NodeLocal], dict[CheckpointId, list[int]]]:
     """Return the checkpoints that all places hold together, and the missing ranks of others.
 
     Pure, so that every rank computes the same.
@@ -118,7 +118,7 @@ def put_together(
     for rank, files in enumerate(local):
         for file in files:
             add(file, (rank,))
-    complete: list[Scattered] = []
+    complete: list[NodeLocal] = []
     lacking: dict[CheckpointId, list[int]] = {}
     for one, by_rank in copies.items():
         world_size = max(file.world_size for found in by_rank.values() for file in found)
@@ -129,7 +129,7 @@ def put_together(
         # No file is written twice with other bytes. If it were, the copy that most ranks can read is used.
         chosen = [max(by_rank[rank].items(), key=lambda copy: len(copy[1])) for rank in range(world_size)]
         holders = {file.rank: tuple(sorted(set(ranks))) for file, ranks in chosen}
-        complete.append(Scattered(one[1], one[0], tuple(file for file, _ in chosen), holders))
+        complete.append(NodeLocal(one[1], one[0], tuple(file for file, _ in chosen), holders))
     return complete, lacking
 
 
@@ -163,8 +163,8 @@ def _text(name: str, file: Holding, copy: Store) -> bytes:
     return text
 
 
-def assemble(found: Scattered, texts: Mapping[int, str]) -> MemoryStore:
-    """Return the documents of a scattered checkpoint in memory, with the manifest of its commit.
+def assemble(found: NodeLocal, texts: Mapping[int, str]) -> MemoryStore:
+    """Return the documents of a node-local checkpoint in memory, with the manifest of its commit.
 
     Pure but for the store that it makes: every rank makes the same manifest.
 

@@ -17,7 +17,7 @@ _NAME_CHARS = 50  # of at most four bytes each, so that a suffix fits behind a l
 
 
 @contextlib.contextmanager
-def placed_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterator[Path]:
+def atomic_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterator[Path]:
     """Yield the path of a new file to write to. It is renamed to `path` at the end, durably.
 
     Its name until then is random and new, so that a link that another user has left is never followed.
@@ -50,7 +50,7 @@ def placed_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterat
 
 
 @contextlib.contextmanager
-def placed_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
+def atomic_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
     """Yield a folder to write into. Its files are moved to `path` at the end, durably.
 
     Files in `path` that match none of the patterns are left alone: a tokenizer, a model card.

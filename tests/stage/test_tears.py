@@ -113,7 +113,6 @@ def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
 def test_the_means_by_which_tears_are_found_is_visible(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     refusal: str | None,
     means: str,
@@ -125,11 +124,16 @@ def test_the_means_by_which_tears_are_found_is_visible(
         monkeypatch.setattr(watch, "WriteTracker", refuse)
     elif watch.Watcher().refusal is not None:
         pytest.skip("this kernel keeps no record of writes")
-    caplog.set_level(logging.INFO, "holdfast.checkpointer")
-    with make_checkpointer(tmp_path / "home", {"model": make_model()}) as ckpt:
-        ckpt.save(1)
-        ckpt.save(2)
-    assert [means in line and (refusal or "") in line for line in caplog.messages] == [True]
+    logger = logging.getLogger("holdfast.checkpointer")
+    logger.setLevel(logging.DEBUG)
+    try:
+        with make_checkpointer(tmp_path / "home", {"model": make_model()}) as ckpt:
+            ckpt.save(1)
+            ckpt.save(2)
+    finally:
+        logger.setLevel(logging.NOTSET)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "torn copies" in line]
+    assert [means in line and (refusal or "") in line for line in lines] == [True]
     events = [json.loads(line) for line in history_of(tmp_path / "home")]
     details = [event["detail"] for event in events if event["event"] == "tear-check"]
     assert len(details) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,9 +19,10 @@ import xxhash
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.home.patience import LIMIT_S, Patience
+from holdfast.log import get_logger
 from holdfast.store.local import LocalStore
 
-logger = logging.getLogger(__name__)
+logger = get_logger("adapters")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _BLOCK_BYTES = 8 << 20

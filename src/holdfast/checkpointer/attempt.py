@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.home.skipped import Skipped
 from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
+from holdfast.log import get_logger
 from holdfast.policy import Keep
 from holdfast.ranks import RankGroup
 from holdfast.restore.request import Request, Restored
@@ -34,7 +34,7 @@ from holdfast.restore.resume import restore_newest
 from holdfast.state import Load
 from holdfast.units import format_duration
 
-_log = logging.getLogger(__name__)
+_log = get_logger("checkpointer")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
 
 
@@ -368,7 +368,9 @@ class Attempt:
             return
         self._guarantee = guarantee
         keeper.record("tear-check", step=None, detail=guarantee)
-        _log.info("rank %d of %s: torn copies are found by %s", self._ranks.rank, self._tiers.home, guarantee)
+        _log.debug(
+            "rank %d of %s: torn copies are found by %s", self._ranks.rank, self._tiers.home, guarantee
+        )
 
     def _on_durable(self, save: Save) -> None:
         self.report_progress(save.step)

@@ -48,6 +48,7 @@ from holdfast.errors import (
     SaveWarning,
 )
 from holdfast.keeper import Save
+from holdfast.log import get_logger
 from holdfast.notice import NoticeWatcher
 from holdfast.policy import Every, Keep, single_policies
 from holdfast.process_exit import hard_exit, hard_exit_at_exit
@@ -56,6 +57,8 @@ from holdfast.restore.request import Restored
 from holdfast.state import State, stepping
 from holdfast.state.review import refuse_snapshots
 from holdfast.units import Duration, format_bytes, format_duration, parse_step, parse_timeout, plural
+
+_log = get_logger("checkpointer")
 
 
 class Checkpointer:
@@ -774,7 +777,6 @@ class Checkpointer:
             )
 
     def _show(self, text: str) -> None:
-        """Print a line on rank 0, unless `quiet`."""
+        """Log a line on rank 0, unless `quiet`."""
         if self._ranks.rank == 0 and not self._quiet:
-            sys.stderr.write(f"holdfast: {text}\n")
-            sys.stderr.flush()
+            _log.info(text)

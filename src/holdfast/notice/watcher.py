@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterable
 
 from holdfast import backoff
+from holdfast.log import get_logger
 from holdfast.notice.cloud import Cloud
 from holdfast.notice.file import read_notice
 from holdfast.notice.metadata import Unreachable
 from holdfast.notice.preemption import Notice
 from holdfast.notice.signals import SignalRecorder
 from holdfast.notice.sources import parse_sources
+
+_log = get_logger("notice")
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0
 """Longest pause before a service that does not answer is polled again."""
@@ -107,7 +109,7 @@ class NoticeWatcher:
                 num_failures += 1
                 pause_s = backoff.doubled(num_failures, _FIRST_PAUSE_S, _MAX_PAUSE_S)
                 if num_failures == 5:  # not at once: a service may be slow to come up with its machine
-                    sys.stderr.write(f"holdfast: cannot reach {cloud.name} for preemption notices: {error}\n")
+                    _log.warning("cannot reach %s for preemption notices: %s", cloud.name, error)
                 notice = None
             if notice is not None and notice.is_final:
                 self._notice = self._notice or notice

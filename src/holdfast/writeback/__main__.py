@@ -11,10 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.log import get_logger, write_times
 from holdfast.writeback.config import UploaderConfig, parse_config
-from holdfast.writeback.log import log
 from holdfast.writeback.mount import create_folder, resolve_place
 from holdfast.writeback.uploader import Uploader, ignore_signals
+
+_log = get_logger("writeback")
 
 _NICENESS = 5  # the job has priority
 
@@ -25,6 +27,7 @@ def main() -> int:
     Returns:
         0 if all files were uploaded, 1 if not, 2 if the uploader could not start.
     """
+    write_times()
     parser = argparse.ArgumentParser(
         prog="python -m holdfast.writeback",
         description="Upload the files of a directory in the order in which they are closed. "
@@ -48,7 +51,7 @@ def main() -> int:
         uploader.prepare()
     except HoldfastError as error:
         _send_result(args.ready, json.dumps({"kind": error.kind, "message": str(error)}))
-        log(str(error))
+        _log.error(error)
         return 2
     _send_result(args.ready, "ready\n")
     return 0 if uploader.run() else 1

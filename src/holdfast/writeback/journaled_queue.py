@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import RetryLater
+from holdfast.log import get_logger
 from holdfast.writeback.journal import Journal
-from holdfast.writeback.log import log
 from holdfast.writeback.upload_queue import Upload, UploadQueue, Writes
+
+_log = get_logger("writeback")
 
 _PAUSE_S = 1.0
 
@@ -39,7 +41,7 @@ class JournaledQueue:
                     self.journal.write(writes)
                     break
                 except RetryLater as error:
-                    log(f"{error} Trying again.")
+                    _log.warning("%s Trying again.", error)
                     time.sleep(_PAUSE_S)
             self.changed.notify_all()
 
@@ -61,10 +63,10 @@ class JournaledQueue:
         if trouble == self._trouble:
             return
         if trouble:
-            log(trouble)
+            _log.warning(trouble)
         try:
             self.journal.set(trouble=trouble, trouble_unix_s=str(time.time()))
         except RetryLater as error:
-            log(str(error))
+            _log.error(error)
             return
         self._trouble = trouble

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.log import get_logger
 from holdfast.store import ObjectInfo, Store
 from holdfast.units import plural
 from holdfast.writeback.config import UploaderConfig
@@ -14,10 +15,11 @@ from holdfast.writeback.download import Download
 from holdfast.writeback.files import Fingerprint, ScannedFile, scan
 from holdfast.writeback.journal import FOLDER
 from holdfast.writeback.journaled_queue import JournaledQueue
-from holdfast.writeback.log import log
 from holdfast.writeback.ownership import check_newest_attempt, newest_attempt
 from holdfast.writeback.upload_queue import JournalWrite, UploadQueue, Writes
 from holdfast.writeback.versions import KeptVersions
+
+_log = get_logger("writeback")
 
 ASIDE = "set-aside"
 """Folder for local files that newer ones of the bucket replaced. Nothing deletes them."""
@@ -133,4 +135,6 @@ def _set_aside(root: Path, names: Collection[str]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             (root / name).rename(target)
-    log(f"{plural(len(names), 'file')} of {root} had newer versions in the bucket, and moved to {folder}")
+    _log.info(
+        f"{plural(len(names), 'file')} of {root} had newer versions in the bucket, and moved to {folder}"
+    )

@@ -15,6 +15,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.linux.locks import try_flock
+from holdfast.log import get_logger
 from holdfast.store import open_store
 from holdfast.writeback.config import UploaderConfig
 from holdfast.writeback.files import (
@@ -38,13 +39,14 @@ from holdfast.writeback.inotify import (
 )
 from holdfast.writeback.journal import FOLDER, Journal
 from holdfast.writeback.journaled_queue import JournaledQueue
-from holdfast.writeback.log import log
 from holdfast.writeback.ownership import record_attempt
 from holdfast.writeback.reconciliation import reconcile
 from holdfast.writeback.sender import Sender
 from holdfast.writeback.status import ALIVE, ENDED, FAILED, FENCED, LOCK, STARTING
 from holdfast.writeback.upload_queue import COPY, REJECTED, Problem, UploadQueue, Version, Writes
 from holdfast.writeback.versions import KeptVersions
+
+_log = get_logger("writeback")
 
 HOLDERS_FIFO, LIFECYCLE_LOCK = "holders", "door"
 """FIFO whose writers keep the uploader alive, and lock under which uploaders start and exit."""
@@ -130,7 +132,7 @@ class Uploader:
         return is_drained
 
     def _end(self, state: str, why: str) -> bool:
-        log(why)
+        _log.error(why)
         with suppress(HoldfastError):  # without the directory, the journal is gone too
             self._journal.set(state=state, trouble=why, trouble_unix_s=str(time.time()))
         return False
@@ -231,7 +233,7 @@ class Uploader:
 
     def _handle(self, event: FileEvent) -> None:
         if event.kind == LOST:
-            log("file events were lost, scanning all files")
+            _log.info("file events were lost, scanning all files")
             self._scan_all()
         elif event.is_directory:
             self._handle_directory(event)

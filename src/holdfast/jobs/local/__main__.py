@@ -15,7 +15,9 @@ def main() -> None:
     os.chdir("/")  # do not keep any directory busy
     locks.keep_inherited()
     from holdfast.jobs.local.controller import supervise
+    from holdfast.log import write_times
 
+    write_times()
     supervise(folder.parents[1], int(folder.name))
 
 

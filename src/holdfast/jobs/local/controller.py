@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -37,6 +36,9 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
 from holdfast.linux.processes import adopt_orphans
 from holdfast.linux.wakeup_pipe import WakeupPipe
+from holdfast.log import get_logger
+
+_log = get_logger("jobs")
 
 _UNKNOWN_S = 0.05
 """Interval for checking a node whose agent is running but has not written its pid."""
@@ -54,7 +56,7 @@ def supervise(state: Path, number: int) -> None:
             _supervise(records, job_folder(state, number), number)
     except RetryLater as error:
         # The records or a disk failed. Running nodes continue, and the next command starts a new controller.
-        sys.stderr.write(f"{time.strftime('%F %T')} job {number}: controller stopped: {error}\n")
+        _log.error("job %s: controller stopped: %s", number, error)
 
 
 def _supervise(records: Records, folder: JobFolder, number: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
-import sys
 import time
 from collections.abc import Iterator
 
@@ -25,6 +24,9 @@ from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
 from holdfast.linux.files import write_atomic
+from holdfast.log import get_logger
+
+_log = get_logger("jobs")
 
 
 class SkyEngine(RecordedEngine):
@@ -51,7 +53,7 @@ class SkyEngine(RecordedEngine):
     @override
     def submit(self, task: Task) -> Job:
         self.check(task)
-        sys.stderr.write(f"holdfast: submitting the job to {commands.version()}; this may take minutes\n")
+        _log.info("submitting the job to %s; this may take minutes", commands.version())
         now_s = time.time()
         spec = JobSpec(
             task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []

@@ -31,7 +31,9 @@ def main() -> int:
         run_node(JobFolder(folder), int(sys.argv[3]), sys.argv[4].split(","))
         return 0
     from holdfast.jobs.slurm.controller import supervise
+    from holdfast.log import write_times
 
+    write_times()
     return supervise(JobFolder(folder))
 
 

@@ -52,6 +52,9 @@ from holdfast.jobs.state_machine import (
 )
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
+from holdfast.log import get_logger
+
+_log = get_logger("jobs")
 
 _POLL_S = 1.0
 """Interval for checking requests: a file on a shared file system wakes no process."""
@@ -227,7 +230,7 @@ class SlurmController(Controller):
         if isinstance(message, NodeEnded):
             return NodeExited(attempt, message.node, message.outcome())
         if not isinstance(message, RunnerStarted):
-            sys.stderr.write(f"unexpected message: {message}\n")
+            _log.warning("unexpected message: %s", message)
         return None
 
     def _end_attempt(self) -> Iterator[JobEvent]:
@@ -357,7 +360,7 @@ def _with_retries(call: Callable[[], _T]) -> _T:
         try:
             return call()
         except RetryLater as error:
-            sys.stderr.write(f"{time.strftime('%F %T')} retrying in {_RETRY_S:.0f} s: {error}\n")
+            _log.warning("retrying in %.0f s: %s", _RETRY_S, error)
             time.sleep(_RETRY_S)
     return call()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
+from holdfast.log import get_logger
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
 from holdfast.train.batch.estimate import estimate_peak
@@ -23,6 +23,8 @@ from holdfast.train.batch.search import Search
 from holdfast.train.batch.snapshot import Snapshot
 from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes
 from holdfast.units import format_bytes, parse_bytes, parse_duration, plural
+
+_log = get_logger("train")
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _RANKS_TIMEOUT_S = 3600.0
@@ -327,5 +329,5 @@ def _print(
                     f"if {kind}'s learning rate {rate:.3g} was tuned for a global batch of "
                     f"{tuned_batch_size}, try for {batch_size} (not changed):\n{rules}"
                 )
-    sys.stderr.write("".join(f"holdfast: {line}\n" for text in lines for line in text.splitlines()))
-    sys.stderr.flush()
+    for line in "\n".join(lines).splitlines():
+        _log.info(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Literal, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import Internal, InvalidInput, Unsupported
+from holdfast.log import get_logger
 from holdfast.train.sharding.blocks import Blocks, WrapPolicy, find_blocks
 from holdfast.train.sharding.inspection import describe
 from holdfast.train.sharding.mesh_layout import MeshLayout, make_mesh_layout
@@ -24,6 +24,8 @@ from holdfast.train.sharding.weights import (
     digest_model,
     materialize,
 )
+
+_log = get_logger("train")
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _DTYPES = {
@@ -186,6 +188,4 @@ def _print(model: nn.Module, blocks: Blocks, loaded: str | None) -> None:
         lines.append(f"  in the unit of the whole model, due to shared parameters: {', '.join(blocks.left)}")
     if loaded:
         lines.append(f"  {loaded}")
-    text = "\n".join(lines)
-    sys.stderr.write(f"holdfast: {text}\n")
-    sys.stderr.flush()
+    _log.info("\n".join(lines))

@@ -1,0 +1,58 @@
+"""Logging of the package: plain lines on stderr, unless the application has configured logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_PACKAGE = "holdfast"
+_PLAIN = logging.Formatter("holdfast: %(message)s")
+_TIMED = logging.Formatter("%(asctime)s holdfast: %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+class DefaultHandler(logging.Handler):
+    """Handler that writes a record to stderr, unless another handler receives it too.
+
+    Other handlers are looked for with each record, so logging may be configured at any time.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, if no other handler receives it."""
+        if self._is_handled_elsewhere(record.name):
+            return
+        try:
+            sys.stderr.write(self.format(record) + "\n")  # looked up now: a test or a notebook may replace it
+            sys.stderr.flush()
+        except Exception:  # noqa: BLE001 - as in all handlers: a lost line must not end a training
+            self.handleError(record)
+
+    def _is_handled_elsewhere(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
+def get_logger(room: str) -> logging.Logger:
+    """Return the logger of a room of the package, such as "checkpointer"."""
+    return logging.getLogger(f"{_PACKAGE}.{room}")
+
+
+def write_times() -> None:
+    """Begin each line with the time, in a process whose stderr is a log file."""
+    _default.setFormatter(_TIMED)
+
+
+def _install(handler: DefaultHandler) -> None:
+    """Add the handler to the logger of the package, and enable the level INFO unless a level is set."""
+    handler.setFormatter(_PLAIN)
+    logger = logging.getLogger(_PACKAGE)
+    logger.addHandler(handler)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+_default = DefaultHandler()
+_install(_default)

@@ -30,10 +30,10 @@ def stderr_of(code: str) -> list[str]:
         ("logging.getLogger('holdfast.notice').setLevel(logging.ERROR)\n", ["holdfast: restored step 5"]),
         ("logging.getLogger('holdfast').addHandler(logging.NullHandler())\n", []),
         (
-            "logging.basicConfig(format='%(levelname)s %(name)s|%(message)s')\n",
+            "logging.basicConfig(format='%(levelname)s %(name)s - %(message)s')\n",
             [
-                "INFO holdfast.checkpointer: restored step 5",
-                "WARNING holdfast.notice: cannot reach the cloud",
+                "INFO holdfast.checkpointer - restored step 5",
+                "WARNING holdfast.notice - cannot reach the cloud",
             ],
         ),
         (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import statistics
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -264,13 +263,13 @@ class Meter:
         if not in_flight:
             self._idle.append(seconds)
         elif self._idle:
-            self._slowed_s += seconds - statistics.median(self._idle)
+            self._slowed_s += seconds - _median(self._idle)
 
     def saved(self, *, blocked_s: float, durable_s: float) -> None:
         """Add a durable save; the time that steps have lost since the last one is its cost."""
         self._costs.append(max(0.0, blocked_s + self._slowed_s))
         self._slowed_s = 0.0
-        self.save_cost_s = statistics.median(self._costs)
+        self.save_cost_s = _median(self._costs)
         self.durable_s = durable_s
 
 
@@ -313,3 +312,10 @@ class Overdue:
             return None
         self._factor *= 2
         return now_s - self._succeeded_s
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the median of some values."""
+    from statistics import median  # slow, and most processes that use policies never need it
+
+    return median(values)

@@ -77,7 +77,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
     args = parser.parse_args(words)
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")

@@ -103,7 +103,7 @@ def _serve(rank: int, world_size: int, store: str, end: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which close the pipe
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # advice on fast redistribution
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # no advice on fast redistribution
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if world_size > 1:

@@ -178,7 +178,7 @@ def run(world_size: int, body: Callable[..., None], folder: Path, *args: Any) ->
 def _rank(rank: int, world_size: int, body: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    logging.disable(logging.WARNING)  # advice on fast redistribution
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # no advice on fast redistribution
     torch.set_num_threads(1)
     store = FileStore(str(folder / f"store-{world_size}-{body.__name__}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -6,11 +6,8 @@ import os
 import re
 import threading
 from pathlib import Path
-from urllib.parse import unquote
 
 from holdfast.errors import InvalidInput
-from holdfast.store.address import SCHEMES, hide_secrets
-from holdfast.store.bucket import ObjectStore
 from holdfast.store.contract import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -83,7 +80,12 @@ def _open_url(scheme: str, rest: str, url: str) -> Store:
             raise InvalidInput(f"{url!r} needs a name, such as memory://test.")
         with _shared_lock:
             return _shared.setdefault(rest, MemoryStore(rest))
+    # Slow, so imported only for the URL of a bucket.
+    from holdfast.store.address import SCHEMES, hide_secrets
+
     if scheme in SCHEMES:
+        from holdfast.store.bucket import ObjectStore
+
         return ObjectStore(url)
     shown = hide_secrets(url)
     if scheme in _S3_COMPATIBLE:
@@ -95,6 +97,8 @@ def _open_url(scheme: str, rest: str, url: str) -> Store:
 
 
 def _open_file_url(rest: str, url: str) -> LocalStore:
+    from urllib.parse import unquote  # slow
+
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash or not path:
         raise InvalidInput(f"{url!r} is not a file URL of this host. Write file:///ABSOLUTE/PATH.")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -525,7 +524,7 @@ def _link(source_fd: int, source: str, folder_fd: int, last: str, target: Path, 
 
 
 def _unfinished() -> str:
-    return f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
+    return f"{UNFINISHED}{os.getpid()}-{os.urandom(8).hex()}"
 
 
 def _folder_of(name: str) -> str:

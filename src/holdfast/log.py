@@ -46,7 +46,7 @@ def write_times() -> None:
 
 
 def _install(handler: DefaultHandler) -> None:
-    """Add the handler to the logger of the package, and enable the level INFO unless a level is set."""
+    """Add the handler to the logger of the package. Its level becomes INFO, unless one is set."""
     handler.setFormatter(_PLAIN)
     logger = logging.getLogger(_PACKAGE)
     logger.addHandler(handler)

@@ -30,7 +30,7 @@ from holdfast.home.documents import read_manifest
 from holdfast.home.writer import WriterId
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.parts import Parts
-from holdfast.stage import Plan
+from holdfast.stage import SavePlan
 from holdfast.state import CapturedState, Sharding, Target, catalog_of
 from holdfast.state.sharding import ShardLayout
 from holdfast.state.tensor_table import StateStructure
@@ -78,10 +78,10 @@ def captured(kind: str, world_size: int, rank: int) -> CapturedState:
     return CapturedState(tensors, shardings, none, frozenset(shardings), none, {}, {}, structure)
 
 
-def plan_save(state: CapturedState, rank: int) -> tuple[Catalog, Plan]:
+def plan_save(state: CapturedState, rank: int) -> tuple[Catalog, SavePlan]:
     """What a rank does once for a structure, before its first save."""
     catalog = catalog_of(state)
-    plan = Plan.make(state.tensors, catalog=catalog, per_rank=(), owned=state.owned, rank=rank)
+    plan = SavePlan.make(state.tensors, catalog=catalog, per_rank=(), owned=state.owned, rank=rank)
     return catalog, plan
 
 

@@ -20,7 +20,6 @@ NOT_YET = {
     "format",
     "privacy",
     "rawbytes",
-    "stage",
 }
 
 RULES = {

@@ -118,7 +118,7 @@ def test_what_goes_wrong_in_preparation_does_not_block_acquire(monkeypatch: pyte
     arenas = Arenas(64 * MIB)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     arenas.prepare(8 * MIB, then=lambda _: None)
-    with pytest.raises(RetryLater, match=r"no 8\.4 MB of memory"):
+    with pytest.raises(RetryLater, match=r"does not have 8\.4 MB of memory"):
         arenas.wait_prepared()
     assert get(arenas, 8 * MIB).number == 2
     arenas.close()

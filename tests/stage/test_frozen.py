@@ -11,7 +11,7 @@ import torch
 from holdfast.format.catalog import Catalog, Tensor
 from holdfast.format.cuts import whole
 from holdfast.format.layout import parse_header
-from holdfast.stage import Arena, Plan, Stager, stager, watch
+from holdfast.stage import Arena, SavePlan, Stager, stager, watch
 from holdfast.stage.stager import Staging
 from stage.training import WAIT_S, CopyGate
 
@@ -28,15 +28,15 @@ class Saves:
     stager: Stager = field(default_factory=Stager)
     at_once: list[set[str]] = field(default_factory=list)
 
-    def plan(self) -> Plan:
+    def plan(self) -> SavePlan:
         """An optimizer owns w; base and head are frozen; plain is neither."""
         rows = {
             name: Tensor("F32", tuple(tensor.shape), whole(0), (0,), name in FROZEN)
             for name, tensor in self.tensors.items()
         }
-        return Plan.make(self.tensors, catalog=Catalog(rows, {}), per_rank=(), owned=OWNED, rank=0)
+        return SavePlan.make(self.tensors, catalog=Catalog(rows, {}), per_rank=(), owned=OWNED, rank=0)
 
-    def stage(self, plan: Plan, gate: CopyGate | None = None) -> tuple[Staging, dict[str, torch.Tensor]]:
+    def stage(self, plan: SavePlan, gate: CopyGate | None = None) -> tuple[Staging, dict[str, torch.Tensor]]:
         """Stage, and read back what the arena holds then; with a gate, note what came before it opened."""
         arena = Arena(1, plan.arena_bytes)
         for view in plan.views(arena):

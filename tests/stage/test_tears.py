@@ -106,7 +106,7 @@ def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
         (None, "the kernel's record of written pages"),
         (
             "Operation not permitted",
-            "copying everything before save() returns, as the kernel keeps no record",
+            "copying everything before save() returns, as the kernel does not record",
         ),
     ],
 )
@@ -174,19 +174,19 @@ def test_a_save_beside_a_thread_that_steps_is_refused(tmp_path: Path) -> None:
 
 def test_tensors_that_were_torn_are_copied_at_once_for_longer_each_time() -> None:
     repeats = Repeats()
-    repeats.note_torn(["a"])
+    repeats.record_torn(["a"])
     assert "a" in repeats
     assert "b" not in repeats
     for _ in range(8):
         assert repeats
-        repeats.note_saved()
+        repeats.record_saved()
     assert "a" not in repeats
-    repeats.note_torn(["a"])
-    repeats.note_torn(["b"])
+    repeats.record_torn(["a"])
+    repeats.record_torn(["b"])
     assert "c" in repeats, "torn again meanwhile: nothing is copied in the background any more"
     for _ in range(32):
         assert "c" in repeats
-        repeats.note_saved()
+        repeats.record_saved()
     assert not repeats
 
 

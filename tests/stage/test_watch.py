@@ -33,7 +33,7 @@ def written(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Return the tensors written while they were watched, and copies made after the write."""
     large = [i for i, tensor in enumerate(tensors) if tensor.nbytes >= LARGE_BYTES]
-    watcher.look_at(tensors, large)
+    watcher.locate(tensors, large)
     watch = watcher.start({i: tensors[i] for i in large})
     assert set(watch.tensors) == set(large)
     write()
@@ -75,7 +75,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 def test_every_write_is_found_and_only_where_it_was(watcher: Watcher, name: str, is_huge: bool) -> None:
     tensors = [torch.ones(SIZE) for _ in range(3)]
     if is_huge:
-        watcher.look_at(tensors, [0, 1, 2])
+        watcher.locate(tensors, [0, 1, 2])
         watcher.use_huge_pages(dict(enumerate(tensors)), until=lambda: False)
     assert written(watcher, tensors, lambda: WRITES[name](tensors[1]))[0] == [1]
     assert written(watcher, tensors, lambda: None)[0] == []
@@ -115,7 +115,7 @@ def test_shared_memory_is_not_watched_but_known(watcher: Watcher, tmp_path: Path
         torch.ones(10).share_memory_(),
         torch.ones(10),
     ]
-    watcher.look_at(tensors, [0, 1, 2])
+    watcher.locate(tensors, [0, 1, 2])
     assert watcher.shared == {0, 1, 3}
     watch = watcher.start({i: tensors[i] for i in range(3)})
     assert set(watch.tensors) == {2}
@@ -125,10 +125,10 @@ def test_shared_memory_is_not_watched_but_known(watcher: Watcher, tmp_path: Path
 
 def test_memory_that_is_shared_after_a_save_is_known_too(watcher: Watcher) -> None:
     tensors = [torch.ones(SIZE), torch.ones(SIZE)]
-    watcher.look_at(tensors, [0, 1])
+    watcher.locate(tensors, [0, 1])
     assert not watcher.shared
     tensors[1].share_memory_()  # the same object, in other memory
-    watcher.look_at(tensors, [0, 1])
+    watcher.locate(tensors, [0, 1])
     assert watcher.shared == {1}
     assert set(watcher.start(dict(enumerate(tensors))).tensors) == {0}
 
@@ -137,7 +137,7 @@ def test_neighbours_on_the_heap_may_be_written(watcher: Watcher) -> None:
     """Two watches over tensors that take turns in memory, with small tensors between them, are apart."""
     tensors = [torch.ones(20_000 if i % 2 else 50) for i in range(64)]
     large = list(range(1, 64, 2))
-    watcher.look_at(tensors, large)
+    watcher.locate(tensors, large)
     first = watcher.start({i: tensors[i] for i in large[::2]})
     second = watcher.start({i: tensors[i] for i in large[1::2]})
     for i in range(0, 64, 2):

@@ -13,7 +13,7 @@ from typing import Any, Protocol, SupportsFloat
 from holdfast.checkpointer.save_metrics import SaveMetrics
 from holdfast.errors import InvalidInput
 from holdfast.format.run import encode_metric
-from holdfast.stage import Coming, take
+from holdfast.stage import PendingScalar, copy_scalar
 
 PERIOD_S = 2.0
 """Longest time between two batches. A save sends everything that was recorded before it."""
@@ -57,7 +57,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.num_done = 0
-        self._rows: deque[tuple[int, int, dict[str, float | Coming]]] = deque()  # step, step of its save
+        self._rows: deque[tuple[int, int, dict[str, float | PendingScalar]]] = deque()  # step, save's step
         self._saves = SaveMetrics()
         self._names: set[str] = set()
         self._num_recorded = 0
@@ -96,7 +96,7 @@ class Metrics:
         Raises:
             InvalidInput: a value is not a number, a name is not valid, or there are too many.
         """
-        numbers = {name: take(value, name) for name, value in values.items() if self._check_name(name)}
+        numbers = {name: copy_scalar(value, name) for name, value in values.items() if self._check_name(name)}
         stride = 10 ** (self._num_recorded // THIN_AFTER)
         if not numbers or step % stride:
             return
@@ -160,15 +160,15 @@ class Metrics:
         return found
 
 
-def _has_arrived(value: float | Coming) -> bool:
+def _has_arrived(value: float | PendingScalar) -> bool:
     try:
-        return not isinstance(value, Coming) or value.is_here
+        return not isinstance(value, PendingScalar) or value.is_ready
     except RuntimeError:
         return True  # its device has failed, so it never arrives
 
 
-def _read(value: float | Coming) -> float:
-    if not isinstance(value, Coming):
+def _read(value: float | PendingScalar) -> float:
+    if not isinstance(value, PendingScalar):
         return value
     try:
         return value.read()

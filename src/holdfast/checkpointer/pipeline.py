@@ -14,7 +14,7 @@ from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
 from holdfast.keeper import ArenaLayout, Keeper, Save
 from holdfast.ranks import RankGroup
-from holdfast.stage import Arena, Arenas, Plan, Stager, Staging
+from holdfast.stage import Arena, Arenas, SavePlan, Stager, Staging
 from holdfast.state import CapturedState, State, catalog_of
 
 
@@ -78,7 +78,7 @@ class Pipeline:
         self._skips_when_full = skips_when_full
         self._metrics = metrics
         self._in_use: dict[int, Arena] = {}
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._structure: object = None  # of the state that the plan was made for
 
     # -- one save --------------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ class Pipeline:
             raise
         return Pending(order.save, staging)
 
-    def _plan_for(self, captured: CapturedState) -> Plan:
+    def _plan_for(self, captured: CapturedState) -> SavePlan:
         if self._plan is None or captured.structure is not self._structure:
             self._structure = captured.structure
-            self._plan = Plan.make(
+            self._plan = SavePlan.make(
                 captured.tensors,
                 catalog=catalog_of(captured),
                 per_rank=captured.per_rank,
@@ -138,7 +138,9 @@ class Pipeline:
         if arena is not None:
             self.arenas.release(arena)
 
-    def _submit(self, staging: Staging, *, order: Order, plan: Plan, draft: bytes, keeper: Keeper) -> None:
+    def _submit(
+        self, staging: Staging, *, order: Order, plan: SavePlan, draft: bytes, keeper: Keeper
+    ) -> None:
         """Submit a complete copy to the keeper. Runs in the staging thread."""
         save, arena = order.save, staging.arena
         error = _error_of(staging, save.step)
@@ -206,7 +208,7 @@ class Pipeline:
         plan, captured = self._prepare_arena()
         self.stager.settle_in_background(plan, captured.tensors)
 
-    def _prepare_arena(self) -> tuple[Plan, CapturedState]:
+    def _prepare_arena(self) -> tuple[SavePlan, CapturedState]:
         captured = self.objects.capture()
         plan = self._plan_for(captured)
         self.watch_optimizers()
@@ -214,7 +216,7 @@ class Pipeline:
         return plan, captured
 
 
-def _draft(order: Order, keeper: Keeper, plan: Plan, captured: CapturedState) -> bytes:
+def _draft(order: Order, keeper: Keeper, plan: SavePlan, captured: CapturedState) -> bytes:
     config = keeper.config
     return parts.draft(
         run=config.run,
@@ -252,7 +254,7 @@ def _torn(step: int, changed: Sequence[str]) -> InvalidInput:
     )
 
 
-def _arena_layout(plan: Plan, staging: Staging) -> ArenaLayout:
+def _arena_layout(plan: SavePlan, staging: Staging) -> ArenaLayout:
     if plan.frozen_file is None:
         return ArenaLayout(plan.file.file_bytes)
     return ArenaLayout(

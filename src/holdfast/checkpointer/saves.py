@@ -107,7 +107,7 @@ class Saves:
     def _note_tear(self, one: Pending) -> None:
         if one.save.step != self._torn_elsewhere and not one.is_torn:
             self._torn_elsewhere = one.save.step
-            self._stager.repeats.note_torn_elsewhere()
+            self._stager.repeats.record_torn_elsewhere()
 
     # -- outcomes --------------------------------------------------------------------------------------------
 

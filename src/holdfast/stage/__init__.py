@@ -1,8 +1,8 @@
-"""Arenas and the copy that does not stop training."""
+"""Staging: copies of a state into shared memory, without stopping training."""
 
 from holdfast.stage.arena import Arena, Arenas
-from holdfast.stage.plan import Plan
-from holdfast.stage.scalar import Coming, take
+from holdfast.stage.plan import SavePlan
+from holdfast.stage.scalar import PendingScalar, copy_scalar
 from holdfast.stage.stager import Stager, Staging
 
-__all__ = ["Arena", "Arenas", "Coming", "Plan", "Stager", "Staging", "take"]
+__all__ = ["Arena", "Arenas", "PendingScalar", "SavePlan", "Stager", "Staging", "copy_scalar"]

@@ -1,4 +1,4 @@
-"""Arenas: shared-memory buffers that each hold one staged file image, recycled and capped in bytes."""
+"""Arenas: shared-memory buffers that each hold one staged file image, recycled and limited in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.units import format_bytes
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; where it is unknown the first copy pays for the page faults instead
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; without it the first copy pays for the page faults
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,10 +26,10 @@ def _cudart() -> Any:
 
 
 class Arena:
-    """A memfd mapped into this process. A memfd and not /dev/shm, which is 64 MB in most containers.
+    """A memfd mapped into this process; /dev/shm has only 64 MB in most containers.
 
     Args:
-        number: name of the arena towards the keeper, unique in this process.
+        number: identifies the arena to the keeper, unique in this process.
         num_bytes: capacity; rounded up to whole pages.
     """
 
@@ -40,29 +40,31 @@ class Arena:
         os.ftruncate(self.fd, self.num_bytes)
         self._map = mmap.mmap(self.fd, self.num_bytes)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)  # (num_bytes,) uint8, page-aligned
-        self.views: dict[int, list[torch.Tensor]] = {}  # filled by Plan.views: a plan's tensors in this arena
+        self.views: dict[
+            int, list[torch.Tensor]
+        ] = {}  # filled by SavePlan.views: a plan's tensors in this arena
         self._pinned = False
 
     def prefault(self) -> None:
-        """Have the kernel provide all pages now.
+        """Allocate all pages now.
 
         Blocks: for about 1 s per GB of memory that the machine has not touched before; releases the GIL.
 
         Raises:
-            RetryLater: the machine has not that much memory.
+            RetryLater: the machine does not have that much memory.
         """
         try:
             os.posix_fallocate(self.fd, 0, self.num_bytes)
         except OSError as error:
             raise RetryLater(
-                f"The machine has no {format_bytes(self.num_bytes)} of memory for an arena: "
+                f"The machine does not have {format_bytes(self.num_bytes)} of memory for an arena: "
                 f"{error.strerror}. Lower memory=, or give the container more."
             ) from error
         address = ctypes.c_void_p(self.bytes.data_ptr())
         _libc.madvise(address, ctypes.c_size_t(self.num_bytes), _MADV_POPULATE_WRITE)
 
     def pin(self) -> None:
-        """Page-lock for CUDA, so that copies from the device run beside computation. Once per arena."""
+        """Page-lock for CUDA, so that copies from the device overlap computation. Once per arena."""
         if self._pinned:
             return
         status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, 0)
@@ -75,27 +77,27 @@ class Arena:
         self._pinned = True
 
     def free(self) -> None:
-        """Give the pages back at once, also those a keeper has mapped; only if nobody reads them any more.
+        """Release the pages at once, also those that a keeper maps. Only if no process reads them.
 
-        The length stays: a keeper may still offer the arena to the next attempt, which finds a hole there,
-        where it would find a mapping without memory behind it.
+        The length stays: a keeper may still offer the arena to the next attempt, which then finds a hole
+        instead of a mapping without memory.
         """
         how = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
         _libc.fallocate(self.fd, how, ctypes.c_long(0), ctypes.c_long(self.num_bytes))
 
     def close(self) -> None:
-        """Let go of the memory. The keeper's own mapping of it stays valid."""
+        """Release the memory. The keeper's own mapping of it stays valid."""
         if self._pinned:
             _cudart().cudaHostUnregister(self.bytes.data_ptr())
         self.views.clear()
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        with contextlib.suppress(BufferError):  # somebody still looks at it: then it goes with them
+        with contextlib.suppress(BufferError):  # another view is open: it is released with that one
             self._map.close()
         os.close(self.fd)
 
 
 class Arenas:
-    """All arenas of this process, together never more than `cap_bytes`."""
+    """All arenas of this process, together at most `cap_bytes`."""
 
     def __init__(self, cap_bytes: int) -> None:
         self.cap_bytes = cap_bytes
@@ -108,12 +110,12 @@ class Arenas:
         self._changed = threading.Condition()
 
     def numbers(self) -> list[int]:
-        """The numbers of all arenas that exist."""
+        """Return the numbers of all existing arenas."""
         with self._changed:
             return list(self._all)
 
     def prepare(self, num_bytes: int, *, then: Callable[[Arena], object]) -> None:
-        """Make one arena ready in the background, if none is there yet; then call `then` with it."""
+        """Prepare one arena in the background if none exists; then call `then` with it."""
         with self._changed:
             if self._all or num_bytes > self.cap_bytes:
                 return
@@ -140,7 +142,7 @@ class Arenas:
         """Wait for the arena that `prepare` makes.
 
         Raises:
-            RetryLater: the machine has not that much memory.
+            RetryLater: the machine does not have that much memory.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._preparing)
@@ -159,17 +161,16 @@ class Arenas:
         except OSError as error:
             raise RetryLater(
                 f"The system refused an arena of {format_bytes(num_bytes)}: {error.strerror}. Nothing was "
-                "saved. "
-                "Lower memory=, or raise the limit that is in the way (open files, address space)."
+                "saved. Lower memory=, or raise the limit that was reached (open files, address space)."
             ) from error
         self._all[arena.number] = arena
         return arena
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if `acquire` would not wait for an earlier save."""
+        """Return True if `acquire` would not wait for an earlier save."""
         with self._changed:
             if num_bytes + mmap.PAGESIZE > self.cap_bytes:
-                return True  # waiting would not help; acquire says so
+                return True  # waiting would not help; acquire raises
             soon = self._preparing is not None and self._preparing.num_bytes >= num_bytes
             return soon or self._available(num_bytes)
 
@@ -177,17 +178,17 @@ class Arenas:
         if any(arena.num_bytes >= num_bytes for arena in self._free):
             return True
         if self._preparing:
-            return False  # better to wait for that one than to touch as much memory again
+            return False  # waiting for that one is better than touching as much memory again
         busy = sum(arena.num_bytes for arena in self._all.values()) - sum(a.num_bytes for a in self._free)
         return busy + num_bytes + mmap.PAGESIZE <= self.cap_bytes
 
     def acquire(self, num_bytes: int, *, timeout_s: float | None = None) -> Arena | None:
-        """A free arena of at least `num_bytes`; None if none came free in time.
+        """Return a free arena of at least `num_bytes`, or None after the timeout.
 
-        Blocks: until an arena is free, when the cap does not allow another.
+        Blocks: until an arena is free, if the limit does not allow another.
 
         Raises:
-            InvalidInput: `num_bytes` is more than the cap.
+            InvalidInput: `num_bytes` exceeds the limit.
         """
         if num_bytes + mmap.PAGESIZE > self.cap_bytes:
             raise InvalidInput(
@@ -206,7 +207,7 @@ class Arenas:
                 if arena.num_bytes >= num_bytes:
                     self._free.remove(arena)
                     return arena
-            self._drop_free()  # too small for the state as it is now
+            self._drop_free()  # too small for the current state
             return self._new(num_bytes)
 
     def _drop_free(self) -> None:
@@ -217,14 +218,14 @@ class Arenas:
         self._free.clear()
 
     def release(self, arena: Arena) -> None:
-        """Put an arena back for the next save."""
+        """Return an arena for the next save."""
         with self._changed:
             if arena.number in self._all:
                 self._free.append(arena)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give all memory back. No copy may be under way; one arena may still be in preparation."""
+        """Release all memory. No copy may be running; one arena may still be in preparation."""
         with self._changed:
             self._closed = True
             if self._preparing is None:

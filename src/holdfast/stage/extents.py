@@ -1,4 +1,4 @@
-"""Extents: the whole pages that tensors fill in memory, and the bytes before and after these."""
+"""Extents of tensors in memory: the whole pages that they fill, and the bytes before and after."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from holdfast.stage.tracking import Range
+from holdfast.stage.write_tracker import Range
 
 LARGE_BYTES = 32 << 10
-"""Tensors below this are copied before save() returns: they share their pages with other memory."""
+"""Smaller tensors are copied before save() returns, because they share their pages with other memory."""
 _GAP_BYTES = 256 << 10  # ranges as close as this are tracked as one: each costs a call to the kernel
 _PAGE = mmap.PAGESIZE
 
@@ -35,7 +35,7 @@ class Extents:
 
     pages: tuple[tuple[int, int, int], ...]  # start, stop and the tensor's index, by start
     edges: tuple[Edge, ...]
-    ranges: tuple[Range, ...]  # that together hold all `pages`, and what is in small gaps between them
+    ranges: tuple[Range, ...]  # these cover all `pages`, and the small gaps between them
     num_edge_bytes: int
     indices: frozenset[int]  # of the tensors
 
@@ -47,8 +47,8 @@ class Extents:
 
         Args:
             tensors: CPU tensors without gaps between their elements.
-            mappings: memory that may be tracked, by start; no range reaches over an end of one.
-            apart: addresses of tensors that are tracked apart from these, sorted; no range reaches over one.
+            mappings: memory that may be tracked, by start; no range crosses the end of one.
+            apart: addresses of tensors that are tracked separately, sorted; no range includes one.
         """
         pages: list[tuple[int, int, int]] = []
         edges: list[Edge] = []
@@ -85,7 +85,7 @@ class Extents:
         return sorted(found)
 
     def save_edges(self) -> ctypes.Array[ctypes.c_char]:
-        """Return the bytes of all edges as they are now, one after the other."""
+        """Return the current bytes of all edges, one after the other."""
         saved = ctypes.create_string_buffer(max(1, self.num_edge_bytes))
         at = ctypes.addressof(saved)
         for edge in self.edges:
@@ -95,7 +95,7 @@ class Extents:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill the memory between the first and the last of them, each once."""
+    """Return True if the elements fill their memory without gaps, each once."""
     if tensor.is_contiguous():
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -103,7 +103,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def private_mappings() -> list[Range]:
-    """Return the address ranges that no other process can write to, by start, adjacent ones joined.
+    """Return the address ranges that only this process can write to, sorted and joined.
 
     Blocks: 1 ms per 1000 mappings.
     """
@@ -121,16 +121,16 @@ def private_mappings() -> list[Range]:
 
 
 def is_private(tensor: torch.Tensor, mappings: Sequence[Range]) -> bool:
-    """True if all bytes of a tensor are in one of `mappings`."""
+    """Return True if all bytes of a tensor are in one of `mappings`."""
     start = tensor.data_ptr()
     at = bisect.bisect_right(mappings, (start, 1 << 64)) - 1
     return at >= 0 and start + tensor.nbytes <= mappings[at][1]
 
 
 def _coalesce(ranges: Sequence[Range], mappings: Sequence[Range], apart: Sequence[int]) -> Iterable[Range]:
-    """Join sorted ranges with small gaps between them, within one mapping and never over what is apart."""
+    """Join sorted ranges across small gaps, within one mapping and without separate tensors."""
     current: Range | None = None
-    limit = 0  # where the next range may end: with the mapping of `current`, or before what is apart
+    limit = 0  # the end of the mapping of `current`, or the next separate tensor
     for start, stop in ranges:
         if current is not None and start <= current[1] + _GAP_BYTES and stop <= limit:
             current = current[0], max(current[1], stop)

@@ -1,4 +1,4 @@
-"""The plan of a save: which tensors this rank writes, and where in its files; kept by structure."""
+"""Save plan: the tensors that this rank writes, and their positions in its files, kept by structure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What one rank writes, as long as the structure of the state stays the same.
+class SavePlan:
+    """Files of one rank, valid while the structure of the state stays the same.
 
-    An arena holds the image of the data file and, from the next whole page on, that of the frozen tensors'
-    file if there are any.
+    An arena holds the image of the data file and, from the next whole page on, that of the file of frozen
+    tensors, if there are any.
     """
 
     names: tuple[str, ...]  # of the tensors this rank writes, in the order of `pieces`
-    eager: tuple[int, ...]  # indices of tensors to copy before save() returns
+    blocking: tuple[int, ...]  # indices of tensors that are copied before save() returns
     background: tuple[int, ...]  # indices of tensors that an optimizer owns
     frozen: tuple[int, ...]  # indices of tensors that no optimizer trains
     large: frozenset[int]  # indices of tensors that may be copied in the background
@@ -35,7 +35,7 @@ class Plan:
     starts: tuple[int, ...]  # of each piece in its file
     file: FileLayout
     frozen_file: FileLayout | None
-    catalog: bytes  # as `catalog_text` makes it
+    catalog: bytes  # from `catalog_text`
     own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start of own tensors
     shared_starts: tuple[int, ...]  # of all other pieces
     is_cuda: bool  # some of the tensors are on a device
@@ -50,12 +50,12 @@ class Plan:
         per_rank: Collection[str],
         owned: Collection[str],
         rank: int,
-    ) -> Plan:
-        """Plan for `rank`.
+    ) -> SavePlan:
+        """Make the plan of `rank`.
 
         Args:
             tensors: this rank's tensors, or its boxes of them, by name.
-            catalog: what this rank takes part in, its own tensors left out.
+            catalog: the tensors that this rank holds, without its own ones.
             per_rank: names of its own tensors.
             owned: names of tensors that only an optimizer's step changes.
             rank: this rank.
@@ -78,7 +78,7 @@ class Plan:
             starts |= zip(frozen, frozen_file.starts, strict=True)
         return cls(
             names=tuple(piece.name for piece in pieces),
-            eager=tuple(i for i in changing if pieces[i].name not in owned),
+            blocking=tuple(i for i in changing if pieces[i].name not in owned),
             background=tuple(i for i in changing if pieces[i].name in owned),
             frozen=tuple(frozen),
             large=frozenset(i for i, piece in enumerate(pieces) if piece.num_bytes >= LARGE_BYTES),
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def frozen_at(self) -> int:
-        """Byte of the arena at which the image of the second file begins."""
+        """Offset of the second file's image in the arena."""
         return -(-self.file.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
@@ -110,7 +110,10 @@ class Plan:
         return self.file.file_bytes + (self.frozen_file.file_bytes if self.frozen_file else 0)
 
     def views(self, arena: Arena) -> list[torch.Tensor]:
-        """This plan's tensors inside `arena`, contiguous, in the order of `pieces`; made once per arena."""
+        """Return this plan's tensors inside `arena`, contiguous, in the order of `pieces`.
+
+        They are cached per arena.
+        """
         if self.number not in arena.views:
             arena.views.clear()  # only one plan lives at a time
             _put_header(arena, 0, self.file)

@@ -1,4 +1,4 @@
-"""Tensors that were written during a copy, and are copied at once by the next saves; pure."""
+"""Tensors that were written during a copy; the next saves copy them before returning. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _MAX_SAVES = 1 << 20
 
 
 class Repeats:
-    """Chooses the tensors that the next save copies before it returns, because a copy of them was torn.
+    """Chooses the tensors that the next save copies before it returns, after a torn copy.
 
-    After a first tear these are the tensors that were written; if another save is torn while that holds, all
-    of them. It holds for 8 saves, after each further tear for twice as many: a loop that writes to tensors
-    once is slowed down shortly, one that always does keeps its saves.
+    After a first tear these are the tensors that were written; if another save is torn meanwhile, all of
+    them. This lasts for 8 saves, and after each further tear for twice as many: a loop that writes to tensors
+    once is slowed down briefly, one that always does keeps its saves.
     """
 
     def __init__(self) -> None:
@@ -22,23 +22,27 @@ class Repeats:
         self._are_all = False
         self._saves_left = 0
 
-    def note_torn(self, names: Iterable[str]) -> None:
-        """Count a torn save, in which `names` were written."""
+    def record_torn(self, names: Iterable[str]) -> None:
+        """Count a torn save.
+
+        Args:
+            names: the tensors that were written during its copy.
+        """
         if self._saves_left:
             self._are_all = True
         self._names |= frozenset(names)
         self._saves_left = min(_FIRST_SAVES << self.num_torn, _MAX_SAVES)
         self.num_torn += 1
 
-    def note_torn_elsewhere(self) -> None:
-        """Count a save that was torn on another rank: the next saves copy everything at once on this one too.
+    def record_torn_elsewhere(self) -> None:
+        """Count a save that was torn on another rank; the next saves copy everything before returning.
 
-        Else each rank would be torn by itself at another save, and none of these would be complete.
+        Otherwise each rank would be torn by itself at another save, and none of these would be complete.
         """
-        self.note_torn(())
+        self.record_torn(())
         self._are_all = True
 
-    def note_saved(self) -> None:
+    def record_saved(self) -> None:
         """Count a save that was not torn."""
         self._saves_left = max(0, self._saves_left - 1)
         if not self._saves_left:

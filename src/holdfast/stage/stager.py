@@ -1,4 +1,4 @@
-"""Copies a state into an arena: at once what may change, in the background what an optimizer owns."""
+"""Stager: copies a state into an arena, at once or in the background beside training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from holdfast.errors import InvalidInput
 from holdfast.failpoint import failpoint
 from holdfast.stage.arena import Arena
-from holdfast.stage.plan import Plan
+from holdfast.stage.plan import SavePlan
 from holdfast.stage.repeats import Repeats
-from holdfast.stage.steps import StepHook
+from holdfast.stage.step_hook import StepHook
 from holdfast.stage.watch import Watch, Watcher
 
 _MANY = 1000  # tensors that one thread copies before another one pays
@@ -34,16 +34,16 @@ _libc.memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 @dataclass
 class Staging:
-    """One copy under way."""
+    """One copy into an arena."""
 
     arena: Arena
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
-    changed: tuple[str, ...] = ()  # names of tensors that changed during the copy: the copy is torn
+    changed: tuple[str, ...] = ()  # names of tensors that changed during the copy, which is torn then
     addresses: frozenset[int] = frozenset()  # of the tensors that are copied in the background
     copied_event: torch.cuda.Event | None = None  # CUDA: all copies have run on the device
     counters: Counters | None = None
-    is_frozen_unchanged: bool = False  # frozen tensors were copied on trust, see `Stager.stage`
+    is_frozen_unchanged: bool = False  # frozen tensors were copied unwatched, see `Stager.stage`
 
     @property
     def torn(self) -> bool:
@@ -52,10 +52,11 @@ class Staging:
 
 
 class Counters:
-    """PyTorch's version counters of some tensors, as they were when the copy began.
+    """PyTorch's version counters of some tensors at the start of the copy.
 
-    PyTorch counts a write after its kernel has run or, on a device, has been queued; writes through `.data`
-    and from outside of PyTorch never. So an unchanged counter proves nothing, a changed one does.
+    PyTorch counts a write after its kernel has run or, on a device, has been queued. It never counts writes
+    through `.data` or from outside of PyTorch. So a changed counter proves a write, but an unchanged one
+    proves nothing.
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -65,7 +66,7 @@ class Counters:
         self._stepped: set[int] = set()
 
     def find_changed(self) -> set[int]:
-        """Return the indices of tensors that were written, but by steps that wait for the copy."""
+        """Return the indices of written tensors, ignoring steps that wait for the copy."""
         now = _versions(self._tensors.values())
         for index, before, after in zip(self._tensors, self._before, now, strict=True):
             if before != after and index not in self._stepped:
@@ -73,19 +74,19 @@ class Counters:
         return self._changed
 
     def begin_step(self, addresses: set[int]) -> None:
-        """Expect the tensors at `addresses` to be written from now on: behind the copy."""
+        """Expect writes to the tensors at `addresses` from now on, after the copy."""
         self.find_changed()
         self._stepped.update(i for i, tensor in self._tensors.items() if tensor.data_ptr() in addresses)
 
 
 class Stager:
-    """Runs the copies of one process, one after the other, and makes optimizers wait for them.
+    """Copies of one process, one after the other. Optimizers wait for them.
 
     Args:
-        optimizers: those of the state, as far as they exist.
+        optimizers: those of the state that exist already.
 
     Attributes:
-        waited_s: time that optimizers have spent waiting, in all.
+        waited_s: total time that optimizers have waited.
         num_steps: steps that the optimizers of the state have begun.
         repeats: the tensors that are copied before `stage` returns, because a copy of them was torn.
         watcher: proves that tensors did not change while they were copied.
@@ -98,34 +99,34 @@ class Stager:
         self.watcher = Watcher()
         self._current: Staging | None = None
         self._hook = StepHook(self._before_step)
-        self._hook.know(optimizers)
+        self._hook.add_known(optimizers)
         self._thread: threading.Thread | None = None
         self._settling: threading.Thread | None = None
         self._closing = False
-        # The plan's number, address and version of each frozen tensor at the save before.
+        # The plan's number, and address and version of each frozen tensor, at the previous save.
         self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
         self._frozen_names: frozenset[str] = frozenset()
 
-    def guarantee(self, plan: Plan) -> str:
-        """Return in words by which means a copy of `plan` that a write has torn is found in this process."""
+    def guarantee(self, plan: SavePlan) -> str:
+        """Return a description of how torn copies of `plan` are detected in this process."""
         if plan.is_cuda:
             return (
-                "version counters, as tensors are on a GPU: a write that raises none (.data) is not found "
+                "version counters, as tensors are on a GPU: writes without one (.data) are not detected "
                 "before save(...).wait_staged()"
             )
         if self.watcher.refusal is not None:
             return (
-                "copying everything before save() returns, as the kernel keeps no record of written pages "
+                "copying everything before save() returns, as the kernel does not record written pages "
                 f"for this process: {self.watcher.refusal}"
             )
         return "the kernel's record of written pages"
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take note of the optimizers of the state; the steps of all optimizers wait for a copy under way."""
-        self._hook.know(optimizers)
+        """Register the optimizers of the state. The steps of all optimizers wait for a running copy."""
+        self._hook.add_known(optimizers)
 
     def check_thread(self) -> None:
-        """Raise if another thread than the calling one makes the optimizers' steps.
+        """Raise if another thread than the calling one steps the optimizers.
 
         Raises:
             InvalidInput: it does, and may change the state at any moment.
@@ -140,7 +141,7 @@ class Stager:
             )
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        is_known = self._hook.knows(optimizer)
+        is_known = self._hook.is_known(optimizer)
         self.num_steps += is_known
         staging = self._current
         if staging is None or staging.done.is_set():
@@ -158,49 +159,49 @@ class Stager:
         self.waited_s += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Wait for the copy under way."""
+        """Wait for the running copy, if any."""
         if self._current is not None:
             self._current.done.wait()
 
     def stage(
         self,
-        plan: Plan,
+        plan: SavePlan,
         tensors: Mapping[str, torch.Tensor],
         arena: Arena,
         *,
         then: Callable[[Staging], None],
         at_once: bool = False,
     ) -> Staging:
-        """Start copying `tensors` into `arena`.
+        """Start to copy `tensors` into `arena`.
 
-        Copied in the background is what is large, can be watched meanwhile, and either is owned by an
-        optimizer or is frozen and has the address and version that it had at the save before; everything
-        else before this returns. Such frozen tensors that cannot be watched are copied in the background too:
-        the keeper proves by their hashes that they have not changed.
+        A tensor is copied in the background if it is large, can be watched meanwhile, and either is owned by
+        an optimizer, or is frozen with the same address and version as at the previous save. Everything else
+        is copied before this returns. Such frozen tensors that cannot be watched are also copied in the
+        background: the keeper proves by their hashes that they have not changed.
 
         Args:
             plan: of this save.
             tensors: by name.
             arena: of `plan.arena_bytes` or more.
-            then: called in the background thread when everything is copied, whether or not that worked.
+            then: called in the background thread after the copy, successful or not.
             at_once: copy everything before returning.
 
-        Blocks: for the copy of what is not copied in the background, and for an earlier copy under way.
+        Blocks: for the copy of all that is not copied in the background, and for an earlier copy.
         """
         self.wait()
         staging = self._current = Staging(arena)
         try:
             self._start(staging, plan, tensors, then, at_once=at_once)
-        except BaseException:  # nothing will copy any more: nobody may wait for it
+        except BaseException:  # no copy will run, so nothing may wait for it
             staging.done.set()
-            self.distrust_frozen()  # no hash of what they were at this save will be there to prove anything
+            self.distrust_frozen()  # this save will have no hashes to compare with
             raise
         return staging
 
     def _start(
         self,
         staging: Staging,
-        plan: Plan,
+        plan: SavePlan,
         tensors: Mapping[str, torch.Tensor],
         then: Callable[[Staging], None],
         *,
@@ -214,19 +215,19 @@ class Stager:
         if plan.is_cuda:
             later, watch = self._divide_cuda(staging, plan, live, at_once=at_once), None
         else:
-            self.watcher.look_at(live, plan.large)
+            self.watcher.locate(live, plan.large)
             later, watch = self._divide(staging, plan, live, at_once=at_once)
         try:
             background = frozenset(later)
-            eager = tuple(i for i in range(len(live)) if i not in background)
+            blocking = tuple(i for i in range(len(live)) if i not in background)
             staging.addresses = frozenset(live[i].data_ptr() for i in later)
             staging.counters = Counters({i: live[i] for i in later})
             changed: set[int] = set()
             if plan.is_cuda:
-                self._start_cuda(staging, eager, later, live, views)
+                self._start_cuda(staging, blocking, later, live, views)
             else:
-                changed = self._copy_at_once(plan, eager, live, views)
-            self.check_thread()  # another one may have begun its first step just now
+                changed = self._copy_blocking(plan, blocking, live, views)
+            self.check_thread()  # another one may just have begun its first step
             failpoint("trainer.staging")
             work = _Background(self, staging, plan, later, live, views, watch, changed, then)
             thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
@@ -238,9 +239,9 @@ class Stager:
         self._thread = thread
 
     def _divide(
-        self, staging: Staging, plan: Plan, live: list[torch.Tensor], *, at_once: bool
+        self, staging: Staging, plan: SavePlan, live: list[torch.Tensor], *, at_once: bool
     ) -> tuple[tuple[int, ...], Watch]:
-        """Return the tensors to copy in the background, and the watch over them, which has begun."""
+        """Return the tensors to copy in the background, and the watch over them, already started."""
         names, frozen = plan.names, self._unchanged(plan, live)
         wanted = () if at_once else (*plan.background, *frozen)
         watch = self.watcher.start(
@@ -252,101 +253,103 @@ class Stager:
             later.update(frozen)
         return tuple(sorted(later)), watch
 
-    def _unchanged(self, plan: Plan, live: list[torch.Tensor]) -> tuple[int, ...]:
-        """Return the frozen tensors if all of them have the addresses and versions of the save before."""
+    def _unchanged(self, plan: SavePlan, live: list[torch.Tensor]) -> tuple[int, ...]:
+        """Return the frozen tensors if all have the addresses and versions of the previous save."""
         tensors, before = [live[i] for i in plan.frozen], self._frozen
         places = zip((t.data_ptr() for t in tensors), _versions(tensors), strict=True)
-        self._frozen = plan.number, list(places)  # another plan may put them into other places of the file
+        self._frozen = plan.number, list(places)  # another plan may change their positions in the file
         return plan.frozen if self._frozen == before else ()
 
-    def _may_trust(self, plan: Plan, frozen: tuple[int, ...], watch: Watch | None, *, at_once: bool) -> bool:
-        """True if unchanged frozen tensors are copied in the background though some cannot be watched."""
+    def _may_trust(
+        self, plan: SavePlan, frozen: tuple[int, ...], watch: Watch | None, *, at_once: bool
+    ) -> bool:
+        """Return True if unwatched frozen tensors are copied in the background too."""
         watched = () if watch is None else watch.tensors
         unwatched = [i for i in frozen if (i in plan.large or plan.is_cuda) and i not in watched]
         return bool(unwatched) and not at_once and not any(plan.names[i] in self.repeats for i in unwatched)
 
     def _divide_cuda(
-        self, staging: Staging, plan: Plan, live: list[torch.Tensor], *, at_once: bool
+        self, staging: Staging, plan: SavePlan, live: list[torch.Tensor], *, at_once: bool
     ) -> tuple[int, ...]:
         frozen = self._unchanged(plan, live)
         later = () if at_once else (i for i in plan.background if plan.names[i] not in self.repeats)
         staging.is_frozen_unchanged = self._may_trust(plan, frozen, None, at_once=at_once)
         return (*later, *frozen) if staging.is_frozen_unchanged else tuple(later)
 
-    def _copy_at_once(
-        self, plan: Plan, eager: tuple[int, ...], live: list[torch.Tensor], views: list[torch.Tensor]
+    def _copy_blocking(
+        self, plan: SavePlan, blocking: tuple[int, ...], live: list[torch.Tensor], views: list[torch.Tensor]
     ) -> set[int]:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
-        large = {i: live[i] for i in sorted(plan.large.intersection(eager))}
+        large = {i: live[i] for i in sorted(plan.large.intersection(blocking))}
         watch, counters = self.watcher.start(large), Counters(large)
         try:
-            _copy_in_threads([views[i] for i in eager], [live[i] for i in eager])
+            _copy_in_threads([views[i] for i in blocking], [live[i] for i in blocking])
         finally:
             changed = set(watch.end(views))
         changed |= counters.find_changed()
-        shared = self.watcher.shared.intersection(eager)  # with other processes, whose writes only show so
+        shared = self.watcher.shared.intersection(blocking)  # writes of other processes show only so
         return changed | {i for i in shared if not _is_equal(views[i], live[i])}
 
     def _start_cuda(
         self,
         staging: Staging,
-        eager: tuple[int, ...],
+        blocking: tuple[int, ...],
         later: tuple[int, ...],
         live: list[torch.Tensor],
         views: list[torch.Tensor],
     ) -> None:
-        """Queue all copies on a side stream; wait here only for the eager ones."""
+        """Queue all copies on a side stream; wait only for the blocking ones."""
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):
-            _copy([views[i] for i in eager], [live[i] for i in eager], non_blocking=True)
-            eager_done = torch.cuda.Event()
-            eager_done.record(stream)
+            _copy([views[i] for i in blocking], [live[i] for i in blocking], non_blocking=True)
+            blocking_done = torch.cuda.Event()
+            blocking_done.record(stream)
             _copy([views[i] for i in later], [live[i] for i in later], non_blocking=True)
             staging.copied_event = torch.cuda.Event()
             staging.copied_event.record(stream)
-        eager_done.synchronize()
+        blocking_done.synchronize()
 
     def distrust_frozen(self, *, for_long: bool = False) -> None:
-        """Copy unwatched frozen tensors at once at the next save, since this one failed.
+        """Copy unwatched frozen tensors at once at the next save, because this one failed.
 
         Args:
-            for_long: it failed because they had changed; so for the next saves too.
+            for_long: it failed because they had changed, so also at further saves.
         """
         if for_long:
-            self.repeats.note_torn(self._frozen_names)
+            self.repeats.record_torn(self._frozen_names)
         self._frozen = None
 
-    def settle(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Have large tensors in huge pages, so that watching them costs nothing noticeable.
+    def settle(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Move large tensors into huge pages, so that watching them costs almost nothing.
 
         Blocks: 0.2 to 2 s per GB, the first time; ends early when a save begins.
         """
         live, current = [tensors[name] for name in plan.names], self._current
         if not plan.is_cuda:
-            self.watcher.look_at(live, plan.large)
+            self.watcher.locate(live, plan.large)
             self._settle(plan, live, current)
 
-    def settle_in_background(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Do the same in a thread, once, so that the first save does not have to protect small pages.
+    def settle_in_background(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Do the same in a thread, once. The first save then need not protect small pages.
 
-        Blocks: for the look at where the tensors are in memory.
+        Blocks: to locate the tensors in memory.
         """
         if plan.is_cuda or self._settling is not None or self._current is not None:
             return
         live = [tensors[name] for name in plan.names]
-        self.watcher.look_at(live, plan.large)  # not in the thread: a save beside it reads what this finds
+        self.watcher.locate(live, plan.large)  # not in the thread: a concurrent save reads the result
         self._settling = threading.Thread(
             target=self._settle, args=(plan, live, None), name="holdfast-settle", daemon=True
         )
         self._settling.start()
 
-    def _settle(self, plan: Plan, live: list[torch.Tensor], current: Staging | None) -> None:
+    def _settle(self, plan: SavePlan, live: list[torch.Tensor], current: Staging | None) -> None:
         large = {i: live[i] for i in (*plan.background, *plan.frozen) if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
 
     def close(self) -> None:
-        """Wait for the copy under way and stop making optimizers wait."""
+        """Wait for the running copy, and stop making optimizers wait."""
         self._closing = True
         for thread in (self._thread, self._settling):
             if thread is not None:
@@ -357,16 +360,16 @@ class Stager:
 
 @dataclass
 class _Background:
-    """The part of a staging that runs beside training. It holds the tensors, so their memory stays theirs."""
+    """The part of a staging that runs beside training. It keeps the tensors' memory alive."""
 
     stager: Stager
     staging: Staging
-    plan: Plan
-    indices: tuple[int, ...]  # of the tensors that are copied beside training
+    plan: SavePlan
+    indices: tuple[int, ...]  # of the tensors that are copied in the background
     live: list[torch.Tensor]
     views: list[torch.Tensor]
     watch: Watch | None
-    changed: set[int]  # while save() copied
+    changed: set[int]  # during the blocking copy
     then: Callable[[Staging], None]
 
     def run(self) -> None:
@@ -401,13 +404,13 @@ class _Background:
             changed |= self.staging.counters.find_changed()
         self.staging.changed = tuple(self.plan.names[i] for i in sorted(changed))
         if changed:
-            self.stager.repeats.note_torn(self.staging.changed)
+            self.stager.repeats.record_torn(self.staging.changed)
         else:
-            self.stager.repeats.note_saved()
+            self.stager.repeats.record_saved()
 
 
 def _addresses_of(optimizer: Optimizer) -> set[int]:
-    """Addresses of an optimizer's parameters and of the tensors of its state, on this rank."""
+    """Return the addresses of an optimizer's parameters and state tensors on this rank."""
     found = set()
     for group in optimizer.param_groups:
         found.update(map(_address_of, group["params"]))
@@ -422,7 +425,7 @@ def _address_of(tensor: torch.Tensor) -> int:
 
 
 def _is_equal(copy: torch.Tensor, live: torch.Tensor) -> bool:
-    """True if a copy has the very bytes of a CPU tensor."""
+    """Return True if a copy has exactly the bytes of a CPU tensor."""
     if not live.is_contiguous() or live.is_conj() or live.is_neg():
         live = live.resolve_conj().resolve_neg().contiguous()
     return not _libc.memcmp(copy.data_ptr(), live.data_ptr(), live.nbytes)
@@ -435,7 +438,7 @@ def _copy(views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: 
 
 
 def _copy_in_threads(views: list[torch.Tensor], live: list[torch.Tensor]) -> None:
-    """The same, for a caller that waits: what thousands of small tensors cost is not their bytes."""
+    """Copy as `_copy` does, in several threads. Thousands of small tensors cost more than their bytes."""
     share = max(_MANY, -(-len(views) // min(_MAX_THREADS, os.cpu_count() or 1)))
     parts = [(views[i : i + share], live[i : i + share]) for i in range(0, len(views), share)]
 
@@ -468,7 +471,7 @@ def _groups(live: list[torch.Tensor], indices: tuple[int, ...]) -> Iterable[list
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int | None]:
-    # Tensors made in inference mode count no versions.
+    # Tensors made in inference mode do not count versions.
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Watches: each proves that tensors did not change in memory while they were copied."""
+"""Watches over tensors. Each proves that they did not change in memory during a copy."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.stage.extents import Extents, is_dense, is_private, private_mappings
-from holdfast.stage.tracking import Range, WriteTracker, use_huge_pages
+from holdfast.stage.write_tracker import Range, WriteTracker, use_huge_pages
 
 _NOTHING = Extents.of({}, ())
 
 
 class Watcher:
-    """Starts watches over tensors, where the kernel records writes.
+    """Starts watches over tensors, if the kernel records writes.
 
     Attributes:
-        refusal: why this process cannot watch memory; None if it can.
-        shared: indices of the tensors, of those that `look_at` was called with, in memory that other
-            processes may write to: no watch would see that.
+        refusal: reason why this process cannot watch memory, or None if it can.
+        shared: indices of the tensors, of the last call of `locate`, in memory that other processes may write
+            to: a watch does not detect that.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Watcher:
         except OSError as error:
             self.refusal = error.strerror or str(error)
 
-    def look_at(self, tensors: list[torch.Tensor], large: Iterable[int]) -> None:
-        """Find where the tensors of a save are in memory, as far as they are not those of the last call.
+    def locate(self, tensors: list[torch.Tensor], large: Iterable[int]) -> None:
+        """Find the tensors of a save in memory. Those of the last call are skipped.
 
         Args:
             tensors: all of them.
@@ -56,8 +56,8 @@ class Watcher:
             new.update(i for i in range(len(tensors)) if self._ids[i] != before[i])
         shared = self.shared.difference(new) | self._find_shared({i: tensors[i] for i in new})
         if has_moved or shared != self.shared:
-            # The extents come last: a thread beside this one that finds them empty and fills them must not
-            # take what is shared now for private.
+            # The extents come last: a concurrent thread that finds them empty and fills them must not
+            # treat newly shared memory as private.
             self.shared, self._extents = shared, {}
 
     def _find_shared(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
@@ -68,9 +68,9 @@ class Watcher:
         return {i for i in shared if not is_private(plain[i], self._mappings)}
 
     def start(self, tensors: Mapping[int, torch.Tensor]) -> Watch:
-        """Watch tensors by index from now on; those that cannot be watched are left out of the watch.
+        """Watch tensors by index from now on; those that cannot be watched are left out.
 
-        Left out are tensors on devices, in memory that other processes may share, or with gaps between their
+        These are tensors on devices, in memory that other processes may share, or with gaps between their
         elements, and memory that another part of the process has registered with the kernel.
 
         Blocks: 8 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
@@ -86,18 +86,18 @@ class Watcher:
         return Watch(self._tracker, extents, watched, extents.save_edges())
 
     def _find_extents(self, tensors: Mapping[int, torch.Tensor]) -> Extents:
-        key, known = tuple(tensors), self._extents  # which a save beside this thread may replace
+        key, known = tuple(tensors), self._extents  # a concurrent save may replace the attribute
         if key not in known:
             watchable = {i: t for i, t in tensors.items() if i not in self.shared and _is_watchable(t)}
             known[key] = Extents.of(watchable, self._mappings, self._apart_from(watchable))
         return known[key]
 
     def _apart_from(self, indices: Collection[int]) -> list[int]:
-        """Return the addresses of the large tensors that are not among `indices`, sorted."""
+        """Return the addresses of the large tensors outside of `indices`, sorted."""
         return sorted(address for index, address in self._addresses.items() if index not in indices)
 
     def _start_each(self, tensors: Mapping[int, torch.Tensor], extents: Extents) -> Extents:
-        """Start tracking range by range; return extents without the tensors that the kernel refuses."""
+        """Start tracking range by range; return extents without tensors that the kernel refuses."""
         assert self._tracker is not None
         started, refused = [], []
         for one in extents.ranges:
@@ -117,11 +117,11 @@ class Watcher:
         return extents
 
     def use_huge_pages(self, tensors: Mapping[int, torch.Tensor], *, until: Callable[[], bool]) -> None:
-        """Have the memory of tensors in huge pages, once: then a watch costs a hundredth.
+        """Move the memory of tensors into huge pages, once. A watch then costs a hundredth.
 
         Args:
             tensors: large ones by index, as for `start`; none of them may be watched now.
-            until: called again and again; True ends the work, which a later call continues.
+            until: called repeatedly; True ends the work, which a later call continues.
 
         Blocks: 0.2 to 2 s per GB of small pages; releases the GIL.
         """
@@ -132,10 +132,10 @@ class Watcher:
             return
         use_huge_pages(self._tracker.find_small(extents.ranges), until=until)
         if not until():
-            self._huge = extents  # where the kernel had none left, asking again would not help
+            self._huge = extents  # if the kernel had none left, asking again would not help
 
     def close(self) -> None:
-        """Give the kernel's record back. No watch may be under way."""
+        """Release the kernel's record. No watch may be running."""
         if self._tracker is not None:
             self._tracker.close()
         self._tracker, self.refusal = None, "closed"
@@ -143,23 +143,23 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A watch over some tensors, from when it was made until its end.
+    """A watch over some tensors, from its creation to its end.
 
-    What a tensor has on pages that it shares with other memory is not watched: these bytes were taken when
-    the watch began.
+    Bytes of a tensor on pages that it shares with other memory are not watched: they were saved when the
+    watch began.
     """
 
     tracker: WriteTracker | None
     extents: Extents
-    tensors: Mapping[int, torch.Tensor]  # what is watched, by index
+    tensors: Mapping[int, torch.Tensor]  # the watched ones, by index
     edges: ctypes.Array[ctypes.c_char] | None
 
     def end(self, copies: Sequence[torch.Tensor]) -> list[int]:
         """End the watch; return the indices of tensors that were written since it began.
 
         Args:
-            copies: of the tensors, by index, complete and contiguous. They get the bytes of shared pages as
-                these were when the watch began.
+            copies: of the tensors, by index, complete and contiguous. They receive the bytes of shared pages
+                that were saved when the watch began.
         """
         if self.tracker is None:
             return []
@@ -168,12 +168,12 @@ class Watch:
         return sorted(written | self._put_edges(copies))
 
     def cancel(self) -> None:
-        """End the watch when there will be no copy."""
+        """End the watch without a copy."""
         if self.tracker is not None:
             self.tracker.stop(self.extents.ranges)
 
     def _put_edges(self, copies: Sequence[torch.Tensor]) -> set[int]:
-        """Put the edges into the copies; where elements have another order there, only compare them."""
+        """Put the edges into the copies. If the order of elements differs there, only compare them."""
         changed: set[int] = set()
         at = ctypes.addressof(self.edges) if self.edges is not None else 0
         addresses = {i: copies[i].data_ptr() for i, tensor in self.tensors.items() if tensor.is_contiguous()}

@@ -1,4 +1,4 @@
-"""Write tracking: the kernel's record of which pages of this process were written."""
+"""Write tracking: the kernel's record of the pages that this process has written."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _MAX_FOUND = 1024  # ranges that one call returns; more take more calls
 
 
 class WriteTracker:
-    """Records writes to pages of this process, whoever makes them: PyTorch, NumPy, C code or the kernel.
+    """Records writes to pages of this process by PyTorch, NumPy, C code or the kernel.
 
     Tracked pages are write-protected. The kernel lifts the protection of a page at the first write to it and
-    continues the write, so no writer waits for anything but that fault. Writes of other processes to shared
-    memory, and of devices to pinned memory, are not recorded.
+    continues the write, so a writer waits only for that fault. Writes of other processes to shared memory,
+    and of devices to pinned memory, are not recorded.
 
     Source: userfaultfd(2) with UFFD_FEATURE_WP_ASYNC and the ioctl PAGEMAP_SCAN, Linux 6.7; CRIU and
     Windows's GetWriteWatch use the same for incremental copies.
 
     Raises:
-        OSError: the kernel has no such record, or this process may not use it.
+        OSError: the kernel does not have such a record, or this process may not use it.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class WriteTracker:
 
         Args:
             ranges: memory of this process.
-            in_huge_pages: most of it is; chooses the call that is faster then.
+            in_huge_pages: most of it is in huge pages; selects the call that is faster then.
 
         Blocks: 8 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
 
         Raises:
-            OSError: a range cannot be tracked. None of them is.
+            OSError: a range cannot be tracked. None of them is then.
         """
         started: list[Range] = []
         try:
@@ -85,7 +85,7 @@ class WriteTracker:
             raise
 
     def stop(self, ranges: Iterable[Range]) -> None:
-        """Stop tracking `ranges`: later writes to them cost nothing."""
+        """Stop tracking `ranges`. Later writes to them cost nothing."""
         for start, stop in ranges:
             with contextlib.suppress(OSError):  # it was unmapped meanwhile: nothing is tracked there
                 fcntl.ioctl(self._uffd, _UNREGISTER, bytearray(struct.pack("2Q", start, stop - start)))
@@ -93,8 +93,8 @@ class WriteTracker:
     def find_written(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the parts of `ranges` that may have been written since `start`.
 
-        A page counts as written unless the kernel still has it protected: also one that was unmapped or
-        dropped meanwhile.
+        A page counts as written unless the kernel still protects it; also one that was unmapped or dropped
+        meanwhile.
         """
         written: list[Range] = []
         for start, stop in ranges:
@@ -104,7 +104,7 @@ class WriteTracker:
                     if low > at:
                         written.append((at, low))
                     at = high
-            except OSError:  # it is not tracked any more: another mapping has taken its place
+            except OSError:  # it is no longer tracked: another mapping has replaced it
                 at = start
             if at < stop:
                 written.append((at, stop))
@@ -126,7 +126,7 @@ class WriteTracker:
         return found
 
     def find_small(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the parts of `ranges` that are in memory, in small pages that are not the zero page."""
+        """Return the parts of `ranges` in present small pages. The zero page does not count."""
         found: list[Range] = []
         for start, stop in ranges:
             at = start
@@ -149,7 +149,7 @@ class WriteTracker:
         any_of: int = 0,
         returned: int = 0,
     ) -> int:
-        """Call PAGEMAP_SCAN once, add what it finds to `found`; return the address it came to."""
+        """Call PAGEMAP_SCAN once, append the results to `found`, and return the address reached."""
         number = 0 if found is None else _MAX_FOUND
         vector = (ctypes.c_uint64 * (3 * number))()
         arguments = bytearray(
@@ -175,7 +175,7 @@ class WriteTracker:
         return struct.unpack_from("Q", arguments, 32)[0]
 
     def _check(self) -> None:
-        """Track two pages of our own, write to one of them, and expect to find just that."""
+        """Track two pages, write to one, and check that only that one is found."""
         page = mmap.PAGESIZE
         memory = mmap.mmap(-1, 2 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -214,12 +214,12 @@ def _open_userfaultfd() -> int:
 
 
 def use_huge_pages(ranges: Iterable[Range], *, until: Callable[[], bool]) -> None:
-    """Ask the kernel to put memory into huge pages, which are tracked a hundred times as fast.
+    """Ask the kernel to move memory into huge pages, which are tracked much faster.
 
-    The content stays as it is. Where the kernel has no huge page left the pages stay small.
+    The content does not change. If the kernel has no huge page left, the pages stay small.
 
     Args:
-        ranges: memory that is present; of each, the part between boundaries of 2 MiB.
+        ranges: memory that is present; of each, the part between boundaries of 2 MiB is used.
         until: called between two huge pages; True ends the work.
 
     Blocks: 0.3 to 5 ms per huge page.

@@ -97,8 +97,8 @@ def test_eight_committing_at_once_make_one_manifest(tmp_path: Path) -> None:
     assert is_committed(store, make_config("", 3, 8).writer, 5)
 
 
-def test_a_commit_that_lands_in_between_is_as_good_as_ours() -> None:
-    """Held between look and write while another rank writes the manifest."""
+def test_a_concurrent_commit_of_the_same_save_is_accepted() -> None:
+    """It is stopped between check and write while another rank writes the manifest."""
     store = FaultyStore(MemoryStore())
     put_part(store, 0)
     put_part(store, 1)
@@ -122,7 +122,7 @@ def test_parts_that_disagree_are_not_committed() -> None:
     assert not is_committed(store, make_config("").writer, 5)
 
 
-def test_an_attempt_that_is_fenced_commits_nothing() -> None:
+def test_a_fenced_attempt_commits_nothing() -> None:
     store = MemoryStore()
     put_part(store, 0)
     put_part(store, 1)
@@ -142,7 +142,7 @@ def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
 
 
 def submit(keeper: Keeper, rank: int, *, dtype: str = "F32", name: str | None = None, step: int = 5) -> Save:
-    """Hand one save to a keeper, as a rank would."""
+    """Submit one save to a keeper, as a rank would."""
     image, catalog = make_image(rank, dtype, name)
     arena = Arena(step, len(image))
     arena.bytes[: len(image)].copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
@@ -167,7 +167,7 @@ def test_two_keepers_make_one_checkpoint_and_both_saves_are_durable(tmp_path: Pa
     assert found == ["manifest-a0001.json"] * 3
 
 
-def test_a_rank_that_never_arrives_is_named_and_later_saves_go_on(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named_and_later_saves_succeed(tmp_path: Path) -> None:
     home = str(tmp_path / "home")
     keepers = [
         Keeper(make_config(home, rank, commit_timeout_s=0.2), released=lambda _: None) for rank in (0, 1)
@@ -183,8 +183,8 @@ def test_a_rank_that_never_arrives_is_named_and_later_saves_go_on(tmp_path: Path
     assert [path.parent.name for path in (tmp_path / "home").glob("step-*/manifest*")] == ["step-00000009"]
 
 
-def test_ranks_whose_tensors_clash_commit_nothing_and_every_rank_is_told(tmp_path: Path) -> None:
-    """Rank 0, which commits, says why, and the other one says the same, long before the timeout."""
+def test_ranks_with_conflicting_tensors_commit_nothing_and_all_raise_the_reason(tmp_path: Path) -> None:
+    """Rank 0, which commits, and the other one raise the same reason, long before the timeout."""
     home = str(tmp_path / "home")
     keepers = [
         Keeper(make_config(home, rank, commit_timeout_s=600.0), released=lambda _: None) for rank in (0, 1)
@@ -198,10 +198,10 @@ def test_ranks_whose_tensors_clash_commit_nothing_and_every_rank_is_told(tmp_pat
     assert not list((tmp_path / "home").glob("step-*/manifest*"))
 
 
-def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
+def test_a_keeper_exits_if_its_save_will_never_be_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All parts are there, but rank 0's keeper is dead: the other one does not wait its time out."""
+    """All parts exist, but rank 0's keeper is dead: the other one does not wait for the timeout."""
     home = str(tmp_path / "home")
     monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.part:1")
     first = Keeper(make_config(home, 0), released=lambda _: None)
@@ -220,8 +220,8 @@ def test_a_keeper_that_waits_for_a_commit_that_nobody_will_make_ends(
     assert missing_ranks(store, config.writer, 5) == [], "the next attempt can commit it"
 
 
-def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """Closed while the other rank's part is missing, and killed before it could tell."""
+def test_a_save_fails_if_its_keeper_exits_without_a_report(tmp_path: Path) -> None:
+    """It is closed while the other rank's part is missing, and killed before it can report."""
     import os
     import signal
 
@@ -236,7 +236,7 @@ def test_a_save_whose_keeper_ended_without_a_word_does_not_wait_for_ever(tmp_pat
 # -- history and protocol ------------------------------------------------------------------------------------
 
 
-def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> None:
+def test_the_history_of_a_run_has_every_event(tmp_path: Path) -> None:
     """Two attempts of one run: staged, persisted, committed, retained, restored."""
     from stage.training import make_checkpointer
 
@@ -261,7 +261,7 @@ def test_the_history_of_a_life_parses_and_tells_every_event(tmp_path: Path) -> N
         assert line["bytes"] > 0 or line["event"] in ("retained", "tear-check", "ended")
 
 
-def test_a_history_that_cannot_be_written_is_told_and_stops_nothing() -> None:
+def test_a_history_that_cannot_be_written_is_reported_and_stops_nothing() -> None:
     store = FaultyStore(MemoryStore())
     history = History(store, make_config("").writer)
     store.fail("append", InvalidInput("a directory is in the way"))
@@ -290,7 +290,7 @@ def test_messages_arrive_as_they_were_sent(members: dict[str, object], detail: s
 
 
 def test_the_longest_detail_fits_into_a_packet(tmp_path: Path) -> None:
-    """An error text of characters that JSON writes with twelve bytes each must not end the conversation."""
+    """An error text of characters that JSON writes with twelve bytes each must not break the connection."""
     keeper = Keeper(make_config(str(tmp_path / "home"), world_size=1), released=lambda _: None)
     keeper.record("failed", step=1, detail="\U0001f30a" * 20_000)
     keeper.record("failed", step=2, detail="short")
@@ -299,7 +299,7 @@ def test_the_longest_detail_fits_into_a_packet(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_an_end_that_is_gone_reads_as_none() -> None:
+def test_a_closed_end_is_received_as_none() -> None:
     ours, theirs = packets.make_pair()
     ours.close()
     assert packets.receive(theirs) == (None, [])

@@ -30,7 +30,7 @@ WAIT_S = 60.0
 
 
 class Bench:
-    """A near tier with checkpoints, a home that can be told to fail, and a drain between them."""
+    """A near tier with checkpoints, a home that can be made to fail, and a drain between them."""
 
     def __init__(self, steps: tuple[int, ...], *, patience_s: float = WAIT_S, world_size: int = 1) -> None:
         self.near, self.home = FaultyStore(MemoryStore("near")), FaultyStore(MemoryStore("home"))
@@ -61,7 +61,7 @@ def same_objects(near: FaultyStore, home: FaultyStore, step: int) -> bool:
     return found == {entry.name: home.get(entry.name) for entry in home.list(prefix)}
 
 
-def test_a_checkpoint_comes_home_byte_for_byte() -> None:
+def test_a_checkpoint_is_drained_byte_for_byte() -> None:
     bench = Bench((10,))
     bench.drain.submit(1, 10)
     told = bench.next_told()
@@ -71,7 +71,7 @@ def test_a_checkpoint_comes_home_byte_for_byte() -> None:
     assert holdfast.open(bench.home).verify().is_good
 
 
-def test_the_manifest_is_the_last_to_come() -> None:
+def test_the_manifest_is_drained_last() -> None:
     bench = Bench((10,))
     bench.drain.submit(1, 10)
     bench.next_told()
@@ -80,7 +80,7 @@ def test_the_manifest_is_the_last_to_come() -> None:
     assert len(puts) == 3
 
 
-def test_what_is_there_is_not_sent_again() -> None:
+def test_files_in_home_are_not_sent_again() -> None:
     bench = Bench((10,))
     bench.drain.submit(1, 10)
     bench.next_told()
@@ -88,7 +88,7 @@ def test_what_is_there_is_not_sent_again() -> None:
     assert bench.next_told().num_bytes == 0
 
 
-def test_the_newest_comes_first_and_older_ones_are_forgotten() -> None:
+def test_the_newest_is_drained_first_and_older_ones_are_forgotten() -> None:
     bench = Bench((10, 20, 30))
     gate = bench.near.hold("get")
     bench.drain.submit(1, 10)
@@ -101,14 +101,14 @@ def test_the_newest_comes_first_and_older_ones_are_forgotten() -> None:
     assert bench.in_home() == [(1, 30), (1, 10)]
 
 
-def test_close_waits_for_what_is_due() -> None:
+def test_close_waits_for_due_checkpoints() -> None:
     bench = Bench((10,))
     bench.drain.submit(1, 10)
     bench.drain.close()
     assert bench.in_home() == [(1, 10)]
 
 
-def test_a_home_that_fails_is_tried_again_until_it_works() -> None:
+def test_a_drain_is_retried_until_home_works() -> None:
     bench = Bench((10,))
     bench.home.fail("put", RetryLater("503"), times=3, matching="step-")
     bench.drain.submit(1, 10)
@@ -117,7 +117,7 @@ def test_a_home_that_fails_is_tried_again_until_it_works() -> None:
     assert same_objects(bench.near, bench.home, 10)
 
 
-def test_a_home_that_fails_for_too_long_is_given_up_and_what_is_near_stays() -> None:
+def test_a_drain_is_given_up_if_home_fails_for_too_long_and_local_checkpoints_stay() -> None:
     bench = Bench((10,), patience_s=0.0)
     bench.home.fail("put", RetryLater("503"), times=None, matching="step-")
     bench.drain.submit(1, 10)
@@ -128,7 +128,7 @@ def test_a_home_that_fails_for_too_long_is_given_up_and_what_is_near_stays() -> 
     bench.drain.close()
 
 
-def test_a_damaged_copy_is_not_spread() -> None:
+def test_a_damaged_copy_is_not_drained() -> None:
     bench = Bench((10,))
     name = names.data(10, 1, 0)
     content = bytearray(bench.near.get(name))
@@ -143,8 +143,8 @@ def test_a_damaged_copy_is_not_spread() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidInput("no such name"), ZeroDivisionError("a bug")])
-def test_no_failure_ends_the_drain_in_silence(error: Exception) -> None:
-    """Whoever waits for a checkpoint in home hears why it does not come, and the next one is drained."""
+def test_every_failure_of_a_drain_is_reported(error: Exception) -> None:
+    """A wait for the checkpoint in home raises the reason, and the next one is drained."""
     bench = Bench((10, 20))
     bench.home.fail("put", error, matching="step-")
     bench.drain.submit(1, 10)
@@ -156,7 +156,7 @@ def test_no_failure_ends_the_drain_in_silence(error: Exception) -> None:
     assert bench.in_home() == [(1, 20)]
 
 
-def test_a_fenced_attempt_brings_nothing_home() -> None:
+def test_a_fenced_attempt_drains_nothing() -> None:
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
     bench.drain.submit(1, 10)
@@ -165,7 +165,7 @@ def test_a_fenced_attempt_brings_nothing_home() -> None:
     bench.drain.close()
 
 
-def test_the_next_attempt_brings_home_what_an_older_one_left(tmp_path: Path) -> None:
+def test_the_next_attempt_drains_checkpoints_of_an_older_one(tmp_path: Path) -> None:
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
     config = KeeperConfig("home", "run-one", 2, 0, 1, True, 3, None, 5.0, 5.0, local="near")
@@ -174,7 +174,7 @@ def test_the_next_attempt_brings_home_what_an_older_one_left(tmp_path: Path) -> 
     assert bench.in_home() == [(1, 10)]
 
 
-def test_logs_come_home_also_those_that_killed_keepers_left_and_what_was_told_last() -> None:
+def test_histories_are_drained_including_those_of_killed_keepers_and_the_last_events() -> None:
     bench = Bench((10,))
     bench.near.append(names.history(1, 0), b"one\ntwo\n")
     bench.near.append(names.history(1, 1), b"of a rank that is no more\n")
@@ -246,8 +246,8 @@ class Apart:
         return candidates(list_home(self.home))
 
 
-def test_two_hosts_bring_their_shares_home_and_rank_0_commits() -> None:
-    """Neither folder has all; home's manifest is made of the parts that came."""
+def test_two_hosts_drain_their_files_and_rank_0_commits() -> None:
+    """No folder has all files; home's manifest is made of the parts that arrived."""
     apart = Apart((10,))
     for rank in (1, 0):
         apart.drain(rank).submit(1, 10)
@@ -259,8 +259,8 @@ def test_two_hosts_bring_their_shares_home_and_rank_0_commits() -> None:
         assert apart.home.get(name) == apart.whole.get(name)
 
 
-def test_a_rank_stays_with_what_others_bring_until_one_of_them_has_begun_a_newer_one() -> None:
-    """If each ran after the newest in its own time, a slow home might never get all files of any."""
+def test_a_rank_waits_for_the_others_until_one_of_them_has_begun_a_newer_checkpoint() -> None:
+    """If each drained its own newest, a slow home might never receive all files of any."""
     apart = Apart((10, 20))
     first, second = apart.drain(0), apart.drain(1)
     gate = apart.home.hold("list", nth=3)  # after the look for newer attempts, and that for what is there
@@ -275,8 +275,8 @@ def test_a_rank_stays_with_what_others_bring_until_one_of_them_has_begun_a_newer
     assert apart.in_home() == [(1, 20), (1, 10)]
 
 
-def test_a_rank_follows_one_that_has_begun_a_newer_one() -> None:
-    """The other host has no 10 to bring."""
+def test_a_rank_follows_another_that_has_begun_a_newer_checkpoint() -> None:
+    """The other host does not have step 10."""
     apart = Apart((10, 20))
     first = apart.drain(0)
     first.submit(1, 10)
@@ -286,8 +286,8 @@ def test_a_rank_follows_one_that_has_begun_a_newer_one() -> None:
     assert apart.in_home() == [(1, 20)]
 
 
-def test_a_share_that_never_comes_is_given_up_and_the_next_one_is_drained() -> None:
-    """The other host has failed to save it: home has not failed, and training may go on."""
+def test_files_that_never_arrive_are_given_up_and_the_next_checkpoint_is_drained() -> None:
+    """The other host has failed to save it: home has not failed, and training may continue."""
     apart = Apart((10, 20), commit_timeout_s=0.05)
     drain = apart.drain(0)
     drain.submit(1, 10)
@@ -311,7 +311,7 @@ def test_a_part_without_its_whole_data_file_commits_nothing() -> None:
     assert apart.in_home() == []
 
 
-def test_parts_that_do_not_fit_are_refused_and_both_hosts_hear_why() -> None:
+def test_parts_that_do_not_fit_are_refused_and_both_hosts_raise_the_reason() -> None:
     apart = Apart((10,))
     other = MemoryStore()
     make_checkpoint(other, 10, 1, [{"x": torch.ones(3)}, {"y": torch.ones(3)}], commit=False)
@@ -326,7 +326,7 @@ def test_parts_that_do_not_fit_are_refused_and_both_hosts_hear_why() -> None:
     assert apart.in_home() == []
 
 
-def test_the_next_attempt_brings_both_shares_home() -> None:
+def test_the_next_attempt_drains_the_files_of_both_hosts() -> None:
     apart = Apart((10,))
     make_home(apart.home, attempts=(1, 2))
     for rank in (0, 1):
@@ -336,7 +336,7 @@ def test_the_next_attempt_brings_both_shares_home() -> None:
     assert apart.in_home() == [(1, 10)]
 
 
-def test_every_saved_rank_is_looked_after_by_one_rank_of_the_host() -> None:
+def test_one_rank_of_a_host_is_responsible_for_each_saved_rank() -> None:
     """Four ranks have saved into a folder that now has ranks 1 and 3 of another world."""
     configs = [
         KeeperConfig("home", "r", 2, rank, 4, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1, 3))
@@ -348,7 +348,7 @@ def test_every_saved_rank_is_looked_after_by_one_rank_of_the_host() -> None:
     assert configs[1].is_responsible_for(3)
 
 
-def test_a_part_that_another_has_put_into_home_is_not_replaced() -> None:
+def test_a_part_of_another_writer_in_home_is_not_replaced() -> None:
     bench = Bench((5,))
     name, put = names.part(5, 1, 0), bench.home.inner.put
 
@@ -369,7 +369,7 @@ def put_metrics(store: FaultyStore, step: int, loss: float) -> None:
     write_metrics(store, WriterId("run-one", 1, 0, 1), step, {"loss": loss})
 
 
-def test_metrics_come_home_before_the_manifest_and_again_when_they_change() -> None:
+def test_metrics_are_drained_before_the_manifest_and_again_when_they_change() -> None:
     bench = Bench((10, 20))
     put_metrics(bench.near, 10, 2.0)
     bench.drain.update_metrics(1, 10)  # it is not in home: they come with it
@@ -387,7 +387,7 @@ def test_metrics_come_home_before_the_manifest_and_again_when_they_change() -> N
     assert bench.home.size(names.metrics(20, 1)) is None
 
 
-def test_the_best_are_not_forgotten_for_newer_ones() -> None:
+def test_the_best_checkpoints_are_not_forgotten_for_newer_ones() -> None:
     bench = Bench((10, 20, 30, 40))
     gate = bench.near.hold("get")
     bench.drain.submit(1, 10)
@@ -404,7 +404,7 @@ def test_the_best_are_not_forgotten_for_newer_ones() -> None:
     assert bench.told.empty()
 
 
-def test_a_best_checkpoint_that_does_not_come_home_is_given_up() -> None:
+def test_a_missing_best_checkpoint_is_given_up() -> None:
     bench = Bench((10,))
     bench.drain.set_best({(1, 99)})
     assert isinstance(bench.next_told().error, NotFound)

@@ -64,7 +64,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
-    """Runs something in a thread until a name is visible, and stops it before the fsync of the name."""
+    """Run a function in a thread until a name is visible, and stop it before the fsync of the name."""
     visible, goes_on = threading.Event(), threading.Event()
     slow: set[threading.Thread] = set()
     threads: list[threading.Thread] = []
@@ -98,7 +98,7 @@ def make_tier(home: Path, rank: int, world_size: int) -> CommitTier:
     return CommitTier(store, config, Keep(), inbox=inbox, reports=reports, in_work=set)
 
 
-def test_a_rank_that_sees_a_manifest_makes_it_durable_before_it_tells(
+def test_a_rank_that_finds_a_manifest_makes_it_durable_before_it_reports(
     tmp_path: Path, disk: Disk, stopped: Callable[[Callable[[], object]], threading.Thread]
 ) -> None:
     home = tmp_path / "runs" / "one"
@@ -110,7 +110,7 @@ def test_a_rank_that_sees_a_manifest_makes_it_durable_before_it_tells(
     assert disk.lacks(home, 5) == []
 
 
-def test_a_manifest_becomes_visible_when_all_that_it_names_is_durable(
+def test_a_manifest_becomes_visible_when_all_its_files_are_durable(
     tmp_path: Path,
     disk: Disk,
     stopped: Callable[[Callable[[], object]], threading.Thread],
@@ -153,15 +153,15 @@ def test_a_save_that_is_committed_at_the_next_start_is_durable(
     assert disk.lacks(home, 5) == []
 
 
-def test_folders_that_another_process_has_made_above_home_are_durable(tmp_path: Path, disk: Disk) -> None:
+def test_folders_that_another_process_has_created_above_home_are_durable(tmp_path: Path, disk: Disk) -> None:
     home = tmp_path / "a" / "b" / "home"
     home.parent.mkdir(parents=True)  # by somebody who has not come to an fsync
     put_part(LocalStore(home), 0)
     assert disk.lacks(home, 5) == []
 
 
-def test_a_step_folder_that_was_made_anew_is_durable_again(tmp_path: Path, disk: Disk) -> None:
-    """Its inode may be the same as before: what a process remembers of it is not to be trusted."""
+def test_a_step_folder_that_was_created_again_is_durable_again(tmp_path: Path, disk: Disk) -> None:
+    """Its inode may be the same as before, so the inode does not prove that the name is durable."""
     home, store = tmp_path / "home", LocalStore(tmp_path / "home")
     put_part(store, 0)
     folder = home / names.step_dir(5)

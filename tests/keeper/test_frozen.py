@@ -102,7 +102,7 @@ def calls(store: FaultyStore, method: str) -> list[str]:
     return [call.name for call in store.calls(method) if "frozen" in call.name]
 
 
-def test_what_stays_the_same_is_written_once_and_then_linked(tmp_path: Path) -> None:
+def test_unchanged_tensors_are_written_once_and_then_linked(tmp_path: Path) -> None:
     """One inode under the names of all checkpoints, and each of them is whole."""
     store = LocalStore(tmp_path)
     frozen = FrozenFile(store, make_config())
@@ -115,7 +115,7 @@ def test_what_stays_the_same_is_written_once_and_then_linked(tmp_path: Path) -> 
         check(store, step)
 
 
-def test_what_has_changed_is_written_anew_and_linked_from_then_on(tmp_path: Path) -> None:
+def test_changed_tensors_are_written_again_and_then_linked(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     frozen = FrozenFile(store, make_config())
     for step, value in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.0)):
@@ -127,7 +127,7 @@ def test_what_has_changed_is_written_anew_and_linked_from_then_on(tmp_path: Path
         check(store, step, value)
 
 
-def test_the_image_is_hashed_also_when_it_is_linked() -> None:
+def test_the_image_is_hashed_even_if_it_is_linked() -> None:
     """What the part says of the file comes from memory, so damage on the disk is found."""
     frozen = FrozenFile(MemoryStore(), make_config())
     first = persist_frozen(frozen, 1)
@@ -135,8 +135,8 @@ def test_the_image_is_hashed_also_when_it_is_linked() -> None:
     assert len(first.hashes) / 32 == -(-len(make_image()) // first.chunk_bytes) > 1
 
 
-def test_what_was_copied_beside_the_training_and_differs_is_refused() -> None:
-    """Nothing of it appears; what is copied at once is taken again, and so is what then stays the same."""
+def test_an_image_that_was_copied_beside_training_and_differs_is_refused() -> None:
+    """Nothing of it is written. A later image that was copied before save() returned is accepted."""
     store = FaultyStore(MemoryStore())
     frozen = FrozenFile(store, make_config())
     persist_frozen(frozen, 1)
@@ -160,7 +160,7 @@ def test_a_single_flipped_bit_is_a_difference() -> None:
         frozen.persist(2, memoryview(image), must_match=True)
 
 
-def test_without_a_save_before_nothing_proves_that_it_is_the_same() -> None:
+def test_without_a_previous_save_nothing_proves_that_tensors_are_unchanged() -> None:
     frozen = FrozenFile(MemoryStore(), make_config())
     with pytest.raises(InvalidInput, match="failed before their hashes were known"):
         persist_frozen(frozen, 1, must_match=True)
@@ -168,7 +168,7 @@ def test_without_a_save_before_nothing_proves_that_it_is_the_same() -> None:
     persist_frozen(frozen, 3, must_match=True)
 
 
-def test_a_save_that_the_store_refused_is_still_compared_with() -> None:
+def test_a_save_that_the_store_rejected_is_still_compared_with() -> None:
     """Its bytes were hashed: the next save, staged meanwhile, need not be dropped for it."""
     store = FaultyStore(MemoryStore())
     frozen = FrozenFile(store, make_config())
@@ -181,7 +181,7 @@ def test_a_save_that_the_store_refused_is_still_compared_with() -> None:
     assert store.get(names.frozen(2, 1, 0)) == make_image(2.0)
 
 
-def test_another_try_of_the_same_save_is_as_good() -> None:
+def test_a_save_can_be_tried_again() -> None:
     """The file is there already, its part could not be written."""
     store = FaultyStore(MemoryStore())
     frozen = FrozenFile(store, make_config())
@@ -190,7 +190,7 @@ def test_another_try_of_the_same_save_is_as_good() -> None:
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_a_new_keeper_finds_what_the_one_before_has_written(tmp_path: Path, attempt: int) -> None:
+def test_a_new_keeper_finds_the_file_of_an_earlier_one(tmp_path: Path, attempt: int) -> None:
     """Of the same attempt, when the keeper died, or of the next."""
     store = LocalStore(tmp_path)
     first = FrozenFile(store, make_config())
@@ -202,7 +202,7 @@ def test_a_new_keeper_finds_what_the_one_before_has_written(tmp_path: Path, atte
     assert found[0].samefile(found[1])
 
 
-def test_what_other_ranks_and_half_done_saves_have_left_is_passed_over() -> None:
+def test_files_of_other_ranks_and_incomplete_saves_are_skipped() -> None:
     """A file without a part, a part that is damaged, a part without such a file."""
     store = FaultyStore(MemoryStore())
     save(store, FrozenFile(store, make_config()), 1)
@@ -219,7 +219,7 @@ def test_what_other_ranks_and_half_done_saves_have_left_is_passed_over() -> None
     assert not calls(store, "put")
 
 
-def test_a_store_without_links_gets_the_bytes_again() -> None:
+def test_without_links_the_bytes_are_written_again() -> None:
     store = FaultyStore(MemoryStore())
     store.fail("link", Unsupported("no links here"), times=None)
     frozen = FrozenFile(store, make_config())
@@ -230,7 +230,7 @@ def test_a_store_without_links_gets_the_bytes_again() -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "truncated"])
-def test_a_file_that_is_gone_or_truncated_is_written_again(harm: str) -> None:
+def test_a_missing_or_truncated_file_is_written_again(harm: str) -> None:
     store = FaultyStore(MemoryStore())
     frozen = FrozenFile(store, make_config())
     persist_frozen(frozen, 1)
@@ -242,7 +242,7 @@ def test_a_file_that_is_gone_or_truncated_is_written_again(harm: str) -> None:
     assert store.get(names.frozen(2, 1, 0)) == make_image()
 
 
-def test_a_store_that_fails_at_the_link_is_tried_again() -> None:
+def test_a_failed_link_is_retried() -> None:
     store = FaultyStore(MemoryStore())
     frozen = FrozenFile(store, make_config())
     persist_frozen(frozen, 1)
@@ -254,7 +254,7 @@ def test_a_store_that_fails_at_the_link_is_tried_again() -> None:
     assert store.get(names.frozen(2, 1, 0)) == make_image()
 
 
-def test_when_the_older_step_is_deleted_the_newer_stays_whole(tmp_path: Path) -> None:
+def test_deleting_an_older_checkpoint_leaves_the_newer_one_whole(tmp_path: Path) -> None:
     """Nothing refers to another checkpoint: the link is as good as the file."""
     store = LocalStore(tmp_path)
     frozen = FrozenFile(store, make_config())
@@ -285,7 +285,7 @@ def submit(keeper: Keeper, step: int, value: float, *, is_unchanged: bool) -> Sa
     return one
 
 
-def test_a_keeper_links_what_stays_the_same_and_refuses_what_may_be_torn(tmp_path: Path) -> None:
+def test_a_keeper_links_unchanged_files_and_refuses_torn_ones(tmp_path: Path) -> None:
     keeper = Keeper(make_config(str(tmp_path)), released=lambda _: None)
     submit(keeper, 1, 1.0, is_unchanged=False).wait_durable(20)
     submit(keeper, 2, 1.0, is_unchanged=True).wait_durable(20)

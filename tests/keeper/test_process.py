@@ -81,7 +81,7 @@ def test_a_checkpointer_leaves_no_descriptor_open(tmp_path: Path) -> None:
 
 
 def save_and_fail(home: Path, x: torch.Tensor, step: int) -> None:
-    """Go on from the step before, save this one, and leave the with block by an error."""
+    """Continue from the previous step, save this one, and leave the with block by an error."""
     with make_checkpointer(home, {"x": x}) as ckpt:
         assert (ckpt.restore() or 0) == step - 1
         x += 1
@@ -89,7 +89,7 @@ def save_and_fail(home: Path, x: torch.Tensor, step: int) -> None:
         raise ZeroDivisionError
 
 
-def test_an_error_in_the_loop_loses_nothing_staged_and_leaves_no_keeper(tmp_path: Path) -> None:
+def test_an_error_in_the_loop_loses_no_staged_save_and_leaves_no_keeper(tmp_path: Path) -> None:
     x = torch.randn(1000)
     with pytest.raises(ZeroDivisionError):
         save_and_fail(tmp_path / "home", x, 1)
@@ -98,7 +98,7 @@ def test_an_error_in_the_loop_loses_nothing_staged_and_leaves_no_keeper(tmp_path
     check_saved(tmp_path / "home", 1, {"x": x})
 
 
-def test_a_new_checkpointer_in_the_same_process_waits_for_what_an_error_left_behind(tmp_path: Path) -> None:
+def test_a_new_checkpointer_waits_for_the_saves_of_one_that_ended_by_an_error(tmp_path: Path) -> None:
     """A retry around the with block: what was staged at the error is what the next attempt restores."""
     x = expected = torch.randn(20_000_000)
     for step in (1, 2, 3):
@@ -134,7 +134,7 @@ os._exit(3) if ending == "_exit" else os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("ending", ["_exit", "kill"])
-def test_a_keeper_finishes_after_its_trainers_sudden_end_and_goes(tmp_path: Path, ending: str) -> None:
+def test_a_keeper_completes_the_save_of_a_killed_trainer_and_exits(tmp_path: Path, ending: str) -> None:
     command = [sys.executable, "-c", TRAINER, str(tmp_path / "home"), ending]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == (3 if ending == "_exit" else -signal.SIGKILL)
@@ -145,7 +145,7 @@ def test_a_keeper_finishes_after_its_trainers_sudden_end_and_goes(tmp_path: Path
     check_saved(tmp_path / "home", 7, {"x": torch.arange(3_000_000.0)})
 
 
-def test_a_dead_keeper_is_replaced_and_told_what_is_left(tmp_path: Path) -> None:
+def test_a_dead_keeper_is_replaced_by_one_that_completes_its_saves(tmp_path: Path) -> None:
     x = torch.randn(1000)
     with make_checkpointer(tmp_path / "home", {"x": x}) as ckpt:
         ckpt.save(1).wait_durable()
@@ -171,7 +171,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_keeper_that_cannot_be_started_is_tried_again_and_nothing_is_lost(
+def test_starting_a_keeper_is_retried_and_no_save_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, refused = subprocess.Popen, threading.Event()
@@ -199,10 +199,10 @@ def test_a_keeper_that_cannot_be_started_is_tried_again_and_nothing_is_lost(
 
 @pytest.mark.filterwarnings("ignore::holdfast.errors.SaveWarning")
 @pytest.mark.usefixtures("quick")
-def test_keepers_that_keep_dying_fail_their_saves_and_later_ones_recover(
+def test_keepers_that_die_repeatedly_fail_their_saves_and_later_saves_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A keeper killed at the same place each time: what the sixth had is given up, and the seventh works."""
+    """A keeper killed at the same place each time: the saves of the sixth fail, and the seventh works."""
     monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.received")
     with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
         save = ckpt.save(1)
@@ -258,8 +258,8 @@ def test_close_does_not_wait_for_a_stopped_keeper(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_keeper_that_works_for_long_is_left_alone(tmp_path: Path) -> None:
-    """It answers beside its work, so a slow disk is not taken for a frozen process."""
+def test_a_slow_keeper_is_not_replaced(tmp_path: Path) -> None:
+    """It responds during its work, so that a slow disk does not look like a frozen process."""
     with make_checkpointer(
         holdfast.Home(tmp_path / "home", bandwidth="2MB"), {"x": torch.ones(2_000_000)}
     ) as ckpt:
@@ -316,7 +316,7 @@ def test_a_forked_child_cannot_end_its_parents_keeper(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ENOSPC, RetryLater), (errno.EROFS, Denied), (errno.EACCES, Denied)]
 )
-def test_a_temporary_folder_that_cannot_be_used_is_named(
+def test_a_runtime_folder_that_cannot_be_used_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[HoldfastError]
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -331,7 +331,7 @@ def test_a_temporary_folder_that_cannot_be_used_is_named(
     check_saved(tmp_path / "home", 2, {"x": torch.ones(3)})
 
 
-def test_a_home_whose_name_is_no_text_is_a_home(tmp_path: Path) -> None:
+def test_a_home_may_have_a_name_that_is_not_unicode(tmp_path: Path) -> None:
     home = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff\xfe"))
     with make_checkpointer(home, {"x": torch.ones(3)}) as ckpt:
         ckpt.save(1).wait_durable()

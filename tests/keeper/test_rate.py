@@ -17,7 +17,7 @@ from making import data_file
 
 
 class Clock:
-    """A clock of its own, on which only sleep takes time."""
+    """Clock that only advances when code sleeps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
@@ -28,14 +28,16 @@ class Clock:
         self.now_s += seconds
 
 
-def test_a_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 blocks of 100 bytes at 50 bytes a second take 8 seconds."""
     clock = Clock(monkeypatch)
     assert len(list(rate.paced([memoryview(bytes(100))] * 4, 50.0))) == 4
     assert clock.now_s == pytest.approx(8.0)
 
 
-def test_a_save_that_goes_straight_home_keeps_to_it_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_in_home_observes_the_rate_block_by_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch)
     monkeypatch.setattr(rate, "BLOCK_BYTES", 1000)
     store = FaultyStore(MemoryStore())
@@ -46,7 +48,7 @@ def test_a_save_that_goes_straight_home_keeps_to_it_block_by_block(monkeypatch: 
     assert [call.name for call in store.calls("put")] == ["file"]
 
 
-def test_without_a_limit_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_rate_a_save_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     store = MemoryStore()
     persist(store, "file", memoryview(bytes(5000)))
@@ -54,7 +56,7 @@ def test_without_a_limit_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert clock.now_s == 0.0
 
 
-def test_a_checkpointer_without_a_local_folder_keeps_to_it(tmp_path: Path) -> None:
+def test_a_checkpointer_without_a_local_folder_observes_the_rate(tmp_path: Path) -> None:
     """4 MB at 8 MB a second take half a second at least, and what is saved is whole."""
     state = {"w": torch.zeros(1_000_000)}
     began = time.monotonic()

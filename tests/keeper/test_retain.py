@@ -55,14 +55,14 @@ def has_files(store: FaultyStore, attempt: int, step: int) -> bool:
 
 
 def check_all_verify(store: FaultyStore) -> int:
-    """Everything that is called complete verifies; how many there are."""
+    """Verify all complete checkpoints, and return their number."""
     found = list(candidates(list_home(store)))
     for attempt, step in found:
         assert holdfast.open(store, step=step, attempt=attempt).verify().is_good
     return len(found)
 
 
-def test_the_newest_and_the_multiples_stay() -> None:
+def test_the_newest_checkpoints_and_the_multiples_stay() -> None:
     store = make_store(*[(1, step, ()) for step in (100, 150, 200, 250, 300, 350)])
     deleted = list(Retention(store, Keep(2, every=100)).apply((1, 350), (), ()))
     assert [(one.step, one.was_complete) for one in deleted] == [(150, True), (250, True)]
@@ -75,8 +75,8 @@ def note(store: FaultyStore, attempt: int, step: int) -> None:
     note_skipped(store, [Skipped(step, attempt, "chunk 3 is damaged")], "run")
 
 
-def test_what_was_skipped_over_stays_and_does_not_count() -> None:
-    """Attempt 2 resumed from 10, since 20 and 30 did not verify; it has made them anew, and more."""
+def test_skipped_checkpoints_stay_and_do_not_count() -> None:
+    """Attempt 2 resumed from 10, since 20 and 30 did not verify. It has saved them again, and more."""
     later = [(2, step, FROM_10) for step in (20, 30, 40, 50)]
     store = make_store((1, 10, ()), (1, 20, ()), (1, 30, ()), *later)
     note(store, 1, 20)
@@ -86,7 +86,7 @@ def test_what_was_skipped_over_stays_and_does_not_count() -> None:
     assert check_all_verify(store) == 4
 
 
-def test_a_note_is_gone_with_its_checkpoint_once_it_was_restored_after_all() -> None:
+def test_a_skipped_checkpoint_without_its_note_is_deleted_like_others() -> None:
     store = make_store((1, 10, ()), (1, 20, ()), (1, 30, ()), (1, 40, ()))
     note(store, 1, 20)
     drop_note(store, 20, 1)
@@ -96,8 +96,8 @@ def test_a_note_is_gone_with_its_checkpoint_once_it_was_restored_after_all() -> 
     assert not has_files(store, 1, 20)
 
 
-def test_what_was_skipped_over_of_the_three_newest_attempts_stays() -> None:
-    """Else a disk that damages one checkpoint after the other would be full in the end."""
+def test_skipped_checkpoints_of_the_three_newest_attempts_stay() -> None:
+    """Otherwise a disk that damages one checkpoint after the other would fill up."""
     saved = [(attempt, 20, FROM_10) for attempt in (2, 3, 4, 5, 6)]
     store = make_store((1, 10, ()), *saved, (7, 30, FROM_10))
     for attempt, step, _ in saved:
@@ -106,7 +106,7 @@ def test_what_was_skipped_over_of_the_three_newest_attempts_stays() -> None:
     assert listed(store) == [(4, 20), (5, 20), (6, 20), (7, 30)]
 
 
-def test_a_share_keeps_what_was_skipped_over() -> None:
+def test_skipped_node_local_checkpoints_stay() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
     note(store, 1, 20)
     config = KeeperConfig(
@@ -116,7 +116,7 @@ def test_a_share_keeps_what_was_skipped_over() -> None:
     assert {step for step in (10, 20, 30, 40) if has_files(store, 1, step)} == {20, 40}
 
 
-def test_half_done_checkpoints_go_unless_they_are_in_work() -> None:
+def test_incomplete_saves_are_deleted_unless_they_are_in_work() -> None:
     store = make_store((1, 10, ()), (1, 50, ()))
     for step in (20, 30, 60):
         store.put(names.data(step, 1, 0), b"half")
@@ -126,7 +126,7 @@ def test_half_done_checkpoints_go_unless_they_are_in_work() -> None:
     assert has_files(store, 1, 60), "newer than the newest: on its way"
 
 
-def test_incomplete_saves_of_earlier_attempts_go_once_if_everything_is_kept() -> None:
+def test_incomplete_saves_of_earlier_attempts_are_deleted_once_if_everything_is_kept() -> None:
     """No manifest is read, and the home is listed only once, however many checkpoints it has."""
     store = make_store((1, 10, ()), (1, 20, ()), (2, 40, FROM_10))
     for attempt, step in ((1, 30), (2, 15), (2, 50)):
@@ -187,7 +187,7 @@ def test_refusals_that_stay_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
     assert [left(store, step) for step in (20, 30, 40, 50)] == [[], [], ["refusal"], ["refusal"]]
 
 
-def test_what_a_newer_attempt_left_behind_goes_once_it_is_passed_and_never_counts() -> None:
+def test_abandoned_checkpoints_are_deleted_once_training_is_past_them_and_do_not_count() -> None:
     saved = [(1, 10, ()), (1, 20, ()), (1, 30, ()), (2, 15, FROM_10)]
     store = make_store(*saved)
     assert list(Retention(store, Keep(2)).apply((2, 15), FROM_10, ())) == []
@@ -198,7 +198,7 @@ def test_what_a_newer_attempt_left_behind_goes_once_it_is_passed_and_never_count
     assert listed(store) == [(1, 30), (2, 15), (2, 25)]
 
 
-def test_a_manifest_that_cannot_be_read_is_left_for_a_person() -> None:
+def test_a_checkpoint_with_an_unreadable_manifest_is_not_deleted() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30)])
     name = names.manifest(10, 1)
     store.put(name, store.get(name)[:-20])
@@ -208,14 +208,14 @@ def test_a_manifest_that_cannot_be_read_is_left_for_a_person() -> None:
 
 
 def test_the_newest_stays_even_when_the_policy_sees_others_before_it() -> None:
-    """A fenced older attempt that commits late keeps what it has just said to be durable."""
+    """A fenced older attempt that commits late keeps the checkpoint that it has just reported as durable."""
     store = make_store((1, 10, ()), (2, 20, ()), (2, 30, ()))
     list(Retention(store, Keep(1)).apply((1, 10), (), ()))
     assert (1, 10) in listed(store)
     assert (2, 30) in listed(store)
 
 
-def test_a_store_that_fails_anywhere_leaves_only_what_verifies() -> None:
+def test_after_any_failure_of_the_store_all_checkpoints_verify() -> None:
     """Each delete, read and listing fails once; the next round finishes the work."""
     num_calls = 0
     for method in ("delete", "get", "list"):
@@ -249,8 +249,8 @@ def test_deleting_begins_with_the_manifest() -> None:
         holdfast.open(store, step=10)
 
 
-def test_going_back_by_hand_keeps_what_the_run_goes_on_from_again() -> None:
-    """Attempt 2 left 30 of attempt 1 behind; attempt 3 was told to take it, and leaves attempt 2 behind."""
+def test_going_back_by_hand_keeps_the_checkpoints_that_training_continues() -> None:
+    """Attempt 2 resumed before 30 of attempt 1. Attempt 3 resumed from 30, and abandons attempt 2."""
     back = ((1, 30),)
     store = make_store((1, 10, ()), (1, 30, ()), (2, 15, FROM_10), (2, 25, FROM_10), (3, 35, back))
     deleted = list(Retention(store, Keep(2)).apply((3, 35), back, ()))
@@ -259,7 +259,7 @@ def test_going_back_by_hand_keeps_what_the_run_goes_on_from_again() -> None:
     assert check_all_verify(store) == 2
 
 
-def test_files_of_frozen_tensors_go_with_their_checkpoint() -> None:
+def test_files_of_frozen_tensors_are_deleted_with_their_checkpoint() -> None:
     store = FaultyStore(MemoryStore())
     make_home(store)
     for step in (10, 20):
@@ -302,7 +302,7 @@ def share(*saved: tuple[int, int, Ancestors], rank: int = 1) -> FaultyStore:
 def retain_share(
     store: FaultyStore, keep: int, complete: CheckpointId, needed: set[CheckpointId] | None = None
 ) -> list[CheckpointId]:
-    """Apply a policy; what is left of the rank's own."""
+    """Apply a policy, and return the rank's remaining checkpoints."""
     config = KeeperConfig(
         "home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,)
     )
@@ -311,25 +311,25 @@ def retain_share(
     return sorted((f.attempt, f.step) for f in found if f and f.kind == "data")
 
 
-def test_what_may_become_complete_stays_however_much_there_is_of_it() -> None:
-    """The other host is behind: 10 is the newest that both are known to have."""
+def test_checkpoints_that_may_become_complete_stay() -> None:
+    """The other host is behind: 10 is the newest that both have reported."""
     store = share(*[(1, step, ()) for step in (5, 10, 20, 30, 40)])
     assert retain_share(store, 1, (1, 10)) == [(1, 10), (1, 20), (1, 30), (1, 40)]
     assert retain_share(store, 2, (1, 30)) == [(1, 20), (1, 30), (1, 40)]
 
 
-def test_what_is_needed_stays_whatever_its_age() -> None:
+def test_needed_checkpoints_stay() -> None:
     store = share(*[(1, step, ()) for step in (5, 10, 20)])
     assert retain_share(store, 1, (1, 20), {(1, 5)}) == [(1, 5), (1, 20)]
 
 
-def test_a_line_that_was_left_goes_first() -> None:
-    """Attempt 2 went on from 10: the 20 of attempt 1 does not count among those that stay."""
+def test_abandoned_node_local_checkpoints_are_deleted_first() -> None:
+    """Attempt 2 resumed from 10: step 20 of attempt 1 does not count."""
     store = share((1, 10, ()), (1, 20, ()), (2, 30, FROM_10))
     assert retain_share(store, 2, (2, 30)) == [(1, 10), (2, 30)]
 
 
-def test_half_done_saves_before_the_complete_one_go() -> None:
+def test_incomplete_saves_before_the_complete_one_are_deleted() -> None:
     store = share((1, 10, ()), (1, 20, ()), (1, 30, ()))
     store.delete(names.part(10, 1, 1))
     store.delete(names.part(30, 1, 1))
@@ -345,7 +345,7 @@ def both_ranks() -> FaultyStore:
     return store
 
 
-def test_files_of_other_ranks_of_the_host_are_theirs() -> None:
+def test_files_of_other_ranks_of_the_host_stay() -> None:
     store = both_ranks()
     config = KeeperConfig(
         "home", "run-one", 1, 0, 3, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0, 1)
@@ -357,12 +357,12 @@ def test_files_of_other_ranks_of_the_host_are_theirs() -> None:
     assert left == [1, 1]
 
 
-def test_what_an_older_world_left_is_looked_after_by_those_who_are_here() -> None:
+def test_files_of_ranks_that_do_not_exist_any_more_are_deleted() -> None:
     """Two ranks of this host saved; in the new world it has rank 1 alone."""
     assert retain_share(both_ranks(), 1, (1, 20)) == [(1, 20), (1, 20)]
 
 
-def test_the_part_goes_before_the_file_that_it_describes() -> None:
+def test_a_part_is_deleted_before_the_file_that_it_describes() -> None:
     """A store that fails in the middle leaves no part that describes nothing."""
     store = share((1, 10, ()), (1, 20, ()))
     store.fail("delete", RetryLater("gone"), nth=2)

@@ -458,7 +458,7 @@ def test_a_job_launched_by_a_job_outlives_it(harness: JobHarness) -> None:
 @pytest.mark.parametrize(
     ("mount", "error", "said"),
     [
-        ("/x: r2://bucket/a", InvalidInput, "speak S3's protocol"),
+        ("/x: r2://bucket/a", InvalidInput, "compatible with S3"),
         ("/x: {source: /etc/hostname, mode: MOUNT_CACHED}", InvalidInput, "is a file"),
         ("/x: {name: a/b, mode: MOUNT_CACHED}", InvalidInput, "the name of a bucket"),
         ("/x: /no/such/folder", NotFound, "/no/such/folder does not exist"),

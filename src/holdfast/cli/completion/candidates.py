@@ -149,7 +149,7 @@ def _find_option(actions: Sequence[argparse.Action], word: str) -> argparse.Acti
 def _options(actions: Sequence[argparse.Action]) -> list[Candidate]:
     return [
         Candidate(action.option_strings[-1], action.help or "")
-        for action in sorted(actions, key=lambda action: tuple(action.option_strings))
+        for action in sorted(actions, key=lambda action: tuple(action.option_strings[-1:]))
         if action.option_strings
     ]
 

@@ -165,7 +165,7 @@ def _check_texts(value: Any) -> None:
 
 
 def is_text(text: str) -> bool:
-    """Return False for a string with lone surrogates, such as a file name that is not UTF-8."""
+    """Return False for a string with lone surrogates. File names in other encodings have these."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -241,7 +241,7 @@ class Fields:
         self.what = what
 
     def __contains__(self, name: str) -> bool:
-        """Return True for a member that is there and is not null."""
+        """Return True for a member that exists and is not null."""
         return self.members.get(name) is not None
 
     def value(self, name: str) -> Any:

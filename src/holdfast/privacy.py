@@ -14,12 +14,12 @@ _made: dict[Path, Path] = {}  # folders that this process made in place of taken
 
 
 def is_private(folder: Path) -> bool:
-    """Return True for a folder of this user, no link, that nobody else may enter."""
+    """Return True for a folder, not a link, that only this user may enter."""
     return is_own(folder) and not folder.lstat().st_mode & _OTHERS
 
 
 def is_own(folder: Path) -> bool:
-    """Return True for a folder of this user that is no link."""
+    """Return True for a folder of this user. A link is not one."""
     try:
         found = folder.lstat()
     except OSError:

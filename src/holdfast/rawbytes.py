@@ -1,4 +1,4 @@
-"""The bytes of a tensor in memory as a writable buffer, for which numpy need not be installed."""
+"""Bytes of a tensor in memory as a writable buffer, without numpy."""
 
 from __future__ import annotations
 

@@ -150,13 +150,13 @@ def test_another_dtype_or_shape_is_told(other: Tensor, says: str) -> None:
 def test_another_writer_is_told(one: AnyCut, other: AnyCut) -> None:
     error = refused(catalog(w=shared(one, 0, 1)), catalog(w=shared(other, 0, 1)))
     assert error.rank == 1
-    assert "Ranks 0 and 1 disagree about which rank writes which region of w." in str(error)
+    assert "Ranks 0 and 1 disagree about the writers of regions of w." in str(error)
 
 
 def test_another_writer_is_told_also_by_a_rank_that_does_not_hold_it() -> None:
     """Else the boxes that rank 1 has written in fact would not be those that the manifest tells of."""
     error = refused(catalog(w=shared(whole(0), 0)), catalog(w=shared(whole(1), 0)))
-    assert "disagree about which rank writes" in str(error)
+    assert "disagree about the writers" in str(error)
 
 
 def test_other_holders_are_told() -> None:
@@ -172,7 +172,7 @@ def test_many_holders_are_not_all_listed() -> None:
 
 def test_a_holder_that_there_is_not_is_told() -> None:
     error = refused(catalog(w=shared(whole(0), 0, 7)))
-    assert "w is said to be on ranks 7, of 1 rank." in str(error)
+    assert "w is listed as held by ranks 7, of 1 rank." in str(error)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_cut_without_one_writer_for_each_box_is_told(
     held = catalog(w=shared(Cut(splits, writers), 0, 1, 2), fine=shared(whole(0), 0, 1, 2))
     num_boxes = 2 ** len(splits)
     some = ", ".join(map(str, writers))
-    expected = f"w is cut into {num_boxes} regions, but ranks {some} of 3 are to write them, one each."
+    expected = f"w is split into {num_boxes} regions, but its writers are ranks {some} of 3, one region each."
     assert expected in str(refused(held, held, held))
 
 
@@ -202,7 +202,7 @@ def test_a_cut_without_one_writer_for_each_box_is_told(
 def test_a_writer_that_does_not_hold_it_is_told(cut: AnyCut) -> None:
     error = refused(catalog(w=shared(cut, 0)), catalog())
     assert error.rank == 1
-    assert "Ranks 1 are to write w, which is said to be on ranks 0." in str(error)
+    assert "Ranks 1 are listed as writers of w, but its holders are ranks 0." in str(error)
 
 
 @given(partitions(), st.data())
@@ -251,7 +251,7 @@ def test_coverage_agrees_with_counting_elements(cuts: list[tuple[tuple[int, int]
 def test_a_box_outside_the_shape_is_told(box: Box) -> None:
     error = refused(*listed(Box((0,), (4,)), box, shape=(4,)))
     assert error.rank == 1
-    assert f"[{box.offsets[0]}:{sum(map(sum, box))}] of w, which is not inside its shape [4]" in str(error)
+    assert f"[{box.offsets[0]}:{sum(map(sum, box))}] of w, which is outside of its shape [4]" in str(error)
 
 
 def test_a_box_outside_cannot_stand_for_a_missing_one() -> None:

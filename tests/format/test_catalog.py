@@ -114,7 +114,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_is_no_catalog_is_corrupt(what: str) -> None:
     """Whoever sealed it: never an error of the parser, and nothing that a reader would stumble over later."""
-    with pytest.raises(Corrupt, match="the-catalog is sealed but has no catalog"):
+    with pytest.raises(Corrupt, match="the-catalog is sealed, but its catalog cannot be parsed"):
         parse_catalog(json.dumps(HOSTILE[what]).encode(), "the-catalog")
 
 

@@ -138,7 +138,7 @@ def test_a_part_with_another_number_of_places_is_refused(num_starts: int) -> Non
     ranks = parts_of([EXAMPLE, EXAMPLE], OWN)
     assert merge(ranks).world_size == 2
     ranks[0] = dataclasses.replace(ranks[0][0], catalog_starts=(0,) * num_starts), b""
-    with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} pieces, but the catalogs say 4"):
+    with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} pieces, but the catalogs list 4"):
         merge(ranks)
 
 
@@ -227,7 +227,7 @@ def test_a_sealed_document_that_is_no_manifest_is_corrupt(change: dict[str, obje
     body = {**json.loads(head), **change}
     del body["xxh3_128"]
     body = {key: value for key, value in body.items() if value is not None}
-    with pytest.raises(Corrupt, match="lacks what a manifest holds"):
+    with pytest.raises(Corrupt, match="is not a valid manifest"):
         manifest.parse(seal(dumps(body) + b"\n" + rest), "manifest")
 
 
@@ -235,7 +235,7 @@ def test_a_sealed_document_that_is_no_manifest_is_corrupt(change: dict[str, obje
 def test_a_manifest_with_more_or_fewer_catalogs_is_corrupt(lines: int) -> None:
     head, _, rest = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN))).partition(b"\n")
     body = b"{" + head[head.index(b",") + 1 :]
-    with pytest.raises(Corrupt, match="lacks what a manifest holds"):
+    with pytest.raises(Corrupt, match="is not a valid manifest"):
         manifest.parse(seal(b"\n".join([body, *[rest] * lines])), "manifest")
 
 
@@ -252,7 +252,7 @@ def test_a_manifest_whose_catalogs_do_not_fit_is_corrupt() -> None:
         (b"[0,2]", b"[0,3]"),
     ):
         assert rest.count(old) == 1
-        with pytest.raises(Corrupt, match="lacks what a manifest holds"):
+        with pytest.raises(Corrupt, match="is not a valid manifest"):
             manifest.parse(seal(body + b"\n" + rest.replace(old, new)), "manifest")
 
 

@@ -195,7 +195,7 @@ def test_a_wrong_number_of_chunk_hashes_is_corrupt(hashes: str) -> None:
 )
 def test_a_sealed_document_that_is_no_part_is_corrupt(change: dict[str, object]) -> None:
     """Whoever sealed it: what is not there raises Corrupt, never an error of the parser."""
-    with pytest.raises(Corrupt, match=r"lacks what a part holds|is not JSON that can be read"):
+    with pytest.raises(Corrupt, match=r"is not a valid part|is not JSON that can be read"):
         part.parse(resealed(document(example()), change), "part")
 
 
@@ -221,7 +221,7 @@ def test_a_part_with_another_catalog_than_it_names_is_corrupt() -> None:
         [body, line, *hashes, hashes[0]],
         [body, line, *reversed(hashes)],
     ):
-        with pytest.raises(Corrupt, match="part is sealed but lacks what a part holds"):
+        with pytest.raises(Corrupt, match="part is sealed but is not a valid part"):
             part.parse(seal(b"\n".join(lines)), "part")
 
 
@@ -229,7 +229,7 @@ def test_a_part_with_another_catalog_than_it_names_is_corrupt() -> None:
 def test_more_or_fewer_places_than_pieces_are_corrupt(starts: tuple[int, ...]) -> None:
     found = part.parse(document(dataclasses.replace(example(), catalog_starts=starts)), "part")
     with pytest.raises(
-        Corrupt, match=f"where {len(starts)} pieces are, but its catalog says that rank 0 wrote 2"
+        Corrupt, match=f"the starts of {len(starts)} pieces, but by its catalog rank 0 wrote 2"
     ):
         _ = found.pieces
 

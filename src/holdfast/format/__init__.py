@@ -1,1 +1,1 @@
-"""Bytes <-> values: the on-disk format as pure functions; no I/O, no torch. Normative: docs/format.md."""
+"""On-disk format as pure functions between bytes and values: no I/O, no torch. Normative: docs/format.md."""

@@ -1,4 +1,4 @@
-"""Whether the catalogs of all ranks fit together and cover every tensor exactly once; pure."""
+"""Agreement of all ranks' catalogs: they fit together and cover every tensor exactly once; pure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAX_COMPARISONS = 200_000  # of boxes, to name the region that an error is abou
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks together have written, once it is known that it fits together."""
+    """Result of the check: the tensors that all ranks together have written."""
 
     tensors: dict[str, Tensor]
     tied: dict[str, str]
-    num_pieces: tuple[int, ...]  # by rank: how many of `tensors` it wrote
+    num_pieces: tuple[int, ...]  # by rank: the number of `tensors` that it wrote
 
 
 # A run's catalogs stay the same from save to save, and checking them is most of a commit.
@@ -40,15 +40,15 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
         catalog_of: by rank, the index of its catalog.
 
     Raises:
-        Corrupt: a catalog cannot be read.
-        InvalidInput: ranks disagree about a tensor, or its boxes do not cover it exactly once; tensor, ranks
-            and region are named.
+        Corrupt: a catalog cannot be parsed.
+        InvalidInput: ranks disagree about a tensor, or its boxes do not cover it exactly once. The error
+            names tensor, ranks and region.
     """
     ranks_of: list[list[int]] = [[] for _ in texts]
     for rank, index in enumerate(catalog_of):
         ranks_of[index].append(rank)
     if not all(ranks_of):
-        raise InvalidInput(f"Catalog {ranks_of.index([])} is that of no rank.")
+        raise InvalidInput(f"Catalog {ranks_of.index([])} belongs to no rank.")
     catalogs = [
         parse_catalog(text, f"the catalog of rank {ranks[0]}")
         for text, ranks in zip(texts, ranks_of, strict=True)
@@ -61,7 +61,7 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
     _check_held(tensors, catalogs, ranks_of)
     for name, (rank_a, rank_b) in disputed.items():
         raise InvalidInput(
-            f"Ranks {rank_a} and {rank_b} disagree about which rank writes which region of {name}.",
+            f"Ranks {rank_a} and {rank_b} disagree about the writers of regions of {name}.",
             rank=rank_b,
             key=name,
         )
@@ -70,10 +70,10 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
 
 
 class _Work:
-    """Limit on the work that checking listed boxes may take, in corners of boxes.
+    """Limit on the work of checking listed boxes, in corners of boxes.
 
-    A stranger's short catalogs can ask for any amount of it, since many tensors can share few lists. Of what
-    ranks write, each list is counted once and is longer than its corners are many.
+    Short catalogs from an untrusted home can require any amount of work, because many tensors can share few
+    lists. In catalogs that ranks write, each list is counted once and has more bytes than corners.
     """
 
     def __init__(self, most: int) -> None:
@@ -93,7 +93,7 @@ class _Work:
 
 
 def _check_cuts(tensors: dict[str, Tensor], world_size: int, work: _Work) -> Counter[int]:
-    """Every tensor is covered exactly once, by ranks that hold it; how many boxes each rank wrote."""
+    """Check that every tensor is covered exactly once by its holders; count each rank's boxes."""
     # By id: thousands of tensors share a few cuts and holders.
     uses: Counter[int] = Counter()
     cuts: dict[int, AnyCut] = {}
@@ -124,7 +124,8 @@ def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) 
     if not holders.issuperset(writers):
         others = sorted({*writers} - holders)
         raise InvalidInput(
-            f"Ranks {_some(others)} are to write {name}, which is said to be on ranks {_some(held_by)}.",
+            f"Ranks {_some(others)} are listed as writers of {name}, but its holders are ranks "
+            f"{_some(held_by)}.",
             rank=others[0],
             key=name,
         )
@@ -133,12 +134,12 @@ def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) 
 def _unite(
     catalogs: Sequence[Catalog], ranks_of: Sequence[Sequence[int]], work: _Work
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """The tensors of all catalogs; those that are cut by no rule get the boxes of all of them.
+    """Return the tensors of all catalogs. Tensors without a cutting rule get the boxes of all of them.
 
     Returns:
-        The tensors, and for each of which two ranks tell another cut these ranks. The same holders and yet
-        another cut: the spreading over them came out otherwise, since one of them lacks a tensor or has one
-        more; which one is better told by who holds what.
+        The tensors, and for each tensor with two different cuts the ranks that list these. If the holders are
+            the same nevertheless, the assignment to writers differed, because one of them lacks a tensor or
+            has one more. That is better reported as a difference of holders.
     """
     is_same = _Comparison()
     disputed: dict[str, tuple[int, int]] = {}
@@ -169,7 +170,7 @@ def _unite(
 
 
 class _Comparison:
-    """Equality of things that live longer, each pair compared once: a cut of a thousand ranks is long."""
+    """Equality of long-lived objects, each pair compared once: a cut of a thousand ranks is long."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], bool] = {}
@@ -184,7 +185,7 @@ class _Comparison:
 
 
 class _Union:
-    """Boxes and holders that several catalogs list together, made once for all tensors listed alike."""
+    """Boxes and holders merged from several catalogs, once for all tensors with the same lists."""
 
     def __init__(self, work: _Work) -> None:
         self._work = work
@@ -212,7 +213,7 @@ class _Union:
 
 
 def _twice(name: str, rank: int) -> InvalidInput:
-    return InvalidInput(f"Rank {rank} holds two regions of {name}; it can hold one.", rank=rank, key=name)
+    return InvalidInput(f"Rank {rank} holds two regions of {name}. Only one is allowed.", rank=rank, key=name)
 
 
 def _check_alike(
@@ -227,8 +228,8 @@ def _check_alike(
         )
     if not is_same(a.held_by, b.held_by) and not (isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes)):
         raise InvalidInput(
-            f"Ranks disagree about who holds {name}: rank {ranks[0]} says {_some(a.held_by)}, rank "
-            f"{ranks[1]} says {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
+            f"Ranks disagree about the holders of {name}: rank {ranks[0]} lists {_some(a.held_by)}, rank "
+            f"{ranks[1]} lists {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
             "them when the Checkpointer first restores or saves.",
             rank=ranks[1],
             key=name,
@@ -238,7 +239,7 @@ def _check_alike(
 def _check_held(
     tensors: dict[str, Tensor], catalogs: Sequence[Catalog], ranks_of: Sequence[Sequence[int]]
 ) -> None:
-    """Every rank that is said to hold a tensor lists it, in the same way."""
+    """Check that every listed holder of a tensor lists it, in the same way."""
     index_of = {rank: index for index, ranks in enumerate(ranks_of) for rank in ranks}
     holding: dict[int, dict[int, int]] = {}  # id of `held_by` -> catalogs of these ranks, a rank of each
     for name, tensor in tensors.items():
@@ -251,7 +252,7 @@ def _check_held(
             if name not in catalogs[index].tensors:
                 have = next(r[0] for r, one in zip(ranks_of, catalogs, strict=True) if name in one.tensors)
                 raise InvalidInput(
-                    f"Rank {rank} lacks {name}, which rank {have} has and says is on ranks "
+                    f"Rank {rank} lacks {name}, which rank {have} has and lists as held by ranks "
                     f"{_some(tensor.held_by)}.",
                     rank=rank,
                     key=name,
@@ -262,30 +263,31 @@ def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) 
     outside = [rank for rank in held_by if rank not in index_of]
     if outside:
         raise InvalidInput(
-            f"{name} is said to be on ranks {_some(outside)}, of {plural(len(index_of), 'rank')}.", key=name
+            f"{name} is listed as held by ranks {_some(outside)}, of {plural(len(index_of), 'rank')}.",
+            key=name,
         )
     return {index_of[rank]: rank for rank in reversed(held_by)}
 
 
 def _check_cut(name: str, cut: Cut, world_size: int) -> None:
-    """A cut covers its tensors by its rule, if only it has as many writers as boxes."""
+    """Check that a cut has as many writers as boxes. Its rule then covers its tensors."""
     num_boxes = math.prod(parts for _, parts in cut.splits)
     are_ranks = all(0 <= rank < world_size for rank in cut.ranks)
     if not (are_ranks and len(cut.ranks) == num_boxes == len(set(cut.ranks))):
         raise InvalidInput(
-            f"{name} is cut into {num_boxes} regions, but ranks {_some(cut.ranks)} of {world_size} are to "
-            "write them, one each.",
+            f"{name} is split into {num_boxes} regions, but its writers are ranks {_some(cut.ranks)} of "
+            f"{world_size}, one region each.",
             key=name,
         )
 
 
 def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work) -> None:
-    """Each element of the shape is in exactly one box, and each box is that of another rank."""
+    """Check that each element is in exactly one box. Each box has its own rank."""
     work.count(len(rows), name)
     for rank, box in rows:
         if not box.is_inside(shape):
             raise InvalidInput(
-                f"Rank {rank} holds {_region(box)} of {name}, which is not inside its shape {list(shape)}.",
+                f"Rank {rank} holds {_region(box)} of {name}, which is outside of its shape {list(shape)}.",
                 rank=rank,
                 key=name,
             )
@@ -313,12 +315,12 @@ def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _
 
 
 def _cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Box], work: _Work) -> bool:
-    """Return whether each element is in exactly one of the boxes, none of which is empty.
+    """Return True if each element is in exactly one of the boxes. Boxes must not be empty.
 
-    How often an element is covered is a function of its place, which is zero outside and so is determined by
-    its differences along all dimensions. Those of one box are +1 and -1 at its corners. So the boxes cover a
-    shape once if all their corners, with their signs, add up to the corners of the shape. Takes n * log n
-    steps for n corners, where comparing boxes with each other takes n * n, or a number of cells that is
+    The number of boxes over an element is a function of its position. It is zero outside, so its differences
+    along all dimensions determine it. Those of one box are +1 and -1 at its corners. So the boxes cover a
+    shape once if all their corners, with their signs, add up to the corners of the shape. This takes n * log
+    n steps for n corners, where comparing boxes with each other takes n * n, or a number of cells that is
     exponential in the dimensions.
     """
     if not math.prod(shape):
@@ -327,7 +329,7 @@ def _cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Box], work: _
     cut = [d for d in range(len(shape)) if any(b.lengths[d] != shape[d] for b in boxes)]
     if len(cut) > MAX_CUT_DIMS:
         raise InvalidInput(
-            f"{name} is cut along {len(cut)} dimensions; at most {MAX_CUT_DIMS} are allowed.", key=name
+            f"{name} is split along {len(cut)} dimensions; at most {MAX_CUT_DIMS} are allowed.", key=name
         )
     work.count(len(boxes) << len(cut), name)
     signs = [math.prod(corner) for corner in itertools.product((1, -1), repeat=len(cut))]
@@ -335,17 +337,13 @@ def _cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Box], work: _
     for box, sign in itertools.chain(((whole, -1),), ((box, 1) for box in boxes)):
         sides = [(box.offsets[d], box.offsets[d] + box.lengths[d]) for d in cut]
         signed += ((corner, sign * one) for corner, one in zip(itertools.product(*sides), signs, strict=True))
-    signed.sort()  # not a dict: a stranger can choose corners whose hashes are the same
+    signed.sort()  # not a dict: an attacker can choose corners with equal hashes
     groups = itertools.groupby(signed, key=lambda row: row[0])
     return not any(sum(one for _, one in rows) for _, rows in groups)
 
 
 def _find_overlap(held: list[Row]) -> tuple[Row, Row] | None:
-    """Two boxes that overlap; None if there are none, or none is found within a limit on steps.
-
-    Sweeps along the dimension that is cut most often, and compares a box only with those that reach its
-    start.
-    """
+    """Return two boxes that overlap, or None after a limit on steps."""
     dims = range(len(held[0][1].lengths)) if held else range(0)
     dim = max(dims, key=lambda d: len({box.offsets[d] for _, box in held}), default=None)
     if dim is None:  # no dimension: every box is the one element
@@ -366,9 +364,9 @@ def _find_overlap(held: list[Row]) -> tuple[Row, Row] | None:
 
 
 def _find_gap(shape: tuple[int, ...], boxes: list[Box]) -> Box | None:
-    """A region that no box covers: the first such cell of the grid that all borders make.
+    """Return a region that no box covers: the first such cell of the grid of all borders.
 
-    None if there is none, or none is found within a limit on steps.
+    None if no such cell is found within a limit on steps.
     """
     borders = [
         sorted({0, size, *(b.offsets[d] for b in boxes), *(b.offsets[d] + b.lengths[d] for b in boxes)})
@@ -383,7 +381,7 @@ def _find_gap(shape: tuple[int, ...], boxes: list[Box]) -> Box | None:
 
 
 def _region(box: Box) -> str:
-    """A box as one writes a slice."""
+    """Return a box in slice notation."""
     return "[" + ", ".join(f"{at}:{at + long}" for at, long in zip(*box, strict=True)) + "]"
 
 

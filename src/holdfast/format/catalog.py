@@ -1,4 +1,4 @@
-"""The catalog: dtypes, shapes and cuts of all tensors that a rank takes part in; alike on many ranks."""
+"""Catalog: dtypes, shapes and cuts of all tensors that a rank holds, the same on many ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ EACH, SPLIT = "each", "split"
 class Tensor:
     """One tensor of a checkpoint.
 
-    `cut` says which ranks wrote which boxes of it; it is None for a tensor of which every rank has its own.
-    `held_by` are all ranks that had the tensor, or a box of it, when it was saved.
+    `cut` - the boxes of the tensor and their writers; None for a per-rank tensor. `held_by` - all ranks that
+    had the tensor, or a box of it, when it was saved.
     """
 
     dtype: str
     shape: tuple[int, ...]
     cut: AnyCut | None
     held_by: tuple[int, ...] = ()
-    frozen: bool = False  # stands in the second file of its writers, see `part.Part.frozen`
+    frozen: bool = False  # stored in the second file of its writers, see `part.Part.frozen`
 
     @property
     def owner(self) -> int | str:
@@ -43,13 +43,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The tensors that ranks have in common; those of which every rank has its own are not among them."""
+    """The tensors that ranks have in common, without per-rank ones."""
 
     tensors: dict[str, Tensor]
-    tied: dict[str, str]  # alias -> name of the tensor that it is
+    tied: dict[str, str]  # alias -> name of the same tensor
 
     def written_by(self, rank: int) -> Iterator[tuple[str, Tensor, Box]]:
-        """What a rank wrote: (name, tensor, box) in the order of the catalog, empty boxes included."""
+        """Yield each (name, tensor, box) that a rank wrote, in order, including empty boxes."""
         index_in: dict[int, int | None] = {}  # by id of a cut: thousands of tensors share a few
         for name, tensor in self.tensors.items():
             cut = tensor.cut
@@ -62,7 +62,7 @@ class Catalog:
 
 
 def catalog_text(catalog: Catalog) -> bytes:
-    """Canonical JSON of a catalog on one line; costly, so callers keep it with the structure."""
+    """Return canonical JSON of a catalog on one line. Costly, so callers cache it."""
     cuts, groups = _Numbered(), _Numbered()
     rows = {
         name: [t.dtype, t.shape, cuts.number(t.cut), groups.number(t.held_by), int(t.frozen)]
@@ -79,7 +79,7 @@ def catalog_text(catalog: Catalog) -> bytes:
 
 
 def parse_catalog(text: bytes, what: str) -> Catalog:
-    """The catalog in a line of JSON.
+    """Parse a catalog from a line of JSON.
 
     Raises:
         Corrupt: it is not a catalog.
@@ -87,7 +87,7 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
     try:
         return _parse(text)
     except (ValueError, Corrupt) as error:
-        raise Corrupt(f"{what} is sealed but has no catalog that can be read: {error}.", key=what) from error
+        raise Corrupt(f"{what} is sealed, but its catalog cannot be parsed: {error}.", key=what) from error
 
 
 @lru_cache(maxsize=4)  # all parts of a checkpoint hold the same few, and so does its manifest
@@ -102,7 +102,7 @@ def _parse(text: bytes) -> Catalog:
 
 
 class _Numbered:
-    """Numbers equal things alike, in the order in which they come.
+    """Assigns the same number to equal objects, in order of appearance.
 
     By identity first: thousands of tensors share a few cuts, and comparing a cut of a thousand ranks is slow.
     """
@@ -112,7 +112,7 @@ class _Numbered:
         self._by_id: dict[int, int] = {}
 
     def number(self, thing: Any) -> int:
-        """The number of a thing, which must live as long as this does."""
+        """Return the number of an object, which must live as long as this."""
         known = self._by_id.get(id(thing))
         if known is None:
             known = self._by_id[id(thing)] = self.found.setdefault(thing, len(self.found))
@@ -125,7 +125,7 @@ def _cut_body(cut: AnyCut) -> dict[str, Any]:
     return {"boxes": [[rank, *box] for rank, box in cut.rows]}
 
 
-# A stranger can seal anything: the rest of the code relies on what is checked here.
+# Anybody can seal anything: the rest of the code relies on these checks.
 
 
 def _cut(body: Fields) -> AnyCut:
@@ -134,7 +134,7 @@ def _cut(body: Fields) -> AnyCut:
     splits = tuple(_split(row) for row in body.array("splits", max_items=MAX_SPLITS))
     ranks = body.integers("ranks", at_most=MAX_RANKS - 1)
     if not ranks:
-        raise ValueError(f"a cut of {len(splits)} splits that no rank has written")
+        raise ValueError(f"a cut of {len(splits)} splits without a writer")
     return Cut(splits, ranks)
 
 
@@ -155,7 +155,7 @@ def columns(row: Any, count: int, what: str) -> list[Any]:
     """Return a row of a document.
 
     Raises:
-        ValueError: it is no array of `count` items.
+        ValueError: it is not an array of `count` items.
     """
     if type(row) is not list or len(row) != count:
         raise ValueError(f"{what} should be an array of {count} items, found {shown(row)}")
@@ -163,7 +163,7 @@ def columns(row: Any, count: int, what: str) -> list[Any]:
 
 
 def _num_dims(cut: AnyCut) -> tuple[int, int]:
-    """How many dimensions a tensor of this cut has at least, and at most."""
+    """Return the minimum and maximum number of dimensions of a tensor with this cut."""
     if isinstance(cut, Cut):
         return max((dim + 1 for dim, _ in cut.splits), default=0), sys.maxsize
     counts = [len(side) for _, box in cut.rows for side in box]
@@ -183,27 +183,29 @@ def _tensor(
     if type(cut) is not int or type(group) is not int or type(frozen) not in (int, bool):
         raise ValueError(f"tensor {shown(name)} has cut {shown(cut)} of group {shown(group)}")
     if not (0 <= cut < len(cuts) and 0 <= group < len(groups)):
-        raise ValueError(f"tensor {shown(name)} has cut {shown(cut)} of group {shown(group)}: there is none")
+        raise ValueError(
+            f"tensor {shown(name)} has cut {shown(cut)} of group {shown(group)}: unknown numbers"
+        )
     least, most = num_dims[cut]
     if not least <= len(shape) <= most:
-        raise ValueError(f"tensor {shown(name)} of {len(shape)} dimensions has cut {cut}, which has others")
+        raise ValueError(f"tensor {shown(name)} of {len(shape)} dimensions does not fit its cut {cut}")
     return Tensor(dtype, shape, cuts[cut], groups[group], bool(frozen))
 
 
 def check_facts(name: Any, dtype: Any) -> None:
-    """Check the name and dtype that a document gives a tensor.
+    """Check the name and dtype of a tensor in a document.
 
     Raises:
-        ValueError: the name is no text or too long, or there is no such dtype.
+        ValueError: the name is not a text, or too long, or the dtype is unknown.
     """
     if type(name) is not str or len(name) > MAX_NAME_CHARS:
         raise ValueError(f"the name of a tensor should be a text of up to {MAX_NAME_CHARS} characters")
     if type(dtype) is not str or dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {shown(name)} has the dtype {shown(dtype)}, which is none")
+        raise ValueError(f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
 
 
 def _tied(body: dict[str, Any]) -> dict[str, str]:
     for alias, name in body.items():
         if type(name) is not str:
-            raise ValueError(f"{shown(alias)} is an alias of {shown(name)}, which is no name")
+            raise ValueError(f"{shown(alias)} is an alias of {shown(name)}, which is not a name")
     return body

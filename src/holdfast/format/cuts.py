@@ -1,4 +1,4 @@
-"""How a tensor is cut into boxes, and which rank wrote each; pure, so that all ranks compute the same."""
+"""Cuts of tensors into boxes, and the rank that wrote each; pure, so that all ranks agree."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A region of a tensor: it begins at `offsets` and is `lengths` long, one number per dimension."""
+    """A region of a tensor, given by `offsets` and `lengths`, one number per dimension."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -25,7 +25,7 @@ class Box(NamedTuple):
         return math.prod(self.lengths)
 
     def overlap(self, other: Box) -> Box | None:
-        """What two boxes of one tensor have in common; None if no element is."""
+        """Return the intersection of two boxes of one tensor, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         mine = (start + length for start, length in zip(*self, strict=True))
         theirs = (start + length for start, length in zip(*other, strict=True))
@@ -33,7 +33,7 @@ class Box(NamedTuple):
         return Box(offsets, lengths) if all(length > 0 for length in lengths) else None
 
     def is_inside(self, shape: tuple[int, ...]) -> bool:
-        """True if this can be a box of a tensor of this shape."""
+        """Return True if this can be a box of a tensor of this shape."""
         if not len(self.offsets) == len(self.lengths) == len(shape):
             return False
         sides = zip(self.offsets, self.lengths, shape, strict=True)
@@ -59,18 +59,18 @@ class Cut:
     ranks: tuple[int, ...]
 
     def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
-        """The box that a rank wrote, perhaps empty; None if it wrote none."""
+        """Return the box that a rank wrote, perhaps empty, or None if it wrote none."""
         index = self.index_of(rank)
         return None if index is None else self.box_at(index, shape)
 
     def index_of(self, rank: int) -> int | None:
-        """Return the number of the box that a rank wrote; None if it wrote none."""
+        """Return the number of the box that a rank wrote, or None without one."""
         if not self.splits:
             return 0 if rank == self.ranks[0] else None
         return self.ranks.index(rank) if rank in self.ranks else None
 
     def box_at(self, index: int, shape: tuple[int, ...]) -> Box:
-        """The box number `index`, in the order of `ranks`."""
+        """Return the box with number `index`, in the order of `ranks`."""
         offsets, lengths = [0] * len(shape), list(shape)
         stride = math.prod(parts for _, parts in self.splits)
         for dim, parts in self.splits:
@@ -83,11 +83,11 @@ class Cut:
         return Box(tuple(offsets), tuple(lengths))
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-        """Every (rank, box), empty ones included."""
+        """Yield every (rank, box), including empty ones."""
         return ((rank, self.box_at(i, shape)) for i, rank in enumerate(self.ranks))
 
     def touching(self, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-        """The (rank, box) that have elements of `box`; costs what it finds, however many boxes there are."""
+        """Yield each (rank, box) that shares elements with `box`. The cost grows only with the result."""
         if self.splits:
             yield from self._touching(box, Box.whole(shape), 0, 0)
         elif box.num_items:
@@ -125,7 +125,7 @@ class Boxes:
         return tuple(rank for rank, _ in self.rows)
 
     def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
-        """The box that a rank wrote; None if it wrote none."""
+        """Return the box that a rank wrote, or None if it wrote none."""
         return next((box for one, box in self.rows if one == rank), None)
 
     def index_of(self, rank: int) -> int | None:
@@ -141,7 +141,7 @@ class Boxes:
         return iter(self.rows)
 
     def touching(self, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-        """The (rank, box) that have elements of `box`."""
+        """Yield each (rank, box) that shares elements with `box`."""
         return ((rank, one) for rank, one in self.rows if box.overlap(one))
 
 
@@ -149,5 +149,5 @@ AnyCut = Cut | Boxes
 
 
 def whole(rank: int) -> Cut:
-    """The cut of a tensor that one rank wrote whole."""
+    """Return the cut of a tensor that one rank wrote whole."""
     return Cut((), (rank,))

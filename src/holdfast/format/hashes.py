@@ -33,7 +33,7 @@ def chunk_bytes_for(file_bytes: int) -> int:
 
 
 def hash_chunks(data: memoryview, chunk_bytes: int) -> str:
-    """The hashes of all chunks of a file's bytes, in order, as one string.
+    """Return the hashes of all chunks of a file's bytes, in order, as one string.
 
     Blocks: for about 0.1 s per GB; releases the GIL for large chunks.
     """

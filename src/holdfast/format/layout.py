@@ -22,9 +22,9 @@ _RESERVED = re.compile(r"@r[0-9]+\Z")
 class Piece:
     """A rank's part of a tensor.
 
-    `offsets` and `lengths` say which region of the global `shape` it is; `dtype` is a safetensors name.
-    `per_rank` marks a tensor of which every rank has its own (RNG state, a data loader's buffer); `frozen`
-    one that no optimizer trains, which stands in the second data file.
+    `offsets` and `lengths` - its region of the global `shape`. `dtype` - a safetensors name. `per_rank` -
+    every rank has its own tensor (RNG state, a data loader's buffer). `frozen` - no optimizer trains it, so
+    it is in the second data file.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False) -> Piece:
-        """The piece that is all of its tensor."""
+        """Return the piece that is a whole tensor."""
         return cls(name, dtype, shape, (0,) * len(shape), shape, per_rank)
 
     @property
@@ -51,29 +51,32 @@ class Piece:
         return self.lengths == self.shape
 
     def file_key(self, rank: int) -> str:
-        """Key in the safetensors file: the name; `NAME@rR` for rank R's copy of a per-rank tensor, R > 0."""
+        """Return the key in the safetensors file: the name, or `NAME@rR` for per-rank tensors.
+
+        R is the rank; rank 0 uses the name alone.
+        """
         return f"{self.name}@r{rank}" if self.per_rank and rank else self.name
 
 
 def check_name(name: str) -> None:
-    """Refuse a tensor name that the format keeps for itself.
+    """Raise for a tensor name that the format reserves.
 
     Raises:
         InvalidInput: the name is reserved, or cannot be written as UTF-8.
     """
     if not is_text(name):
-        raise InvalidInput(f"Tensor name {name!r} is not valid Unicode text; rename the key.", key=name)
+        raise InvalidInput(f"Tensor name {name!r} is not valid Unicode text. Rename the key.", key=name)
     if name == "__metadata__" or _RESERVED.search(name):
         raise InvalidInput(
-            f"Tensor name {name!r} is reserved by the checkpoint format; rename the key.", key=name
+            f"Tensor name {name!r} is reserved by the checkpoint format. Rename the key.", key=name
         )
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where every piece stands in a data file."""
+    """Positions of all pieces in a data file."""
 
-    header: bytes  # from byte 0, length prefix and padding included
+    header: bytes  # from byte 0, including length prefix and padding
     starts: tuple[int, ...]  # byte offset in the file of each piece, in the order given
     file_bytes: int
 
@@ -116,7 +119,9 @@ def lay_out(pieces: list[Piece], rank: int) -> FileLayout:
 
 
 def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
-    """Entries of a safetensors header by key (`__metadata__` included), and the offset where data starts.
+    """Return the entries of a safetensors header by key, and the offset of the data.
+
+    `__metadata__` is included.
 
     Args:
         head: the file's first bytes, at least the whole header.
@@ -127,7 +132,7 @@ def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
     """
     size = struct.unpack_from("<Q", head)[0] if len(head) >= 8 else -1
     if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):
-        raise Corrupt(f"{what} has no safetensors header (length field says {size}).", key=what)
+        raise Corrupt(f"{what} does not have a safetensors header (length field: {size}).", key=what)
     header = f"{what}: the safetensors header"
     entries = decode_object(bytes(head[8 : 8 + size]), header, max_bytes=MAX_HEADER_BYTES)
     return entries.members, 8 + size

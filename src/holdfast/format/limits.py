@@ -1,4 +1,4 @@
-"""Limits of the format: greater things are neither written nor read."""
+"""Limits of the format, for reading and writing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_LOG_BYTES = 1 << 30
 MAX_LINE_BYTES = 1 << 20
 """Bytes of one line of the history."""
 MAX_DEPTH = 256
-"""Arrays and objects nested in each other in a document."""
+"""Maximum nesting of arrays and objects in a document."""
 MAX_VALUE_DEPTH = MAX_DEPTH - 8
-"""The same of one encoded value, which is a few levels below the top of its document."""
+"""Maximum nesting of one encoded value, a few levels below the top of its document."""
 MAX_RANKS = 1 << 20
 MAX_ATTEMPT = 10**9 - 1
 MAX_DIMS = 64

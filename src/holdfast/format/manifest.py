@@ -1,4 +1,4 @@
-"""The manifest: the commit record of a checkpoint, made from all its parts."""
+"""Manifest: the commit record of a checkpoint, made from all its parts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """What the manifest knows of a rank's files."""
+    """The manifest's facts about a rank's files."""
 
     rank: int
     part_bytes: int
     part_xxh3: str
     data_bytes: int
-    frozen_bytes: int | None  # of the second data file; None if there is none
+    frozen_bytes: int | None  # of the second data file; None without one
     catalog: int  # index of the rank's catalog
 
 
@@ -44,7 +44,7 @@ class PartFile:
 class Manifest:
     """A complete checkpoint."""
 
-    id: str  # random; tells one's own commit from another's after an unclear answer
+    id: str  # random; distinguishes our own commit from others' if an answer was lost
     run: str
     step: int
     attempt: int
@@ -54,7 +54,7 @@ class Manifest:
     parts: tuple[PartFile, ...]
     tensors: dict[str, Tensor]
     tied: dict[str, str]
-    catalogs: tuple[bytes, ...]  # each different one, as it stands in the parts
+    catalogs: tuple[bytes, ...]  # each different one, with the bytes of the parts
 
     @property
     def data_bytes(self) -> int:
@@ -63,14 +63,15 @@ class Manifest:
 
     @property
     def base_step(self) -> int | None:
-        """Step that the writing attempt was restored from; None if it began from nothing."""
+        """Step that the writing attempt was restored from; None if it started from scratch."""
         return self.ancestors[-1][1] if self.ancestors else None
 
 
 def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
-    """The manifest of a checkpoint from all its parts, each with its document's bytes.
+    """Merge all parts of a checkpoint, each with its document's bytes, into a manifest.
 
-    Takes the parts one after the other and keeps none of them: those of a thousand ranks are a lot of hashes.
+    It reads the parts one after the other and keeps none of them, because those of a thousand ranks contain
+    many hashes.
 
     Args:
         parts: of all ranks, in the order of ranks; at least one.
@@ -78,7 +79,7 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
         created_unix_s: its time.
 
     Raises:
-        Corrupt: a catalog cannot be read.
+        Corrupt: a catalog cannot be parsed.
         InvalidInput: the parts do not belong together, or do not cover each tensor exactly once.
     """
     merging = _Merging()
@@ -112,13 +113,13 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
 
 
 class _Merging:
-    """What is kept of the parts that have been merged so far."""
+    """Facts about the parts that have been merged so far."""
 
     def __init__(self) -> None:
         self.files: list[PartFile] = []
         self.catalogs: dict[str, bytes] = {}  # by digest
         self._numbers: dict[str, int] = {}  # of catalogs, by digest
-        self.each: dict[str, tuple[Tensor, int]] = {}  # as the first rank has it, and which rank that is
+        self.each: dict[str, tuple[Tensor, int]] = {}  # the first rank's tensor, and that rank
         self._num_pieces: list[int] = []  # by rank
         self._first: Part | None = None
 
@@ -129,7 +130,7 @@ class _Merging:
         return self._first
 
     def add(self, part: Part, text: bytes) -> None:
-        """Take the next rank's part."""
+        """Add the next rank's part."""
         if self._first is None:
             self._first = part
         _check_same_checkpoint(part, self._first)
@@ -149,7 +150,7 @@ class _Merging:
             self.each.setdefault(name, (Tensor(dtype, shape, None), part.rank))
 
     def agree(self) -> Agreement:
-        """Check what can be checked only when all parts are known."""
+        """Make the checks that need all parts."""
         if len(self.files) != self.first.world_size:
             raise InvalidInput(
                 f"it needs the parts of {self.first.world_size} ranks, found {len(self.files)}."
@@ -158,7 +159,7 @@ class _Merging:
         for rank, (found, expected) in enumerate(zip(self._num_pieces, agreed.num_pieces, strict=True)):
             if found != expected:
                 raise InvalidInput(
-                    f"rank {rank} wrote {found} pieces, but the catalogs say {expected}.", rank=rank
+                    f"rank {rank} wrote {found} pieces, but the catalogs list {expected}.", rank=rank
                 )
         for name, (_, rank) in self.each.items():
             if name in agreed.tensors:
@@ -190,7 +191,7 @@ def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
 
 
 def document(manifest: Manifest) -> bytes:
-    """The manifest's sealed document."""
+    """Return the manifest's sealed document."""
     each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.cut is None}
     head = dumps(
         {
@@ -213,7 +214,7 @@ def document(manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes, what: str) -> Manifest:
-    """The manifest in a document.
+    """Parse a manifest.
 
     Raises:
         Corrupt: its bytes have changed, or it is not a manifest.
@@ -225,7 +226,7 @@ def parse(text: bytes, what: str) -> Manifest:
     try:
         return parse_body(body, tuple(catalogs))
     except (Corrupt, ValueError) as error:
-        raise Corrupt(f"{what} is sealed but lacks what a manifest holds: {error}", key=what) from error
+        raise Corrupt(f"{what} is sealed but is not a valid manifest: {error}", key=what) from error
 
 
 def _parse_v1(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
@@ -233,7 +234,7 @@ def _parse_v1(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     parts = tuple(_part_file(row, rank, len(catalogs)) for rank, row in enumerate(rows))
     if len(parts) != world_size:
-        raise ValueError(f"it says {world_size} ranks but lists the parts of {len(parts)}")
+        raise ValueError(f"it has {world_size} ranks but lists the parts of {len(parts)}")
     agreed = agree(catalogs, tuple(part.catalog for part in parts))
     each = {name: _each_tensor(name, row) for name, row in body.fields("each").members.items()}
     if both := each.keys() & agreed.tensors.keys():

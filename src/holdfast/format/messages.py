@@ -11,7 +11,7 @@ from holdfast.format.sealed import dumps
 from holdfast.format.values import decode, encode
 
 MAX_BYTES = 256 << 20
-"""Longest message that is decoded. The longest in use hold the parts of a checkpoint, a few MB each."""
+"""Maximum size of a message. The largest ones contain the parts of a checkpoint, a few MB each."""
 
 _KINDS: dict[str, type[HoldfastError]] = {
     kind.__name__: kind  # not by `kind`: TimedOut inherits RetryLater's, MissingKey NotFound's
@@ -21,13 +21,13 @@ _KINDS: dict[str, type[HoldfastError]] = {
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes that `unpack` understands.
+    """Return a value as bytes for `unpack`.
 
     Args:
-        value: what `values.encode` takes, a `HoldfastError`, or a tuple of these.
+        value: a value for `values.encode`, a `HoldfastError`, or a tuple of these.
 
     Raises:
-        InvalidInput: something else is in it.
+        InvalidInput: it contains something else.
     """
     return dumps(_packed(value))
 
@@ -40,16 +40,16 @@ def unpack(data: bytes | bytearray, sender: str) -> Any:
         sender: name of the sender, for the error.
 
     Raises:
-        Corrupt: it is no message of Holdfast, or it is longer than `MAX_BYTES`.
+        Corrupt: it is not a message of Holdfast, or it is longer than `MAX_BYTES`.
     """
     if len(data) > MAX_BYTES:
-        raise Corrupt(f"A message from {sender} has {len(data)} bytes; {MAX_BYTES} is the most.")
+        raise Corrupt(f"A message from {sender} has {len(data)} bytes; the limit is {MAX_BYTES}.")
     try:
         return _unpacked(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, HoldfastError) as error:
         raise Corrupt(
             f"A message from {sender} is not Holdfast's: {type(error).__name__}. Another version of Holdfast "
-            "on that rank, or another program, sent it. Nothing of it was used."
+            "on that rank, or another program, sent it. It was not used."
         ) from error
 
 

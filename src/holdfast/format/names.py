@@ -1,4 +1,4 @@
-"""Names of all objects under a home, and the way back from a name to its facts."""
+"""Names of all objects in a home, and parsing of these names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from holdfast.errors import Corrupt
 from holdfast.format.limits import MAX_DOCUMENT_BYTES, MAX_LOG_BYTES, MAX_SMALL_BYTES
 
 RUN = "holdfast.json"
-"""Says which run this home holds, and in which format."""
+"""Document with the run's id and the format of the home."""
 DONE = "done.json"
-"""The durable word that the run has finished."""
+"""Durable marker of a finished run."""
 
-# Only what the functions below write: ASCII digits, leading zeros only up to the fixed width, so that no
-# two names mean the same, and numbers within the limits of the format.
+# Only names that the functions below write: ASCII digits, leading zeros only up to the fixed width, so that
+# no two names mean the same, and numbers within the limits of the format.
 _STEP = r"step-([0-9]{8}|[1-9][0-9]{8,14})"
 _A = r"a([0-9]{4}|[1-9][0-9]{4,8})"
 _STEP_DIR = re.compile(_STEP)
@@ -44,32 +44,35 @@ _KINDS = {".json": "part", ".safetensors": "data", "-frozen.safetensors": "froze
 
 
 def step_dir(step: int) -> str:
-    """`step-00000500`."""
+    """Return `step-00000500`."""
     return f"step-{step:08d}"
 
 
 def attempt(number: int) -> str:
-    """Name of the claim of an attempt: `attempts/a0003.json`."""
+    """Return the name of an attempt's claim: `attempts/a0003.json`."""
     return f"attempts/a{number:04d}.json"
 
 
 def first_saved(attempt_number: int) -> str:
-    """Name of the proof that an attempt has had a complete checkpoint: `attempts/a0003-saved.json`."""
+    """Return the name of the proof that an attempt had a checkpoint: `attempts/a0003-saved.json`."""
     return f"attempts/a{attempt_number:04d}-saved.json"
 
 
 def emptied(attempt_number: int) -> str:
-    """Return `attempts/a0003-emptied.json`: up to attempt 3 every checkpoint was deleted on purpose."""
+    """Return the name of a record of deletion: `attempts/a0003-emptied.json`.
+
+    Every checkpoint up to this attempt was deleted on purpose.
+    """
     return f"attempts/a{attempt_number:04d}-emptied.json"
 
 
 def manifest(step: int, attempt_number: int) -> str:
-    """`step-00000500/manifest-a0003.json`."""
+    """Return `step-00000500/manifest-a0003.json`."""
     return f"{step_dir(step)}/manifest-a{attempt_number:04d}.json"
 
 
 def refusal(step: int, attempt_number: int) -> str:
-    """`step-00000500/refused-a0003.json`."""
+    """Return `step-00000500/refused-a0003.json`."""
     return f"{step_dir(step)}/refused-a{attempt_number:04d}.json"
 
 
@@ -84,45 +87,45 @@ def metrics(step: int, attempt_number: int) -> str:
 
 
 def data(step: int, attempt_number: int, rank: int) -> str:
-    """`step-00000500/rank-00001-a0003.safetensors`."""
+    """Return `step-00000500/rank-00001-a0003.safetensors`."""
     return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}.safetensors"
 
 
 def frozen(step: int, attempt_number: int, rank: int) -> str:
-    """`step-00000500/rank-00001-a0003-frozen.safetensors`."""
+    """Return `step-00000500/rank-00001-a0003-frozen.safetensors`."""
     return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}-frozen.safetensors"
 
 
 def part(step: int, attempt_number: int, rank: int) -> str:
-    """`step-00000500/rank-00001-a0003.json`."""
+    """Return `step-00000500/rank-00001-a0003.json`."""
     return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}.json"
 
 
 def history(attempt_number: int, rank: int) -> str:
-    """`history/a0003-rank-00001.jsonl`."""
+    """Return `history/a0003-rank-00001.jsonl`."""
     return f"history/a{attempt_number:04d}-rank-{rank:05d}.jsonl"
 
 
 def parse_history(name: str) -> tuple[int, int] | None:
-    """Attempt and rank of a log, or None for another name."""
+    """Return attempt and rank of a log, or None for another name."""
     found = _HISTORY.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def attempt_in(name: str) -> int | None:
-    """Return the attempt number that an object's name carries, whatever kind of object it is."""
+    """Return the attempt number in the name of any object, or None."""
     found = _NUMBERED.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def parse_emptied(name: str) -> int | None:
-    """Return the attempt number in the name of a record of deletion; None for another name."""
+    """Return the attempt number of a record of deletion, or None for another name."""
     found = _EMPTIED.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def check_size(name: str, num_bytes: int) -> None:
-    """Refuse a document that is larger than any of its kind, before it is read.
+    """Raise for a document larger than its kind allows, before it is read.
 
     Args:
         name: of an object of any kind.
@@ -134,7 +137,7 @@ def check_size(name: str, num_bytes: int) -> None:
     limit = _limit_of(name)
     if limit is not None and num_bytes > limit:
         raise Corrupt(
-            f"{name} is not read: it has {num_bytes} bytes; documents of its kind have at most {limit}.",
+            f"{name} was not read: it has {num_bytes} bytes; documents of its kind have at most {limit}.",
             key=name,
         )
 
@@ -150,7 +153,7 @@ def _limit_of(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Facts that an object's name tells.
+    """Facts in an object's name.
 
     `kind` is one of: attempt, manifest, part, data, frozen, refusal, skipped, metrics, step-other.
     """
@@ -162,7 +165,7 @@ class Parsed:
 
 
 def parse(name: str) -> Parsed | None:
-    """Facts of an object's name, or None for a name that is not of this format's run tree."""
+    """Parse an object's name; return None for a name outside of this format."""
     if found := _MANIFEST.fullmatch(name):
         return Parsed("manifest", step=int(found[1]), attempt=int(found[2]))
     if found := _RANK_FILE.fullmatch(name):

@@ -1,4 +1,4 @@
-"""A rank's part: what it wrote and where in its files, their chunk hashes, the rank's values."""
+"""Part: the document of one rank's files, with their tensors, chunk hashes, and the rank's values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.format.versions import Versions
 
 Ancestors = tuple[tuple[int, int], ...]
-"""(attempt, step) of each checkpoint that an attempt before was restored from, oldest first."""
+"""(attempt, step) of each checkpoint that led to this one by restores, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class DataFile:
     hashes: str  # xxh3-128 of each chunk, in order, 32 digits each
 
     def hash_of(self, chunk: int) -> str:
-        """The hash of a chunk."""
+        """Return the hash of a chunk."""
         return self.hashes[DIGITS * chunk : DIGITS * (chunk + 1)]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote into one checkpoint.
+    """One rank's contribution to a checkpoint.
 
-    Its pieces are those that the catalog says this rank wrote, in the order of the catalog, and after them
-    `own`: tensors of which every rank has its own.
+    Its pieces are those that the catalog assigns to this rank, in the order of the catalog, followed by
+    `own`: its per-rank tensors.
     """
 
     run: str
@@ -68,10 +68,10 @@ class Part:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The catalog, parsed when first asked for.
+        """The catalog, parsed at the first use.
 
         Raises:
-            Corrupt: it cannot be read.
+            Corrupt: it cannot be parsed.
         """
         return parse_catalog(self.catalog_text, self.what)
 
@@ -80,7 +80,7 @@ class Part:
         """All pieces, in the order of `starts`.
 
         Raises:
-            Corrupt: there are not as many as places for them.
+            Corrupt: their number does not match that of the starts.
         """
         shared = [
             Piece(name, tensor.dtype, tensor.shape, box.offsets, box.lengths, frozen=tensor.frozen)
@@ -88,7 +88,7 @@ class Part:
         ]
         if len(shared) != len(self.catalog_starts):
             raise Corrupt(
-                f"{self.what} says where {len(self.catalog_starts)} pieces are, but its catalog says that "
+                f"{self.what} lists the starts of {len(self.catalog_starts)} pieces, but by its catalog "
                 f"rank {self.rank} wrote {len(shared)}.",
                 step=self.step,
                 rank=self.rank,
@@ -109,7 +109,7 @@ class Part:
         return found if self.frozen is None else found | {self.file_name(frozen=True): self.frozen}
 
     def file_name(self, *, frozen: bool) -> str:
-        """Name of the object that holds the frozen pieces, or the others."""
+        """Return the name of the object that holds the frozen pieces, or the others."""
         return (names.frozen if frozen else names.data)(self.step, self.attempt, self.rank)
 
 
@@ -126,13 +126,19 @@ def draft(
     starts: Sequence[int],
     catalog: bytes,
 ) -> bytes:
-    """A part without its file facts: what the trainer knows when a save is staged.
+    """Return a part without facts about its files, made when a save is staged.
 
     Args:
+        run: id of the run.
+        step: step of the save.
+        attempt: number of the attempt.
+        rank: this rank.
+        world_size: number of ranks.
+        ancestors: of the checkpoint.
         values: tagged JSON, see `values.encode`.
-        own: name, dtype, shape and start of each tensor of which every rank has its own.
-        starts: of the pieces that the catalog says this rank wrote, in its order.
-        catalog: as `catalog.catalog_text` makes it.
+        own: name, dtype, shape and start of each per-rank tensor.
+        starts: of the pieces that the catalog assigns to this rank, in its order.
+        catalog: from `catalog.catalog_text`.
     """
     facts = dumps(
         {
@@ -153,7 +159,7 @@ def draft(
 
 
 def finish(draft_text: bytes, file: DataFile, frozen: DataFile | None = None) -> bytes:
-    """The part document: the draft, the files' facts, sealed."""
+    """Return the part document: the draft and the facts about its files, sealed."""
     facts, _, catalog = draft_text.partition(b"\n")
     sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen)})
     hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
@@ -165,7 +171,7 @@ def _sizes(file: DataFile) -> list[int]:
 
 
 def parse(document: bytes, what: str) -> Part:
-    """The part in a document; its catalog is parsed only when asked for.
+    """Parse a part; its catalog is parsed at the first use.
 
     Raises:
         Corrupt: its bytes have changed, or it is not a part.
@@ -177,7 +183,7 @@ def parse(document: bytes, what: str) -> Part:
     try:
         return parse_body(body, lines, what)
     except (Corrupt, ValueError) as error:
-        raise Corrupt(f"{what} is sealed but lacks what a part holds: {error}", key=what) from error
+        raise Corrupt(f"{what} is sealed but is not a valid part: {error}", key=what) from error
 
 
 def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
@@ -190,7 +196,7 @@ def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
         raise ValueError(f"it has {1 + len(lines)} lines, expected {2 + len(sizes)}")
     catalog, *hashes = lines
     if digest(catalog) != catalog_digest:
-        raise ValueError("its catalog is not the one that it names")
+        raise ValueError("its catalog does not match its digest")
     file, *frozen = (_file(size, line) for size, line in zip(sizes, hashes, strict=True))
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     return Part(
@@ -216,7 +222,7 @@ def read_ancestors(body: Fields) -> Ancestors:
 
     Raises:
         Corrupt: they are missing or something else.
-        ValueError: an item is no (attempt, step).
+        ValueError: an item is not an (attempt, step).
     """
     return tuple(_ancestor(row) for row in body.array("ancestors"))
 

@@ -17,7 +17,7 @@ _T = TypeVar("_T", "Run", "Attempt", "Saved", "Emptied", "Done", "Refusal", "Ski
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`holdfast.json`: which run a home holds. `id` is random, made when the home is first used."""
+    """`holdfast.json`: identity of a home's run. `id` is random, made when the home is first used."""
 
     id: str
     created_unix_s: float
@@ -25,7 +25,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """`attempts/aNNNN.json`: the claim of an attempt; the highest number is the one that may commit."""
+    """`attempts/aNNNN.json`: the claim of an attempt. Only the highest number may commit."""
 
     number: int
     run: str
@@ -37,7 +37,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """`attempts/aNNNN-saved.json`: the attempt has had a complete checkpoint, that of `step` first."""
+    """`attempts/aNNNN-saved.json`: proof of an attempt's first complete checkpoint, that of `step`."""
 
     run: str
     attempt: int
@@ -46,7 +46,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Emptied:
-    """`attempts/aNNNN-emptied.json`: a person has deleted all checkpoints up to this attempt, on purpose."""
+    """`attempts/aNNNN-emptied.json`: record that all checkpoints up to this attempt were deleted."""
 
     run: str
     attempt: int
@@ -55,7 +55,7 @@ class Emptied:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """`done.json`: the run has finished; written when everything it saved is durable."""
+    """`done.json`: marker of a finished run, written after everything it saved is durable."""
 
     run: str
     attempt: int
@@ -65,7 +65,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`step-NNNNNNNN/refused-aNNNN.json`: the parts of a save do not fit together; it is not committed."""
+    """`step-NNNNNNNN/refused-aNNNN.json`: record of a save that is not committed, with its reason."""
 
     run: str
     attempt: int
@@ -77,7 +77,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class SkippedNote:
-    """`step-NNNNNNNN/passed-aNNNN.json`: a restore has passed this checkpoint over; it is kept."""
+    """`step-NNNNNNNN/passed-aNNNN.json`: note that a restore has skipped this checkpoint, which is kept."""
 
     run: str
     attempt: int  # that saved the checkpoint
@@ -109,13 +109,13 @@ def encode_metric(value: float) -> float | str:
 
 
 def document(value: Run | Attempt | Saved | Emptied | Done | Refusal | SkippedNote | Metrics) -> bytes:
-    """The sealed document of a value."""
+    """Return the sealed document of a value."""
     members = value.members() if isinstance(value, Metrics) else asdict(value)
     return seal(dumps({**VERSIONS[type(value)].header, **members}))
 
 
 def parse(cls: type[_T], text: bytes, what: str) -> _T:
-    """The value of type `cls` in a document.
+    """Parse a document into a value of type `cls`.
 
     Raises:
         Corrupt: its bytes have changed, or it is another kind of document.

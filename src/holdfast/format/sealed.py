@@ -1,4 +1,4 @@
-"""Sealed JSON documents: canonical JSON that carries its own xxh3-128, so that a flipped bit shows."""
+"""Sealed documents: canonical JSON with its own xxh3-128, so that changed bits are detected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
 
 
 def dumps(value: Any) -> bytes:
-    """Canonical JSON: no white space, keys in the given order, UTF-8, no NaN.
+    """Return canonical JSON: no white space, keys in the given order, UTF-8, no NaN.
 
     Every string must be valid Unicode, see `documents.is_text`.
     """
@@ -25,10 +25,10 @@ def dumps(value: Any) -> bytes:
 
 
 def seal(body: bytes) -> bytes:
-    """Document whose first member is the hash of the rest.
+    """Return the document whose first member is the hash of `body`.
 
     Args:
-        body: canonical JSON text of a non-empty object, as `dumps` makes it; other lines may follow it.
+        body: canonical JSON text of a non-empty object, from `dumps`; other lines may follow it.
     """
     return _OPEN + digest(body).encode() + b'",' + body[1:]
 
@@ -49,21 +49,19 @@ def unseal(document: bytes, what: str, *, max_bytes: int = MAX_SMALL_BYTES) -> F
 
 
 def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[bytes]:
-    """Return the lines of a sealed document, the first without its seal, which has been checked.
+    """Check the seal of a document, and return its lines without the seal.
 
     Raises:
         Corrupt: not a sealed document, its bytes have changed, or it is longer than `max_bytes`.
     """
     if len(document) > max_bytes:
         raise Corrupt(
-            f"{what} is not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
+            f"{what} was not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
         )
     document = bytes(document)
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
-        raise Corrupt(
-            f"{what} is not a sealed Holdfast document: its first bytes are not those of one.", key=what
-        )
+        raise Corrupt(f"{what} is not a sealed Holdfast document, judged by its first bytes.", key=what)
     expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), _digest_of_rest(document)
     if expected != found:
         raise Corrupt(

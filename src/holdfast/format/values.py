@@ -1,7 +1,7 @@
-"""Non-tensor state as JSON with tagged types, and back; nothing here can run code when read.
+"""Non-tensor state as JSON with tagged types; decoding never runs code.
 
-A value that JSON holds natively stands as itself. Every other supported type is an object with one member
-whose name starts with `$`. Tensors are not values: the caller replaces them by `TensorRef` first.
+A value that JSON supports natively is stored as it is. Every other supported type is an object with one
+member whose name starts with `$`. Tensors are not values: the caller replaces them by `TensorRef` first.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ _MAX_EMPTY_ITEMS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands for a tensor inside a tree of values: `name` is its key in the data files."""
+    """Placeholder for a tensor in a tree of values; `name` is its key in the data files."""
 
     name: str
 
 
 def encode(value: Any, path: str) -> Any:
-    """JSON-able form of `value`.
+    """Encode a value as JSON with tagged types.
 
     Args:
+        value: the value.
         path: key path of the value, for the error.
 
     Raises:
-        InvalidInput: a type, or a value of it, that cannot be written, named with its key path.
+        InvalidInput: a type or value in it cannot be saved, named with its key path.
     """
     try:
         encoded = _encode(value, path)
@@ -105,20 +106,20 @@ def _encode(value: Any, path: str) -> Any:
     if encoder := _foreign_encoder(value):
         return encoder(value, path)
     raise InvalidInput(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which has no place in a checkpoint: only "
-        "tensors, numbers, strings, bytes, containers of these and objects with state_dict() can be saved, "
-        "so that opening a checkpoint never runs code. Nothing was written. Give the object state_dict() and "
-        "load_state_dict(), or leave it out of the state.",
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: only tensors, numbers, "
+        "strings, bytes, containers of these and objects with state_dict() are supported, so that opening a "
+        "checkpoint never runs code. Nothing was written. Add state_dict() and load_state_dict() to the "
+        "object, or leave it out of the state.",
         key=path,
     )
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` was given.
+    """Decode a value from `encode`.
 
     Raises:
-        Unsupported: a tag that this version does not know.
-        Corrupt: what is under a tag is not what `encode` writes.
+        Unsupported: this version does not support a tag.
+        Corrupt: the content of a tag is invalid.
     """
     try:
         return _decode(value)
@@ -217,7 +218,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     pathlib.PurePosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
 }
 
-# What is under a tag may be anything: each decoder checks what it relies on.
+# The content of a tag may be anything: each decoder checks it.
 
 
 def _text(body: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
@@ -254,7 +255,7 @@ def _decode_float(body: Any) -> float:
 
 
 def _hashable(items: Iterable[Any]) -> list[Any]:
-    """Return the items, unless so many have the same hash that a set of them would take very long."""
+    """Return the items. Raise if too many have the same hash to make a set of them quickly."""
     found = list(items)
     alike = collections.Counter(map(hash, found))
     if sum(count * count for count in alike.values() if count > 1) > _MAX_CLASHES:
@@ -306,7 +307,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _foreign_encoder(value: Any) -> Callable[[Any, str], Any] | None:
-    """Encoder for a numpy or torch value; looks only at modules that are already imported."""
+    """Return the encoder for a numpy or torch value. Checks only modules that are already imported."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     # Exactly ndarray: its subclasses (masked arrays, matrices) mean more than their numbers.
     if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):

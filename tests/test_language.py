@@ -14,9 +14,6 @@ PACKAGE = ROOT / "src" / "holdfast"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_WORDS = 15
 
-# Parts of src/holdfast whose docstrings are not rewritten yet. Only remove names.
-NOT_YET = {}
-
 RULES = {
     "opens with a clause instead of a verb or a noun": re.compile(
         r"^(`[^`]+`: )?(What|Who|Whoever|Whose|Where|How|Which|Whether)\b"
@@ -39,11 +36,6 @@ RULES = {
 }
 
 
-def part_of(path: Path) -> str:
-    """Return the folder or file directly below src/holdfast that holds `path`."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
     """Yield where each docstring of a file begins, and its first paragraph on one line."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -63,16 +55,8 @@ def faults(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_docstrings_are_plain(path: Path) -> None:
-    if part_of(path) in NOT_YET:
-        return
     broken = [f"{where}: {text} [{fault}]" for where, text in docstrings(path) for fault in faults(text)]
     assert not broken, "\n".join(broken)
-
-
-def test_every_part_that_is_not_rewritten_exists() -> None:
-    """A name stays in the list only as long as its part exists and breaks a rule."""
-    unclean = {part_of(path) for path in FILES if any(faults(text) for _, text in docstrings(path))}
-    assert not NOT_YET - unclean
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_rank_that_lacks_a_tensor_is_named() -> None:
     have = catalog(w=shared(whole(0), 0, 1, 2))
     error = refused(have, have, catalog())
     assert error.rank == 2
-    assert "Rank 2 lacks w, which rank 0 has and says is on ranks 0, 1, 2." in str(error)
+    assert "Rank 2 lacks w, which rank 0 has and lists as held by ranks 0, 1, 2." in str(error)
 
 
 def test_a_rank_that_lacks_a_tensor_is_named_although_writers_came_out_otherwise() -> None:
@@ -162,12 +162,12 @@ def test_another_writer_is_told_also_by_a_rank_that_does_not_hold_it() -> None:
 def test_other_holders_are_told() -> None:
     error = refused(catalog(w=shared(whole(0), 0, 1)), catalog(w=shared(whole(0), 0, 1, 2)), catalog())
     assert error.rank == 1
-    assert "who holds w: rank 0 says 0, 1, rank 1 says 0, 1, 2." in str(error)
+    assert "the holders of w: rank 0 lists 0, 1, rank 1 lists 0, 1, 2." in str(error)
 
 
 def test_many_holders_are_not_all_listed() -> None:
     held = catalog(w=shared(whole(0), *range(12)))
-    assert "is on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more" in str(refused(*[held] * 11, catalog()))
+    assert "lists as held by ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more" in str(refused(*[held] * 11, catalog()))
 
 
 def test_a_holder_that_there_is_not_is_told() -> None:
@@ -257,7 +257,7 @@ def test_a_box_outside_the_shape_is_told(box: Box) -> None:
 def test_a_box_outside_cannot_stand_for_a_missing_one() -> None:
     """The number of elements alone is right here."""
     error = refused(*listed(Box((0,), (2,)), Box((3,), (2,)), shape=(4,)))
-    assert "not inside" in str(error)
+    assert "is outside of its shape" in str(error)
 
 
 def test_a_rank_that_holds_two_boxes_is_told() -> None:

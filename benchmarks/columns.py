@@ -126,6 +126,11 @@ def _lost(results: Results, state: str, contestant: str) -> str:
     return f"{text} ({sign}{lost.median:.2f} s)"
 
 
+def _lost_in_seconds(results: Results, state: str, contestant: str) -> str:
+    lost = results.spread(state, contestant, "lost_s")
+    return NONE if lost is None else f"{lost.median:.2f} [{lost.least:.2f}..{lost.most:.2f}] s"
+
+
 def _load(key: str) -> Cell:
     def cell(results: Results, state: str, contestant: str) -> str:
         if not results.of(state, contestant)[0].get("own_load", True):
@@ -175,9 +180,9 @@ COLUMNS = (
     Column("extra memory", _memory),
 )
 SHORT = (
-    Column("the call blocks", _short(_time("blocked_s"))),
-    Column("training lost", lambda *asked: _lost(*asked).partition(" (")[0]),  # its range says how sure it is
+    Column("save() blocks", _short(_time("blocked_s"))),
+    Column("training time lost", _lost_in_seconds),
     Column("durable after", _short(_durable)),
-    Column("load, nothing cached", _short(_load("load_cold_s"))),
+    Column("load, cold cache", _short(_load("load_cold_s"))),
     Column("extra memory", _short(_memory)),
 )

@@ -18,4 +18,4 @@ def promises(document: str, heading: str) -> list[str]:
 def test_readme_promises_what_reliability_shows() -> None:
     shown = promises("docs/reliability.md", "Promises")
     assert len(shown) >= 9
-    assert promises("README.md", "What it promises") == shown
+    assert promises("README.md", "Guarantees") == shown

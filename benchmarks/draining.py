@@ -129,7 +129,7 @@ def _send_when_told(url: str, directory: Path) -> None:
 
     os.nice(_NICENESS)
     near, address = LocalStore(directory), parse_address(url)
-    home, client = ObjectStore(address), Clients(address).get(patient=True)
+    home, client = ObjectStore(address), Clients(address).get(retrying=True)
     saved = _saved_part(near)
     name = names.data(saved.step, saved.attempt, saved.rank)
 

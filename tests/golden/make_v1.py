@@ -47,6 +47,7 @@ VALUES: dict[str, Any] = {
     "npscalar": np.float32(0.5),
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")],
 }
+METRICS = {"loss": 0.25, "rouge": float("nan"), "norm": float("inf")}
 
 
 def bits(dtype: torch.dtype, count: int, first: int = 1) -> torch.Tensor:
@@ -64,6 +65,7 @@ def make_one_rank(root: Path) -> None:
         "data.table": torch.arange(18_000, dtype=torch.int32),  # reaches over a chunk border
     }
     make_checkpoint(store, 7, 1, [tensors], values=[VALUES], run_id="golden-one", id="golden-one-7-1")
+    store.put(names.metrics(7, 1), run.document(run.Metrics("golden-one", 1, 7, METRICS)))
     store.put(names.DONE, run.document(run.Done("golden-one", 1, 7, CREATED_UNIX_S + 60)))
 
 

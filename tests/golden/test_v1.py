@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import math
 import pathlib
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def is_known(tensor: str) -> bool:
 
 def test_the_files_are_small_and_all_there() -> None:
     files = [path for path in GOLDEN.rglob("*") if path.is_file()]
-    assert len(files) == 48
+    assert len(files) == 49
     assert sum(path.stat().st_size for path in files) < 240 << 10
 
 
@@ -80,6 +81,12 @@ def test_the_facts_of_one_rank() -> None:
     assert done == run.Done("golden-one", 1, 7, 1_700_000_060.0)
     claim = run.parse(run.Attempt, store.get(names.attempt(1)), "claim")
     assert claim == run.Attempt(1, "golden-one", 1, "host", 1001, 1_700_000_001.0)
+
+
+def test_the_metrics_of_one_rank() -> None:
+    metrics = open_checkpoint(GOLDEN / "one-rank").metrics()
+    assert (metrics["loss"], metrics["norm"]) == (0.25, float("inf"))
+    assert math.isnan(metrics["rouge"])
 
 
 def test_the_tensors_of_one_rank() -> None:

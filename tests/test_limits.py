@@ -21,14 +21,14 @@ def _save(home: Path, state: Any) -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(3), {"more": 1}], ids=["tensor", "values"])
 def test_a_key_that_is_too_long_is_refused_when_it_is_saved(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(InvalidInput, match="at most 16384 can be saved") as caught:
+    with pytest.raises(InvalidInput, match="at most 16384 are allowed") as caught:
         _save(tmp_path, {"k" * MAX_NAME_CHARS: value})
     assert len(str(caught.value)) < 1000
     assert not list(tmp_path.glob("step-*/manifest*"))
 
 
 def test_keys_in_each_other_count_as_one_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="at most 16384 can be saved"):
+    with pytest.raises(InvalidInput, match="at most 16384 are allowed"):
         _save(tmp_path, {"a" * 9000: {"b" * 9000: torch.ones(3)}})
 
 

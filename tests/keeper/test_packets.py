@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from socket import send_fds, socket
@@ -67,12 +68,22 @@ def test_packets_that_were_sent_before_an_end_died_are_received(ends: Ends, num_
 
 def test_the_descriptors_of_a_packet_that_is_not_a_message_are_closed(ends: Ends):
     ours, theirs = ends
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with Path(os.devnull).open() as file:
+    with tempfile.TemporaryFile() as file:
+        device, inode = os.fstat(file.fileno()).st_dev, os.fstat(file.fileno()).st_ino
         send_fds(ours, [b'{"kind":"Unknown"}'], [file.fileno()])
-    with pytest.raises(Corrupt, match="kind"):
-        packets.receive(theirs)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+        with pytest.raises(Corrupt, match="kind"):
+            packets.receive(theirs)
+        opened = list(Path("/proc/self/fd").iterdir())
+        same = [one for one in opened if _is_file(one, device, inode)]
+        assert same == [Path(f"/proc/self/fd/{file.fileno()}")]
+
+
+def _is_file(path: Path, device: int, inode: int) -> bool:
+    try:
+        found = path.stat()
+    except OSError:  # closed meanwhile, by another test's thread
+        return False
+    return (found.st_dev, found.st_ino) == (device, inode)
 
 
 @pytest.mark.parametrize(

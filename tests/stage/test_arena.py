@@ -207,14 +207,26 @@ def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
 
 
 def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool) -> None:
-    """Save after each step, with no room for the second save until a moment after it is asked for."""
+    """Save after each step, with no room for the second save until it has been skipped."""
     with make_checkpointer(
         home, make_state(), memory=holdfast.Memory("180kB", when_full="skip"), every=1
     ) as ckpt:
-        for step in ckpt.steps(total):
-            if step == 1:
-                ckpt._notices._notice = Notice("SIGTERM") if is_preempted else None
-                threading.Timer(0.1, gate.opened.set).start()
+        opener = threading.Thread(target=open_after_a_skip, args=(ckpt, gate))
+        opener.start()
+        try:
+            for step in ckpt.steps(total):
+                if step == 1:
+                    ckpt._notices._notice = Notice("SIGTERM") if is_preempted else None
+        finally:
+            opener.join()
+
+
+def open_after_a_skip(ckpt: holdfast.Checkpointer, gate: CopyGate) -> None:
+    """Open the gate once a save has been skipped."""
+    try:
+        wait_until(lambda: ckpt.num_skipped > 0)
+    finally:
+        gate.opened.set()
 
 
 def test_the_save_that_a_notice_asks_for_is_never_skipped(

@@ -65,7 +65,7 @@ def test_credentials_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert not _was_called(stranger)
     assert done.returncode != 0
-    assert "names the endpoint" in done.stderr
+    assert "would send your keys to the endpoint" in done.stderr
     assert "HOLDFAST_TRUST_ENDPOINTS" in done.stderr
 
 
@@ -94,7 +94,7 @@ def test_credentials_are_not_sent_to_an_endpoint_that_only_a_marker_names(
     Marker(home, "global_step1", "checkpoint").write(tmp_path / "last.ckpt")
     marker = Marker.read(tmp_path / "last.ckpt")
     assert marker is not None
-    with pytest.raises(InvalidInput, match="names the endpoint"):
+    with pytest.raises(InvalidInput, match="would send your keys to the endpoint"):
         lightning._load(marker, str(tmp_path / "last.ckpt"), None)
     assert not _was_called(stranger)
 
@@ -127,7 +127,7 @@ def test_an_endpoint_must_be_trusted_by_the_user(
     if is_fine:
         check_endpoint(url, "It")
     else:
-        with pytest.raises(InvalidInput, match="names the endpoint"):
+        with pytest.raises(InvalidInput, match="would send your keys to the endpoint"):
             check_endpoint(url, "It")
 
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if words[0].endswith(".py"):
         if not Path(words[0]).is_file():
             raise InvalidInput(f"The script {words[0]!r} does not exist.")
-        words = [sys.executable, *words]
+        words = [sys.executable, *words]  # their script, as they run it
     elif shutil.which(words[0]) is None:
         raise InvalidInput(
             f"The command {words[0]!r} does not exist. Give a Python file, or a command after --."

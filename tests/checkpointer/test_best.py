@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from holdfast.format import names
 from holdfast.home.listing import candidates, list_home
 from holdfast.home.metrics import read_metrics
 from holdfast.store import open_store
+from stage.training import wait_until
 
 LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: 2.0, 5: 4.0}
 BEST_TWO = Keep(last=1, best=2, metric="loss")
@@ -43,14 +43,6 @@ def save_all(ckpt: holdfast.Checkpointer, losses: Mapping[int, float | None]) ->
 def kept(place: Path) -> list[tuple[int, int]]:
     """(attempt, step) of all complete checkpoints, oldest first."""
     return sorted(candidates(list_home(open_store(place))))
-
-
-def wait_until(is_done: Callable[[], bool]) -> None:
-    """Wait for a condition that keepers bring about in the background."""
-    deadline = time.monotonic() + 60
-    while not is_done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def metrics(home: Path, step: int, attempt: int = 1) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -159,14 +160,11 @@ def test_bash_completes_on_tab(
 
 def receive_until(terminal: int, expected: str, limit_s: float = 30.0) -> str:
     """Return what a terminal shows, up to an expected text or the time limit."""
-    os.set_blocking(terminal, False)
     shown, deadline = "", time.monotonic() + limit_s
-    while expected not in shown and time.monotonic() < deadline:
-        try:
-            received = os.read(terminal, 1 << 16).decode(errors="replace")
-        except BlockingIOError:
-            time.sleep(0.01)
-            continue
+    while expected not in shown and (left_s := deadline - time.monotonic()) > 0:
+        if not select.select([terminal], [], [], left_s)[0]:
+            break
+        received = os.read(terminal, 1 << 16).decode(errors="replace")
         for character in received.replace("\a", ""):
             shown = shown[:-1] if character == "\b" else shown + character
     return shown

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,16 @@ import holdfast
 from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.notice import Notice
 from holdfast.stage import Arena, Arenas
-from stage.training import WAIT_S, CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
+from stage.training import (
+    WAIT_S,
+    CopyGate,
+    check_saved,
+    make_checkpointer,
+    make_model,
+    snapshot,
+    train,
+    wait_until,
+)
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
@@ -31,14 +38,6 @@ def memfd_bytes() -> int:
     lines = Path("/proc/self/maps").read_text().splitlines()
     spans = [line.split()[0].split("-") for line in lines if "/memfd:holdfast-arena" in line]
     return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not is_true():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
 
 
 def get(arenas: Arenas, num_bytes: int) -> Arena:

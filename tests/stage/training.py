@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def train(model: nn.Module, optimizer: Optimizer, width: int = WIDTH) -> None:
     """One whole training step."""
     compute_gradients(model, width)
     optimizer.step()
+
+
+def wait_until(is_true: Callable[[], object], limit_s: float = 60.0) -> None:
+    """Wait until a condition holds; fail after the limit."""
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
 
 
 def make_checkpointer(

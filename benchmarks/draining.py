@@ -47,7 +47,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
     if options.send:
-        _send_when_told(options.send, options.dir)
+        _send_on_request(options.send, options.dir)
         return 0
     directory = options.dir.resolve() / f"draining-{os.getpid()}"
     directory.mkdir(parents=True)
@@ -97,7 +97,7 @@ def _span(loop: Loop, num_steps: int, sender: _Sender, kind: str) -> dict[str, f
 
 
 class _Sender:
-    """A process that sends the saved file when it is told to."""
+    """A process that sends the saved file when it is requested to."""
 
     def __init__(self, url: str, directory: Path) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--send", url, "--dir", str(directory)]
@@ -123,7 +123,7 @@ class _Sender:
         self._process.wait()
 
 
-def _send_when_told(url: str, directory: Path) -> None:
+def _send_on_request(url: str, directory: Path) -> None:
     """The sender's side: one upload for each line on stdin."""
     from remote import timed
 

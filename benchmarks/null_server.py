@@ -69,13 +69,15 @@ class Connection:
             length = f"Content-Length: {self._num_bytes}\r\n\r\n"
             self._end.sendall(f"HTTP/1.1 200 OK\r\n{_FACTS}{length}".encode())
         elif method == "POST" and query.startswith("uploads"):
-            self._say("<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
+            self._reply(
+                "<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
+            )
         elif method == "POST":
-            self._say(f"<CompleteMultipartUploadResult><ETag>{_TAG}</ETag></CompleteMultipartUploadResult>")
+            self._reply(f"<CompleteMultipartUploadResult><ETag>{_TAG}</ETag></CompleteMultipartUploadResult>")
         else:
-            self._say("")
+            self._reply("")
 
-    def _say(self, body: str) -> None:
+    def _reply(self, body: str) -> None:
         self._end.sendall(f"HTTP/1.1 200 OK\r\n{_FACTS}Content-Length: {len(body)}\r\n\r\n{body}".encode())
 
     def _send_range(self, wanted: str) -> None:

@@ -22,9 +22,9 @@ from rich.table import Table
 from holdfast.format import names, part
 from holdfast.format import values as value_format
 from holdfast.format.catalog import Catalog
-from holdfast.format.cuts import Box
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.layout import lay_out
+from holdfast.format.partitioning import Region
 from holdfast.home.commit import commit
 from holdfast.home.documents import read_manifest
 from holdfast.home.writer import WriterId
@@ -70,9 +70,9 @@ def captured(kind: str, world_size: int, rank: int) -> CapturedState:
     }
     tensors: dict[str, torch.Tensor] = {}
     for name, sharding in shardings.items():
-        box = sharding.box_of(rank)
-        assert box is not None
-        tensors[name] = torch.empty(box.lengths, dtype=torch.bfloat16, device="meta")
+        region = sharding.region_of(rank)
+        assert region is not None
+        tensors[name] = torch.empty(region.sizes, dtype=torch.bfloat16, device="meta")
     none: frozenset[str] = frozenset()
     structure: Any = object.__new__(StateStructure)
     return CapturedState(tensors, shardings, none, frozenset(shardings), none, {}, {}, structure)
@@ -116,11 +116,11 @@ def prepare(kind: str, world_size: int, home: Path) -> None:
             catalog, plan = plan_save(captured(kind, world_size, rank), rank)
             catalogs[group] = catalog, plan.catalog
         catalog, text = catalogs[group]
-        pieces = [
-            part.Piece(name, tensor.dtype, tensor.shape, *box)
-            for name, tensor, box in catalog.written_by(rank)
+        shards = [
+            part.Shard(name, tensor.dtype, tensor.shape, *region)
+            for name, tensor, region in catalog.written_by(rank)
         ]
-        layout = lay_out(pieces, rank)
+        layout = lay_out(shards, rank)
         for step in (1, 2):
             path = home / names.part(step, ATTEMPT, rank)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,9 +161,9 @@ def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str
         manifest = read_manifest(store, 1, ATTEMPT, RUN)
         targets = {}
         for name, tensor in manifest.tensors.items():
-            box: Box | None = Sharding(tensor.shape, wanted).box_of(mine)
-            if name.startswith(stage) and box is not None and box.num_items:
-                targets[name] = Target(torch.empty(box.lengths, dtype=torch.bfloat16), box)
+            region: Region | None = Sharding(tensor.shape, wanted).region_of(mine)
+            if name.startswith(stage) and region is not None and region.num_items:
+                targets[name] = Target(torch.empty(region.sizes, dtype=torch.bfloat16), region)
         jobs = plan_fill(manifest, targets, mine, Parts(store, manifest))
         return len(jobs), sum(len(job.wanted) for job in jobs)
 
@@ -171,7 +171,7 @@ def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str
     return {
         "restore_plan_s": restore_plan_s,
         "parts_read": float(num_parts),
-        "pieces_wanted": float(num_reads),
+        "shards_wanted": float(num_reads),
     }
 
 

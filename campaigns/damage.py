@@ -227,7 +227,7 @@ def _judge(workload: Workload, original: Path, folder: Path, seed: int, *, is_re
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            _look(home)
+            _read_home(home)
             found = checks.restore(home, local, workload, quiet=False)
         if is_resumed:
             problems = checks.in_a_process(partial(_resume, home, local, workload))
@@ -258,7 +258,7 @@ def _resume(home: Path, local: Path | None, workload: Workload) -> list[str]:
         return []  # it has said why, and has not begun from zero
 
 
-def _look(home: Path) -> None:
+def _read_home(home: Path) -> None:
     """Read what commands read; only a HoldfastError may come out."""
     with contextlib.suppress(holdfast.HoldfastError):
         read_lines(open_store(home))

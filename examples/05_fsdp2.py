@@ -64,9 +64,9 @@ def train(home: str, num_steps: int) -> None:
     with holdfast.Checkpointer(home, {"model": model, "optimizer": optimizer}, every=10) as ckpt:
         for number, step in enumerate(ckpt.steps(num_steps)):  # from where the run stopped, on any ranks
             if step and number == 0:  # just restored: the digest that --open prints of that checkpoint
-                said = digest(gathered(model, optimizer))
+                total = digest(gathered(model, optimizer))
                 if dist.get_rank() == 0:
-                    print(f"step {step} on {dist.get_world_size()} ranks: {said}", flush=True)
+                    print(f"step {step} on {dist.get_world_size()} ranks: {total}", flush=True)
             shift = torch.arange(LENGTH) + 7 * step + dist.get_rank()
             tokens = (shift * shift)[None, :] % VOCABULARY
             loss = model(tokens)
@@ -97,18 +97,18 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return text.hexdigest()
 
 
-def look(home: str) -> None:
-    """Open the newest checkpoint in one process, without any model, and say what is in it."""
+def inspect(home: str) -> None:
+    """Open the newest checkpoint in one process, without a model, and print a digest of it."""
     checkpoint = holdfast.open(home)
     found = checkpoint.tensors()
-    said = digest({name: one for name, one in found.items() if name.startswith(("model.", "optimizer."))})
-    print(f"step {checkpoint.step}, saved by {checkpoint.manifest.world_size} ranks: {said}")
+    total = digest({name: one for name, one in found.items() if name.startswith(("model.", "optimizer."))})
+    print(f"step {checkpoint.step}, saved by {checkpoint.manifest.world_size} ranks: {total}")
 
 
 if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if argument != "--open"]
     place = arguments[0] if arguments else "runs/fsdp2"
     if "--open" in sys.argv:
-        look(place)
+        inspect(place)
     else:
         train(place, int(arguments[1]) if len(arguments) > 1 else 60)

@@ -10,11 +10,11 @@ import torch
 
 from holdfast.format import manifest, names, part, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.cuts import Box, Boxes, Cut, whole
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.hashes import chunk_bytes_for, digest, hash_chunks
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Shard, lay_out
 from holdfast.format.manifest import Manifest
+from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.store.contract import Store
 
@@ -24,7 +24,7 @@ _NAMES = {
     getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items() if hasattr(torch, torch_name)
 }
 
-Region = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]
+LocalShard = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]
 """A rank's part of a tensor: its elements, their offsets, the whole tensor's shape."""
 
 
@@ -40,14 +40,14 @@ def make_checkpoint(
     store: Store,
     step: int,
     attempt: int = 1,
-    tensors: Sequence[Mapping[str, torch.Tensor | Region]] = ({},),
+    tensors: Sequence[Mapping[str, torch.Tensor | LocalShard]] = ({},),
     *,
     per_rank: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
     values: Sequence[Mapping[str, Any]] | None = None,
     base: tuple[int, int] | None = None,
     ancestors: part.Ancestors = (),
-    cuts: Mapping[str, Cut] | None = None,
+    partitionings: Mapping[str, EvenPartitioning] | None = None,
     frozen: Collection[str] = (),
     run_id: str = RUN_ID,
     chunk_bytes: int | None = None,
@@ -61,13 +61,13 @@ def make_checkpoint(
         store: the home.
         step: step of the checkpoint.
         attempt: attempt that saves it.
-        tensors: what each rank writes; a `Region` where it writes only a region.
+        tensors: what each rank writes; a `LocalShard` where it writes only a region.
         per_rank: names of which every rank writes its own.
         tied: alias -> name.
         values: each rank's values by top-level key, not encoded; default none.
         base: (attempt, step) that the attempt was restored from, as its only ancestor.
         ancestors: all ancestors, instead.
-        cuts: the rule by which the regions of a tensor are cut; without one they are listed.
+        partitionings: the rule of a tensor's regions; without one they are listed.
         frozen: names that stand in the second file.
         run_id: the run.
         chunk_bytes: size of the hashed chunks; default as the format chooses.
@@ -78,25 +78,27 @@ def make_checkpoint(
     Returns:
         The manifest, written or not.
     """
-    catalog = _catalog(tensors, per_rank, frozen, dict(tied or {}), cuts or {})
+    catalog = _catalog(tensors, per_rank, frozen, dict(tied or {}), partitionings or {})
     parts = []
     for rank, held in enumerate(tensors):
-        shared = [Piece(n, t.dtype, t.shape, *box, frozen=t.frozen) for n, t, box in catalog.written_by(rank)]
+        shared = [
+            Shard(n, t.dtype, t.shape, *region, frozen=t.frozen) for n, t, region in catalog.written_by(rank)
+        ]
         own = [
-            Piece.whole(name, _NAMES[value.dtype], tuple(value.shape), per_rank=True)
+            Shard.whole(name, _NAMES[value.dtype], tuple(value.shape), per_rank=True)
             for name, value in held.items()
             if name in per_rank and isinstance(value, torch.Tensor)
         ]
         files, starts = {}, {}
-        for is_frozen in (False, True) if any(piece.frozen for piece in shared) else (False,):
-            pieces = [piece for piece in (*shared, *own) if piece.frozen == is_frozen]
-            layout = lay_out(pieces, rank)
+        for is_frozen in (False, True) if any(shard.frozen for shard in shared) else (False,):
+            shards = [shard for shard in (*shared, *own) if shard.frozen == is_frozen]
+            layout = lay_out(shards, rank)
             image = bytearray(layout.file_bytes)
             image[: len(layout.header)] = layout.header
-            for piece, start in zip(pieces, layout.starts, strict=True):
-                raw = raw_bytes(_elements(held[piece.name]))
+            for shard, start in zip(shards, layout.starts, strict=True):
+                raw = raw_bytes(_elements(held[shard.name]))
                 image[start : start + len(raw)] = raw
-                starts[piece.name] = start
+                starts[shard.name] = start
             store.put((names.frozen if is_frozen else names.data)(step, attempt, rank), bytes(image))
             files[is_frozen] = data_file(bytes(image), chunk_bytes)
         draft = part.draft(
@@ -107,8 +109,8 @@ def make_checkpoint(
             world_size=len(tensors),
             ancestors=(base,) if base else ancestors,
             values=_encoded(values[rank] if values else {}),
-            own=[(piece.name, piece.dtype, piece.shape, starts[piece.name]) for piece in own],
-            starts=[starts[piece.name] for piece in shared],
+            own=[(shard.name, shard.dtype, shard.shape, starts[shard.name]) for shard in own],
+            starts=[starts[shard.name] for shard in shared],
             catalog=catalog_text(catalog),
         )
         document = part.finish(draft, files[False], files.get(True))
@@ -121,30 +123,31 @@ def make_checkpoint(
 
 
 def _catalog(
-    tensors: Sequence[Mapping[str, torch.Tensor | Region]],
+    tensors: Sequence[Mapping[str, torch.Tensor | LocalShard]],
     per_rank: Collection[str],
     frozen: Collection[str],
     tied: dict[str, str],
-    cuts: Mapping[str, Cut],
+    partitionings: Mapping[str, EvenPartitioning],
 ) -> Catalog:
-    """What all ranks have in common: a whole tensor is its writer's, regions are cut by a rule or listed."""
-    rows: dict[str, list[tuple[int, Box]]] = {}
+    """The catalog of all ranks: a whole tensor is its writer's, regions follow a rule or are listed."""
+    rows: dict[str, list[tuple[int, Region]]] = {}
     found: dict[str, Tensor] = {}
     for rank, held in enumerate(tensors):
         for name, value in held.items():
             if name in per_rank:
                 continue
             elements = _elements(value)
-            cut, shape = whole(rank), tuple(elements.shape)
+            partitioning, shape = whole(rank), tuple(elements.shape)
             if not isinstance(value, torch.Tensor):
                 _, offsets, shape = value
-                rows.setdefault(name, []).append((rank, Box(offsets, tuple(elements.shape))))
-                cut = cuts.get(name) or Boxes(tuple(rows[name]))
-            found[name] = Tensor(_NAMES[elements.dtype], shape, cut, cut.ranks, name in frozen)
+                rows.setdefault(name, []).append((rank, Region(offsets, tuple(elements.shape))))
+                partitioning = partitionings.get(name) or ListedPartitioning(tuple(rows[name]))
+            dtype, writers = _NAMES[elements.dtype], partitioning.ranks
+            found[name] = Tensor(dtype, shape, partitioning, writers, name in frozen)
     return Catalog(found, tied)
 
 
-def _elements(value: torch.Tensor | Region) -> torch.Tensor:
+def _elements(value: torch.Tensor | LocalShard) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else value[0]
 
 

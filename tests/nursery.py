@@ -187,7 +187,7 @@ def _serve() -> dict[str, Any] | None:
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 _, status = os.waitpid(key.data, 0)
-                _tell("ended", key.data, os.waitstatus_to_exitcode(status))
+                _report("ended", key.data, os.waitstatus_to_exitcode(status))
                 continue
             text = os.read(0, 65536)
             if not text:
@@ -197,10 +197,10 @@ def _serve() -> dict[str, Any] | None:
                 if not (pid := os.fork()):
                     return json.loads(line)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                _tell("born", pid)
+                _report("born", pid)
 
 
-def _tell(*words: object) -> None:
+def _report(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
 
@@ -222,6 +222,7 @@ def _become(command: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(command["env"])
     importlib.reload(failpoint)  # reads the environment when it is imported
+    tempfile.tempdir = None  # as does tempfile, which a preloaded module may have used
     os.chdir(command["cwd"])
     given = command["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in given if path and path not in sys.path]

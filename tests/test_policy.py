@@ -231,7 +231,7 @@ def test_a_step_that_happens_to_be_quick_costs_nothing():
 
 def overdue_at(overdue: Overdue, *moments_s: float) -> list[float]:
     """Return the moments at which a report is due."""
-    return [now_s for now_s in moments_s if overdue.look(now_s) is not None]
+    return [now_s for now_s in moments_s if overdue.check(now_s) is not None]
 
 
 def test_three_failed_saves_in_a_row_are_reported_and_then_twice_as_many():
@@ -240,7 +240,7 @@ def test_three_failed_saves_in_a_row_are_reported_and_then_twice_as_many():
     for number in range(1, 13):
         overdue.begin(10.0 * number)
         overdue.fail()
-        if overdue.look(10.0 * number + 1.0) is not None:
+        if overdue.check(10.0 * number + 1.0) is not None:
             reported.append(number)
     assert reported == [3, 6, 12]
 
@@ -267,7 +267,7 @@ def test_the_report_names_the_time_since_the_last_success():
     for moment_s in (20.0, 30.0, 40.0):
         overdue.begin(moment_s)
         overdue.fail()
-    assert overdue.look(47.0) == 40.0
+    assert overdue.check(47.0) == 40.0
     assert overdue.num_failed == 3
 
 
@@ -276,12 +276,12 @@ def test_a_success_ends_the_count_of_failures_and_the_doubling():
     for moment_s in (1.0, 2.0, 3.0):
         overdue.begin(moment_s)
         overdue.fail()
-    assert overdue.look(4.0) is not None
+    assert overdue.check(4.0) is not None
     overdue.begin(5.0)
     overdue.succeed(6.0)
-    assert overdue.look(1e6) is None, "nothing is under way"
+    assert overdue.check(1e6) is None, "nothing is under way"
     for moment_s in (7.0, 8.0, 9.0):
-        assert overdue.look(moment_s) is None
+        assert overdue.check(moment_s) is None
         overdue.begin(moment_s)
         overdue.fail()
-    assert overdue.look(10.0) is not None, "three are enough again"
+    assert overdue.check(10.0) is not None, "three are enough again"

@@ -230,8 +230,8 @@ def _open_newest(home: Path) -> Restored:
 class _NoKeeper:
     """A stand-in for the keeper of a Checkpointer that only restores, since a process takes too long."""
 
-    def __init__(self, terms: Any, **_: Any) -> None:
-        self.terms, self.problems, self.fenced, self.home_lost = terms, [], None, None
+    def __init__(self, config: Any, **_: Any) -> None:
+        self.config, self.problems, self.fenced, self.home_lost = config, [], None, None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

@@ -227,14 +227,14 @@ def run(case: Case, home: dict[str, bytes], *, processor_s: float = TIME_LIMIT_S
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         held = KINDS[case.kind](place / "home" / case.object, outside)
-        before = _looks(outside)
+        before = _snapshot(outside)
         said: list[str] = []
         with _reader(place, case.kind):
             failure = run_case(
                 lambda: said.append(COMMANDS[case.command](place / "home")), processor_s=processor_s
             )
         if failure is None:
-            failure = _wrong(said[-1] if said else "", _looks(outside) != before)
+            failure = _wrong(said[-1] if said else "", _snapshot(outside) != before)
         return failure
     finally:
         if isinstance(held, threading.Event):
@@ -280,7 +280,7 @@ def _wrong(said: str, was_written: bool) -> Failure | None:
     return Failure("escape", repr(sorted(found)), repr(said[-3000:])) if found else None
 
 
-def _looks(folder: Path) -> dict[str, tuple[bytes, int]]:
+def _snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_ino) for path in sorted(folder.iterdir())}
 
 

@@ -47,7 +47,7 @@ def home_documents() -> dict[str, bytes]:
     import torch
 
     from holdfast.format import names, run
-    from holdfast.format.cuts import Cut
+    from holdfast.format.partitioning import EvenPartitioning
     from holdfast.format.sealed import dumps
     from holdfast.store.memory import MemoryStore
     from tests.making import make_checkpoint, make_home
@@ -74,7 +74,7 @@ def home_documents() -> dict[str, bytes]:
             tied={"head": "model.w"},
             values=values,
             base=(1, 20) if attempt == 2 else None,
-            cuts={"model.b": Cut(((0, 2),), (0, 1))},
+            partitionings={"model.b": EvenPartitioning(((0, 2),), (0, 1))},
             frozen=("only1",),
         )
     facts = {"attempt": 1, "rank": 0, "bytes": 10**6, "seconds": 0.5, "tier": "home", "detail": "x"}
@@ -116,20 +116,22 @@ def _run_manifest(data: bytes) -> None:
     with contextlib.suppress(Corrupt):
         check_files([list_home(store)], manifest)
     tensor = manifest.tensors.get("model.w")
-    if tensor is not None and tensor.cut is not None:
-        list(tensor.cut.boxes(tensor.shape))
+    if tensor is not None and tensor.partitioning is not None:
+        list(tensor.partitioning.regions(tensor.shape))
 
 
 def _catalogs() -> list[bytes]:
     from holdfast.format.catalog import Catalog, Tensor, catalog_text
-    from holdfast.format.cuts import Box, Boxes, Cut, whole
+    from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 
-    boxes = Boxes(((0, Box((0, 0), (2, 4))), (1, Box((2, 0), (2, 1))), (2, Box((2, 1), (2, 3)))))
+    regions = ListedPartitioning(
+        ((0, Region((0, 0), (2, 4))), (1, Region((2, 0), (2, 1))), (2, Region((2, 1), (2, 3))))
+    )
     tensors = {
-        "a": Tensor("F32", (4, 4), boxes, (0, 1, 2)),
-        "b": Tensor("BF16", (8,), Cut(((0, 3),), (2, 0, 1)), (0, 1, 2), True),
+        "a": Tensor("F32", (4, 4), regions, (0, 1, 2)),
+        "b": Tensor("BF16", (8,), EvenPartitioning(((0, 3),), (2, 0, 1)), (0, 1, 2), True),
         "c": Tensor("I64", (), whole(1), (1,)),
-        "d": Tensor("F32", (4, 4), boxes, (0, 1, 2)),
+        "d": Tensor("F32", (4, 4), regions, (0, 1, 2)),
     }
     return [catalog_text(Catalog(tensors, {"e": "a"}))]
 
@@ -486,19 +488,19 @@ def _dataclass_seeds(value: Any) -> list[bytes]:
 def _records() -> dict[str, Callable[[], Any]]:
     """Values that one process writes for another, each made when it is needed."""
 
-    def keeper_terms() -> Any:
+    def keeper_config() -> Any:
         from holdfast.keeper.config import KeeperConfig
 
         return KeeperConfig(
             "/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, local="/local", local_ranks=(0, 1)
         )
 
-    def trace() -> Any:
+    def keeper_lockfile() -> Any:
         from holdfast.keeper.lockfile import KeeperInfo
 
         return KeeperInfo(1, 0, 77, 12345, busy=True, held="a.sock")
 
-    def uploader_terms() -> Any:
+    def uploader_config() -> Any:
         from holdfast.writeback.config import UploaderConfig
 
         return UploaderConfig("/data", "s3://bucket/x")
@@ -520,9 +522,9 @@ def _records() -> dict[str, Callable[[], Any]]:
         return TagPlan((0, 1), 5, True, None, True)
 
     return {
-        "keeper-terms": keeper_terms,
-        "keeper-traces": trace,
-        "writeback-terms": uploader_terms,
+        "keeper-config": keeper_config,
+        "keeper-lockfiles": keeper_lockfile,
+        "uploader-config": uploader_config,
         "job-states": life,
         "node-plans": node_plan,
         "nebula-plans": tag_plan,
@@ -650,7 +652,7 @@ def _run_unsent(data: bytes) -> None:
 def _run_slurm(data: bytes) -> None:
     from holdfast.jobs.slurm.messages import Inbox
 
-    list(Inbox().take(data + b"\n"))
+    list(Inbox().feed(data + b"\n"))
 
 
 def _run_queue(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The model and its tokenizer: from the hub by their name, or small and made here."""
+"""Model and tokenizer: pretrained ones from the Hugging Face Hub, or small untrained ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NUM_WORDS = 2000
 
 
 def make(name: str, texts: Iterable[str], *, length: int) -> tuple[Any, Any]:
-    """A model for questions, and its tokenizer.
+    """Return a question-answering model and its tokenizer.
 
     Args:
-        name: "small", or what the hub calls it, such as "bert-base-uncased".
-        texts: that a small one takes its words from.
-        length: the longest input, in tokens.
+        name: "small", or a model of the Hugging Face Hub, such as "bert-base-uncased".
+        texts: the small tokenizer's vocabulary is made from their words.
+        length: maximum length of an input, in tokens.
     """
     if name != "small":
         return AutoModelForQuestionAnswering.from_pretrained(name), AutoTokenizer.from_pretrained(name)
@@ -41,23 +41,23 @@ def make(name: str, texts: Iterable[str], *, length: int) -> tuple[Any, Any]:
         max_position_embeddings=length,
         hidden_dropout_prob=0.05,
         attention_probs_dropout_prob=0.0,
-        initializer_range=0.1,  # the usual 0.02 is for models much wider
+        initializer_range=0.1,  # the usual 0.02 is for much wider models
     )
     return BertForQuestionAnswering(config), tokenizer
 
 
 def small_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """BERT's WordPiece, with the most frequent words of `texts` as its pieces.
+    """Return a WordPiece tokenizer whose vocabulary has the most frequent words of `texts`.
 
-    Every start of the training needs the same one: a row of the embedding means nothing with other pieces.
-    The trainer in `tokenizers` gives another vocabulary each time it runs; counting words does not.
+    The vocabulary must be the same at every start of the training, because rows of the embedding belong to
+    its tokens. Counting words is deterministic; the trainer of `tokenizers` is not.
     """
     counts = Counter(word for text in texts for word in re.findall(r"[a-z]+|[0-9]|[^\sa-z0-9]", text.lower()))
     letters = sorted({letter for word in counts for letter in word})
     common = sorted((word for word in counts if len(word) > 1), key=lambda word: (-counts[word], word))
     words = common[:NUM_WORDS]
-    pieces = [*SPECIAL, *letters, *words, *(f"##{piece}" for piece in (*letters, *words))]
-    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    tokens = [*SPECIAL, *letters, *words, *(f"##{token}" for token in (*letters, *words))]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
     tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -1,4 +1,4 @@
-"""A small GPT whose rows hold several pieces of text, of which none sees another."""
+"""A small GPT with several sequences per row, each of which attends only to itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn import functional
 from holdfast.train.lengths import attention_mask
 
 NOTHING = -100
-"""The label of a place where no token is to be predicted; cross-entropy leaves it out."""
+"""Label of a position without a prediction, which cross-entropy ignores."""
 
 
 class Block(nn.Module):
-    """One layer: attention among a piece's tokens, then a small net for each token by itself."""
+    """One layer: attention among the tokens of a sequence, then a feed-forward network per token."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Rows of tokens in; the loss of all their next tokens and how many these are out.
+    """GPT that returns the loss of all next tokens, and their number.
 
     Args:
         vocabulary: number of tokens.
-        length: of a row.
-        width: of a token's vector.
-        heads: of attention.
+        length: maximum length of a row.
+        width: size of a token's vector.
+        heads: number of attention heads.
         layers: number of blocks.
     """
 
@@ -54,7 +54,7 @@ class Gpt(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """What `PackedRows` gives, each (rows, length) -> summed cross-entropy, number of tokens it is of."""
+        """Return the summed cross-entropy of rows of `PackedRows`, each (rows, length), and its tokens."""
         x = self.token(row["input_ids"]) + self.place(row["position_ids"])
         mask = attention_mask(row["sequence_ids"])
         for block in self.blocks:

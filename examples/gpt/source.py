@@ -1,4 +1,4 @@
-"""The text that the GPT learns: the functions and classes of Python's own library, as bytes."""
+"""Training data of the GPT: functions and classes of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 
 BEGIN = 256
-"""The token before each piece; the others are its bytes."""
+"""First token of each sequence; the others are its bytes."""
 VOCABULARY = 257
 _BORDER = re.compile(rb"^(?=(?:    )?(?:@|def |async def |class ))", re.MULTILINE)
 
 
-def pieces(text: bytes, max_tokens: int) -> list[torch.Tensor]:
-    """A module's source, cut before each function and class, and again where a piece is too long.
+def split_source(text: bytes, max_tokens: int) -> list[torch.Tensor]:
+    """Split a module's source before each function and class, and where a sequence would be too long.
 
     Args:
         text: the source.
-        max_tokens: of a piece, its begin token included.
+        max_tokens: maximum length of a sequence, with its first token.
 
     Returns:
         Tensors of tokens, each (2 to max_tokens,) int64; together they have every byte once, in order.
@@ -33,16 +33,16 @@ def pieces(text: bytes, max_tokens: int) -> list[torch.Tensor]:
 
 
 def library(max_tokens: int, max_bytes: int, folder: Path | None = None) -> list[torch.Tensor]:
-    """The pieces of Python's library, alike on every machine with this version of Python.
+    """Return sequences of Python's standard library, equal on every machine with this version of Python.
 
     Args:
-        max_tokens: of a piece.
-        max_bytes: how much source is read.
-        folder: of the modules, if not this Python's own.
+        max_tokens: maximum length of a sequence.
+        max_bytes: maximum bytes of source.
+        folder: folder of the modules; by default this Python's own.
     """
     found, left = [], max_bytes
     for path in sorted((folder or Path(sysconfig.get_path("stdlib"))).glob("*.py")):
         text = path.read_bytes()[:left]
         left -= len(text)
-        found += pieces(text, max_tokens)
+        found += split_source(text, max_tokens)
     return found

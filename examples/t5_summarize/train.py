@@ -96,7 +96,7 @@ def train(args: argparse.Namespace, words: str, data: dict[str, Tokens], device:
             if (step + 1) % len(batches) == 0:
                 loss = validate(model, data["validation"], args.batch, device)
                 mean = curve[step + 1 - len(batches) : step + 1].mean()
-                tell(f"epoch {(step + 1) // len(batches)}: loss {mean:.4f}, validation {loss:.4f}")
+                report(f"epoch {(step + 1) // len(batches)}: loss {mean:.4f}, validation {loss:.4f}")
                 ckpt.record(validation=loss)
                 ckpt.save(step + 1)  # of just the weights that were evaluated
     bar.close()
@@ -164,13 +164,13 @@ def test(args: argparse.Namespace, words: str, tokens: Tokens, device: str) -> N
             scores = scorer.score(tokens.pairs[index].summary, text)
             sums += torch.tensor([scores[name].fmeasure for name in SCORES])
             shown.append((tokens.pairs[index].summary, text.strip()))
-    tell(f"the best checkpoint is that of step {best.step}; it sums up texts that it has not seen:")
+    report(f"the best checkpoint is that of step {best.step}; it sums up texts that it has not seen:")
     for right, text in shown[:4]:
-        tell(f"  {text}\n    (written: {right})")
+        report(f"  {text}\n    (written: {right})")
     means = all_sums(sums.to(device)).cpu() / num
     scores = ", ".join(f"{name} {100 * mean:.1f}" for name, mean in zip(SCORES, means.tolist(), strict=True))
-    tell(f"{num} texts: {scores}")
-    tell(f"peak memory of each rank: {', '.join(f'{one / 1e6:.0f} MB' for one in of_all(peak_bytes()))}")
+    report(f"{num} texts: {scores}")
+    report(f"peak memory of each rank: {', '.join(f'{one / 1e6:.0f} MB' for one in of_all(peak_bytes()))}")
 
 
 def slope(step: int, total: int) -> float:
@@ -186,8 +186,8 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def tell(text: str) -> None:
-    """Print once, whatever bars are there."""
+def report(text: str) -> None:
+    """Print on rank 0, above progress bars."""
     if rank() == 0:
         tqdm.write(text)
 

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer
-    from holdfast.checkpointer.options import (
-        CompileCache,
-        Home,
-        Limits,
-        Local,
-        Memory,
-        Preemption,
-        Reads,
-    )
+    from holdfast.checkpointer.options import CompileCache, Home, Limits, Local, Memory, Preemption, Reads
     from holdfast.errors import (
         Conflict,
         Corrupt,

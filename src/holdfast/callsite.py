@@ -26,10 +26,6 @@ def warn(message: str, category: type[Warning]) -> None:
 
     The line is found by walking the stack: a fixed `stacklevel` is wrong as soon as a function is called from
     two places. Without such a line, as in a thread of our own, the warning points at its outermost frame.
-
-    Args:
-        message: text of the warning.
-        category: class of the warning.
     """
     frame = _user_frame()
     facts = frame.f_globals

@@ -56,9 +56,6 @@ def decode(
 
     Args:
         text: UTF-8, or a string.
-        what: its name, for errors.
-        max_bytes: limit on its length.
-        max_depth: limit on nested arrays and objects.
         any_text: allow lone surrogates, by which Python writes file names that are not UTF-8.
 
     Raises:
@@ -226,7 +223,6 @@ class Fields:
 
     Args:
         value: a value that `decode` has returned.
-        what: its name, for errors.
 
     Raises:
         Corrupt: it is not an object.
@@ -283,8 +279,6 @@ class Fields:
         """Return a text.
 
         Args:
-            name: the member.
-            max_chars: limit on its length.
             pattern: regular expression that all of it must match.
 
         Raises:

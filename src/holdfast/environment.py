@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from holdfast.documents import decode_object
-from holdfast.errors import Corrupt
+from holdfast.errors import Corrupt, InvalidInput
 
 PREEMPTION = "HOLDFAST_PREEMPTION"
 """Sources of preemption notices, see `holdfast.notice.sources`."""
@@ -21,6 +21,26 @@ TRIAL = "HOLDFAST_TRIAL"
 """File with the plan of a trial, see `holdfast.checkpointer.trial`; set only by `holdfast check`."""
 SANDBOX = "HOLDFAST_SANDBOX"
 """Folder that replaces every home and local folder during a dry run of a script; else unset."""
+
+_MAX_DIGITS = 18
+
+
+def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
+    """Return an environment variable that a launcher sets to an integer; `default` if it is unset or empty.
+
+    Raises:
+        InvalidInput: the value is not an integer of at least `minimum`.
+    """
+    value = os.environ.get(name, "").strip()
+    if not value:
+        return default
+    is_integer = value.isascii() and value.isdecimal() and len(value) <= _MAX_DIGITS
+    if not is_integer or int(value) < minimum:
+        raise InvalidInput(
+            f"The environment variable {name} is {value[:100]!r}, expected an integer of at least {minimum}. "
+            "Launchers such as torchrun and Slurm set it. Unset it, or set it to a number."
+        )
+    return int(value)
 
 
 def sandboxed(place: str) -> str:
@@ -57,7 +77,7 @@ def read_progress(path: Path) -> dict[str, int]:
     steps: dict[str, int] = {}
     for line in lines:
         with contextlib.suppress(Corrupt):  # a line that a kill has torn
-            told = decode_object(line, "a line of progress", any_text=True)
-            home, step = told.text("home"), told.integer("step")
+            fields = decode_object(line, "a line of progress", any_text=True)
+            home, step = fields.text("home"), fields.integer("step")
             steps[home] = max(steps.get(home, 0), step)
     return steps

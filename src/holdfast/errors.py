@@ -18,6 +18,8 @@ Every class can be pickled, so errors cross process borders with their attribute
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from holdfast.redaction import printable, redact
 
 PREEMPTED_STATUS = 75
@@ -140,3 +142,11 @@ class ResumeWarning(UserWarning):
 
 class SaveWarning(UserWarning):
     """A save that failed, was skipped or was dropped. Training continues, and older checkpoints remain."""
+
+
+ERRORS: Mapping[str, type[HoldfastError]] = {
+    one.__name__: one  # not by `kind`: TimedOut inherits RetryLater's, MissingKey NotFound's
+    for one in list(vars().values())
+    if isinstance(one, type) and issubclass(one, HoldfastError)
+}
+"""Classes of errors by name, for errors that another process has sent."""

@@ -18,21 +18,21 @@ POINTS = (
     "keeper.received",  # a staged save has reached the keeper
     "keeper.data",  # data file durable, part not written
     "keeper.part",  # part durable, manifest not written
-    "keeper.manifest",  # manifest durable, nobody told
+    "keeper.manifest",  # manifest durable, not reported yet
     "keeper.retain",  # manifest of a deleted checkpoint gone, its files still there
     "keeper.drained-file",  # a file is in home, others of its checkpoint not
     "keeper.drained",  # all files are in home, the manifest not
     "trainer.staging",  # copy under way
-    "trainer.staged",  # copy complete, keeper not told
-    "trainer.handed",  # keeper told
+    "trainer.staged",  # copy complete, not submitted
+    "trainer.handed",  # submitted to the keeper
     "compiled.packed",  # a pack of compiled files is in home, no index lists it
     "writeback.fetched",  # an object is in a temporary file, not yet in the directory
-    "writeback.captured",  # the version of a closed file is kept, the journal does not know
-    "writeback.noted",  # the journal knows what is to be sent
-    "writeback.sent",  # the bucket has it, the journal does not know
-    "writeback.done",  # the journal knows that it was sent, its kept version is still there
+    "writeback.captured",  # the version of a closed file is kept, not in the journal yet
+    "writeback.noted",  # the upload is in the journal
+    "writeback.sent",  # the bucket has it, not in the journal yet
+    "writeback.done",  # uploaded in the journal, the kept version still exists
 )
-"""Every failpoint there is; a crash test runs over all of them."""
+"""All failpoints; a crash test runs each."""
 
 _name, _, _count = os.environ.get("HOLDFAST_KILL_AT", "").partition(":")
 _left = int(_count or 1)
@@ -45,11 +45,11 @@ def failpoint(name: str) -> None:
     if name != _name:
         return
     _left -= 1
-    if _left == 0 and _take_mark():
+    if _left == 0 and _consume_mark():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _take_mark() -> bool:
+def _consume_mark() -> bool:
     if _mark is None:
         return True
     try:

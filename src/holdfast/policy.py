@@ -304,7 +304,7 @@ class Overdue:
         """Count a save that became durable."""
         self.num_failed, self._succeeded_s, self._waiting_since_s, self._factor = 0, now_s, None, 1
 
-    def look(self, now_s: float) -> float | None:
+    def check(self, now_s: float) -> float | None:
         """Return the seconds since the last success, if that is to be reported now."""
         waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
         is_late = waited_s > self._factor * max(_LATE_S, _LATE_INTERVALS * self._interval_s)

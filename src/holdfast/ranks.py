@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
+from holdfast.environment import read_integer
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.format.messages import pack, unpack
 
@@ -51,18 +51,24 @@ class RankGroup(ABC):
 
     @abstractmethod
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, by rank. Collective.
+        """Return the values of all ranks, by rank.
 
         Raises:
             RetryLater: a rank did not answer in time.
+
+        Ranks: collective.
+        Blocks: until every rank has called it.
         """
 
     @abstractmethod
     def share(self, value: _T) -> _T:
-        """Return rank 0's value on every rank. Collective.
+        """Return rank 0's value on every rank.
 
         Raises:
             RetryLater: rank 0 did not answer in time.
+
+        Ranks: collective.
+        Blocks: until rank 0 has called it.
         """
 
     @abstractmethod
@@ -81,11 +87,19 @@ class RankGroup(ABC):
 
     @abstractmethod
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
-        """Start sending a CPU tensor to a rank, which must call `receive` for it."""
+        """Start sending a CPU tensor to a rank, which must call `receive` for it.
+
+        Raises:
+            RetryLater: the rank cannot be reached.
+        """
 
     @abstractmethod
     def receive(self, data: torch.Tensor, source: int) -> dist.Work:
-        """Start receiving a CPU tensor from a rank, which must call `send` for it."""
+        """Start receiving a CPU tensor from a rank, which must call `send` for it.
+
+        Raises:
+            RetryLater: the rank cannot be reached.
+        """
 
     def agree(self, work: Callable[[], _T]) -> list[Outcome[_T]]:
         """Call `work` on every rank, and return the outcomes of all, by rank.
@@ -167,9 +181,9 @@ class Ranks(RankGroup):
         self._number = next(_numbers)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        elif (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
             raise InvalidInput(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group, so the ranks "
+                f"WORLD_SIZE is {world_size} but there is no process group, so the ranks "
                 "cannot agree on "
                 "a checkpoint. Call torch.distributed.init_process_group() before making the Checkpointer."
             )
@@ -179,15 +193,8 @@ class Ranks(RankGroup):
             self._group = group
             self._store = distributed_c10d._get_default_store()
 
+    @override
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, by rank.
-
-        Raises:
-            RetryLater: a rank did not answer in time.
-
-        Ranks: collective.
-        Blocks: until every rank has called it.
-        """
         if self._group is None:
             return [value]
         mine = bytearray(pack(value))
@@ -205,15 +212,8 @@ class Ranks(RankGroup):
             for rank, (room, size) in enumerate(zip(rooms, sizes, strict=True))
         ]
 
+    @override
     def share(self, value: _T) -> _T:
-        """Return rank 0's value on every rank.
-
-        Raises:
-            RetryLater: rank 0 did not answer in time.
-
-        Ranks: collective.
-        Blocks: until rank 0 has called it.
-        """
         if self._group is None:
             return value
         room = bytearray(pack(value) if self.rank == 0 else b"")
@@ -226,20 +226,12 @@ class Ranks(RankGroup):
             raise self._no_answer(error) from error
         return unpack(room, "rank 0")
 
+    @override
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
-        """Start sending a CPU tensor to a rank, which must call `receive` for it.
-
-        Raises:
-            RetryLater: the rank cannot be reached.
-        """
         return self._started(lambda: dist.isend(data, dst=to, group=self._group))
 
+    @override
     def receive(self, data: torch.Tensor, source: int) -> dist.Work:
-        """Start receiving a CPU tensor from a rank, which must call `send` for it.
-
-        Raises:
-            RetryLater: the rank cannot be reached.
-        """
         return self._started(lambda: dist.irecv(data, src=source, group=self._group))
 
     def _started(self, start: Callable[[], dist.Work | None]) -> dist.Work:
@@ -345,7 +337,6 @@ def values_of(outcomes: Iterable[Outcome[_T]], rank: int, failure: str) -> list[
 
     Args:
         outcomes: of `RankGroup.agree`.
-        rank: this rank.
         failure: what a rank failed to do, such as "could not list the home".
 
     Raises:

@@ -120,8 +120,6 @@ def plural(number: int, noun: str, nouns: str = "") -> str:
     """Return a number with its noun: `1 checkpoint`, `2 checkpoints`.
 
     Args:
-        number: how many.
-        noun: the word for one of them.
         nouns: the word for several; by default with an s.
     """
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"

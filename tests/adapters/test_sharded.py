@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from adapters import sharded
 from holdfast.adapters.dcp import HoldfastReader
-from holdfast.format.cuts import Cut
 from holdfast.format.layout import parse_header
+from holdfast.format.partitioning import EvenPartitioning
 from holdfast.home.documents import read_manifest
 from holdfast.store import open_store
 from stage.ranks import run_ranks
@@ -69,9 +69,9 @@ def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> No
     store = open_store(tmp_path)
     manifest = read_manifest(store, 5, 1, None)
     assert len(manifest.catalogs) == 1
-    cuts = {name: tensor.cut for name, tensor in manifest.tensors.items()}
-    assert {name for name, cut in cuts.items() if not isinstance(cut, Cut)} == set()
-    assert any(isinstance(cut, Cut) and len(cut.ranks) > 1 for cut in cuts.values())
+    partitionings = {name: tensor.partitioning for name, tensor in manifest.tensors.items()}
+    assert {name for name, one in partitionings.items() if not isinstance(one, EvenPartitioning)} == set()
+    assert any(isinstance(one, EvenPartitioning) and len(one.ranks) > 1 for one in partitionings.values())
 
 
 @pytest.mark.fsdp2_on_cpu
@@ -81,9 +81,9 @@ def test_only_parts_with_wanted_tensors_are_read(
 ) -> None:
     """The other parts may be damaged."""
     kept = run_ranks(4, sharded.save, tmp_path, "fsdp")[0]
-    cut = read_manifest(open_store(tmp_path), 5, 1, None).tensors["model.2.bias"].cut
-    assert cut is not None
-    needed = {0, *cut.ranks}
+    partitioning = read_manifest(open_store(tmp_path), 5, 1, None).tensors["model.2.bias"].partitioning
+    assert partitioning is not None
+    needed = {0, *partitioning.ranks}
     spoilt = [rank for rank in range(4) if rank not in needed]
     assert spoilt
     for rank in spoilt:

@@ -13,47 +13,49 @@ from hypothesis import strategies as st
 from holdfast.adapters.dcp.sinks import make_sinks
 from holdfast.adapters.dcp.spans import Span, spans
 from holdfast.errors import InvalidInput
-from holdfast.format.layout import Piece
+from holdfast.format.layout import Shard
 
-Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Region = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> Box:
-    """Draw a shape, and offsets and lengths of a non-empty box in it."""
+def regions(draw: st.DrawFn) -> Region:
+    """Draw a shape, and offsets and sizes of a non-empty region in it."""
     shape = draw(st.lists(st.integers(1, 7), max_size=4))
     offsets = [draw(st.integers(0, size - 1)) for size in shape]
-    lengths = [draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
-    return tuple(shape), tuple(offsets), tuple(lengths)
+    sizes = [draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
+    return tuple(shape), tuple(offsets), tuple(sizes)
 
 
-def region(tensor: torch.Tensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))]
+def view_of(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
 
 
-@given(boxes(), st.integers(0, 60), st.integers(1, 9), st.sampled_from([torch.float32, torch.float64]))
-def test_the_region_is_read_into_the_target(box: Box, max_gap: int, step: int, dtype: torch.dtype) -> None:
+@given(regions(), st.integers(0, 60), st.integers(1, 9), st.sampled_from([torch.float32, torch.float64]))
+def test_the_region_is_read_into_the_target(
+    region: Region, max_gap: int, step: int, dtype: torch.dtype
+) -> None:
     """This holds for views of any length, dense and transposed targets, and any dtype."""
-    shape, offsets, lengths = box
+    shape, offsets, sizes = region
     source = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    piece = Piece.whole("x", "F32", shape)
+    shard = Shard.whole("x", "F32", shape)
     content = bytearray(source.contiguous().numpy().tobytes())
     for target in (
-        torch.full(lengths, -1, dtype=dtype),
-        torch.full(lengths[::-1], -1, dtype=dtype).permute(tuple(reversed(range(len(lengths))))),
+        torch.full(sizes, -1, dtype=dtype),
+        torch.full(sizes[::-1], -1, dtype=dtype).permute(tuple(reversed(range(len(sizes))))),
     ):
-        for at, num_bytes, sink in make_sinks(piece, offsets, lengths, target, max_gap_bytes=max_gap):
+        for at, num_bytes, sink in make_sinks(shard, offsets, sizes, target, max_gap_bytes=max_gap):
             for start in range(0, num_bytes, step):
                 stop = min(start + step, num_bytes)
                 sink.write(start, memoryview(content)[at + start : at + stop])
-        assert torch.equal(target, region(source, offsets, lengths).to(dtype))
+        assert torch.equal(target, view_of(source, offsets, sizes).to(dtype))
 
 
-@given(boxes(), st.integers(0, 60))
-def test_nothing_is_read_twice_and_large_gaps_are_skipped(box: Box, max_gap: int) -> None:
-    shape, offsets, lengths = box
-    wanted = region(torch.arange(math.prod(shape)).reshape(shape), offsets, lengths).flatten().tolist()
-    found = list(spans(shape, offsets, lengths, max_gap))
+@given(regions(), st.integers(0, 60))
+def test_nothing_is_read_twice_and_large_gaps_are_skipped(region: Region, max_gap: int) -> None:
+    shape, offsets, sizes = region
+    wanted = view_of(torch.arange(math.prod(shape)).reshape(shape), offsets, sizes).flatten().tolist()
+    found = list(spans(shape, offsets, sizes, max_gap))
     stretches = sorted((one.start, one.start + one.num_items) for one in found)
     for (_, stop), (start, _) in itertools.pairwise(stretches):
         assert stop <= start
@@ -71,4 +73,4 @@ def test_columns_are_one_span_for_small_rows_and_several_for_large_rows() -> Non
 
 def test_a_target_of_another_shape_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"x has shape \[2\], but the tensor to load it into \[3\]"):
-        next(make_sinks(Piece.whole("x", "F32", (4,)), (0,), (2,), torch.zeros(3), max_gap_bytes=0))
+        next(make_sinks(Shard.whole("x", "F32", (4,)), (0,), (2,), torch.zeros(3), max_gap_bytes=0))

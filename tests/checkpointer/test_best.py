@@ -218,6 +218,30 @@ def test_the_best_comes_home_though_it_is_not_due_there(tmp_path: Path) -> None:
         assert ckpt.restore(best=True) == 3
 
 
+def test_the_best_comes_home_from_a_loop_that_only_saves(tmp_path: Path) -> None:
+    """One rank knows its values without an exchange."""
+    home, local = tmp_path / "home", tmp_path / "local"
+    with make(Home(home, every=100), Keep(last=1, best=1, metric="loss"), local=Local(local, keep=1)) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step).wait_durable()
+            ckpt.record(step, loss=abs(step - 3))
+    assert kept(home) == [(1, 3), (1, 6)]
+
+
+def test_a_metric_that_improves_with_each_save_does_not_send_each_save_home(tmp_path: Path) -> None:
+    """The best goes home beside a save that is due there, so `every` limits the uploads."""
+    home, local = tmp_path / "home", tmp_path / "local"
+    keep = Keep(last=100, best=1, metric="loss")
+    with make(Home(home, every=5), keep, local=Local(local, keep=1)) as ckpt:
+        for step in range(1, 13):
+            ckpt.should_save(step)
+            ckpt.save(step).wait_durable()
+            ckpt.record(step, loss=-step)
+            if step % 5 == 0:
+                wait_until(lambda step=step: {(1, step), (1, step - 1)} <= set(kept(home)))
+    assert kept(home) == [(1, step) for step in (4, 5, 9, 10, 12)]
+
+
 def test_a_late_value_reaches_home(tmp_path: Path) -> None:
     home, local = tmp_path / "home", tmp_path / "local"
     with make(home, Keep(last=5, best=1, metric="loss"), local=local) as ckpt:

@@ -17,7 +17,7 @@ def make_cadence(every: int | str, *, rank: int = 0, world_size: int = 1) -> Cad
 
 
 def sent_home(home: HomeCadence, steps: range) -> list[int]:
-    return [step for step in steps if home.take(step, 0.0, must=False, alone=False)]
+    return [step for step in steps if home.decide(step, 0.0, must=False, alone=False)]
 
 
 def test_a_single_rank_decides_at_once() -> None:
@@ -80,16 +80,16 @@ def test_steps_are_counted_alike_on_every_rank() -> None:
 
 def test_a_save_that_must_go_home_is_sent() -> None:
     home = make_home(10)
-    assert home.take(3, 0.0, must=True, alone=False)
-    assert not home.take(4, 0.0, must=False, alone=False)
+    assert home.decide(3, 0.0, must=True, alone=False)
+    assert not home.decide(4, 0.0, must=False, alone=False)
 
 
 def test_the_clock_for_home_is_rank_0s_unless_it_is_alone() -> None:
     home = make_home("10s")
     assert home.is_due(5, 11.0, timed=True)
-    assert not home.take(5, 11.0, must=False, alone=False), "not all ranks have received it"
+    assert not home.decide(5, 11.0, must=False, alone=False), "not all ranks have received it"
     home.receive(is_due=True, sent_step=5)
-    assert home.take(6, 11.0, must=False, alone=False)
+    assert home.decide(6, 11.0, must=False, alone=False)
     home.receive(is_due=True, sent_step=6)
-    assert not home.take(7, 11.0, must=False, alone=False), "it was sent before the last save went home"
-    assert home.take(8, 22.0, must=False, alone=True)
+    assert not home.decide(7, 11.0, must=False, alone=False), "it was sent before the last save went home"
+    assert home.decide(8, 22.0, must=False, alone=True)

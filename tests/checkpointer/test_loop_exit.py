@@ -323,13 +323,12 @@ def test_a_child_forked_in_the_loop_saves_nothing_when_it_ends(home: Path) -> No
             if step == 1:
                 child = os.fork()
                 if child == 0:
-                    ckpt._quiet = True
                     os._exit(0 if _leave_in_child(ckpt) else 1)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert steps_saved(home) == [4]
 
 
 def _leave_in_child(ckpt: holdfast.Checkpointer) -> bool:
-    ckpt._leave(is_orderly=True)
+    ckpt._training.leave(is_orderly=True)
     ckpt.close()
     return True

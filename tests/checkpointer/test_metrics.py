@@ -161,7 +161,7 @@ def test_a_killed_keeper_loses_no_number_that_a_checkpoint_needs(tmp_path: Path)
     def train() -> None:
         with make_checkpointer(tmp_path / "home", {"x": torch.ones(2)}) as ckpt:
             ckpt.save(1).wait_durable()
-            keeper = ckpt._attempt.keeper
+            keeper = ckpt._training.attempt.keeper
             assert keeper is not None
             for step in range(2, 8):
                 if step % 2:

@@ -86,7 +86,7 @@ def test_auto_measures_one_save_first(home: Path) -> None:
                 due.append(step)
                 ckpt.save(step).wait_durable()
         assert due[0] == 10
-        assert ckpt._cadence.meter.save_cost_s is not None
+        assert ckpt._components.cadence.meter.save_cost_s is not None
 
 
 # -- save ----------------------------------------------------------------------------------------------------
@@ -118,15 +118,15 @@ def test_waiting_that_runs_out_forgets_nothing(home: Path) -> None:
     with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:
         ckpt.save(1).wait_durable()
         assert ckpt.latest_step() == 1
-        assert ckpt._attempt.keeper is not None
-        os.kill(ckpt._attempt.keeper.pid, signal.SIGSTOP)
+        assert ckpt._training.attempt.keeper is not None
+        os.kill(ckpt._training.attempt.keeper.pid, signal.SIGSTOP)
         ckpt.save(2)
         save = ckpt.save(3)
         for _ in range(2):
             with pytest.raises(RetryLater, match="not durable after"):
                 ckpt.wait(0.01)
         assert (ckpt.latest_step(), save.failed) == (1, None)
-        os.kill(ckpt._attempt.keeper.pid, signal.SIGCONT)
+        os.kill(ckpt._training.attempt.keeper.pid, signal.SIGCONT)
         ckpt.wait()
         assert (ckpt.latest_step(), save.state) == (3, "durable")
 

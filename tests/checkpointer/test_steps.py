@@ -36,15 +36,15 @@ MAY_BE_NONE = ("record", "restore")
 def test_what_is_no_step_is_refused_and_the_next_save_is_durable(tmp_path: Path, call: str) -> None:
     with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
         ckpt.save(1).wait_durable()
-        assert ckpt._attempt.keeper is not None
-        keeper = ckpt._attempt.keeper.pid
+        assert ckpt._training.attempt.keeper is not None
+        keeper = ckpt._training.attempt.keeper.pid
         for wrong in WRONG:
             if wrong is None and call in MAY_BE_NONE:
                 continue
             with pytest.raises(InvalidInput, match=r"a step is a whole number.*Nothing was done"):
                 CALLS[call](ckpt, wrong)
         ckpt.save(2).wait_durable()
-        assert ckpt._attempt.keeper.pid == keeper
+        assert ckpt._training.attempt.keeper.pid == keeper
     assert holdfast.open(tmp_path / "home").step == 2
 
 

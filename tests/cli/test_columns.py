@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cli.conftest import Command
@@ -88,6 +88,7 @@ cells = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=60)
 
 
 @given(st.lists(st.tuples(cells, cells, cells), max_size=5), st.integers(60, 200))
+@example(rows=[("0" * 16, "", "0" * 23 + "\u2e80"), ("", "0" * 16, "")], width=60)
 def test_any_texts_fit(rows: list[tuple[str, str, str]], width: int) -> None:
     from rich.cells import cell_len
 

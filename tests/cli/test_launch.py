@@ -160,10 +160,10 @@ def test_preempting_and_cancelling_from_the_command_line(
     task.write_text("run: |\n  trap 'exit 75' TERM\n  echo ready\n  while true; do sleep 0.02; done\n")
     holdfast("launch", task)
     job = jobs.engine.job(1)
-    jobs.wait_until_said(job, "ready")
+    jobs.wait_for_output(job, "ready")
     jobs.wait(job, JobStatus.RUNNING)
     assert "its processes are killed in 1 min 0 s" in holdfast("preempt", 1, "--lead", "60").out
-    jobs.wait_until_said(job, "ready", times=2)
+    jobs.wait_for_output(job, "ready", times=2)
     jobs.wait(job, JobStatus.RUNNING)
     assert holdfast("cancel", 1).out == "job 1 (task) is being cancelled\n"
     assert jobs.wait(job).status is JobStatus.CANCELLED

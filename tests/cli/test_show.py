@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import decimal
+import uuid
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,9 @@ def test_a_damaged_part_is_damage(holdfast: Command, home: Path) -> None:
         (b"12345", "5 bytes"),
         (bytearray(6), "6 bytes"),
         (range(3), "range [0, 3, 1]"),
+        (decimal.Decimal("1.50"), "1.50"),
+        (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+        (slice(1, None, 2), "slice(1, None, 2)"),
     ],
 )
 def test_a_value_is_formatted_as_python_does(value: object, text: str) -> None:

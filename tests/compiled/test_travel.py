@@ -1,4 +1,4 @@
-"""What one machine sends another gets: into home, out of it, within the bound; without any compiler."""
+"""Compiled code that one machine uploads and another downloads, within the size limit, without a compiler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hash_bytes(name: str, size: int) -> bytes:
     return random.Random(name).randbytes(size)
 
 
-def sender(
+def uploader(
     store: Store,
     attempt: int = 1,
     rank: int = 0,
@@ -51,8 +51,8 @@ def sender(
     )
 
 
-def send(one: CacheUploader, directory: Directory, *, is_last: bool = False) -> upload.Sent:
-    return one.send(directory, is_last=is_last, is_ended=lambda: False)
+def upload_new(one: CacheUploader, directory: Directory, *, is_last: bool = False) -> upload.UploadResult:
+    return one.upload(directory, is_last=is_last, is_ended=lambda: False)
 
 
 def arrive(store: Store, folder: Path) -> dict[str, bytes]:
@@ -73,21 +73,21 @@ def home(tmp_path: Path) -> Store:
 
 
 def test_only_new_files_are_uploaded_and_all_are_downloaded(home: Store, tmp_path: Path):
-    directory, one = fill(tmp_path / "here", "ab/x.so", "fxgraph/k/v"), sender(home)
-    assert send(one, directory).num_files == 2
-    assert send(one, directory).num_files == 0
+    directory, one = fill(tmp_path / "here", "ab/x.so", "fxgraph/k/v"), uploader(home)
+    assert upload_new(one, directory).num_files == 2
+    assert upload_new(one, directory).num_files == 0
     fill(tmp_path / "here", "ab/y.so")
-    assert send(one, directory).num_files == 1
+    assert upload_new(one, directory).num_files == 1
     assert kinds(home) == (1, 2)
     assert set(arrive(home, tmp_path / "there")) == {"ab/x.so", "ab/y.so", "fxgraph/k/v"}
     assert arrive(home, tmp_path / "there")["ab/x.so"] == (tmp_path / "here" / "ab" / "x.so").read_bytes()
 
 
 def test_an_attempt_that_downloaded_everything_uploads_nothing(home: Store, tmp_path: Path):
-    send(sender(home), fill(tmp_path / "here", "a"))
-    assert send(sender(home, 2), fill(tmp_path / "here")).num_files == 0
+    upload_new(uploader(home), fill(tmp_path / "here", "a"))
+    assert upload_new(uploader(home, 2), fill(tmp_path / "here")).num_files == 0
     fill(tmp_path / "here", "b")
-    assert send(sender(home, 3), Directory(tmp_path / "here")).num_files == 1
+    assert upload_new(uploader(home, 3), Directory(tmp_path / "here")).num_files == 1
     assert set(arrive(home, tmp_path / "there")) == {"a", "b"}
 
 
@@ -98,31 +98,31 @@ def test_large_caches_are_uploaded_in_packs_that_count_separately(
     directory = fill(tmp_path / "here", *(f"f{i}" for i in range(7)))
     faulty = FaultyStore(home)
     faulty.fail("put", RetryLater("the network has gone"), matching=".pack", nth=3)
-    one = sender(faulty)
+    one = uploader(faulty)
     with pytest.raises(RetryLater):
-        send(one, directory)
+        upload_new(one, directory)
     assert len(arrive(home, tmp_path / "there")) == 4
-    assert send(one, directory).num_files == 3
+    assert upload_new(one, directory).num_files == 3
     assert len(arrive(home, tmp_path / "there")) == 7
     assert kinds(home) == (1, 4)
 
 
 def test_files_that_could_not_be_downloaded_are_uploaded_again(home: Store, tmp_path: Path):
     directory = fill(tmp_path / "here", "a", "b")
-    send(sender(home), directory)
+    upload_new(uploader(home), directory)
     (pack,) = (tmp_path / "home" / "compiled" / KEY).glob("*.pack")
     pack.unlink()
     loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
     assert loaded.lacking == {"a", "b"}
     assert len(loaded.problems) == 1
-    assert send(sender(home, 2, lacking=loaded.lacking), directory).num_files == 2
+    assert upload_new(uploader(home, 2, lacking=loaded.lacking), directory).num_files == 2
     assert set(arrive(home, tmp_path / "other")) == {"a", "b"}
 
 
 def test_an_older_copy_replaces_a_damaged_newer_one(home: Store, tmp_path: Path):
     directory = fill(tmp_path / "here", "a")
-    send(sender(home, 1), directory)
-    send(sender(home, 2, lacking={"a"}), directory)
+    upload_new(uploader(home, 1), directory)
+    upload_new(uploader(home, 2, lacking={"a"}), directory)
     (newer,) = (tmp_path / "home" / "compiled" / KEY).glob("a0002-*.pack")
     newer.write_bytes(b"x" * newer.stat().st_size)
     loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
@@ -131,7 +131,7 @@ def test_an_older_copy_replaces_a_damaged_newer_one(home: Store, tmp_path: Path)
 
 
 def test_an_index_of_another_environment_is_skipped(home: Store, tmp_path: Path):
-    CacheUploader(home, KEY, {"cpu": "another"}, attempt=1, rank=0, limit_bytes=1 << 20).send(
+    CacheUploader(home, KEY, {"cpu": "another"}, attempt=1, rank=0, limit_bytes=1 << 20).upload(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
     loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
@@ -143,33 +143,36 @@ def test_the_oldest_files_are_deleted_and_files_over_the_limit_stay_local(home: 
     limit_bytes = 3000
     for attempt in (1, 2, 3):
         directory = fill(tmp_path / str(attempt), f"file-{attempt}", size=1000)
-        assert send(sender(home, attempt, limit_bytes=limit_bytes), directory).problem is None
+        assert upload_new(uploader(home, attempt, limit_bytes=limit_bytes), directory).problem is None
         assert sum(entry.num_bytes for entry in home.list(FOLDER)) <= limit_bytes
     assert set(arrive(home, tmp_path / "there")) == {"file-2", "file-3"}
-    sent = send(sender(home, 4, limit_bytes=limit_bytes), fill(tmp_path / "4", "large", size=5000))
+    sent = upload_new(uploader(home, 4, limit_bytes=limit_bytes), fill(tmp_path / "4", "large", size=5000))
     assert sent.problem is not None
     assert "their limit of 3.0 kB" in sent.problem
     assert sent.num_files == 0
 
 
 def test_only_the_first_uploader_deletes_old_files(home: Store, tmp_path: Path):
-    send(sender(home, 1), fill(tmp_path / "1", "old", size=1000))
+    upload_new(uploader(home, 1), fill(tmp_path / "1", "old", size=1000))
     home.put(f"compiled/{KEY}/a0001-{KEY}.pack", b"x")
     home.put(f"compiled/{KEY[::-1]}/a0001-{KEY}.pack", b"nothing lists it")
-    second = sender(home, 2, 8, limit_bytes=2000, turn=1)
-    assert send(second, fill(tmp_path / "8", "new-8", size=1000), is_last=True).problem
+    second = uploader(home, 2, 8, limit_bytes=2000, turn=1)
+    assert upload_new(second, fill(tmp_path / "8", "new-8", size=1000), is_last=True).problem
     assert kinds(home) == (1, 3)
-    assert send(sender(home, 2, 0, limit_bytes=2000), fill(tmp_path / "0", "new-0", size=1000)).num_files == 1
+    assert (
+        upload_new(uploader(home, 2, 0, limit_bytes=2000), fill(tmp_path / "0", "new-0", size=1000)).num_files
+        == 1
+    )
     assert kinds(home) == (1, 1)
     assert set(arrive(home, tmp_path / "there")) == {"new-0"}
 
 
 def test_other_hosts_wait_for_the_first_and_upload_the_remaining_files(home: Store, tmp_path: Path):
-    first, second = sender(home, 1, 0), sender(home, 1, 8, turn=1)
+    first, second = uploader(home, 1, 0), uploader(home, 1, 8, turn=1)
     here, there = fill(tmp_path / "0", "a", "b"), fill(tmp_path / "8", "a", "b", "c")
-    assert send(second, there).num_files == 0
-    assert send(first, here).num_files == 2
-    assert send(second, there).num_files == 1
+    assert upload_new(second, there).num_files == 0
+    assert upload_new(first, here).num_files == 2
+    assert upload_new(second, there).num_files == 1
     assert kinds(home) == (2, 2)
     assert set(arrive(home, tmp_path / "there")) == {"a", "b", "c"}
 
@@ -184,7 +187,7 @@ def test_a_failing_store_is_only_a_problem_in_the_list(tmp_path: Path, monkeypat
     cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=True)
     assert cache.load()[0].num_placed == 0
     cache.begin(attempt=1, rank=0, turn=0)
-    cache.send_soon()
+    cache.upload_soon()
     cache.close()
     assert len(cache.problems) == 2
     assert "Cannot read the compile cache" in cache.problems[0]
@@ -200,7 +203,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatc
     gate = store.hold("put", matching=".pack")
     cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=False)
     cache.begin(attempt=1, rank=0, turn=0)
-    cache.send_soon()
+    cache.upload_soon()
     assert gate.reached.wait(60)
     cache.close(timeout_s=0.01)
     gate.opened.set()
@@ -217,7 +220,7 @@ def test_an_untrusted_home_leads_to_one_message_and_is_not_loaded(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "there"))
     home = str(tmp_path / "home")
     store, facts = open_store(home), current_environment()
-    CacheUploader(store, environment_key(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).send(
+    CacheUploader(store, environment_key(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).upload(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
     cache = CompiledCode(store, home, limit_bytes=1 << 20)

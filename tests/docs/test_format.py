@@ -11,10 +11,10 @@ import pytest
 
 from holdfast.format import manifest, names, part, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.cuts import Cut, whole
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Shard, lay_out
+from holdfast.format.partitioning import EvenPartitioning, whole
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
 SHOWN: dict[str, str] = dict(re.findall(r"^`([\w./-]+)`, \d+ bytes:\n\n```\n(.*?)\n```", PAGE, re.M | re.S))
@@ -23,7 +23,7 @@ RUN_ID = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
 
 CATALOG = Catalog(
     {
-        "model.bias": Tensor("F32", (3,), Cut(((0, 2),), (0, 1)), (0, 1)),
+        "model.bias": Tensor("F32", (3,), EvenPartitioning(((0, 2),), (0, 1)), (0, 1)),
         "model.base": Tensor("BF16", (2,), whole(1), (0, 1), True),
     },
     {"model.copy": "model.bias"},
@@ -31,9 +31,9 @@ CATALOG = Catalog(
 ANCESTORS = ((1, 2),)
 
 
-def data_file(pieces: list[Piece], rank: int, *tensors: bytes) -> tuple[tuple[int, ...], bytes]:
-    """Places of pieces and the image of a data file of the example."""
-    layout = lay_out(pieces, rank)
+def data_file(shards: list[Shard], rank: int, *tensors: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Places of shards and the image of a data file of the example."""
+    layout = lay_out(shards, rank)
     image = bytearray(layout.file_bytes)
     image[: len(layout.header)] = layout.header
     for start, tensor in zip(layout.starts, tensors, strict=True):
@@ -48,19 +48,19 @@ def facts_of(image: bytes) -> part.DataFile:
 
 
 def rank_of_example(rank: int) -> dict[str, bytes]:
-    """Data files and part of a rank: its box of model.bias, its own mask, and model.base of rank 1."""
-    boxes = {name: (tensor, box) for name, tensor, box in CATALOG.written_by(rank)}
-    tensor, box = boxes["model.bias"]
-    pieces = [
-        Piece("model.bias", tensor.dtype, tensor.shape, *box),
-        Piece.whole("mask", "BOOL", (3,), per_rank=True),
+    """Data files and part of a rank: its region of model.bias, its own mask, and model.base of rank 1."""
+    regions = {name: (tensor, region) for name, tensor, region in CATALOG.written_by(rank)}
+    tensor, region = regions["model.bias"]
+    shards = [
+        Shard("model.bias", tensor.dtype, tensor.shape, *region),
+        Shard.whole("mask", "BOOL", (3,), per_rank=True),
     ]
-    bias = struct.pack(f"<{box.num_items}f", *[1.0, -2.0, 0.5][box.offsets[0] :][: box.num_items])
-    (start, mask_at), image = data_file(pieces, rank, bias, struct.pack("<3?", True, False, rank == 0))
+    bias = struct.pack(f"<{region.num_items}f", *[1.0, -2.0, 0.5][region.offsets[0] :][: region.num_items])
+    (start, mask_at), image = data_file(shards, rank, bias, struct.pack("<3?", True, False, rank == 0))
     found = {names.data(3, 2, rank): image}
     starts, frozen = [start], None
     if rank == 1:
-        base = Piece("model.base", "BF16", (2,), (0,), (2,), frozen=True)
+        base = Shard("model.base", "BF16", (2,), (0,), (2,), frozen=True)
         (base_at,), frozen = data_file([base], rank, bytes.fromhex("803f00c0"))
         found[names.frozen(3, 2, rank)] = frozen
         starts.append(base_at)
@@ -127,27 +127,29 @@ def test_page_shows_the_bytes_that_the_code_writes(name: str) -> None:
     assert f"`{name}`, {len(data)} bytes:" in PAGE
 
 
-def test_page_tells_every_tag() -> None:
+def test_page_lists_every_tag() -> None:
     tags = set(re.findall(r"`(\$[a-z]+)`", PAGE))
     assert tags == set(values._DECODERS)
 
 
-def test_page_tells_every_dtype_with_its_size() -> None:
-    told = {}
+def test_page_lists_every_dtype_with_its_size() -> None:
+    found = {}
     for dtypes, num_bytes in re.findall(r"`([A-Z0-9_ ]+)`\s+\((\d)(?: bytes)?\)", PAGE):
-        told.update(dict.fromkeys(dtypes.split(), int(num_bytes)))
-    assert told == ITEM_BYTES
+        found.update(dict.fromkeys(dtypes.split(), int(num_bytes)))
+    assert found == ITEM_BYTES
 
 
-def test_page_cuts_its_examples_as_the_code_does() -> None:
-    """Each row of the tables of boxes: the cut, the shape, and the region of each rank."""
+def test_examples_of_the_page_are_split_as_in_the_code() -> None:
+    """Each row of the tables of regions: the partitioning, the shape, and the region of each rank."""
     rows = re.findall(r"^\| `(\[.*?\])` \| `(\[.*?\])` \| `(\[.*?\])` \| (.*?) \|$", PAGE, re.M)
     assert len(rows) >= 6
-    for shape_text, splits, ranks, told in rows:
+    for shape_text, splits, ranks, found in rows:
         shape = tuple(json.loads(shape_text))
-        cut = Cut(tuple((dim, parts) for dim, parts in json.loads(splits)), tuple(json.loads(ranks)))
-        boxes = []
-        for rank, box in cut.boxes(shape):
-            sides = ", ".join(f"{at}:{at + length}" for at, length in zip(*box, strict=True))
-            boxes.append(f"{rank} `[{sides}]`")
-        assert told == ", ".join(boxes)
+        partitioning = EvenPartitioning(
+            tuple((dim, parts) for dim, parts in json.loads(splits)), tuple(json.loads(ranks))
+        )
+        regions = []
+        for rank, region in partitioning.regions(shape):
+            sides = ", ".join(f"{at}:{at + length}" for at, length in zip(*region, strict=True))
+            regions.append(f"{rank} `[{sides}]`")
+        assert found == ", ".join(regions)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import stat
 import warnings
 from pathlib import Path
 from typing import Any
@@ -77,10 +79,11 @@ def written_bytes(home: Path, known: set[int]) -> int:
     """Bytes on disk of the inodes under `home` that are not in `known`, which gets them."""
     num_bytes = 0
     for path in home.rglob("*"):
-        facts = path.stat()
-        if path.is_file() and facts.st_ino not in known:
-            known.add(facts.st_ino)
-            num_bytes += max(facts.st_size, facts.st_blocks * 512)
+        with contextlib.suppress(FileNotFoundError):  # deleted by retention meanwhile
+            facts = path.stat()
+            if stat.S_ISREG(facts.st_mode) and facts.st_ino not in known:
+                known.add(facts.st_ino)
+                num_bytes += max(facts.st_size, facts.st_blocks * 512)
     return num_bytes
 
 

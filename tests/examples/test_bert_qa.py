@@ -126,7 +126,7 @@ def test_a_job_that_is_preempted_twice_has_the_curve_of_one_that_was_not(
                 job, lambda then=attempt: desk.engine.job(job.id).attempt > then, "the next attempt"
             )
         ended = desk.wait(job)
-        assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 2), desk.tell(job)
+        assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 2), desk.describe(job)
     finally:
         desk.leave()
     truth, told = curves(tmp_path / "quiet"), curves(home)
@@ -144,7 +144,7 @@ def wait_for_step(desk: JobHarness, job: Job, home: Path, step: int) -> None:
     """Wait until the training has told of a step."""
 
     def is_there() -> bool:
-        assert not desk.engine.job(job.id).status.is_final, desk.tell(job)
+        assert not desk.engine.job(job.id).status.is_final, desk.describe(job)
         known = curves(home) if home.exists() else {}
         return "loss" in known and known["loss"].counted[-1].step >= step
 

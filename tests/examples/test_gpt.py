@@ -42,20 +42,20 @@ LINES = st.sampled_from(
 
 
 @given(st.lists(LINES).map(b"".join), st.integers(2, 40))
-def test_pieces_have_every_byte_once_and_are_not_too_long(text: bytes, max_tokens: int) -> None:
-    found = source.pieces(text, max_tokens)
-    assert b"".join(bytes(piece[1:].tolist()) for piece in found) == text
-    for piece in found:
-        assert 2 <= len(piece) <= max_tokens
-        assert piece[0] == source.BEGIN
+def test_sequences_have_every_byte_once_and_are_not_too_long(text: bytes, max_tokens: int) -> None:
+    found = source.split_source(text, max_tokens)
+    assert b"".join(bytes(one[1:].tolist()) for one in found) == text
+    for one in found:
+        assert 2 <= len(one) <= max_tokens
+        assert one[0] == source.BEGIN
 
 
-def test_functions_and_classes_begin_pieces_of_their_own() -> None:
+def test_each_function_and_class_begins_a_sequence() -> None:
     text = (
         b"import os\n\nclass C:\n    @wraps\n    def f(self):\n        pass\n\n\nasync def g():\n    pass\n"
     )
-    found = [bytes(piece[1:].tolist()) for piece in source.pieces(text, 100)]
-    assert [piece.split(b"\n")[0] for piece in found] == [
+    found = [bytes(one[1:].tolist()) for one in source.split_source(text, 100)]
+    assert [one.split(b"\n")[0] for one in found] == [
         b"import os",
         b"class C:",
         b"    @wraps",
@@ -69,12 +69,12 @@ def test_the_library_is_read_up_to_a_size(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"{name[0]} = 1\n" * 10)
     (tmp_path / "note.txt").write_text("no module")
     found = source.library(200, 80, tmp_path)
-    assert b"".join(bytes(piece[1:].tolist()) for piece in found) == b"a = 1\n" * 10 + b"b = 1\n" * 3 + b"b "
-    assert all(len(piece) <= 64 for piece in source.library(64, 20_000))
+    assert b"".join(bytes(one[1:].tolist()) for one in found) == b"a = 1\n" * 10 + b"b = 1\n" * 3 + b"b "
+    assert all(len(one) <= 64 for one in source.library(64, 20_000))
 
 
 def test_a_batch_has_the_same_rows_on_any_number_of_ranks() -> None:
-    lengths = [len(piece) for piece in source.library(128, 60_000)]
+    lengths = [len(one) for one in source.library(128, 60_000)]
 
     def first(world_size: int) -> list[set[tuple[int, ...]]]:
         ranks = [
@@ -87,15 +87,15 @@ def test_a_batch_has_the_same_rows_on_any_number_of_ranks() -> None:
     assert all(len(batch) == 8 for batch in first(4))
 
 
-def test_no_piece_sees_another_and_padding_counts_for_nothing() -> None:
+def test_sequences_do_not_attend_to_each_other_and_padding_is_ignored() -> None:
     from holdfast.train.lengths import join_sequences
 
     torch.manual_seed(0)
     model = load("model").Gpt(source.VOCABULARY, 32, width=16, heads=2, layers=2)
     texts = [torch.tensor([source.BEGIN, *text]) for text in (b"def f(): pass", b"x = 1")]
 
-    def loss_of(*pieces: torch.Tensor) -> tuple[torch.Tensor, int]:
-        loss, count = model({name: one[None] for name, one in join_sequences(pieces, 32).items()})
+    def loss_of(*sequences: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss, count = model({name: one[None] for name, one in join_sequences(sequences, 32).items()})
         return loss, int(count)
 
     together, count = loss_of(*texts)

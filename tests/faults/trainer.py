@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bucket", help="URL of the home; HOME then only says where the logs go")
     parser.add_argument("--memory", default="64MiB")
     parser.add_argument("--home-every", type=int)
+    parser.add_argument("--wait-home", action="store_true", help="wait until home has each save that is due")
     parser.add_argument("--hold", default="0")
     parser.add_argument("--patience", default="1h")
     parser.add_argument("--take-over", action="store_true")
@@ -82,6 +83,10 @@ def set_clock(offset_s: float) -> None:
     time.time = lambda: now() + offset_s
 
 
+def has_manifest(home: Path, step: int) -> bool:
+    return any((home / f"step-{step:08d}").glob("manifest-*"))
+
+
 def main() -> None:
     args = arguments()
     set_clock(float(os.environ.get("CLOCK_OFFSET_S", "0")))
@@ -119,6 +124,9 @@ def main() -> None:
         for step in ckpt.steps(args.total):
             if step == args.hang_at:
                 signal.pause()
+            if args.wait_home and step and step % args.home_every == 0:
+                while not has_manifest(args.home, step):  # the test that started this process has a limit
+                    time.sleep(0.01)
             noise = random.random() + float(np.random.rand())
             inputs = torch.randn(16, args.width) + noise
             loss = net(inputs).square().mean()

@@ -1,4 +1,4 @@
-"""What the tests of the format draw: boxes, cuts and catalogs that fit together."""
+"""Hypothesis strategies for the tests of the format: regions, partitionings and catalogs that agree."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from hypothesis import strategies as st
 
 from holdfast.format.catalog import Catalog, Tensor
-from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.limits import RUN_ID
+from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 tensor_names = text.filter(lambda name: name != "__metadata__" and "@" not in name)
@@ -19,7 +19,7 @@ dtypes = st.sampled_from(sorted(ITEM_BYTES))
 
 @st.composite
 def splits(draw: st.DrawFn, num_dims: int, most: int = 24) -> tuple[tuple[int, int], ...]:
-    """Splits of a tensor of so many dimensions into at most `most` boxes."""
+    """Splits of a tensor of so many dimensions into at most `most` regions."""
     found: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(0, 3)) if num_dims else 0):
         parts = draw(st.integers(1, 5))
@@ -29,35 +29,37 @@ def splits(draw: st.DrawFn, num_dims: int, most: int = 24) -> tuple[tuple[int, i
 
 
 @st.composite
-def partitions(draw: st.DrawFn, most_cuts: int = 8) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape and boxes that cover it exactly, made by cutting boxes again and again, in any order."""
+def partitions(draw: st.DrawFn, most_splits: int = 8) -> tuple[tuple[int, ...], list[Region]]:
+    """A shape and regions that cover it exactly, made by cutting regions again and again, in any order."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    boxes = [Box.whole(shape)]
-    for _ in range(draw(st.integers(0, most_cuts))):
-        offsets, lengths = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+    regions = [Region.whole(shape)]
+    for _ in range(draw(st.integers(0, most_splits))):
+        offsets, sizes = regions.pop(draw(st.integers(0, len(regions) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, lengths[dim]))  # 0 leaves an empty box, as uneven sharding does
+        at = draw(st.integers(0, sizes[dim]))  # 0 leaves an empty region, as uneven sharding does
         upper = tuple(o + at * (d == dim) for d, o in enumerate(offsets))
-        lower_lengths = tuple(at if d == dim else n for d, n in enumerate(lengths))
-        upper_lengths = tuple(n - at * (d == dim) for d, n in enumerate(lengths))
-        boxes += [Box(offsets, lower_lengths), Box(upper, upper_lengths)]
-    return shape, draw(st.permutations(boxes))
+        lower_sizes = tuple(at if d == dim else n for d, n in enumerate(sizes))
+        upper_sizes = tuple(n - at * (d == dim) for d, n in enumerate(sizes))
+        regions += [Region(offsets, lower_sizes), Region(upper, upper_sizes)]
+    return shape, draw(st.permutations(regions))
 
 
 @st.composite
 def tensors(draw: st.DrawFn, ranks: list[int]) -> Tensor:
-    """A tensor that some of `ranks` have written together, by a rule or box by box."""
-    cut: AnyCut
+    """A tensor that some of `ranks` have written together, by a rule or region by region."""
+    partitioning: Partitioning
     if draw(st.booleans()):
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         chosen = draw(splits(len(shape), most=len(ranks)))
-        num_boxes = math.prod(parts for _, parts in chosen)
-        cut = Cut(chosen, tuple(draw(st.permutations(ranks))[:num_boxes]))
+        num_regions = math.prod(parts for _, parts in chosen)
+        partitioning = EvenPartitioning(chosen, tuple(draw(st.permutations(ranks))[:num_regions]))
     else:
-        shape, boxes = draw(partitions(most_cuts=min(len(ranks) - 1, 3)))
-        cut = Boxes(tuple(zip(draw(st.permutations(ranks)), boxes, strict=False)))
+        shape, regions = draw(partitions(most_splits=min(len(ranks) - 1, 3)))
+        partitioning = ListedPartitioning(tuple(zip(draw(st.permutations(ranks)), regions, strict=False)))
     others = draw(st.lists(st.sampled_from(ranks), max_size=3))
-    return Tensor(draw(dtypes), shape, cut, tuple(sorted({*cut.ranks, *others})), draw(st.booleans()))
+    return Tensor(
+        draw(dtypes), shape, partitioning, tuple(sorted({*partitioning.ranks, *others})), draw(st.booleans())
+    )
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""A catalog comes back as it was written, and what a stranger wrote is told from one."""
+"""Catalogs round-trip, and invalid ones from outside are corrupt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from format.drawing import catalogs
 from holdfast.errors import Corrupt
 from holdfast.format.catalog import SPLIT, Catalog, Tensor, catalog_text, parse_catalog
-from holdfast.format.cuts import Box, Boxes, Cut, whole
+from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 
 RANKS = list(range(7))
 
 
 @settings(max_examples=40)
 @given(catalogs(RANKS))
-def test_a_catalog_comes_back(value: Catalog) -> None:
-    """Cuts by rule, listed boxes, holders, frozen tensors and aliases."""
+def test_a_catalog_round_trips(value: Catalog) -> None:
+    """Cuts by rule, listed regions, holders, frozen tensors and aliases."""
     line = catalog_text(value)
     assert parse_catalog(line, "catalog") == value
     assert list(parse_catalog(line, "catalog").tensors) == list(value.tensors), "the order is part of it"
@@ -29,44 +29,46 @@ def test_a_catalog_comes_back(value: Catalog) -> None:
 
 @settings(max_examples=40)
 @given(catalogs(RANKS))
-def test_equal_catalogs_are_equal_bytes(value: Catalog) -> None:
-    """Whatever objects they are made of: a digest tells whether two ranks have the same."""
+def test_equal_catalogs_have_equal_bytes(value: Catalog) -> None:
+    """So two ranks can compare them by a digest."""
     assert catalog_text(parse_catalog(catalog_text(value), "catalog")) == catalog_text(value)
 
 
 @settings(max_examples=40)
 @given(catalogs(RANKS), st.sampled_from(RANKS))
-def test_what_a_rank_wrote_is_its_box_of_each_tensor(value: Catalog, rank: int) -> None:
+def test_written_by_yields_the_regions_of_a_rank(value: Catalog, rank: int) -> None:
     expected = [
-        (name, tensor, box)
+        (name, tensor, region)
         for name, tensor in value.tensors.items()
-        if tensor.cut is not None
-        for writer, box in tensor.cut.boxes(tensor.shape)
+        if tensor.partitioning is not None
+        for writer, region in tensor.partitioning.regions(tensor.shape)
         if writer == rank
     ]
     assert list(value.written_by(rank)) == expected
 
 
-def test_cuts_and_holders_are_written_once_however_many_tensors_share_them() -> None:
+def test_shared_partitionings_and_holders_are_written_once() -> None:
     ranks = tuple(range(1024))
-    held = {f"w{i}": Tensor("F32", (4096, 8), Cut(((0, 1024),), ranks), ranks) for i in range(100)}
+    held = {
+        f"w{i}": Tensor("F32", (4096, 8), EvenPartitioning(((0, 1024),), ranks), ranks) for i in range(100)
+    }
     body = json.loads(catalog_text(Catalog(held, {})))
     assert len(body["cuts"]) == len(body["groups"]) == 1
     assert body["tensors"]["w99"] == ["F32", [4096, 8], 0, 0, 0]
 
 
-def test_owners_are_told() -> None:
+def test_owner_is_the_writer_of_a_whole_tensor() -> None:
     assert Tensor("F32", (4,), whole(2)).owner == 2
-    assert Tensor("F32", (4,), Cut(((0, 1),), (2,))).owner == SPLIT
-    assert Tensor("F32", (4,), Boxes(((2, Box((0,), (4,))),))).owner == SPLIT
+    assert Tensor("F32", (4,), EvenPartitioning(((0, 1),), (2,))).owner == SPLIT
+    assert Tensor("F32", (4,), ListedPartitioning(((2, Region((0,), (4,))),))).owner == SPLIT
     assert Tensor("F32", (4,), None).owner == "each"
 
 
-def body_of(cut: Any = None, row: Any = None, **change: Any) -> Any:
-    """The body of a catalog, with one tensor of shape (4, 2) that two ranks have cut, with changes."""
-    cut = {"splits": [[0, 2]], "ranks": [0, 1]} if cut is None else cut
+def body_of(partitioning: Any = None, row: Any = None, **change: Any) -> Any:
+    """The body of a catalog, with one tensor of shape (4, 2) that two ranks share, with changes."""
+    partitioning = {"splits": [[0, 2]], "ranks": [0, 1]} if partitioning is None else partitioning
     row = ["F32", [4, 2], 0, 0, 0] if row is None else row
-    return {"cuts": [cut], "groups": [[0, 1]], "tensors": {"w": row}, "tied": {}, **change}
+    return {"cuts": [partitioning], "groups": [[0, 1]], "tensors": {"w": row}, "tied": {}, **change}
 
 
 HOSTILE: dict[str, Any] = {
@@ -86,18 +88,18 @@ HOSTILE: dict[str, Any] = {
     "a writer that is true": body_of({"splits": [[0, 2]], "ranks": [0, True]}),
     "writers that are text": body_of({"splits": [[0, 2]], "ranks": "01"}),
     "writers that are arrays": body_of({"splits": [[0, 2]], "ranks": [[0], [1]]}),
-    "boxes of one dimension": body_of({"boxes": [[0, [0], [4]]]}),
-    "boxes of unlike dimensions": body_of({"boxes": [[0, [0, 0], [4]]]}),
-    "a box at null": body_of({"boxes": [[0, None, [4, 2]]]}),
-    "a box of text": body_of({"boxes": [[0, "00", [4, 2]]]}),
-    "a box of an array": body_of({"boxes": [[[0], [0, 0], [4, 2]]]}),
-    "boxes that are a number": body_of({"boxes": 5}),
+    "regions of one dimension": body_of({"boxes": [[0, [0], [4]]]}),
+    "regions of unlike dimensions": body_of({"boxes": [[0, [0, 0], [4]]]}),
+    "a region at null": body_of({"boxes": [[0, None, [4, 2]]]}),
+    "a region of text": body_of({"boxes": [[0, "00", [4, 2]]]}),
+    "a region of an array": body_of({"boxes": [[[0], [0, 0], [4, 2]]]}),
+    "regions that are a number": body_of({"boxes": 5}),
     "a shape that is text": body_of(row=["F32", "42", 0, 0, 0]),
     "a shape below 0": body_of(row=["F32", [4, -2], 0, 0, 0]),
     "a shape with infinity": body_of(row=["F32", [4, float("inf")], 0, 0, 0]),
     "an unknown dtype": body_of(row=["F13", [4, 2], 0, 0, 0]),
     "a dtype that is an array": body_of(row=[["F32"], [4, 2], 0, 0, 0]),
-    "a cut that there is not": body_of(row=["F32", [4, 2], 1, 0, 0]),
+    "a cut that does not exist": body_of(row=["F32", [4, 2], 1, 0, 0]),
     "a cut below 0": body_of(row=["F32", [4, 2], -1, 0, 0]),
     "a group that there is not": body_of(row=["F32", [4, 2], 0, 1, 0]),
     "a group below 0": body_of(row=["F32", [4, 2], 0, -1, 0]),
@@ -112,21 +114,21 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_what_is_no_catalog_is_corrupt(what: str) -> None:
+def test_invalid_catalogs_are_corrupt(what: str) -> None:
     """Whoever sealed it: never an error of the parser, and nothing that a reader would stumble over later."""
     with pytest.raises(Corrupt, match="the-catalog is sealed, but its catalog cannot be parsed"):
         parse_catalog(json.dumps(HOSTILE[what]).encode(), "the-catalog")
 
 
-def test_the_catalog_that_the_hostile_ones_differ_from_is_read() -> None:
-    held = Tensor("F32", (4, 2), Cut(((0, 2),), (0, 1)), (0, 1))
+def test_the_valid_variant_of_the_invalid_catalogs_is_parsed() -> None:
+    held = Tensor("F32", (4, 2), EvenPartitioning(((0, 2),), (0, 1)), (0, 1))
     assert parse_catalog(json.dumps(body_of()).encode(), "catalog") == Catalog({"w": held}, {})
 
 
 @pytest.mark.parametrize(
     "line", [b"", b"{", b"\xff", b'{"cuts":' + b"[" * 100_000, b'{"cuts":' + b"1" * 5000]
 )
-def test_what_is_no_json_is_corrupt(line: bytes) -> None:
+def test_invalid_json_is_corrupt(line: bytes) -> None:
     with pytest.raises(Corrupt, match="the-catalog"):
         parse_catalog(line, "the-catalog")
 
@@ -141,8 +143,8 @@ json_values = st.recursive(
 
 
 @given(st.data())
-def test_a_member_of_anything_is_read_or_corrupt(data: st.DataObject) -> None:
-    """What is read can be used: its boxes can be made and its text written."""
+def test_any_value_of_a_member_is_parsed_or_corrupt(data: st.DataObject) -> None:
+    """What is read can be used: its regions can be made and its text written."""
     body = body_of()
     spot = data.draw(
         st.sampled_from(["cuts", "groups", "tensors", "tied", "splits", "ranks", "row", "boxes"])
@@ -161,6 +163,6 @@ def test_a_member_of_anything_is_read_or_corrupt(data: st.DataObject) -> None:
     except Corrupt:
         return
     for rank in (0, 1, 5):
-        for _, tensor, box in found.written_by(rank):
-            assert len(box.offsets) == len(tensor.shape)
+        for _, tensor, region in found.written_by(rank):
+            assert len(region.offsets) == len(tensor.shape)
     assert parse_catalog(catalog_text(found), "catalog") == found

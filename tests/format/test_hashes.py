@@ -43,7 +43,7 @@ def test_chunks_cover_the_file_in_order(file_bytes: int, chunk_bytes: int) -> No
 
 
 @given(st.binary())
-def test_a_digest_is_xxh3_128_whoever_holds_the_bytes(data: bytes) -> None:
+def test_a_digest_is_xxh3_128_for_any_buffer(data: bytes) -> None:
     expected = xxhash.xxh3_128(data).hexdigest()
     assert digest(data) == digest(bytearray(data)) == digest(memoryview(data)) == expected
     assert len(expected) == 32

@@ -1,4 +1,4 @@
-"""A laid-out file is a plain safetensors file that everybody reads."""
+"""A data file is a plain safetensors file for every reader."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.dtypes import ITEM_BYTES, TORCH_NAMES
-from holdfast.format.layout import BLOCK_BYTES, FileLayout, Piece, check_name, lay_out, parse_header
+from holdfast.format.layout import BLOCK_BYTES, FileLayout, Shard, check_name, lay_out, parse_header
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
     lambda key: key != "__metadata__" and not key.rstrip("0123456789").endswith("@r")
 )
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 DTYPES = sorted(name for name in ITEM_BYTES if hasattr(torch, TORCH_NAMES[name]))  # of this torch
-wholes = st.builds(Piece.whole, keys, st.sampled_from(DTYPES), shapes, per_rank=st.booleans())
-piece_lists = st.lists(wholes, max_size=8, unique_by=lambda piece: piece.name)
+wholes = st.builds(Shard.whole, keys, st.sampled_from(DTYPES), shapes, per_rank=st.booleans())
+shard_lists = st.lists(wholes, max_size=8, unique_by=lambda shard: shard.name)
 
 
 def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[name])
 
 
-def random_tensor(piece: Piece, seed: int = 0) -> torch.Tensor:
-    """Random bytes in the piece's shape; 0 and 1 where others are no valid element."""
+def random_tensor(shard: Shard, seed: int = 0) -> torch.Tensor:
+    """Random bytes in the shard's shape; 0 and 1 where others are no valid element."""
     generator = torch.Generator().manual_seed(seed)
-    high = 2 if piece.dtype == "BOOL" else 256
-    flat = torch.randint(0, high, (piece.num_bytes,), dtype=torch.uint8, generator=generator)
-    return flat.view(torch_dtype(piece.dtype)).reshape(piece.lengths)
+    high = 2 if shard.dtype == "BOOL" else 256
+    flat = torch.randint(0, high, (shard.num_bytes,), dtype=torch.uint8, generator=generator)
+    return flat.view(torch_dtype(shard.dtype)).reshape(shard.sizes)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -54,51 +54,51 @@ def filled(layout: FileLayout, tensors: list[torch.Tensor]) -> bytes:
     return bytes(image)
 
 
-@given(piece_lists, st.integers(0, 3))
-def test_stock_safetensors_reads_every_layout(pieces: list[Piece], rank: int) -> None:
+@given(shard_lists, st.integers(0, 3))
+def test_stock_safetensors_reads_every_layout(shards: list[Shard], rank: int) -> None:
     """All dtypes, no dimensions, no elements, any names: the library's own validation accepts them."""
-    layout = lay_out(pieces, rank)
-    tensors = [random_tensor(piece, seed) for seed, piece in enumerate(pieces)]
+    layout = lay_out(shards, rank)
+    tensors = [random_tensor(shard, seed) for seed, shard in enumerate(shards)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.safetensors"
         path.write_bytes(filled(layout, tensors))
         loaded = load_file(path)
-    assert set(loaded) == {piece.file_key(rank) for piece in pieces}
-    for piece, tensor in zip(pieces, tensors, strict=True):
-        found = loaded[piece.file_key(rank)]
+    assert set(loaded) == {shard.file_key(rank) for shard in shards}
+    for shard, tensor in zip(shards, tensors, strict=True):
+        found = loaded[shard.file_key(rank)]
         assert found.dtype == tensor.dtype
         assert found.shape == tensor.shape
         assert raw(found) == raw(tensor)
 
 
-@given(piece_lists, st.integers(0, 3))
-def test_data_starts_at_a_block_and_has_no_holes(pieces: list[Piece], rank: int) -> None:
-    """And every tensor stands at a multiple of its element size."""
-    layout = lay_out(pieces, rank)
+@given(shard_lists, st.integers(0, 3))
+def test_data_starts_at_a_block_and_has_no_holes(shards: list[Shard], rank: int) -> None:
+    """And every tensor begins at a multiple of its element size."""
+    layout = lay_out(shards, rank)
     assert len(layout.header) % BLOCK_BYTES == 0
     taken = sorted(
-        (start, start + piece.num_bytes) for start, piece in zip(layout.starts, pieces, strict=True)
+        (start, start + shard.num_bytes) for start, shard in zip(layout.starts, shards, strict=True)
     )
     position = len(layout.header)
     for start, stop in taken:
         assert start == position
         position = stop
     assert position == layout.file_bytes
-    for start, piece in zip(layout.starts, pieces, strict=True):
-        assert start % ITEM_BYTES[piece.dtype] == 0
+    for start, shard in zip(layout.starts, shards, strict=True):
+        assert start % ITEM_BYTES[shard.dtype] == 0
 
 
-@given(piece_lists, st.integers(0, 3), st.binary(max_size=64))
-def test_the_header_is_parsed_back(pieces: list[Piece], rank: int, data: bytes) -> None:
-    layout = lay_out(pieces, rank)
+@given(shard_lists, st.integers(0, 3), st.binary(max_size=64))
+def test_the_header_round_trips(shards: list[Shard], rank: int, data: bytes) -> None:
+    layout = lay_out(shards, rank)
     entries, data_start = parse_header(layout.header + data, "file")
     assert data_start == len(layout.header)
     sharding = json.loads(entries.pop("__metadata__")["DCP_SHARDING_INFO"])
-    assert set(entries) == set(sharding) == {piece.file_key(rank) for piece in pieces}
-    for piece, start in zip(pieces, layout.starts, strict=True):
-        entry = entries[piece.file_key(rank)]
-        assert (entry["dtype"], tuple(entry["shape"])) == (piece.dtype, piece.lengths)
-        assert [data_start + offset for offset in entry["data_offsets"]] == [start, start + piece.num_bytes]
+    assert set(entries) == set(sharding) == {shard.file_key(rank) for shard in shards}
+    for shard, start in zip(shards, layout.starts, strict=True):
+        entry = entries[shard.file_key(rank)]
+        assert (entry["dtype"], tuple(entry["shape"])) == (shard.dtype, shard.sizes)
+        assert [data_start + offset for offset in entry["data_offsets"]] == [start, start + shard.num_bytes]
 
 
 def test_every_dtype_has_a_torch_dtype_of_its_size() -> None:
@@ -108,14 +108,14 @@ def test_every_dtype_has_a_torch_dtype_of_its_size() -> None:
 
 
 def test_a_file_is_opened_lazily_by_safe_open(tmp_path: Path) -> None:
-    """One tensor can be read without the rest, and the metadata says who can load it."""
-    pieces = [
-        Piece.whole("w", "BF16", (3, 5)),
-        Piece.whole("step", "I64", ()),
-        Piece.whole("none", "F32", (0, 4)),
+    """One tensor can be read without the rest, and the metadata has `format` "pt"."""
+    shards = [
+        Shard.whole("w", "BF16", (3, 5)),
+        Shard.whole("step", "I64", ()),
+        Shard.whole("none", "F32", (0, 4)),
     ]
-    tensors = [random_tensor(piece) for piece in pieces]
-    (tmp_path / "f.safetensors").write_bytes(filled(lay_out(pieces, 0), tensors))
+    tensors = [random_tensor(shard) for shard in shards]
+    (tmp_path / "f.safetensors").write_bytes(filled(lay_out(shards, 0), tensors))
     with safe_open(tmp_path / "f.safetensors", framework="pt") as opened:
         assert opened.metadata()["format"] == "pt"
         assert raw(opened.get_tensor("w")) == raw(tensors[0])
@@ -126,7 +126,7 @@ def test_a_file_is_opened_lazily_by_safe_open(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch tells that it runs without a process group
 def test_stock_torch_loads_and_reshards_the_files_of_two_ranks(tmp_path: Path) -> None:
-    """`dcp.load` puts a split tensor together, and knows per-rank tensors by their own keys."""
+    """`dcp.load` joins a sharded tensor, and has per-rank tensors under their own keys."""
     whole, generator = torch.randn(8, 300), torch.Generator()
     values = {
         "w": whole,
@@ -136,26 +136,26 @@ def test_stock_torch_loads_and_reshards_the_files_of_two_ranks(tmp_path: Path) -
         "rng": generator.manual_seed(1).get_state(),
         "rng@r1": generator.manual_seed(2).get_state(),
     }
-    rng = Piece.whole("rng", "U8", tuple(values["rng"].shape), per_rank=True)
+    rng = Shard.whole("rng", "U8", tuple(values["rng"].shape), per_rank=True)
     ranks = [
         (
             [
-                Piece("w", "F32", (8, 300), (0, 0), (5, 300)),
+                Shard("w", "F32", (8, 300), (0, 0), (5, 300)),
                 rng,
-                Piece.whole("scale", "F32", ()),
-                Piece.whole("none", "F32", (0, 7)),
+                Shard.whole("scale", "F32", ()),
+                Shard.whole("none", "F32", (0, 7)),
             ],
             [whole[:5], values["rng"], values["scale"], values["none"]],
         ),
         (
-            [Piece.whole("half", "BF16", (3,)), rng, Piece("w", "F32", (8, 300), (5, 0), (3, 300))],
+            [Shard.whole("half", "BF16", (3,)), rng, Shard("w", "F32", (8, 300), (5, 0), (3, 300))],
             [values["half"], values["rng@r1"], whole[5:]],
         ),
     ]
-    for rank, (pieces, tensors) in enumerate(ranks):
-        (tmp_path / f"rank-{rank}.safetensors").write_bytes(filled(lay_out(pieces, rank), tensors))
+    for rank, (shards, tensors) in enumerate(ranks):
+        (tmp_path / f"rank-{rank}.safetensors").write_bytes(filled(lay_out(shards, rank), tensors))
         assert set(load_file(tmp_path / f"rank-{rank}.safetensors")) == {
-            piece.file_key(rank) for piece in pieces
+            shard.file_key(rank) for shard in shards
         }
     reader = pytest.importorskip("torch.distributed.checkpoint.hf_storage").HuggingFaceStorageReader
     target = {name: torch.full_like(value, 77) for name, value in values.items()}
@@ -165,29 +165,29 @@ def test_stock_torch_loads_and_reshards_the_files_of_two_ranks(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "w@r1", "layer.0@r15", "a\udcff"])
-def test_names_that_the_format_keeps_or_cannot_write_are_refused(name: str) -> None:
-    for refuse in (lambda: check_name(name), lambda: lay_out([Piece.whole(name, "F32", (1,))], 0)):
+def test_reserved_and_invalid_names_are_refused(name: str) -> None:
+    for refuse in (lambda: check_name(name), lambda: lay_out([Shard.whole(name, "F32", (1,))], 0)):
         with pytest.raises(InvalidInput) as caught:
             refuse()
         assert caught.value.key == name
 
 
 @pytest.mark.parametrize("name", ["", "w@r", "@r1.w", "w@r1x", "w@s1", "__metadata__.x"])
-def test_names_that_only_look_reserved_are_taken(name: str) -> None:
+def test_names_similar_to_reserved_ones_are_accepted(name: str) -> None:
     check_name(name)
 
 
-def test_two_pieces_of_one_tensor_in_a_file_are_refused() -> None:
+def test_two_shards_of_one_tensor_in_a_file_are_refused() -> None:
     """A safetensors file holds a key once; the second would silently replace the first."""
-    pieces = [Piece("w", "F32", (4,), (0,), (1,)), Piece("w", "F32", (4,), (3,), (1,))]
-    with pytest.raises(InvalidInput, match="two pieces of w"):
-        lay_out(pieces, 0)
+    shards = [Shard("w", "F32", (4,), (0,), (1,)), Shard("w", "F32", (4,), (3,), (1,))]
+    with pytest.raises(InvalidInput, match="two shards of w"):
+        lay_out(shards, 0)
 
 
-def test_a_header_that_no_reader_accepts_is_refused() -> None:
-    pieces = [Piece.whole(f"{number}{'x' * 1_000_000}", "F32", ()) for number in range(51)]
+def test_a_header_over_the_limit_is_refused() -> None:
+    shards = [Shard.whole(f"{number}{'x' * 1_000_000}", "F32", ()) for number in range(51)]
     with pytest.raises(InvalidInput, match="100 MB"):
-        lay_out(pieces, 0)
+        lay_out(shards, 0)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,6 @@ def test_a_header_that_no_reader_accepts_is_refused() -> None:
         struct.pack("<Q", 90_000) + b"[" * 90_000,
     ],
 )
-def test_what_is_no_header_is_corrupt(head: bytes) -> None:
+def test_an_invalid_header_is_corrupt(head: bytes) -> None:
     with pytest.raises(Corrupt, match="the-file"):
         parse_header(head, "the-file")

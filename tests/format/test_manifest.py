@@ -1,4 +1,4 @@
-"""A manifest is made only of parts that fit together, and tells what all of them hold."""
+"""A manifest is made only of parts that agree, and lists the tensors of all of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from format.drawing import catalogs, run_ids, text
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.format import manifest
 from holdfast.format.catalog import Catalog, catalog_text
-from holdfast.format.cuts import Box, Boxes, Cut, whole
 from holdfast.format.hashes import digest
 from holdfast.format.limits import MAX_ATTEMPT, MAX_STEP
 from holdfast.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
 from holdfast.format.part import DataFile, Part
+from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.format.sealed import dumps, seal
 
 Own = tuple[str, str, tuple[int, ...], int]
@@ -57,12 +57,12 @@ def catalog(**tensors: Tensor) -> Catalog:
     return Catalog(tensors, {})
 
 
-HALVES = Boxes(((0, Box((0,), (3,))), (1, Box((3,), (1,)))))
+HALVES = ListedPartitioning(((0, Region((0,), (3,))), (1, Region((3,), (1,)))))
 EXAMPLE = Catalog(
     {
         "a": Tensor("F32", (2, 2), whole(0), (0, 1)),
         "s": Tensor("F32", (4,), HALVES, (0, 1)),
-        "c": Tensor("F32", (4,), Cut(((0, 2),), (1, 0)), (0, 1), True),
+        "c": Tensor("F32", (4,), EvenPartitioning(((0, 2),), (1, 0)), (0, 1), True),
         "none": Tensor("I8", (0,), whole(0), (0,)),
         "scalar": Tensor("BF16", (), whole(1), (0, 1)),
     },
@@ -71,7 +71,7 @@ EXAMPLE = Catalog(
 OWN: list[list[Own]] = [[("rng", "U8", (16,), 4096)]] * 2
 
 
-def test_a_manifest_knows_owners_ties_and_files() -> None:
+def test_a_manifest_lists_owners_ties_and_files() -> None:
     """Who holds all of a tensor, which tensors every rank has, which are split; hashes of all parts."""
     own = [[("rng", "U8", (n,), 4096)] for n in (16, 24)]  # sizes may differ by rank
     ranks = parts_of([EXAMPLE, EXAMPLE], own)
@@ -97,7 +97,7 @@ def test_a_manifest_knows_owners_ties_and_files() -> None:
     assert manifest.parse(manifest.document(merged), "manifest") == merged
 
 
-def test_each_different_catalog_is_kept_once_as_it_stands_in_the_parts() -> None:
+def test_each_different_catalog_is_stored_once_unchanged() -> None:
     """Three stages of two ranks, which do not stand together."""
     stages = [catalog(**{f"w{i}": Tensor("F32", (4,), whole(i), (i, 5 - i))}) for i in range(3)]
     merged = merge(parts_of([stages[min(rank, 5 - rank)] for rank in range(6)]))
@@ -107,13 +107,13 @@ def test_each_different_catalog_is_kept_once_as_it_stands_in_the_parts() -> None
     assert sorted(merged.tensors) == ["w0", "w1", "w2"]
 
 
-def test_a_manifest_of_nothing_is_a_checkpoint_of_values_alone() -> None:
+def test_a_checkpoint_may_have_values_only() -> None:
     merged = merge(parts_of([catalog(), catalog()]))
     assert merged.tensors == {}
     assert manifest.parse(manifest.document(merged), "manifest") == merged
 
 
-def test_catalogs_that_do_not_fit_are_not_merged_and_the_step_is_named() -> None:
+def test_the_error_of_catalogs_that_disagree_names_the_step() -> None:
     a, b = (catalog(w=Tensor(dtype, (4,), whole(0), (0, 1))) for dtype in ("F32", "F64"))
     with pytest.raises(InvalidInput, match=r"rank 0 has F32\[4\], rank 1 has F64\[4\]") as caught:
         merge(parts_of([a, b]))
@@ -122,7 +122,7 @@ def test_catalogs_that_do_not_fit_are_not_merged_and_the_step_is_named() -> None
     assert str(caught.value).endswith("Earlier checkpoints stand.")
 
 
-def test_a_tensor_that_is_one_ranks_own_and_shared_by_others_is_refused() -> None:
+def test_a_tensor_that_is_both_per_rank_and_shared_is_refused() -> None:
     shared = catalog(w=Tensor("F32", (4,), whole(0), (0,)))
     own: list[list[Own]] = [[], [("w", "F32", (4,), 4096)]]
     for ranks in (parts_of([shared, catalog()], own), parts_of([shared, shared], own)):
@@ -134,11 +134,11 @@ def test_a_tensor_that_is_one_ranks_own_and_shared_by_others_is_refused() -> Non
 
 
 @pytest.mark.parametrize("num_starts", [0, 3, 5])
-def test_a_part_with_another_number_of_places_is_refused(num_starts: int) -> None:
+def test_a_part_with_a_wrong_number_of_starts_is_refused(num_starts: int) -> None:
     ranks = parts_of([EXAMPLE, EXAMPLE], OWN)
     assert merge(ranks).world_size == 2
     ranks[0] = dataclasses.replace(ranks[0][0], catalog_starts=(0,) * num_starts), b""
-    with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} pieces, but the catalogs list 4"):
+    with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} shards, but the catalogs list 4"):
         merge(ranks)
 
 
@@ -147,7 +147,7 @@ def test_parts_of_different_checkpoints_are_not_merged(fact: str) -> None:
     ranks = parts_of([catalog(), catalog()])
     change = {"run": "x", "ancestors": ((1, 399),)}.get(fact, 3)
     other = dataclasses.replace(ranks[1][0], **{fact: change})
-    with pytest.raises(InvalidInput, match=f"rank 1 says {fact}=") as caught:
+    with pytest.raises(InvalidInput, match=f"rank 1 has {fact}=") as caught:
         merge([ranks[0], (other, ranks[1][1])])
     assert (caught.value.rank, caught.value.step) == (1, 500)
 
@@ -164,7 +164,7 @@ def test_missing_and_repeated_parts_are_refused() -> None:
             merge(chosen)
 
 
-def test_a_catalog_that_cannot_be_read_is_corrupt() -> None:
+def test_an_invalid_catalog_is_corrupt() -> None:
     ((one, document),) = parts_of([catalog()])
     broken = dataclasses.replace(one, catalog_text=b"[]", catalog_digest=digest(b"[]"))
     with pytest.raises(Corrupt, match="the catalog of rank 0"):
@@ -194,12 +194,12 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 @given(manifests())
-def test_a_manifest_comes_back(value: Manifest) -> None:
+def test_a_manifest_round_trips(value: Manifest) -> None:
     assert manifest.parse(manifest.document(value), "manifest") == value
 
 
 @given(manifests(), st.data())
-def test_a_changed_byte_is_found(value: Manifest, data: st.DataObject) -> None:
+def test_a_changed_byte_is_detected(value: Manifest, data: st.DataObject) -> None:
     damaged = bytearray(manifest.document(value))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Corrupt):
@@ -221,7 +221,7 @@ def test_a_changed_byte_is_found(value: Manifest, data: st.DataObject) -> None:
         *({"id": None}, {"ancestors": None}, {"ancestors": [1]}, {"ancestors": [["a", {}]]}),
     ],
 )
-def test_a_sealed_document_that_is_no_manifest_is_corrupt(change: dict[str, object]) -> None:
+def test_other_sealed_documents_are_not_manifests(change: dict[str, object]) -> None:
     """Whoever sealed it."""
     head, _, rest = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN))).partition(b"\n")
     body = {**json.loads(head), **change}
@@ -232,17 +232,17 @@ def test_a_sealed_document_that_is_no_manifest_is_corrupt(change: dict[str, obje
 
 
 @pytest.mark.parametrize("lines", [0, 2])
-def test_a_manifest_with_more_or_fewer_catalogs_is_corrupt(lines: int) -> None:
+def test_a_manifest_with_a_wrong_number_of_catalogs_is_corrupt(lines: int) -> None:
     head, _, rest = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN))).partition(b"\n")
     body = b"{" + head[head.index(b",") + 1 :]
     with pytest.raises(Corrupt, match="is not a valid manifest"):
         manifest.parse(seal(b"\n".join([body, *[rest] * lines])), "manifest")
 
 
-def test_a_manifest_whose_catalogs_do_not_fit_is_corrupt() -> None:
-    """A stranger may seal what no commit makes; a reader would look for boxes that nobody has written."""
+def test_a_manifest_whose_catalogs_disagree_is_corrupt() -> None:
+    """Otherwise a reader would search for regions that no rank wrote."""
     good = manifest.document(
-        merge(parts_of([catalog(w=Tensor("F32", (4,), Cut(((0, 2),), (0, 1)), (0, 1)))] * 2))
+        merge(parts_of([catalog(w=Tensor("F32", (4,), EvenPartitioning(((0, 2),), (0, 1)), (0, 1)))] * 2))
     )
     head, _, rest = good.partition(b"\n")
     body = b"{" + head[head.index(b",") + 1 :]
@@ -256,18 +256,18 @@ def test_a_manifest_whose_catalogs_do_not_fit_is_corrupt() -> None:
             manifest.parse(seal(body + b"\n" + rest.replace(old, new)), "manifest")
 
 
-def test_an_alias_of_what_there_is_not_is_neither_written_nor_read() -> None:
-    """A reader would look for a tensor that nobody has."""
-    with pytest.raises(InvalidInput, match="head is said to be tied to w, but no rank has") as caught:
+def test_an_alias_of_a_missing_tensor_is_refused() -> None:
+    """Otherwise a reader would search for a tensor that does not exist."""
+    with pytest.raises(InvalidInput, match="head is an alias of w, but no rank has") as caught:
         merge(parts_of([Catalog({}, {"head": "w"})]))
     assert (caught.value.key, caught.value.step) == ("head", 500)
     good = merge(parts_of([Catalog({"w": Tensor("F32", (), whole(0), (0,))}, {"head": "w"})]))
     text = manifest.document(good)[48:].replace(b'"tied":{"head":"w"}', b'"tied":{"head":"x"}')
-    with pytest.raises(Corrupt, match="head is said to be tied to x"):
+    with pytest.raises(Corrupt, match="head is an alias of x"):
         manifest.parse(seal(b'{"' + text), "manifest")
 
 
-def test_other_kinds_and_newer_versions_are_told_apart() -> None:
+def test_another_kind_is_corrupt_and_a_newer_version_is_unsupported() -> None:
     with pytest.raises(Corrupt, match="expected 'holdfast-manifest'"):
         manifest.parse(seal(dumps({"format": "holdfast-part", "version": 1})), "m")
     with pytest.raises(Unsupported, match="version 2"):

@@ -1,4 +1,4 @@
-"""Names and the facts in them lead to each other."""
+"""Names of objects are formatted and parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ steps, attempts, ranks = (st.integers(0, most) for most in (MAX_STEP, MAX_ATTEMP
 
 
 @given(steps, attempts, ranks)
-def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
+def test_object_names_round_trip(step: int, attempt: int, rank: int) -> None:
     facts = {
         names.manifest(step, attempt): Parsed("manifest", step, attempt),
         names.data(step, attempt, rank): Parsed("data", step, attempt, rank),
@@ -32,13 +32,13 @@ def test_every_name_is_parsed_back(step: int, attempt: int, rank: int) -> None:
 
 
 @given(st.lists(st.tuples(steps, attempts, ranks), unique=True))
-def test_different_facts_have_different_names(facts: list[tuple[int, int, int]]) -> None:
+def test_object_names_are_unique(facts: list[tuple[int, int, int]]) -> None:
     kinds = (names.data, names.part, names.frozen)
     assert len({kind(*fact) for kind in kinds for fact in facts}) == 3 * len(facts)
 
 
 @given(st.lists(st.integers(0, 10**8 - 1)))
-def test_names_sort_as_steps_do(steps: list[int]) -> None:
+def test_names_sort_by_step(steps: list[int]) -> None:
     """In a plain listing too, as long as steps have at most eight digits."""
     assert sorted(map(names.step_dir, steps)) == [names.step_dir(step) for step in sorted(steps)]
 
@@ -68,7 +68,7 @@ def test_names_sort_as_steps_do(steps: list[int]) -> None:
         "step-\u0660\u0660\u0660\u0660\u0660\u0665\u0660\u0660/manifest-a0001.json",  # digits, but not ours
     ],
 )
-def test_names_that_nobody_writes_are_not_parsed(name: str) -> None:
+def test_invalid_names_are_not_parsed(name: str) -> None:
     """Wrong widths, other digits, something before or behind."""
     assert names.parse(name) is None
 
@@ -83,12 +83,12 @@ def test_names_that_nobody_writes_are_not_parsed(name: str) -> None:
         "rank-00000-a0001.pt",
     ],
 )
-def test_strays_in_a_step_are_seen_as_strays(name: str) -> None:
+def test_foreign_files_in_a_step_folder_are_recognized(name: str) -> None:
     assert names.parse(f"step-00000500/{name}") == Parsed("step-other", 500)
 
 
 @given(st.from_regex(r"\A(attempts/a|step-00000005/manifest-a)\d{1,7}\.json\n?\Z"))
-def test_no_two_names_mean_the_same(name: str) -> None:
+def test_a_name_has_one_spelling(name: str) -> None:
     """A name that is parsed is the one that its facts are written as; Unicode digits, widths, line ends."""
     facts = names.parse(name)
     if facts is not None and facts.kind == "attempt":

@@ -1,4 +1,4 @@
-"""A part comes back as it was written."""
+"""Parts round-trip, and every damage is detected."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from format.drawing import catalogs, dtypes, run_ids, tensor_names, text
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import part
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.cuts import Box, Cut, whole
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Shard, lay_out
 from holdfast.format.part import DataFile, Part
+from holdfast.format.partitioning import EvenPartitioning, Region, whole
 from holdfast.format.sealed import dumps, seal
 
 RANKS = list(range(5))
@@ -24,22 +24,22 @@ RANKS = list(range(5))
 
 @st.composite
 def parts(draw: st.DrawFn) -> Part:
-    """The part of a rank: what a catalog says that it wrote, its own tensors, the places of both."""
+    """Return the part of a rank: its shards of the catalog, its own tensors, and their positions."""
     common = draw(catalogs(RANKS))
     rank = draw(st.sampled_from(RANKS))
     held = [
-        Piece(name, tensor.dtype, tensor.shape, *box, frozen=tensor.frozen)
-        for name, tensor, box in common.written_by(rank)
+        Shard(name, tensor.dtype, tensor.shape, *region, frozen=tensor.frozen)
+        for name, tensor, region in common.written_by(rank)
     ]
     shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
     own = draw(st.dictionaries(tensor_names, st.tuples(dtypes, shapes), max_size=2))
-    own_pieces = [
-        Piece.whole(name, *facts, per_rank=True) for name, facts in own.items() if name not in common.tensors
+    own_shards = [
+        Shard.whole(name, *facts, per_rank=True) for name, facts in own.items() if name not in common.tensors
     ]
-    file = lay_out([piece for piece in held if not piece.frozen] + own_pieces, rank)
-    frozen = lay_out([piece for piece in held if piece.frozen], rank)
+    file = lay_out([shard for shard in held if not shard.frozen] + own_shards, rank)
+    frozen = lay_out([shard for shard in held if shard.frozen], rank)
     places = {False: iter(file.starts), True: iter(frozen.starts)}
-    starts = [next(places[piece.frozen]) for piece in held]
+    starts = [next(places[shard.frozen]) for shard in held]
     line = catalog_text(common)
     return Part(
         run=draw(run_ids),
@@ -49,10 +49,10 @@ def parts(draw: st.DrawFn) -> Part:
         world_size=len(RANKS),
         ancestors=tuple(draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99)), max_size=3))),
         values=draw(st.dictionaries(text, st.none() | st.integers(-(2**53), 2**53) | text, max_size=3)),
-        own=tuple((p.name, p.dtype, p.shape, next(places[False])) for p in own_pieces),
+        own=tuple((p.name, p.dtype, p.shape, next(places[False])) for p in own_shards),
         catalog_starts=tuple(starts),
         file=data_file(file.file_bytes),
-        frozen=data_file(frozen.file_bytes) if any(piece.frozen for piece in held) else None,
+        frozen=data_file(frozen.file_bytes) if any(shard.frozen for shard in held) else None,
         catalog_digest=digest(line),
         catalog_text=line,
         what="part",
@@ -85,7 +85,7 @@ def document(value: Part) -> bytes:
 
 @settings(max_examples=50)
 @given(parts())
-def test_a_part_comes_back(value: Part) -> None:
+def test_a_part_round_trips(value: Part) -> None:
     found = part.parse(document(value), "part")
     assert found == value
     assert found.catalog == value.catalog
@@ -93,39 +93,39 @@ def test_a_part_comes_back(value: Part) -> None:
 
 @settings(max_examples=50)
 @given(parts())
-def test_pieces_are_what_the_catalog_says_that_the_rank_wrote_and_its_own(value: Part) -> None:
-    """In this order, each with its place; the bytes of a file's pieces fill it without hole or overlap."""
+def test_shards_are_those_of_the_catalog_then_its_own(value: Part) -> None:
+    """In this order, each with its place; the bytes of a file's shards fill it without hole or overlap."""
     found = part.parse(document(value), "part")
-    shared = [(name, tensor.frozen, box) for name, tensor, box in value.catalog.written_by(value.rank)]
-    own = [(name, False, Box.whole(shape)) for name, _, shape, _ in value.own]
-    assert [(p.name, p.frozen, Box(p.offsets, p.lengths)) for p in found.pieces] == shared + own
-    assert [p.per_rank for p in found.pieces] == [False] * len(shared) + [True] * len(own)
+    shared = [(name, tensor.frozen, region) for name, tensor, region in value.catalog.written_by(value.rank)]
+    own = [(name, False, Region.whole(shape)) for name, _, shape, _ in value.own]
+    assert [(p.name, p.frozen, Region(p.offsets, p.sizes)) for p in found.shards] == shared + own
+    assert [p.per_rank for p in found.shards] == [False] * len(shared) + [True] * len(own)
     for name, file in found.files.items():
         placed = [
-            (start, piece.num_bytes)
-            for piece, start in zip(found.pieces, found.starts, strict=True)
-            if found.file_name(frozen=piece.frozen) == name
+            (start, shard.num_bytes)
+            for shard, start in zip(found.shards, found.starts, strict=True)
+            if found.file_name(frozen=shard.frozen) == name
         ]
         ends = [start + num_bytes for start, num_bytes in sorted(placed)]
         assert [start for start, _ in sorted(placed)][1:] == ends[:-1]
         assert ends[-1:] in ([], [file.num_bytes])
 
 
-def test_the_second_line_is_the_catalog_as_it_was_handed_over() -> None:
-    """So equal catalogs of a thousand ranks can be told by their digest, and be copied without parsing."""
+def test_the_second_line_is_the_given_catalog() -> None:
+    """So equal catalogs of a thousand ranks are recognized by their digest, and copied without parsing."""
     value = example()
     first, second, *_ = document(value).split(b"\n")
     assert second == value.catalog_text
     assert json.loads(first)["catalog"] == digest(second)
 
 
-def test_frozen_pieces_are_in_a_file_of_their_own() -> None:
+def test_frozen_shards_have_their_own_file() -> None:
     found = part.parse(document(example()), "part")
     assert list(found.files) == [
         "step-00000005/rank-00000-a0001.safetensors",
         "step-00000005/rank-00000-a0001-frozen.safetensors",
     ]
-    assert [(p.name, found.files[found.file_name(frozen=p.frozen)].num_bytes) for p in found.pieces] == [
+    assert [(p.name, found.files[found.file_name(frozen=p.frozen)].num_bytes) for p in found.shards] == [
         ("w", 100_000),
         ("base", 4128),
         ("rng", 100_000),
@@ -134,7 +134,7 @@ def test_frozen_pieces_are_in_a_file_of_their_own() -> None:
 
 def example() -> Part:
     tensors = {
-        "w": Tensor("F32", (4, 2), Cut(((0, 2),), (0, 1)), (0, 1)),
+        "w": Tensor("F32", (4, 2), EvenPartitioning(((0, 2),), (0, 1)), (0, 1)),
         "base": Tensor("F32", (8,), whole(0), (0, 1), True),
     }
     line = catalog_text(Catalog(tensors, {"v": "w"}))
@@ -156,7 +156,7 @@ def example() -> Part:
     )
 
 
-def test_every_flipped_bit_is_found() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     whole = document(example())
     for position in range(len(whole)):
         damaged = bytearray(whole)
@@ -193,7 +193,7 @@ def test_a_wrong_number_of_chunk_hashes_is_corrupt(hashes: str) -> None:
         {"file": {"bytes": -1, "chunk_bytes": 4096, "chunks": ""}},
     ],
 )
-def test_a_sealed_document_that_is_no_part_is_corrupt(change: dict[str, object]) -> None:
+def test_other_sealed_documents_are_not_parts(change: dict[str, object]) -> None:
     """Whoever sealed it: what is not there raises Corrupt, never an error of the parser."""
     with pytest.raises(Corrupt, match=r"is not a valid part|is not JSON that can be read"):
         part.parse(resealed(document(example()), change), "part")
@@ -208,7 +208,7 @@ def resealed(text: bytes, change: dict[str, object]) -> bytes:
     return seal(json.dumps(body).encode() + b"\n" + rest)
 
 
-def test_a_part_with_another_catalog_than_it_names_is_corrupt() -> None:
+def test_a_catalog_with_another_hash_is_corrupt() -> None:
     first, line, *hashes = document(example()).split(b"\n")
     body = b"{" + first[first.index(b",") + 1 :]
     for lines in (
@@ -226,22 +226,22 @@ def test_a_part_with_another_catalog_than_it_names_is_corrupt() -> None:
 
 
 @pytest.mark.parametrize("starts", [(), (4096,), (4096,) * 3])
-def test_more_or_fewer_places_than_pieces_are_corrupt(starts: tuple[int, ...]) -> None:
+def test_more_or_fewer_starts_than_shards_are_corrupt(starts: tuple[int, ...]) -> None:
     found = part.parse(document(dataclasses.replace(example(), catalog_starts=starts)), "part")
     with pytest.raises(
-        Corrupt, match=f"the starts of {len(starts)} pieces, but by its catalog rank 0 wrote 2"
+        Corrupt, match=f"the starts of {len(starts)} shards, but by its catalog rank 0 wrote 2"
     ):
-        _ = found.pieces
+        _ = found.shards
 
 
-def test_a_catalog_that_cannot_be_read_is_corrupt_when_it_is_asked_for() -> None:
+def test_an_invalid_catalog_raises_when_it_is_used() -> None:
     broken = dataclasses.replace(example(), catalog_text=b"{}")
     found = part.parse(document(broken), "the-part")
     with pytest.raises(Corrupt, match="the-part"):
         _ = found.catalog
 
 
-def test_other_kinds_and_newer_versions_are_told_apart() -> None:
+def test_another_kind_is_corrupt_and_a_newer_version_is_unsupported() -> None:
     with pytest.raises(Corrupt, match="expected 'holdfast-part'"):
         part.parse(seal(dumps({"format": "holdfast-manifest", "version": 1})), "part")
     with pytest.raises(Unsupported, match="version 2"):

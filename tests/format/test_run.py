@@ -1,4 +1,4 @@
-"""The documents about a run as a whole come back as they were."""
+"""The documents about a run round-trip."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def parse_as(like: Run | Attempt | Done, text: bytes) -> Run | Attempt | Done:
 
 
 @given(values)
-def test_a_value_comes_back(value: Run | Attempt | Done) -> None:
+def test_documents_round_trip(value: Run | Attempt | Done) -> None:
     assert parse_as(value, document(value)) == value
 
 
 @given(values, st.data())
-def test_a_changed_byte_is_found(value: Run | Attempt | Done, data: st.DataObject) -> None:
+def test_a_changed_byte_is_detected(value: Run | Attempt | Done, data: st.DataObject) -> None:
     damaged = bytearray(document(value))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Corrupt):
@@ -47,7 +47,7 @@ def test_a_changed_byte_is_found(value: Run | Attempt | Done, data: st.DataObjec
 
 
 @given(st.dictionaries(text, st.floats(allow_subnormal=True)))
-def test_metrics_come_back_also_those_that_are_no_finite_numbers(values: dict[str, float]) -> None:
+def test_metrics_round_trip_including_nan_and_infinity(values: dict[str, float]) -> None:
     found = parse(Metrics, document(Metrics("id", 3, 500, values)), "doc")
     assert (found.run, found.attempt, found.step) == ("id", 3, 500)
     assert found.values.keys() == values.keys()
@@ -68,12 +68,12 @@ def test_metrics_that_are_not_numbers_are_corrupt(values: object) -> None:
         parse(Metrics, seal(text), "doc")
 
 
-def test_kinds_are_not_mixed_up() -> None:
+def test_a_document_of_another_kind_is_corrupt() -> None:
     with pytest.raises(Corrupt, match="expected 'holdfast-done'"):
         parse(Done, document(Run("id", 1.0)), "doc")
 
 
-def test_missing_facts_are_corrupt_and_newer_versions_unsupported() -> None:
+def test_missing_members_are_corrupt_and_newer_versions_unsupported() -> None:
     with pytest.raises(Corrupt, match="lacks 'id'"):
         parse(Run, seal(dumps({"format": "holdfast-run", "version": 1})), "doc")
     with pytest.raises(Unsupported, match="version 7"):

@@ -1,4 +1,4 @@
-"""A sealed document shows every change."""
+"""Every change of a sealed document is detected."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ bodies = st.dictionaries(text.filter(lambda key: key != "xxh3_128"), json_values
 
 
 @given(bodies)
-def test_what_was_sealed_is_unsealed(body: dict[str, object]) -> None:
+def test_sealed_documents_round_trip(body: dict[str, object]) -> None:
     assert unseal(seal(dumps(body)), "doc").members == body
 
 
 @given(bodies)
-def test_a_sealed_document_is_json_itself(body: dict[str, object]) -> None:
+def test_a_sealed_document_is_valid_json(body: dict[str, object]) -> None:
     """Any JSON reader can read it: the seal is its first member."""
     import json
 
@@ -39,7 +39,7 @@ def test_a_sealed_document_is_json_itself(body: dict[str, object]) -> None:
     assert document == body
 
 
-def test_every_flipped_bit_is_found() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     """All bits of a document, the seal's own punctuation included."""
     document = seal(dumps({"step": 500, "name": "é", "list": [1, 2.5, None]}))
     for position in range(len(document)):
@@ -51,7 +51,7 @@ def test_every_flipped_bit_is_found() -> None:
 
 
 @given(bodies, st.data())
-def test_any_change_of_one_byte_is_found(body: dict[str, object], data: st.DataObject) -> None:
+def test_any_changed_byte_is_detected(body: dict[str, object], data: st.DataObject) -> None:
     document = bytearray(seal(dumps(body)))
     position = data.draw(st.integers(0, len(document) - 1))
     document[position] ^= data.draw(st.integers(1, 255))
@@ -60,7 +60,7 @@ def test_any_change_of_one_byte_is_found(body: dict[str, object], data: st.DataO
 
 
 @given(bodies, st.data())
-def test_a_document_that_was_cut_or_grew_is_found(body: dict[str, object], data: st.DataObject) -> None:
+def test_truncation_and_extra_bytes_are_detected(body: dict[str, object], data: st.DataObject) -> None:
     document = seal(dumps(body))
     cut = data.draw(st.integers(0, len(document) - 1))
     for damaged in (document[:cut], document + b"\n", document + bytes(4096), document[cut + 1 :]):
@@ -72,7 +72,7 @@ def test_a_document_that_was_cut_or_grew_is_found(body: dict[str, object], data:
 
 @settings(max_examples=25)
 @given(st.lists(bodies, min_size=1, max_size=4))
-def test_lines_come_back_in_order(lines: list[dict[str, object]]) -> None:
+def test_lines_round_trip_in_order(lines: list[dict[str, object]]) -> None:
     """The first with its seal taken off; the seal covers all of them."""
     found = unseal_lines(seal(b"\n".join(map(dumps, lines))), "doc")
     assert [decode_object(line, "doc").members for line in found] == lines
@@ -80,14 +80,14 @@ def test_lines_come_back_in_order(lines: list[dict[str, object]]) -> None:
 
 @settings(max_examples=25)
 @given(st.lists(bodies, min_size=2, max_size=4), st.data())
-def test_a_changed_byte_of_any_line_is_found(lines: list[dict[str, object]], data: st.DataObject) -> None:
+def test_a_changed_byte_in_any_line_is_detected(lines: list[dict[str, object]], data: st.DataObject) -> None:
     document = bytearray(seal(b"\n".join(map(dumps, lines))))
     document[data.draw(st.integers(0, len(document) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Corrupt):
         unseal_lines(bytes(document), "doc")
 
 
-def test_a_document_of_several_lines_is_not_taken_for_one_of_one() -> None:
+def test_unseal_refuses_a_document_of_several_lines() -> None:
     with pytest.raises(Corrupt, match="is not JSON"):
         unseal(seal(b'{"a":1}\n{"b":2}'), "doc")
 
@@ -99,12 +99,12 @@ def test_foreign_bytes_are_corrupt(document: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{not json}", b"{" + b'"a":[' * 100_000, b'{"a":"\xff"}', b"{" + bytes(9)])
-def test_what_somebody_else_sealed_is_corrupt(body: bytes) -> None:
+def test_a_valid_seal_around_invalid_json_is_corrupt(body: bytes) -> None:
     """A valid seal around nonsense, or around nesting that no parser takes, raises nothing but Corrupt."""
     with pytest.raises(Corrupt, match="is not JSON"):
         unseal(seal(body), "doc")
 
 
-def test_nan_is_no_json() -> None:
+def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         dumps({"a": float("nan")})

@@ -1,10 +1,11 @@
-"""Values come back as they were, and what cannot come back is refused by its key path."""
+"""Values round-trip, and values that cannot are refused with their key path."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import datetime
+import decimal
 import enum
 import json
 import math
@@ -38,6 +39,9 @@ scalars = (
     | st.binary().map(bytearray)
     | dates
     | st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 5))
+    | st.builds(slice, st.none() | st.integers(), st.none() | st.integers(), st.none() | text)
+    | st.decimals(allow_nan=False)
+    | st.uuids()
     | st.builds(TensorRef, text)
     | st.sampled_from(
         [torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda:3"), torch.Size([2, 0])]
@@ -93,7 +97,7 @@ def through_json(value: Any) -> Any:
 
 
 @given(trees)
-def test_any_tree_of_values_comes_back(value: Any) -> None:
+def test_trees_of_values_round_trip(value: Any) -> None:
     """Order of keys, types, infinities, NaN, signed zeros, integers of any size: all as they were."""
     assert same(through_json(value), value)
 
@@ -103,6 +107,7 @@ def test_any_tree_of_values_comes_back(value: Any) -> None:
     [
         *(float("inf"), float("-inf"), float("nan"), -0.0, 5e-324, 0.1 + 0.2),
         *(2**53, -(2**53), 2**53 - 1, 2**64, 10**2000),
+        *map(decimal.Decimal, ("-0", "1E+5", "0.10", "Infinity", "9" * 4096)),
         *(
             {1: "int", "1": "str", (1, 2): None, None: 0, 1.5: []},
             {"$tuple": [1]},
@@ -131,11 +136,11 @@ def test_any_tree_of_values_comes_back(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_awkward_values_come_back(value: Any) -> None:
+def test_unusual_values_round_trip(value: Any) -> None:
     assert same(through_json(value), value)
 
 
-def test_python_and_numpy_rng_states_come_back() -> None:
+def test_python_and_numpy_rng_states_round_trip() -> None:
     import random
 
     assert random.Random(1).getstate() == through_json(random.Random(1).getstate())
@@ -188,8 +193,8 @@ class Facts:
     ],
     ids=lambda value: value if isinstance(value, str) and value.isprintable() else "value",
 )
-def test_refused_values_are_named_by_their_path(value: Any, word: str) -> None:
-    """The error tells the key path and the type, wherever the value hides."""
+def test_the_error_has_the_path_of_a_refused_value(value: Any, word: str) -> None:
+    """The error has the key path and the type, at any depth."""
     trees = [
         ({"a": [0, value]}, "state.a[1]"),
         ({"a": {1: (value,)}}, "state.a[1][0]"),
@@ -203,14 +208,14 @@ def test_refused_values_are_named_by_their_path(value: Any, word: str) -> None:
         assert word in str(caught.value)
 
 
-def test_refused_keys_are_named_too() -> None:
+def test_the_error_has_the_path_of_a_refused_key() -> None:
     for key in (object(), "\udcff"):
         with pytest.raises(InvalidInput, match=r"^state\.a\.<key ") as caught:
             encode({"a": {key: 1}}, "state")
         assert "key" in str(caught.value.key)
 
 
-def test_extension_dtypes_are_refused_rather_than_lost() -> None:
+def test_numpy_extension_dtypes_are_refused() -> None:
     """A dtype that numpy itself does not name, such as ml_dtypes' bfloat16, would come back as raw bytes."""
 
     class Foreign:
@@ -232,18 +237,18 @@ def test_extension_dtypes_are_refused_rather_than_lost() -> None:
         _encode_numpy(Array(), "a")
 
 
-def test_tags_of_the_future_are_unsupported() -> None:
+def test_unknown_tags_are_unsupported() -> None:
     with pytest.raises(Unsupported, match=r"\$quaternion"):
         decode({"a": [{"$quaternion": [1, 2, 3, 4]}]})
 
 
-def test_an_array_of_objects_cannot_be_smuggled_in() -> None:
+def test_an_array_of_objects_is_refused() -> None:
     """A forged document cannot have Python objects made from bytes."""
     with pytest.raises(Corrupt):
         decode({"$ndarray": ["|O", [1], "AAAAAAAAAAA="]})
 
 
-def test_a_value_that_contains_itself_or_is_nested_too_deeply_is_refused() -> None:
+def test_cycles_and_deep_nesting_are_refused() -> None:
     """What is written can be read back: the limit is the reader's."""
     own: list[Any] = []
     own.append(own)
@@ -290,7 +295,38 @@ def test_a_value_that_contains_itself_or_is_nested_too_deeply_is_refused() -> No
     ],
     ids=lambda body: str(body)[:40],
 )
-def test_what_is_under_a_tag_and_not_ours_is_corrupt(body: Any) -> None:
+def test_invalid_bodies_of_tags_are_corrupt(body: Any) -> None:
     """The last one is a set of integers with one hash, which would take quadratic time."""
     with pytest.raises(Corrupt, match="cannot be decoded"):
         decode(body)
+
+
+@pytest.mark.parametrize("text", ["NaN", "-NaN", "sNaN", "NaN123"])
+def test_decimals_that_are_no_numbers_round_trip(text: str) -> None:
+    assert str(through_json(decimal.Decimal(text))) == text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"$decimal": " 1"},
+        {"$decimal": "1_0"},
+        {"$decimal": "x"},
+        {"$decimal": "9" * 4097},
+        {"$decimal": 1},
+        {"$uuid": "x"},
+        {"$uuid": "{12345678-1234-5678-1234-567812345678}"},
+        {"$uuid": "12345678123456781234567812345678"},
+        {"$slice": [1, 2]},
+        {"$slice": "123"},
+        {"$set": [{"$decimal": "sNaN"}]},
+    ],
+)
+def test_damaged_decimals_uuids_and_slices_are_corrupt(body: Any) -> None:
+    with pytest.raises(Corrupt):
+        decode(body)
+
+
+def test_a_decimal_that_is_too_long_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="root is a Decimal of 4097 characters"):
+        encode(decimal.Decimal("9" * 4097), "root")

@@ -1,4 +1,4 @@
-"""Each version of a document has its own parser; a new version leaves the older ones readable."""
+"""Each version of a document has its own parser; older versions stay readable."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ def test_the_header_has_the_version_that_is_written() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_parser_is_that_of_the_documents_version(version: int) -> None:
+def test_the_version_of_a_document_selects_its_parser(version: int) -> None:
     body = Fields({"format": "holdfast-egg", "version": version}, "egg.json")
     assert VERSIONS.parser(body, "egg.json")() == version
 
 
 @pytest.mark.parametrize("version", [0, 3, "1", True, None])
-def test_a_version_that_nobody_wrote_is_unsupported(version: object) -> None:
+def test_an_unknown_version_is_unsupported(version: object) -> None:
     body = Fields({"format": "holdfast-egg", "version": version}, "egg.json")
     with pytest.raises(Unsupported, match="reads up to 2"):
         VERSIONS.parser(body, "egg.json")
 
 
 @pytest.mark.parametrize("members", [{}, {"format": "holdfast-hen", "version": 1}])
-def test_another_kind_of_document_is_corrupt(members: Mapping[str, object]) -> None:
+def test_a_document_of_another_kind_is_corrupt(members: Mapping[str, object]) -> None:
     with pytest.raises(Corrupt, match="expected 'holdfast-egg'"):
         VERSIONS.parser(Fields(dict(members), "egg.json"), "egg.json")

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from holdfast.format import names, run
-from holdfast.format.cuts import Cut
 from holdfast.format.dtypes import TORCH_NAMES
+from holdfast.format.partitioning import EvenPartitioning
 from holdfast.format.values import TensorRef
 from holdfast.store.local import LocalStore
-from making import CREATED_UNIX_S, Region, make_checkpoint, make_home
+from making import CREATED_UNIX_S, LocalShard, make_checkpoint, make_home
 
 VALUES: dict[str, Any] = {
     "plain": [None, True, 3, 0.1, "text \u00e9 \U0001f40c", {"nested": []}],
@@ -76,7 +76,7 @@ def make_two_ranks(root: Path) -> None:
     first: list[dict[str, torch.Tensor]] = [{"w": torch.ones(2)}, {"v": torch.zeros(2)}]
     make_checkpoint(store, 10, 1, first, run_id="golden-two", id="golden-two-10-1")
     grid = torch.arange(12, dtype=torch.int16).reshape(3, 4)
-    ranks: list[dict[str, torch.Tensor | Region]] = [{}, {}]
+    ranks: list[dict[str, torch.Tensor | LocalShard]] = [{}, {}]
     for index, (name, torch_name) in enumerate(TORCH_NAMES.items()):
         ranks[index % 2][f"dtype.{name}"] = bits(getattr(torch, torch_name), 3)
     ranks[0]["empty"] = torch.zeros(0, 3)
@@ -101,23 +101,23 @@ def make_two_ranks(root: Path) -> None:
 
 
 def make_sharded(root: Path) -> None:
-    """Four ranks, cut by rules: along one dimension, both, one twice (strided); short and empty boxes."""
+    """Four ranks, regions by rules: along one dimension, both, one twice (strided); short and empty ones."""
     store = LocalStore(root)
     make_home(store, run_id="golden-sharded", attempts=[1, 2, 3])
-    ranks: list[dict[str, torch.Tensor | Region]] = [{} for _ in range(4)]
-    cuts = {
-        "rows": Cut(((0, 4),), (0, 1, 2, 3)),
-        "mesh": Cut(((0, 2), (1, 2)), (0, 1, 2, 3)),
-        "strided": Cut(((0, 2), (0, 2)), (0, 2, 1, 3)),
-        "one.group": Cut(((1, 2),), (3, 1)),
-        "short": Cut(((0, 4),), (3, 2, 1, 0)),
+    ranks: list[dict[str, torch.Tensor | LocalShard]] = [{} for _ in range(4)]
+    partitionings = {
+        "rows": EvenPartitioning(((0, 4),), (0, 1, 2, 3)),
+        "mesh": EvenPartitioning(((0, 2), (1, 2)), (0, 1, 2, 3)),
+        "strided": EvenPartitioning(((0, 2), (0, 2)), (0, 2, 1, 3)),
+        "one.group": EvenPartitioning(((1, 2),), (3, 1)),
+        "short": EvenPartitioning(((0, 4),), (3, 2, 1, 0)),
     }
     shapes = {"rows": (10, 3), "mesh": (5, 6), "strided": (10,), "one.group": (2, 5), "short": (2,)}
-    for name, cut in cuts.items():
+    for name, partitioning in partitionings.items():
         whole = torch.arange(math.prod(shapes[name]), dtype=torch.int32).reshape(shapes[name])
-        for rank, box in cut.boxes(shapes[name]):
-            at = tuple(slice(start, start + length) for start, length in zip(*box, strict=True))
-            ranks[rank][name] = (whole[at].contiguous(), box.offsets, shapes[name])
+        for rank, region in partitioning.regions(shapes[name]):
+            at = tuple(slice(start, start + length) for start, length in zip(*region, strict=True))
+            ranks[rank][name] = (whole[at].contiguous(), region.offsets, shapes[name])
     ranks[0]["listed"] = (torch.arange(3), (0,), (4,))
     ranks[2]["listed"] = (torch.arange(3, 4), (3,), (4,))
     ranks[1]["scalar"] = torch.tensor(2.5)
@@ -126,7 +126,7 @@ def make_sharded(root: Path) -> None:
         30,
         3,
         ranks,
-        cuts=cuts,
+        partitionings=partitionings,
         tied={"head": "mesh"},
         values=[{"rank": rank} for rank in range(4)],
         ancestors=((1, 10), (2, 20)),
@@ -140,7 +140,7 @@ def make_frozen(root: Path) -> None:
     store = LocalStore(root)
     make_home(store, run_id="golden-frozen")
     for step in (1, 2):
-        ranks: list[dict[str, torch.Tensor | Region]] = [
+        ranks: list[dict[str, torch.Tensor | LocalShard]] = [
             {"adapter": torch.full((4,), float(step)), "base": torch.arange(500, dtype=torch.int16)},
             {"head": torch.arange(2.0) + step, "split.base": (torch.ones(3), (2,), (5,))},
         ]

@@ -194,7 +194,7 @@ def test_a_stock_safetensors_reader_reads_the_data_files() -> None:
 
 
 def test_tensors_cut_by_rules() -> None:
-    """Whole, although four ranks wrote boxes: short and empty ones, strided ones, two of four ranks."""
+    """Whole, although four ranks wrote regions: short and empty ones, strided ones, two of four ranks."""
     opened = open_checkpoint(GOLDEN / "sharded")
     assert (opened.step, opened.attempt, opened.world_size) == (30, 3, 4)
     assert opened.manifest.ancestors == ((1, 10), (2, 20))
@@ -223,7 +223,7 @@ def test_tensors_cut_by_rules() -> None:
         ("short", 1, []),
     ],
 )
-def test_each_rank_wrote_its_box(name: str, rank: int, expected: list[object]) -> None:
+def test_each_rank_wrote_its_region(name: str, rank: int, expected: list[object]) -> None:
     """Told by a stock reader of its file: the rule by which a tensor is cut may never change."""
     assert load_file(GOLDEN / "sharded" / names.data(30, 3, rank))[name].tolist() == expected
 

@@ -57,7 +57,7 @@ class JobHarness:
         deadline = time.monotonic() + LIMIT_S
         try:
             while not what():
-                assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.tell(job)}"
+                assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.describe(job)}"
                 watch.wait(0.2)
         finally:
             watch.close()
@@ -69,17 +69,17 @@ class JobHarness:
         def stands() -> bool:
             found[0] = self.engine.job(job.id)
             status = found[0].status
-            assert status in statuses or not statuses or not status.is_final, self.tell(job)
+            assert status in statuses or not statuses or not status.is_final, self.describe(job)
             return status in statuses if statuses else status.is_final
 
         self.wait_for(job, stands, f"{[status.value for status in statuses] or 'the end'}")
         return found[0]
 
-    def wait_until_said(self, job: Job, words: str, times: int = 1, node: int = 0) -> None:
+    def wait_for_output(self, job: Job, words: str, times: int = 1, node: int = 0) -> None:
         """Wait until a node's log has some text a number of times."""
         self.wait_for(job, lambda: self.log(job, node).count(words) >= times, repr(words))
 
-    def tell(self, job: Job) -> str:
+    def describe(self, job: Job) -> str:
         """Return all details of a job, for a failure's message."""
         files = self.files(job)
         logs = [*files.logs.glob("*"), files.controller_log, files.changed]

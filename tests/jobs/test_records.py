@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.jobs.records import JobSpec, Records, format_policy, format_state
+from holdfast.jobs.records import JobSpec, Records, encode
 from holdfast.jobs.registry import find_engine, get_engine
 from holdfast.jobs.state_folder import database, state_dir
 from holdfast.jobs.state_machine import JobState, RestartPolicy
@@ -61,7 +61,7 @@ def test_a_file_of_the_previous_version_is_upgraded(tmp_path: Path) -> None:
     old.execute(
         "INSERT INTO jobs (name, task_id, is_whole, spec, terms, life, due, status, submitted_unix_s) "
         "VALUES ('old', 'id', 1, ?, ?, ?, '{}', 'RUNNING', 1.0)",
-        (spec, format_policy(RestartPolicy()), format_state(JobState())),
+        (spec, encode(RestartPolicy()), encode(JobState())),
     )
     old.commit()
     old.close()

@@ -48,15 +48,15 @@ BAD_SETUP = Outcome(Phase.SETUP, code=2)
 class Scenario:
     """State of a job, changed event by event."""
 
-    def __init__(self, terms: RestartPolicy | None = None) -> None:
-        self.terms = terms or RestartPolicy()
+    def __init__(self, policy: RestartPolicy | None = None) -> None:
+        self.policy = policy or RestartPolicy()
         self.life = JobState()
         self.actions: list[Action] = []
 
     def apply(self, *events: JobEvent) -> JobStatus:
         """Apply events in order. `actions` has the actions of the last."""
         for event in events:
-            self.life, actions = advance(self.life, event, self.terms)
+            self.life, actions = advance(self.life, event, self.policy)
             self.actions = list(actions)
         return self.life.status
 
@@ -292,7 +292,7 @@ events = st.one_of(
     st.just(BackoffElapsed()),
     st.just(ControllerFailed("x")),
 )
-terms = st.builds(
+policies = st.builds(
     RestartPolicy,
     num_nodes=st.integers(1, 2),
     max_restarts=st.integers(0, 3),
@@ -300,7 +300,7 @@ terms = st.builds(
 )
 
 
-@given(terms, st.lists(events, max_size=40))
+@given(policies, st.lists(events, max_size=40))
 def test_the_invariants_hold_in_every_sequence_of_events(
     allowed: RestartPolicy, happened: list[JobEvent]
 ) -> None:
@@ -328,7 +328,7 @@ def test_the_invariants_hold_in_every_sequence_of_events(
             assert life == before, "word of another attempt changes nothing"
 
 
-@given(terms, st.lists(st.tuples(outcomes, outcomes), min_size=1, max_size=60))
+@given(policies, st.lists(st.tuples(outcomes, outcomes), min_size=1, max_size=60))
 def test_every_job_whose_attempts_end_is_recovering_or_ended(
     allowed: RestartPolicy, ends: list[tuple[Outcome, Outcome]]
 ) -> None:

@@ -58,7 +58,7 @@ def wait_for_steps(harness: JobHarness, job: Job, number: int, *, attempt: int |
     """Wait until a number of steps is completed, in all attempts or in one."""
 
     def is_there() -> bool:
-        assert not harness.engine.job(job.id).status.is_final, harness.tell(job)
+        assert not harness.engine.job(job.id).status.is_final, harness.describe(job)
         return len([1 for one, _ in steps(harness.folder) if attempt in (None, one)]) >= number
 
     harness.wait_for(job, is_there, f"{number} steps")
@@ -89,7 +89,9 @@ def test_a_preemption_with_notice_costs_no_step(
     wait_for_steps(harness, job, 7)
     harness.engine.preempt(job.id, lead_s=60)
     ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), harness.tell(job)
+    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), harness.describe(
+        job
+    )
     assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert {attempt for attempt, _ in steps(harness.folder)} == {1, 2}
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
@@ -103,7 +105,7 @@ def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
     saved = harness.engine.job(job.id).step or 0
     harness.kill_node(job, 0)
     ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.tell(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
     first = min(step for attempt, step in steps(harness.folder) if attempt == 2)
     assert first > saved, "what was durable is not done again"
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
@@ -118,7 +120,7 @@ def test_two_nodes_train_together_and_survive_a_notice(harness: JobHarness) -> N
     harness.engine.preempt(job.id, lead_s=60)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.tell(job)
+        harness.describe(job)
     )
     assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
 
@@ -133,7 +135,7 @@ def test_two_nodes_survive_the_loss_of_one(harness: JobHarness, node: int) -> No
     harness.kill_node(job, node)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.tell(job)
+        harness.describe(job)
     )
     assert steps(harness.folder)[-1] == (2, TOTAL)
 
@@ -153,13 +155,13 @@ def test_chaos(
         # Most kills come once an attempt has trained for a while, some while it still starts.
         if chance.random() < 0.8:
             wait_for_steps(harness, job, before + chance.randrange(EVERY, 3 * EVERY))
-        assert not harness.engine.job(job.id).status.is_final, harness.tell(job)
+        assert not harness.engine.job(job.id).status.is_final, harness.describe(job)
         what = chance.choice(["trainer", "keeper", "controller", "node"])
         if kill(harness, job, what):
             killed[what] = killed.get(what, 0) + 1
         harness.engine.jobs()  # as somebody does who looks how it goes
     ended = harness.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert ended.status is JobStatus.SUCCEEDED, harness.describe(job)
     assert set(killed) == {"trainer", "keeper", "controller", "node"}, killed
     assert (harness.folder / "final.txt").read_text() == uninterrupted(total)
     (curve,) = read_summary(open_store(str(harness.folder / "home"))).curves

@@ -16,9 +16,9 @@ from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.cuts import whole
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Shard, lay_out
 from holdfast.format.manifest import parse
+from holdfast.format.partitioning import whole
 from holdfast.home.commit import commit, is_committed
 from holdfast.home.history import EVENTS, History
 from holdfast.home.listing import missing_ranks
@@ -52,7 +52,7 @@ def make_image(rank: int, dtype: str = "F32", name: str | None = None) -> tuple[
     """File image and catalog of a rank that writes one tensor."""
     tensor = Tensor(dtype, (64,), whole(rank), (rank,))
     name = name or f"t{rank}"
-    layout = lay_out([Piece.whole(name, dtype, (64,))], rank)
+    layout = lay_out([Shard.whole(name, dtype, (64,))], rank)
     image = layout.header.ljust(layout.file_bytes, b"\x01")
     return image, catalog_text(Catalog({name: tensor}, {}))
 

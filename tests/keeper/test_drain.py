@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 from pathlib import Path
 
@@ -17,10 +18,15 @@ from holdfast.home.history import History
 from holdfast.home.listing import candidates, list_home
 from holdfast.home.metrics import read_metrics, write_metrics
 from holdfast.home.writer import WriterId
+from holdfast.keeper import packets
+from holdfast.keeper.commit_tier import Committed, PendingSave
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.drain import Drain, Drained
+from holdfast.keeper.inbox import TrainerInbox
 from holdfast.keeper.persist import verified_blocks
 from holdfast.keeper.rate import BLOCK_BYTES
+from holdfast.keeper.reports import Reports
+from holdfast.keeper.topologies import SharedLocal, Surroundings
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
@@ -46,7 +52,7 @@ class Bench:
         self.drain = self.make(self.config)
 
     def make(self, config: KeeperConfig) -> Drain:
-        return Drain(self.near, self.home, config, History(self.near, config.writer), self.told.put)
+        return Drain(self.near, self.home, config, self.told.put)
 
     def next_told(self) -> Drained:
         return self.told.get(timeout=WAIT_S)
@@ -99,6 +105,29 @@ def test_the_newest_is_drained_first_and_older_ones_are_forgotten() -> None:
     assert [bench.next_told().step, bench.next_told().step] == [10, 30]
     bench.drain.close()
     assert bench.in_home() == [(1, 30), (1, 10)]
+
+
+def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() -> None:
+    """Retention runs after each save. As no other save may follow, it runs again after the drain."""
+    bench = Bench(())
+    config = dataclasses.replace(bench.config, keep_local=1)
+    ours, theirs = packets.make_pair()
+    inbox = TrainerInbox(theirs, os.getpid())
+    reports = Reports(History(bench.near, config.writer), inbox, "local")
+    topology = SharedLocal(Surroundings(config, inbox, reports, bench.near, bench.home, set), bench.home)
+    gate = bench.home.hold("put", matching=names.step_dir(10))
+    for step in (10, 20):
+        make_checkpoint(bench.near, step, 1, [{"w": torch.full((4000,), float(step))}])
+        topology.finish(PendingSave(step, to_home=step == 10), Committed(()), 0.0)
+        assert gate.reached.wait(WAIT_S)
+        topology.join_retention()
+    assert candidates(list_home(bench.near)) == [(1, 20), (1, 10)], "it is still needed"
+    gate.opened.set()
+    topology.close(with_newest=False)
+    assert bench.in_home() == [(1, 10)]
+    assert candidates(list_home(bench.near)) == [(1, 20)]
+    ours.close()
+    theirs.close()
 
 
 def test_close_waits_for_due_checkpoints() -> None:
@@ -238,9 +267,15 @@ class Apart:
             "home", "run-one", attempt, rank, 2, True, 3, None, self.commit_timeout_s, 5.0,
             local="near", local_ranks=(rank,),
         )  # fmt: skip
-        return Drain(
-            self.near[rank], self.home, config, History(self.near[rank], config.writer), self.told[rank].put
-        )
+        return Drain(self.near[rank], self.home, config, self.told[rank].put)
+
+    def drain_on_both(self, step: int) -> list[Drain]:
+        """Drain a checkpoint on both hosts, and return their drains when it is in home."""
+        drains = [self.drain(rank) for rank in (0, 1)]
+        for drain in drains:
+            drain.submit(1, step)
+        assert [told.get(timeout=WAIT_S).step for told in self.told] == [step, step]
+        return drains
 
     def in_home(self) -> list[tuple[int, int]]:
         return candidates(list_home(self.home))
@@ -284,6 +319,59 @@ def test_a_rank_follows_another_that_has_begun_a_newer_checkpoint() -> None:
     apart.drain(1).submit(1, 20)
     assert apart.told[1].get(timeout=WAIT_S).step == 20
     assert apart.in_home() == [(1, 20)]
+
+
+def test_a_checkpoint_that_becomes_due_after_a_newer_one_is_not_drained() -> None:
+    """The other rank has drained the newer one first too, and would never send its files of the older one."""
+    apart = Apart((10, 20))
+    _, second = apart.drain_on_both(20)
+    second.submit_due(1, 10)
+    second.close()
+    assert apart.told[1].empty()
+    assert apart.in_home() == [(1, 20)]
+
+
+def test_a_requested_checkpoint_is_drained_after_a_newer_one() -> None:
+    bench = Bench((10, 20))
+    bench.drain.submit(1, 20)
+    assert bench.next_told().step == 20
+    bench.drain.submit(1, 10)
+    assert bench.next_told().step == 10
+
+
+def test_a_rank_abandons_a_checkpoint_when_a_newer_one_is_complete_in_home() -> None:
+    """A keeper that replaces a dead one has not drained the newer checkpoint itself."""
+    apart = Apart((10, 20))
+    apart.drain_on_both(20)
+    replacement = apart.drain(1)
+    replacement.submit_due(1, 10)
+    replacement.close()
+    assert apart.told[1].empty()
+    assert apart.in_home() == [(1, 20)]
+
+
+def test_a_rank_follows_another_that_has_begun_one_of_the_best() -> None:
+    apart = Apart((10, 20))
+    first = apart.drain(0)
+    first.submit_due(1, 10)
+    first.set_best({(1, 20)})
+    apart.drain(1).set_best({(1, 20)})
+    assert apart.told[1].get(timeout=WAIT_S).step == 20
+    assert apart.in_home() == [(1, 20)]
+
+
+def test_one_of_the_best_whose_other_files_never_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer checkpoint in home does not replace it, so that its time limit counts."""
+    monkeypatch.setattr("holdfast.keeper.drain._OVERTAKEN_S", 0.05)
+    apart = Apart((10, 20))
+    apart.drain_on_both(20)
+    apart.commit_timeout_s = 0.3
+    replacement = apart.drain(0)
+    replacement.set_best({(1, 10)})
+    told = apart.told[0].get(timeout=WAIT_S)
+    assert told.is_over
+    assert isinstance(told.error, NotFound)
+    replacement.close()
 
 
 def test_files_that_never_arrive_are_given_up_and_the_next_checkpoint_is_drained() -> None:

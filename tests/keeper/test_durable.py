@@ -172,7 +172,7 @@ def test_a_step_folder_that_was_created_again_is_durable_again(tmp_path: Path, d
     disk.names[str(home)] = set()
     folder.mkdir()
     (folder / "part").write_bytes(b"")
-    store._durable[names.step_dir(5)] = (folder.stat().st_dev, folder.stat().st_ino)
+    store._names._durable[names.step_dir(5)] = (folder.stat().st_dev, folder.stat().st_ino)
     assert before
     store.sync(names.step_dir(5))
     assert disk.lacks(home, 5) == []

@@ -14,9 +14,9 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.cuts import whole
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Shard, lay_out
 from holdfast.format.part import DataFile
+from holdfast.format.partitioning import whole
 from holdfast.home.commit import commit
 from holdfast.home.retain import Retention
 from holdfast.keeper import ArenaLayout, Keeper, KeeperConfig, Save
@@ -32,8 +32,8 @@ NUM_ITEMS = 50_000
 CATALOG = Catalog(
     {"w": Tensor("F32", (8,), whole(0), (0,)), "base": Tensor("F32", (NUM_ITEMS,), whole(0), (0,), True)}, {}
 )
-W_FILE = lay_out([Piece.whole("w", "F32", (8,))], 0)
-BASE_FILE = lay_out([replace(Piece.whole("base", "F32", (NUM_ITEMS,)), frozen=True)], 0)
+W_FILE = lay_out([Shard.whole("w", "F32", (8,))], 0)
+BASE_FILE = lay_out([replace(Shard.whole("base", "F32", (NUM_ITEMS,)), frozen=True)], 0)
 
 
 def make_config(home: str = "", attempt: int = 1) -> KeeperConfig:

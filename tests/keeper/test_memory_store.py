@@ -199,7 +199,7 @@ state = {"x": torch.arange(1000.0)}
 ckpt = holdfast.Checkpointer(sys.argv[1], state, quiet=True, memory=holdfast.Memory("40MiB", keep_for="1m"))
 ckpt.save(1).wait_durable()
 state["x"] = torch.arange(8_000_000.0)
-ckpt._pipeline.arenas.acquire(32_100_000)
+ckpt._components.pipeline.arenas.acquire(32_100_000)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = shared().run(["-c", script, str(tmp_path / "home")])

@@ -29,15 +29,14 @@ from stage.training import check_saved, make_checkpointer
 
 def keepers() -> list[psutil.Process]:
     """The living keepers that this process has started."""
-    children = psutil.Process().children()
-    return [
-        child for child in children if child.status() != "zombie" and "holdfast.keeper" in child.cmdline()
-    ]
+    living = [child for child in psutil.Process().children() if child.status() != "zombie"]
+    # A process that has only just been started may have no arguments yet.
+    return [child for child in living if not (words := child.cmdline()) or "holdfast.keeper" in words]
 
 
 def pid_of(ckpt: holdfast.Checkpointer) -> int:
-    assert ckpt._attempt.keeper is not None
-    return ckpt._attempt.keeper.pid
+    assert ckpt._training.attempt.keeper is not None
+    return ckpt._training.attempt.keeper.pid
 
 
 def test_each_checkpointer_has_one_keeper_until_it_is_closed(tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ import os, signal, sys, torch, holdfast
 ckpt = holdfast.Checkpointer(sys.argv[1], {"x": torch.arange(3_000_000.0)}, quiet=True)
 ckpt.save(7).wait_staged()
 ending = sys.argv[2]
-print(ckpt._attempt.keeper.pid, flush=True)
+print(ckpt._training.attempt.keeper.pid, flush=True)
 os._exit(3) if ending == "_exit" else os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -164,13 +163,19 @@ def test_a_dead_keeper_is_replaced_by_one_that_completes_its_saves(tmp_path: Pat
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make checks and pauses a tenth as long as usual."""
-    for name in ("_CHECK_S", "_FIRST_PAUSE_S", "_LAST_PAUSE_S"):
+def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make pauses before another keeper is started a tenth as long as usual."""
+    for name in ("_FIRST_PAUSE_S", "_LAST_PAUSE_S"):
         monkeypatch.setattr(supervisor, name, 0.1 * getattr(supervisor, name))
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, quick_pauses: None) -> None:
+    """Make checks and pauses a tenth as long as usual. A keeper that is slow by load may be replaced."""
+    monkeypatch.setattr(supervisor, "_CHECK_S", 0.1 * supervisor._CHECK_S)
+
+
+@pytest.mark.usefixtures("quick_pauses")
 def test_starting_a_keeper_is_retried_and_no_save_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,10 +238,10 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(
                 warnings.simplefilter("ignore")
                 ckpt.save(step)
             for number in range(100):
-                ckpt._attempt.keeper.record("saved", step=step, detail=f"{number}")  # pyright: ignore[reportOptionalMemberAccess]
+                ckpt._training.attempt.keeper.record("saved", step=step, detail=f"{number}")  # pyright: ignore[reportOptionalMemberAccess]
                 ckpt.record(loss=1.0)
         assert stopped.status() == psutil.STATUS_STOPPED, "training did not wait until it was replaced"
-        pending = ckpt._attempt.saves.pending
+        pending = ckpt._training.attempt.saves.pending
         request.getfixturevalue("quick")
         for save in pending:
             save.wait_durable(60)

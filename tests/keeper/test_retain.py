@@ -179,12 +179,45 @@ def test_a_refusal_stays_until_the_next_attempt() -> None:
 
 
 def test_refusals_that_stay_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retain, "_MAX_REFUSALS", 2)
+    monkeypatch.setattr(retain, "MAX_REFUSALS", 2)
     store = make_store((1, 10, ()), (1, 60, ()))
     for step in (20, 30, 40, 50):
         refuse_save(store, 1, step)
     list(Retention(store, Keep(3)).apply((1, 60), (), ()))
     assert [left(store, step) for step in (20, 30, 40, 50)] == [[], [], ["refusal"], ["refusal"]]
+
+
+def test_an_incomplete_save_is_refused_before_its_files_are_deleted() -> None:
+    """Keepers of other ranks must not take it for a checkpoint that was deleted."""
+    store = make_store((1, 10, ()), (1, 30, ()))
+    for name in (names.data(20, 1, 0), names.part(20, 1, 0)):
+        store.put(name, b"of a rank")
+    refused: list[int] = []
+
+    def refuse_first(step: int) -> None:
+        assert left(store, step) == ["data", "part"]
+        refused.append(step)
+        raise RetryLater("gone for a moment")
+
+    with pytest.raises(RetryLater):
+        list(Retention(store, Keep(1), refuse=refuse_first).apply((1, 30), (), ()))
+    assert refused == [20]
+    assert left(store, 20) == ["data", "part"]
+    list(Retention(store, Keep(1), refuse=refused.append).apply((1, 30), (), ()))
+    assert refused == [20, 20], "the complete step 10 is deleted without a refusal"
+    assert left(store, 20) == []
+
+
+def test_a_committed_save_whose_deletion_is_interrupted_is_not_refused() -> None:
+    store = make_store((1, 10, ()), (1, 30, ()))
+    refused: list[int] = []
+    retention = Retention(store, Keep(1), refuse=refused.append)
+    store.fail("delete", RetryLater("gone for a moment"), matching=names.part(10, 1, 0), after=True)
+    with pytest.raises(RetryLater):
+        list(retention.apply((1, 30), (), ()))
+    assert listed(store) == [(1, 30)]
+    assert [(one.step, one.was_complete) for one in retention.apply((1, 30), (), ())] == [(10, True)]
+    assert refused == []
 
 
 def test_abandoned_checkpoints_are_deleted_once_training_is_past_them_and_do_not_count() -> None:

@@ -12,15 +12,16 @@ import pytest
 
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
 from holdfast.format import names
-from holdfast.home.commit import refuse
+from holdfast.home.commit import MAX_REFUSALS, refuse
 from holdfast.home.retain import Retention
 from holdfast.keeper import commit_tier, packets, worker
-from holdfast.keeper.commit_tier import PendingSave
+from holdfast.keeper.commit_tier import Committed, PendingSave
 from holdfast.keeper.inbox import StagedSave, TrainerInbox
 from holdfast.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.keeper.messages import (
     ArenaLayout,
     ArenaReleased,
+    AttemptFenced,
     Close,
     DropSave,
     KeeperMessage,
@@ -56,9 +57,14 @@ MakeWorker = Callable[..., tuple[Worker, FaultyStore, RecordingInbox]]
 @pytest.fixture
 def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWorker:
     def make(
-        *, commit_timeout_s: float = 60.0, rank: int = 0, world_size: int = 1
+        store: FaultyStore | None = None,
+        *,
+        commit_timeout_s: float = 60.0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> tuple[Worker, FaultyStore, RecordingInbox]:
-        store, inbox, pid = FaultyStore(MemoryStore()), RecordingInbox(), os.getpid()
+        store = store or FaultyStore(MemoryStore())
+        inbox, pid = RecordingInbox(), os.getpid()
         monkeypatch.setattr(worker, "open_store", lambda _: store)
         lockfile = Lockfile.create(str(tmp_path), KeeperInfo(1, rank, pid, start_time(pid) or 0, busy=True))
         return Worker(inbox, make_config("home", rank, world_size, commit_timeout_s), lockfile), store, inbox
@@ -155,6 +161,52 @@ def test_a_refused_save_that_was_deleted_behind_a_newer_one_fails(make_worker: M
     assert inbox.replies == [SaveFailed(5, "InvalidInput", "Ranks disagree about w")]
 
 
+def test_a_save_that_was_never_committed_fails_behind_a_newer_one(make_worker: MakeWorker) -> None:
+    """Rank 0 has given it up, committed a newer one and deleted it, all between two checks of this rank."""
+    made, store, inbox = make_worker(rank=1, world_size=2)
+    committer, *_ = make_worker(store, rank=0, world_size=2)
+    for rank in (0, 1):
+        put_part(store, rank)
+    store.put(names.manifest(9, 1), b"newer")
+    committer._topology.finish(PendingSave(9), Committed(()), 0.0)
+    committer._topology.join_retention()
+    assert store.size(names.part(5, 1, 1)) is None
+    check_commit(made, PendingSave(5, received_s=time.monotonic()))
+    (failed,) = inbox.replies
+    assert isinstance(failed, SaveFailed)
+    assert failed.detail.startswith("Step 5 was not complete when step 9 was committed")
+
+
+def test_a_resent_save_that_was_refused_is_neither_written_nor_durable(make_worker: MakeWorker) -> None:
+    made, store, inbox = make_worker(rank=1, world_size=2)
+    refuse(store, make_config("home").writer, 5, InvalidInput("Ranks disagree about w", step=5, rank=0))
+    store.put(names.manifest(9, 1), b"newer")
+    made._persist(staged(5, is_resent=True))
+    assert inbox.replies == [SaveFailed(5, "InvalidInput", "Ranks disagree about w"), ArenaReleased(1)]
+
+
+def test_a_save_that_a_newer_attempt_may_have_deleted_is_not_durable(make_worker: MakeWorker) -> None:
+    """The next attempt deletes incomplete saves of this one without a refusal."""
+    made, store, inbox = make_worker(rank=1, world_size=2)
+    for name in (names.manifest(9, 1), names.attempt(2)):
+        store.put(name, b"newer")
+    check_commit(made, PendingSave(5, received_s=time.monotonic()))
+    (failed,) = inbox.replies
+    assert isinstance(failed, AttemptFenced)
+
+
+def test_a_save_whose_refusal_may_be_deleted_is_not_durable(make_worker: MakeWorker) -> None:
+    made, store, inbox = make_worker(rank=1, world_size=2, commit_timeout_s=0.0)
+    for step in range(10, 10 + MAX_REFUSALS):
+        refuse(store, make_config("home").writer, step, InvalidInput("torn", step=step))
+    store.put(names.manifest(500, 1), b"newer")
+    check_commit(made, PendingSave(5, received_s=time.monotonic() - 1))
+    (failed,) = inbox.replies
+    assert isinstance(failed, SaveFailed)
+    assert failed.error == "RetryLater"
+    assert "It is not known whether step 5 was committed" in failed.detail
+
+
 def test_a_keeper_retries_to_open_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[str] = []
 
@@ -183,7 +235,7 @@ def test_the_oldest_save_is_taken_with_all_other_messages() -> None:
             packets.send(ours, message)
         inbox.start()
         taken = []
-        while (items := inbox.take(None, has_work=False)) is not None:
+        while (items := inbox.receive(None, has_work=False)) is not None:
             taken += items
     assert inbox.frees_memory
     saves = [item for item in taken if isinstance(item, StagedSave)]

@@ -150,6 +150,20 @@ def test_every_chart_has_a_table_of_its_numbers(page_of: Callable[[RunSummary], 
         assert all(html.escape(str(cell)) in section for row in one.rows for cell in row if cell is not None)
 
 
+def test_the_detection_of_torn_copies_is_a_sentence_below_the_figures(
+    page_of: Callable[[RunSummary], str],
+) -> None:
+    """As a number at the top of the page it pushed the first chart off the screen."""
+    made_up = MadeUpRun()
+    made_up.claim(1, 0.0)
+    made_up.add(1, 1.0, "tear-check", 0, detail="the kernel's record of written pages")
+    made_up.save(1, 10, 5.0)
+    page = html.unescape(page_of(summarize(made_up.by_time(), made_up.claims)))
+    numbers, _, rest = page.partition("</dl>")
+    assert "kernel's record" not in numbers
+    assert "Torn copies are detected by the kernel's record of written pages." in rest
+
+
 def test_text_of_a_history_is_escaped(page_of: Callable[[RunSummary], str]) -> None:
     text = page_of(eventful())
     assert "alert(1)" in text

@@ -14,10 +14,10 @@ from holdfast.format.values import TensorRef
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from making import Region, make_checkpoint, make_home, reseal
+from making import LocalShard, make_checkpoint, make_home, reseal
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
-RANKS: list[dict[str, torch.Tensor | Region]] = [
+RANKS: list[dict[str, torch.Tensor | LocalShard]] = [
     {"model.w": torch.arange(6.0).reshape(2, 3), "rng": torch.arange(3), "s": (WHOLE[:, :2], (0, 0), (4, 6))},
     {
         "model.b": torch.tensor(7, dtype=torch.int64),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.format import names
-from holdfast.format.cuts import Box, Cut, whole
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.manifest import Manifest
+from holdfast.format.partitioning import EvenPartitioning, Region, whole
 from holdfast.restore import fill as filling
 from holdfast.restore.fill import RegionSink, TensorSink
 from holdfast.restore.parts import Parts
@@ -24,7 +24,7 @@ from holdfast.state.tensors import torch_dtype
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
-from making import Region, make_checkpoint, raw_bytes
+from making import LocalShard, make_checkpoint, raw_bytes
 
 
 class Recorder(MemoryStore):
@@ -40,7 +40,7 @@ class Recorder(MemoryStore):
 
 
 def fill(store: Store, manifest: Manifest, tensors: dict[str, Any], rank: int, **options: Any) -> ReadStats:
-    """Fill whole tensors, or `Target`s where they are boxes."""
+    """Fill whole tensors, or `Target`s where they are regions."""
     targets = {n: one if isinstance(one, Target) else Target(one) for n, one in tensors.items()}
     return filling.fill(store, manifest, targets, rank, **options)
 
@@ -149,7 +149,7 @@ def test_a_target_that_does_not_fit_is_refused_before_anything_changes(target: t
     assert not target.any()
 
 
-def cuts(size: int, at: list[int]) -> list[tuple[int, int]]:
+def ranges(size: int, at: list[int]) -> list[tuple[int, int]]:
     edges = sorted({0, size, *(a for a in at if 0 < a < size)})
     return list(pairwise(edges))
 
@@ -161,16 +161,16 @@ def cuts(size: int, at: list[int]) -> list[tuple[int, int]]:
     st.sampled_from(["F32", "BF16", "BOOL", "C64", "F8_E4M3"]),
 )
 def test_a_tensor_split_in_any_way_comes_back_whole(
-    shape: list[int], cut_at: list[list[int]], dtype: str
+    shape: list[int], split_at: list[list[int]], dtype: str
 ) -> None:
     saved = random_tensor(torch_dtype(dtype), tuple(shape), seed=3)
-    boxes: list[list[tuple[int, int]]] = [[]]
+    regions: list[list[tuple[int, int]]] = [[]]
     for dim, size in enumerate(shape):
-        boxes = [[*box, side] for box in boxes for side in cuts(size, cut_at[dim])]
-    ranks: list[dict[str, Region]] = []
-    for box in boxes:
-        region = saved[tuple(slice(*side) for side in box)]
-        ranks.append({"t": (region, tuple(start for start, _ in box), tuple(shape))})
+        regions = [[*region, side] for region in regions for side in ranges(size, split_at[dim])]
+    ranks: list[dict[str, LocalShard]] = []
+    for region in regions:
+        part = saved[tuple(slice(*side) for side in region)]
+        ranks.append({"t": (part, tuple(start for start, _ in region), tuple(shape))})
     store = MemoryStore()
     made = make_checkpoint(store, 1, 1, ranks)
     target = torch.zeros(shape, dtype=saved.dtype)
@@ -180,7 +180,7 @@ def test_a_tensor_split_in_any_way_comes_back_whole(
 
 def test_a_large_column_split_arrives_through_many_chunks() -> None:
     saved = torch.randn(600, 64)
-    ranks: list[dict[str, Region]] = [
+    ranks: list[dict[str, LocalShard]] = [
         {"t": (saved[:, at : at + 32].contiguous(), (0, at), (600, 64))} for at in (0, 32)
     ]
     store = MemoryStore()
@@ -191,13 +191,13 @@ def test_a_large_column_split_arrives_through_many_chunks() -> None:
 
 
 def test_parts_that_contradict_the_manifest_are_refused() -> None:
-    """A missing tensor, another box, another dtype."""
+    """A missing tensor, another region, another dtype."""
     store = MemoryStore()
     made = make_checkpoint(store, 1, 1, [{"t": torch.zeros(4)}, {"u": torch.zeros(4)}])
     tensor = made.tensors["t"]
     for fact, value, says in (
-        ("cut", whole(1), "rank 1 did not save it"),
-        ("cut", Cut(((0, 2),), (0, 1)), "of it on rank 0, which holds"),
+        ("partitioning", whole(1), "rank 1 did not save it"),
+        ("partitioning", EvenPartitioning(((0, 2),), (0, 1)), "of it on rank 0, which holds"),
         ("dtype", "I32", "I32"),
     ):
         other = made.tensors["t"] = dataclasses.replace(tensor, **{fact: value})
@@ -208,28 +208,35 @@ def test_parts_that_contradict_the_manifest_are_refused() -> None:
     fill(store, made, {"t": torch.zeros(4)}, 0)
 
 
-# -- boxes of tensors ----------------------------------------------------------------------------------------
+# -- regions of tensors --------------------------------------------------------------------------------------
 
 
-def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(at, at + length) for at, length in zip(*box, strict=True))]
+def region_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    return tensor[tuple(slice(at, at + length) for at, length in zip(*region, strict=True))]
 
 
-def save_cut(
-    store: Store, saved: torch.Tensor, cut: Cut, *, frozen: bool = False, chunk_bytes: int = 4096
+def save_partitioned(
+    store: Store,
+    saved: torch.Tensor,
+    partitioning: EvenPartitioning,
+    *,
+    frozen: bool = False,
+    chunk_bytes: int = 4096,
 ) -> Manifest:
-    """A checkpoint in which ranks hold the boxes of one tensor, cut by a rule."""
+    """A checkpoint in which ranks hold the regions of one tensor, split by a rule."""
     shape = tuple(saved.shape)
-    ranks: list[dict[str, torch.Tensor | Region]] = [{} for _ in cut.ranks]
-    for rank, box in cut.boxes(shape):
-        ranks[rank]["t"] = (box_of(saved, box).contiguous(), box.offsets, shape)
+    ranks: list[dict[str, torch.Tensor | LocalShard]] = [{} for _ in partitioning.ranks]
+    for rank, region in partitioning.regions(shape):
+        ranks[rank]["t"] = (region_of(saved, region).contiguous(), region.offsets, shape)
     names_of = ["t"] if frozen else []
-    return make_checkpoint(store, 1, 1, ranks, cuts={"t": cut}, frozen=names_of, chunk_bytes=chunk_bytes)
+    return make_checkpoint(
+        store, 1, 1, ranks, partitionings={"t": partitioning}, frozen=names_of, chunk_bytes=chunk_bytes
+    )
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Cut, list[Box]]:
-    """A shape, a cut of it, and boxes that are wanted of it, empty ones and single elements too."""
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], EvenPartitioning, list[Region]]:
+    """A shape, a partitioning of it, and wanted regions, among them empty ones and single elements."""
     shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
     split = st.tuples(st.integers(0, max(len(shape) - 1, 0)), st.integers(1, 3))
     splits = draw(st.lists(split, max_size=3 if shape else 0))
@@ -238,36 +245,38 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Cut, list[Box]]:
     for _ in range(draw(st.integers(1, 3))):
         offsets = tuple(draw(st.integers(0, size)) for size in shape)
         sides = zip(shape, offsets, strict=True)
-        wanted.append(Box(offsets, tuple(draw(st.integers(0, size - at)) for size, at in sides)))
-    return shape, Cut(tuple(splits), tuple(ranks)), wanted
+        wanted.append(Region(offsets, tuple(draw(st.integers(0, size - at)) for size, at in sides)))
+    return shape, EvenPartitioning(tuple(splits), tuple(ranks)), wanted
 
 
 @settings(max_examples=60)
 @given(cases(), st.sampled_from(["F32", "BF16", "BOOL", "C64"]), st.booleans())
-def test_any_box_of_a_tensor_cut_in_any_way_is_what_slicing_the_whole_gives(
-    case: tuple[tuple[int, ...], Cut, list[Box]], dtype: str, frozen: bool
+def test_any_region_of_a_tensor_cut_in_any_way_is_what_slicing_the_whole_gives(
+    case: tuple[tuple[int, ...], EvenPartitioning, list[Region]], dtype: str, frozen: bool
 ) -> None:
-    shape, cut, wanted = case
+    shape, partitioning, wanted = case
     saved = random_tensor(torch_dtype(dtype), shape, seed=5)
     store = MemoryStore()
-    made = save_cut(store, saved, cut, frozen=frozen)
-    for box in wanted:
-        target = torch.zeros(box.lengths, dtype=saved.dtype)
-        fill(store, made, {"t": Target(target, box)}, 0, num_threads=2)
-        assert raw_bytes(target) == raw_bytes(box_of(saved, box))
+    made = save_partitioned(store, saved, partitioning, frozen=frozen)
+    for region in wanted:
+        target = torch.zeros(region.sizes, dtype=saved.dtype)
+        fill(store, made, {"t": Target(target, region)}, 0, num_threads=2)
+        assert raw_bytes(target) == raw_bytes(region_of(saved, region))
 
 
 @settings(max_examples=40)
 @given(cases())
-def test_boxes_of_other_ranks_are_not_even_looked_at(case: tuple[tuple[int, ...], Cut, list[Box]]) -> None:
+def test_regions_of_other_ranks_are_not_even_looked_at(
+    case: tuple[tuple[int, ...], EvenPartitioning, list[Region]],
+) -> None:
     """Parts and data files of ranks without requested bytes are not read."""
-    shape, cut, wanted = case
+    shape, partitioning, wanted = case
     store = FaultyStore(MemoryStore())
-    made = save_cut(store, random_tensor(torch.float32, shape), cut)
-    for box in wanted:
+    made = save_partitioned(store, random_tensor(torch.float32, shape), partitioning)
+    for region in wanted:
         store.clear_calls()
-        fill(store, made, {"t": Target(torch.zeros(box.lengths), box)}, 0)
-        needed = {rank for rank, _ in cut.touching(box, shape)} if box.num_items else set()
+        fill(store, made, {"t": Target(torch.zeros(region.sizes), region)}, 0)
+        needed = {rank for rank, _ in partitioning.touching(region, shape)} if region.num_items else set()
         assert {call.name for call in store.calls("get")} == {names.part(1, 1, rank) for rank in needed}
         assert {call.name for call in store.calls("read_into")} == {names.data(1, 1, rank) for rank in needed}
 
@@ -277,39 +286,39 @@ def test_boxes_of_other_ranks_are_not_even_looked_at(case: tuple[tuple[int, ...]
 def test_ranks_of_another_number_together_read_hardly_more_than_there_is(
     num_saved: int, num_loading: int
 ) -> None:
-    """Cut along the first dimension, each rank reads its rows and at most a chunk more at either end."""
+    """Split along the first dimension, each rank reads its rows and at most a chunk more at either end."""
     saved = torch.randn(1000, 64)
     store = MemoryStore()
-    made = save_cut(store, saved, Cut(((0, num_saved),), tuple(range(num_saved))))
-    loading = Cut(((0, num_loading),), tuple(range(num_loading)))
-    for _, box in loading.boxes((1000, 64)):
-        target = torch.zeros(box.lengths)
-        stats = fill(store, made, {"t": Target(target, box)}, 0)
-        assert torch.equal(target, box_of(saved, box))
-        num_files = len(list(made.tensors["t"].cut.touching(box, (1000, 64))))  # pyright: ignore
+    made = save_partitioned(store, saved, EvenPartitioning(((0, num_saved),), tuple(range(num_saved))))
+    loading = EvenPartitioning(((0, num_loading),), tuple(range(num_loading)))
+    for _, region in loading.regions((1000, 64)):
+        target = torch.zeros(region.sizes)
+        stats = fill(store, made, {"t": Target(target, region)}, 0)
+        assert torch.equal(target, region_of(saved, region))
+        num_files = len(list(made.tensors["t"].partitioning.touching(region, (1000, 64))))  # pyright: ignore
         assert target.nbytes <= stats.num_bytes <= target.nbytes + num_files * 2 * 4096
 
 
 def test_columns_are_read_with_the_rows_that_they_are_in_and_no_others() -> None:
     saved = torch.randn(64, 32, 32)
     store = MemoryStore()
-    made = save_cut(store, saved, Cut((), (0,)))
-    box = Box((10, 4, 8), (2, 3, 5))
-    target = torch.zeros(box.lengths)
-    stats = fill(store, made, {"t": Target(target, box)}, 0)
-    assert torch.equal(target, box_of(saved, box))
+    made = save_partitioned(store, saved, EvenPartitioning((), (0,)))
+    region = Region((10, 4, 8), (2, 3, 5))
+    target = torch.zeros(region.sizes)
+    stats = fill(store, made, {"t": Target(target, region)}, 0)
+    assert torch.equal(target, region_of(saved, region))
     assert stats.num_bytes <= 2 * 32 * 32 * 4 + 4096
-    one_row = Box((10, 4, 8), (1, 3, 5))
-    stats = fill(store, made, {"t": Target(torch.zeros(one_row.lengths), one_row)}, 0)
+    one_row = Region((10, 4, 8), (1, 3, 5))
+    stats = fill(store, made, {"t": Target(torch.zeros(one_row.sizes), one_row)}, 0)
     assert stats.num_bytes == 4096, "the rows of the second dimension are enough"
 
 
-def test_a_box_of_a_tensor_per_rank_is_of_the_rank_that_it_is_taken_from() -> None:
+def test_a_region_of_a_tensor_per_rank_is_of_the_rank_that_it_is_taken_from() -> None:
     store = MemoryStore()
     own = [{"t": torch.arange(8) + 10 * rank} for rank in range(2)]
     made = make_checkpoint(store, 1, 1, own, per_rank=["t"])
     target = torch.zeros(3, dtype=torch.int64)
-    fill(store, made, {"t": Target(target, Box((2,), (3,)))}, 3)
+    fill(store, made, {"t": Target(target, Region((2,), (3,)))}, 3)
     assert target.tolist() == [12, 13, 14]
 
 
@@ -330,15 +339,22 @@ def test_frozen_and_other_tensors_of_a_rank_come_from_their_two_files() -> None:
 
 
 @pytest.mark.parametrize(
-    "box",
-    [Box((0,), (5,)), Box((3,), (2,)), Box((0,), (1,)), Box((-1,), (2,)), Box((0, 0), (2, 1)), Box((), ())],
+    "region",
+    [
+        Region((0,), (5,)),
+        Region((3,), (2,)),
+        Region((0,), (1,)),
+        Region((-1,), (2,)),
+        Region((0, 0), (2, 1)),
+        Region((), ()),
+    ],
 )
-def test_a_box_that_does_not_fit_is_refused_before_anything_changes(box: Box) -> None:
+def test_a_region_that_does_not_fit_is_refused_before_anything_changes(region: Region) -> None:
     store = MemoryStore()
     made = make_checkpoint(store, 1, 1, [{"a": torch.ones(4), "b": torch.ones(3)}])
     good, target = torch.zeros(3), torch.zeros(2)
     with pytest.raises(InvalidInput, match="Nothing was changed") as caught:
-        fill(store, made, {"b": good, "a": Target(target, box)}, 0)
+        fill(store, made, {"b": good, "a": Target(target, region)}, 0)
     assert caught.value.key == "a"
     assert not good.any()
     assert not target.any()
@@ -353,7 +369,7 @@ def test_sinks_write_at_their_base() -> None:
 def test_a_region_is_placed_only_when_it_is_complete() -> None:
     """Rows 0 and 1 of three columns come; the last two of these go into the first two of the tensor."""
     tensor = torch.zeros(2, 4, dtype=torch.uint8)
-    place, wanted, rows = Box((0, 1), (2, 4)), Box((0, 1), (2, 2)), Box((0, 0), (2, 3))
+    place, wanted, rows = Region((0, 1), (2, 4)), Region((0, 1), (2, 2)), Region((0, 0), (2, 3))
     sink = RegionSink(tensor, place, wanted, rows)
     sink.write(3, memoryview(bytearray([4, 5, 6])))
     assert not tensor.any()

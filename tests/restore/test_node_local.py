@@ -31,9 +31,9 @@ class Post:
     """Messages on their way between ranks that are threads."""
 
     def __init__(self) -> None:
-        # All at once: two threads that each make the missing one would write into different boxes.
+        # All at once: two threads that each make the missing one would write into different regions.
         routes = [(source, to) for source in (0, 1) for to in (0, 1)]
-        self.boxes: dict[tuple[int, int], queue.Queue[bytes]] = {route: queue.Queue() for route in routes}
+        self.regions: dict[tuple[int, int], queue.Queue[bytes]] = {route: queue.Queue() for route in routes}
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Done:
 
     def wait(self) -> None:
         if self.data is not None:
-            content = self.post.boxes[self.route].get(timeout=WAIT_S)
+            content = self.post.regions[self.route].get(timeout=WAIT_S)
             self.data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
@@ -58,7 +58,7 @@ class Rank(Member):
         self.post = post
 
     def send(self, data: torch.Tensor, to: int) -> Any:
-        self.post.boxes[self.rank, to].put(data.numpy().tobytes())
+        self.post.regions[self.rank, to].put(data.numpy().tobytes())
         return Done(self.post, (self.rank, to))
 
     def receive(self, data: torch.Tensor, source: int) -> Any:

@@ -16,9 +16,9 @@ import torch
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.cuts import whole
 from holdfast.format.manifest import Manifest
 from holdfast.format.messages import pack, unpack
+from holdfast.format.partitioning import whole
 from holdfast.home.listing import list_home
 from holdfast.home.recovery import recover_commit
 from holdfast.ranks import RankGroup
@@ -715,7 +715,7 @@ def test_a_home_that_rank_0_cannot_read_raises_on_every_rank() -> None:
     store.fail("get", RetryLater("no answer"), matching=names.RUN, times=None)
     results = on_ranks(store, [rank_live(), rank_live()], patience_s=0)
     assert all(isinstance(one, RetryLater) for one in results)
-    assert "Rank 0 could not look into" in str(results[1])
+    assert "Rank 0 could not list" in str(results[1])
 
 
 def test_a_fresh_home_is_fresh_on_every_rank() -> None:

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of its own, and what tests run there."""
+"""Runner of a function on several gloo ranks, one process each, and the functions that tests run there."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def skip_together(rank: int, home: Path) -> list[str]:
         home, {"x": torch.ones(1000)}, memory=holdfast.Memory("64kB", when_full="skip")
     ) as ckpt:
         ckpt.save(1).wait_durable()
-        held = ckpt._pipeline.arenas.acquire(50_000, timeout_s=10) if rank == 1 else None
+        held = ckpt._components.pipeline.arenas.acquire(50_000, timeout_s=10) if rank == 1 else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             states = [ckpt.save(2).state]
         if held is not None:
-            ckpt._pipeline.arenas.release(held)
+            ckpt._components.pipeline.arenas.release(held)
         save = ckpt.save(3)
         save.wait_durable()
         return [*states, save.state]

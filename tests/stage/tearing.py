@@ -1,4 +1,4 @@
-"""Training on gloo ranks whose saves are torn on some of them; runs in the processes of those ranks."""
+"""Training on gloo ranks, with saves torn on some of them; it runs in the processes of the ranks."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def train(
                 gate.opened.clear()
                 saves.append(ckpt.save(step))
                 if rank == 0 and step in kills:
-                    assert ckpt._attempt.keeper is not None
-                    os.kill(ckpt._attempt.keeper.pid, signal.SIGKILL)
+                    assert ckpt._training.attempt.keeper is not None
+                    os.kill(ckpt._training.attempt.keeper.pid, signal.SIGKILL)
                 if step in tears:
                     if rank not in tears[step]:
                         gate.opened.set()

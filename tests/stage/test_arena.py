@@ -1,4 +1,4 @@
-"""Arenas: the cap over all of them, waiting, growing with the state, and what a save costs in memory."""
+"""Arenas: their common memory limit, waiting, growth with the state, and the memory of a save."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def get(arenas: Arenas, num_bytes: int) -> Arena:
     return arena
 
 
-def test_the_cap_holds_over_all_arenas() -> None:
+def test_the_memory_limit_applies_to_all_arenas_together() -> None:
     arenas = Arenas(10 * MIB)
     first, second = get(arenas, 4 * MIB), get(arenas, 4 * MIB)
     assert not arenas.has_room(4 * MIB)
@@ -61,7 +61,7 @@ def test_the_cap_holds_over_all_arenas() -> None:
     assert arenas.numbers() == []
 
 
-def test_acquire_waits_until_an_arena_comes_back() -> None:
+def test_acquire_waits_until_an_arena_is_released() -> None:
     arenas = Arenas(6 * MIB)
     only, got = get(arenas, 4 * MIB), []
     waiter = threading.Thread(target=lambda: got.append(arenas.acquire(4 * MIB)))
@@ -72,14 +72,14 @@ def test_acquire_waits_until_an_arena_comes_back() -> None:
     arenas.close()
 
 
-def test_acquire_gives_up_in_time() -> None:
+def test_acquire_raises_after_its_timeout() -> None:
     arenas = Arenas(6 * MIB)
     get(arenas, 4 * MIB)
     assert arenas.acquire(4 * MIB, timeout_s=0.01) is None
     arenas.close()
 
 
-def test_an_arena_over_the_cap_is_refused_with_both_sizes() -> None:
+def test_the_error_of_an_arena_over_the_limit_has_both_sizes() -> None:
     arenas = Arenas(4 * MIB)
     with pytest.raises(InvalidInput, match=r"arena of 5\.2 MB, but memory= allows 4\.2 MB"):
         arenas.acquire(5 * MIB)
@@ -87,7 +87,7 @@ def test_an_arena_over_the_cap_is_refused_with_both_sizes() -> None:
     assert arenas.numbers() == []
 
 
-def test_prepare_makes_exactly_one_and_the_first_acquire_gets_it() -> None:
+def test_the_first_acquire_returns_the_prepared_arena() -> None:
     arenas, seen = Arenas(64 * MIB), []
     for _ in range(3):
         arenas.prepare(8 * MIB, then=seen.append)
@@ -112,8 +112,8 @@ def test_acquire_waits_for_the_arena_in_preparation() -> None:
     arenas.close()
 
 
-def test_what_goes_wrong_in_preparation_does_not_block_acquire(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the machine has not is told by the next acquire, once; then memory is tried again."""
+def test_a_failed_preparation_does_not_block_acquire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next acquire raises the lack of memory once. The one after it tries again."""
     arenas = Arenas(64 * MIB)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     arenas.prepare(8 * MIB, then=lambda _: None)
@@ -123,7 +123,7 @@ def test_what_goes_wrong_in_preparation_does_not_block_acquire(monkeypatch: pyte
     arenas.close()
 
 
-def test_closing_while_an_arena_is_prepared_leaves_nothing() -> None:
+def test_close_during_a_preparation_frees_all_memory() -> None:
     arenas, gate = Arenas(64 * MIB), threading.Event()
     before = memfd_bytes()
     arenas.prepare(8 * MIB, then=lambda _: gate.wait(WAIT_S))
@@ -134,7 +134,7 @@ def test_closing_while_an_arena_is_prepared_leaves_nothing() -> None:
     assert memfd_bytes() == before
 
 
-def test_arenas_that_are_too_small_make_room_for_one_that_fits() -> None:
+def test_arenas_that_are_too_small_are_freed_for_a_larger_one() -> None:
     """Their pages are given back at once, even while something else still has them mapped."""
     arenas = Arenas(10 * MIB)
     small = [get(arenas, 4 * MIB), get(arenas, 4 * MIB)]
@@ -149,7 +149,7 @@ def test_arenas_that_are_too_small_make_room_for_one_that_fits() -> None:
     arenas.close()
 
 
-def test_a_system_without_descriptors_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_lack_of_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files"))
     )
@@ -167,7 +167,7 @@ def make_state(width: int = 64) -> dict[str, Any]:
     return state
 
 
-def test_memory_that_is_too_small_is_refused_with_both_sizes(tmp_path: Path) -> None:
+def test_the_error_of_a_memory_limit_below_the_state_has_both_sizes(tmp_path: Path) -> None:
     for when_full in ("wait", "skip"):
         state = make_state()
         with make_checkpointer(
@@ -180,7 +180,7 @@ def test_memory_that_is_too_small_is_refused_with_both_sizes(tmp_path: Path) -> 
             train(state["model"], state["optimizer"], 64)
 
 
-def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
+def test_a_skipped_save_is_counted_with_a_warning_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, home = make_state(), tmp_path / "home"
@@ -197,7 +197,7 @@ def test_a_skipped_save_is_counted_and_told_and_the_next_one_works(
         )
         gate.opened.set()
         first.wait_durable()
-        wait_until(lambda: ckpt._pipeline.arenas.has_room(100_000))
+        wait_until(lambda: ckpt._components.pipeline.arenas.has_room(100_000))
         expected = snapshot(state)
         ckpt.save(3)
     check_saved(home, 3, expected)
@@ -215,7 +215,7 @@ def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool)
         try:
             for step in ckpt.steps(total):
                 if step == 1:
-                    ckpt._notices._notice = Notice("SIGTERM") if is_preempted else None
+                    ckpt._training.notices._notice = Notice("SIGTERM") if is_preempted else None
         finally:
             opener.join()
 
@@ -228,7 +228,7 @@ def open_after_a_skip(ckpt: holdfast.Checkpointer, gate: CopyGate) -> None:
         gate.opened.set()
 
 
-def test_the_save_that_a_notice_asks_for_is_never_skipped(
+def test_the_save_after_a_preemption_notice_is_never_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run must not end as preempted and durable because there was no room at that moment."""
@@ -257,23 +257,25 @@ def open_when_awaited(arenas: Arenas, gate: CopyGate) -> None:
         gate.opened.set()
 
 
-def test_a_save_that_waits_for_memory_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_waits_for_memory_reports_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, home = make_state(), tmp_path / "home"
     gate = CopyGate(monkeypatch)
     with make_checkpointer(home, state, memory="180kB") as ckpt:
         ckpt.save(1)
         before = ckpt.waited_for_memory_s
-        opener = threading.Thread(target=open_when_awaited, args=(ckpt._pipeline.arenas, gate))
+        opener = threading.Thread(target=open_when_awaited, args=(ckpt._components.pipeline.arenas, gate))
         opener.start()
         expected = snapshot(state)
         ckpt.save(2)
         opener.join()
         assert ckpt.waited_for_memory_s > before
-        assert len(ckpt._pipeline.arenas.numbers()) == 1
+        assert len(ckpt._components.pipeline.arenas.numbers()) == 1
     check_saved(home, 2, expected)
 
 
-def test_one_save_in_flight_takes_the_memory_of_the_state_once(
+def test_one_save_at_a_time_needs_the_memory_of_one_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"model": make_model(1024), "plain": torch.randn(1024, 1024)}
@@ -292,27 +294,27 @@ def test_one_save_in_flight_takes_the_memory_of_the_state_once(
     assert memfd_bytes() == before
 
 
-def test_a_state_that_grows_leaves_no_memory_behind_in_either_process(tmp_path: Path) -> None:
+def test_a_growing_state_does_not_leak_memory_in_either_process(tmp_path: Path) -> None:
     """The smaller arena is forgotten by the trainer, and by the keeper with the next save."""
     state: dict[str, Any] = {"plain": torch.zeros(MIB // 4)}
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         ckpt.save(1).wait_durable()
-        assert ckpt._attempt.keeper is not None
-        keeper = psutil.Process(ckpt._attempt.keeper.pid)
+        assert ckpt._training.attempt.keeper is not None
+        keeper = psutil.Process(ckpt._training.attempt.keeper.pid)
         for step, factor in enumerate((2, 3, 4), start=2):
-            wait_until(lambda: len(ckpt._pipeline.arenas._free) == 1)
+            wait_until(lambda: len(ckpt._components.pipeline.arenas._free) == 1)
             state["plain"] = torch.full((factor * MIB // 4,), float(step))
             ckpt.save(step).wait_durable()
-            assert len(ckpt._pipeline.arenas.numbers()) == 1
+            assert len(ckpt._components.pipeline.arenas.numbers()) == 1
             mapped = [m for m in keeper.memory_maps(grouped=False) if "holdfast-arena" in m.path]
             assert len(mapped) == 1
             check_saved(tmp_path / "home", step, {"plain": state["plain"]})
 
 
-def test_preparing_ahead_makes_the_first_save_need_nothing_new(tmp_path: Path) -> None:
+def test_the_first_save_uses_the_prepared_arena(tmp_path: Path) -> None:
     state = make_state()
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         ckpt.prepare()
-        before = ckpt._pipeline.arenas.numbers()
+        before = ckpt._components.pipeline.arenas.numbers()
         ckpt.save(1)
-        assert ckpt._pipeline.arenas.numbers() == before == [1]
+        assert ckpt._components.pipeline.arenas.numbers() == before == [1]

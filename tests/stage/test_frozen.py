@@ -1,4 +1,4 @@
-"""Frozen tensors: copied at once at first, beside the training while they stay the same, never on trust."""
+"""Frozen tensors: copied before save() returns at first, then in the background while they do not change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from holdfast.format.catalog import Catalog, Tensor
-from holdfast.format.cuts import whole
 from holdfast.format.layout import parse_header
+from holdfast.format.partitioning import whole
 from holdfast.stage import Arena, SavePlan, Stager, stager, watch
 from holdfast.stage.stager import Staging
 from stage.training import WAIT_S, CopyGate
@@ -66,7 +66,7 @@ def make_saves() -> Saves:
     return Saves({name: torch.rand(SIZE) for name in NAMES})
 
 
-def test_the_first_save_copies_frozen_tensors_at_once_and_the_next_beside_the_training(
+def test_frozen_tensors_are_copied_in_the_background_from_the_second_save_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saves = make_saves()
@@ -81,7 +81,7 @@ def test_the_first_save_copies_frozen_tensors_at_once_and_the_next_beside_the_tr
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_without_a_watch_frozen_tensors_are_trusted_and_all_others_copied_at_once(
+def test_without_a_watch_only_frozen_tensors_are_copied_in_the_background(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saves = make_saves()
@@ -96,7 +96,7 @@ def test_without_a_watch_frozen_tensors_are_trusted_and_all_others_copied_at_onc
     assert saves.at_once == [{"w", "plain"}, {"w", "plain"}]
 
 
-def test_a_frozen_tensor_that_changes_past_the_counters_during_the_copy_is_found(
+def test_a_frozen_tensor_that_changes_without_a_version_change_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And is copied at once by the next saves, not only by one."""
@@ -119,7 +119,7 @@ def test_a_frozen_tensor_that_changes_past_the_counters_during_the_copy_is_found
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_a_change_that_pytorch_counts_makes_the_next_copy_one_at_once() -> None:
+def test_after_a_version_change_a_frozen_tensor_is_copied_before_save_returns() -> None:
     """One changed frozen tensor is enough; a replaced one counts too."""
     saves = make_saves()
     plan = saves.plan()
@@ -136,7 +136,7 @@ def test_a_change_that_pytorch_counts_makes_the_next_copy_one_at_once() -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_a_change_of_other_tensors_does_not_matter() -> None:
+def test_changes_of_other_tensors_do_not_affect_frozen_ones() -> None:
     saves = make_saves()
     plan = saves.plan()
     saves.stage(plan)
@@ -148,7 +148,7 @@ def test_a_change_of_other_tensors_does_not_matter() -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_after_a_save_that_failed_they_are_copied_at_once() -> None:
+def test_after_a_failed_save_frozen_tensors_are_copied_before_save_returns() -> None:
     saves = make_saves()
     plan = saves.plan()
     saves.stage(plan)
@@ -158,8 +158,8 @@ def test_after_a_save_that_failed_they_are_copied_at_once() -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_a_new_plan_copies_them_at_once() -> None:
-    """Under other names, say, their file has other bytes, though the tensors are the same."""
+def test_a_new_plan_copies_frozen_tensors_before_save_returns() -> None:
+    """With other names, for example, their file has other bytes although the tensors are equal."""
     saves = make_saves()
     saves.stage(saves.plan())
     plan = saves.plan()
@@ -167,7 +167,7 @@ def test_a_new_plan_copies_them_at_once() -> None:
     assert believed == [False, True]
 
 
-def test_a_change_during_the_copy_beside_the_training_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_during_the_background_copy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the version counter, as for an optimizer's tensors; the keeper's hashes are there for the others."""
     saves = make_saves()
     plan = saves.plan()
@@ -183,7 +183,7 @@ def test_a_change_during_the_copy_beside_the_training_is_noticed(monkeypatch: py
     assert staging.changed == ("base",)
 
 
-def test_a_state_without_frozen_tensors_has_one_file_and_believes_nothing() -> None:
+def test_a_state_without_frozen_tensors_has_one_file() -> None:
     saves = Saves({"w": torch.rand(SIZE), "plain": torch.rand(SIZE)})
     plan = saves.plan()
     assert plan.frozen_file is None
@@ -192,7 +192,7 @@ def test_a_state_without_frozen_tensors_has_one_file_and_believes_nothing() -> N
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_a_state_of_frozen_tensors_alone_is_staged() -> None:
+def test_a_state_of_only_frozen_tensors_is_staged() -> None:
     saves = Saves({"base": torch.rand(SIZE), "head": torch.rand(SIZE)})
     plan = saves.plan()
     for expected in (False, True):
@@ -229,7 +229,7 @@ def test_the_arena_holds_both_files_byte_for_byte() -> None:
     assert starts[plan.names.index("w")] == starts[plan.names.index("base")] == 4096
 
 
-def test_a_copy_that_fails_at_once_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_immediately_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     saves = make_saves()
     plan = saves.plan()
 

@@ -1,4 +1,4 @@
-"""What a save holds is the state at save(), whatever training does right after it."""
+"""A save has the state at save(), even if training changes it right afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.mark.slow
-def test_many_rounds_of_a_state_that_takes_long_to_copy(tmp_path: Path) -> None:
+def test_every_save_of_a_slowly_copied_state_restores_exactly(tmp_path: Path) -> None:
     """240 MB, stepped by fused kernels the moment save() returns: every checkpoint holds its own step."""
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(4096, 4096)), nn.Parameter(torch.randn(1000, 3333))])
@@ -154,7 +154,9 @@ def test_a_compiled_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         check_saved(tmp_path / "home", number, tensors)
 
 
-def test_what_no_optimizer_owns_may_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_without_an_optimizer_may_change_after_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buffers, a moving average and plain tensors are copied before save() returns."""
     model, average, plain = make_model(), make_model(), torch.randn(1000)
     state = {"model": model, "optimizer": AdamW(model.parameters()), "average": average, "plain": plain}
@@ -172,7 +174,7 @@ def test_what_no_optimizer_owns_may_change_at_once(tmp_path: Path, monkeypatch: 
     check_saved(tmp_path / "home", 1, expected)
 
 
-def test_a_change_that_no_hook_announced_drops_the_save_loudly(
+def test_an_unexpected_change_drops_the_save_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the tensor, the next save warns, and is itself complete."""
@@ -199,7 +201,7 @@ def test_a_change_that_no_hook_announced_drops_the_save_loudly(
     assert '"dropped"' in (tmp_path / "home" / "history" / "a0001-rank-00000.jsonl").read_text()
 
 
-def test_optimizers_are_let_go_at_close(tmp_path: Path) -> None:
+def test_close_removes_hooks_from_optimizers(tmp_path: Path) -> None:
     """One hook for all of them, before all others while the Checkpointer is there."""
     first, hooks = lambda *_: None, optimizers._global_optimizer_pre_hooks
     user = optimizers.register_optimizer_step_pre_hook(first)
@@ -216,10 +218,10 @@ def test_optimizers_are_let_go_at_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_copy_that_fails_is_told_and_the_next_save_works(
+def test_a_failed_copy_warns_and_the_next_save_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    """Whether before or after save() returns: nobody waits for ever, and no memory is lost."""
+    """Before or after save() returns, nothing blocks and no memory leaks."""
     model = make_model()
     state = {"model": model, "optimizer": AdamW(model.parameters())}
     train(model, state["optimizer"])
@@ -246,7 +248,7 @@ def test_a_copy_that_fails_is_told_and_the_next_save_works(
         train(model, state["optimizer"])
         ckpt.wait()
         assert ckpt.latest_step() == 2
-        assert len(ckpt._pipeline.arenas.numbers()) == 1
+        assert len(ckpt._components.pipeline.arenas.numbers()) == 1
 
 
 DTYPES = [
@@ -256,7 +258,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def test_every_dtype_shape_and_stride_is_saved_as_it_reads(tmp_path: Path) -> None:
+def test_every_dtype_shape_and_stride_is_saved(tmp_path: Path) -> None:
     """Also empty and 0-dimensional tensors, transposed, strided, expanded, conjugate and negative views."""
     torch.manual_seed(0)
     state: dict[str, Any] = {}
@@ -312,7 +314,7 @@ def test_tied_weights_are_saved_once_and_restored_tied(tmp_path: Path) -> None:
     assert torch.equal(other.head.weight, expected)
 
 
-def test_training_without_a_save_under_way_waits_for_nothing(tmp_path: Path) -> None:
+def test_steps_do_not_wait_without_a_save_in_progress(tmp_path: Path) -> None:
     model = make_model()
     optimizer = AdamW(model.parameters())
     with make_checkpointer(tmp_path / "home", {"model": model, "optimizer": optimizer}) as ckpt:
@@ -322,4 +324,4 @@ def test_training_without_a_save_under_way_waits_for_nothing(tmp_path: Path) -> 
             warnings.simplefilter("error")
             for _ in range(3):
                 train(model, optimizer)
-        assert ckpt._pipeline.stager.waited_s == 0.0
+        assert ckpt._components.pipeline.stager.waited_s == 0.0

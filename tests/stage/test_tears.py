@@ -1,4 +1,4 @@
-"""Torn copies: writes during a copy are found, whoever makes them, and the save is repeated."""
+"""Torn copies: writes during a copy are detected, and the save is repeated."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ QUICK = [
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_no_checkpoint_is_torn_and_the_training_has_some(tmp_path: Path, name: str) -> None:
+def test_checkpoints_are_never_torn_and_some_are_saved(tmp_path: Path, name: str) -> None:
     """The campaign of torn copies runs all kinds, sizes and moments; here are some."""
     kind = next(kind for kind in KINDS if kind.name == name)
     outcome = run_case(kind, 128, "after the copy", tmp_path / "home")
     assert outcome.is_good, outcome
 
 
-def test_a_write_that_no_counter_shows_drops_the_save_and_the_next_step_is_saved(
+def test_a_write_without_a_version_change_drops_the_save_and_the_next_step_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
@@ -63,9 +63,7 @@ def test_a_write_that_no_counter_shows_drops_the_save_and_the_next_step_is_saved
 
 
 @pytest.mark.parametrize("end", ["finish", "close"])
-def test_a_torn_last_save_is_repeated_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_a_torn_last_save_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     model = make_model()
     state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
     gate = CopyGate(monkeypatch)
@@ -82,7 +80,7 @@ def test_a_torn_last_save_is_repeated_at_the_end(
     check_saved(tmp_path / "home", 1, expected)
 
 
-def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
+def test_without_write_tracking_save_copies_everything_before_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
@@ -92,7 +90,7 @@ def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
     model = make_model()
     state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
     with make_checkpointer(tmp_path / "home", state) as ckpt:
-        assert ckpt._pipeline.stager.watcher.refusal == "Operation not permitted"
+        assert ckpt._components.pipeline.stager.watcher.refusal == "Operation not permitted"
         expected = snapshot(state)
         ckpt.save(1)
         model.get_parameter("2.weight").data.zero_()
@@ -110,7 +108,7 @@ def test_without_a_record_of_writes_everything_is_copied_before_save_returns(
         ),
     ],
 )
-def test_the_means_by_which_tears_are_found_is_visible(
+def test_the_method_of_tear_detection_is_logged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -149,7 +147,7 @@ def history_of(home: Path) -> list[str]:
     return [line for path in (home / "history").iterdir() for line in path.read_text().splitlines()]
 
 
-def test_a_save_beside_a_thread_that_steps_is_refused(tmp_path: Path) -> None:
+def test_save_from_another_thread_is_refused(tmp_path: Path) -> None:
     model = make_model()
     state: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
     errors: list[BaseException] = []
@@ -172,7 +170,7 @@ def test_a_save_beside_a_thread_that_steps_is_refused(tmp_path: Path) -> None:
     check_saved(tmp_path / "home", 3, expected)
 
 
-def test_tensors_that_were_torn_are_copied_at_once_for_longer_each_time() -> None:
+def test_torn_tensors_are_copied_before_save_returns_for_more_and_more_saves() -> None:
     repeats = Repeats()
     repeats.record_torn(["a"])
     assert "a" in repeats
@@ -190,5 +188,5 @@ def test_tensors_that_were_torn_are_copied_at_once_for_longer_each_time() -> Non
     assert not repeats
 
 
-def test_there_are_as_many_kinds_as_the_documents_say() -> None:
+def test_the_documents_have_the_number_of_kinds() -> None:
     assert len(tears.KINDS) * len(tears.WIDTHS) * len(tears.MOMENTS) == 540

@@ -40,7 +40,7 @@ def exact_steps(home: Path, found: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("torn", [{0}, {1}, {0, 1}], ids=str)
-def test_a_save_torn_on_any_rank_fails_on_all_and_all_repeat_it(tmp_path: Path, torn: set[int]) -> None:
+def test_a_save_torn_on_one_rank_is_repeated_by_all(tmp_path: Path, torn: set[int]) -> None:
     """Ranks write other tensors, so a tear on both is one in different tensors."""
     home = tmp_path / "home"
     found = train(home, {2: torn}, 6)
@@ -56,32 +56,32 @@ def test_a_save_torn_on_any_rank_fails_on_all_and_all_repeat_it(tmp_path: Path, 
     assert first["first"] == again["first"] == 7, "training resumes from the end"
 
 
-def test_a_tear_of_the_repeat_is_repeated(tmp_path: Path) -> None:
+def test_a_torn_repeat_is_repeated(tmp_path: Path) -> None:
     found = train(tmp_path / "home", {2: {0}, 4: {0}}, 8)
     assert exact_steps(tmp_path / "home", found) == [6]
     assert [list(one["failures"]) for one in found] == [[2, 4], [2, 4]]
 
 
-def test_after_a_tear_no_rank_is_torn_by_the_same_kind_of_write(tmp_path: Path) -> None:
+def test_after_a_torn_save_the_same_write_tears_no_rank(tmp_path: Path) -> None:
     """Else many ranks would be torn one after the other, and no save would be complete."""
     found = train(tmp_path / "home", {2: {0}, 4: {1}}, 6)
     assert exact_steps(tmp_path / "home", found) == [4]
 
 
-def test_a_keeper_that_is_killed_in_a_torn_save_leaves_no_rank_waiting(tmp_path: Path) -> None:
+def test_a_keeper_killed_during_a_torn_save_does_not_block_ranks(tmp_path: Path) -> None:
     found = train(tmp_path / "home", {2: {0}}, 6, kills=[2])
     assert exact_steps(tmp_path / "home", found) == [4]
     assert [list(one["failures"]) for one in found] == [[2], [2]]
 
 
-def test_a_repeat_that_is_skipped_for_want_of_memory_is_made_later(tmp_path: Path) -> None:
+def test_a_repeat_skipped_for_lack_of_memory_is_made_later(tmp_path: Path) -> None:
     found = train(tmp_path / "home", {2: {1}}, 12, memory=holdfast.Memory("200kB", when_full="skip"))
     steps = exact_steps(tmp_path / "home", found)
     assert steps
     assert 2 not in steps
 
 
-def test_a_torn_step_is_not_saved_again_under_its_number(tmp_path: Path) -> None:
+def test_a_torn_step_is_not_saved_again_under_the_same_number(tmp_path: Path) -> None:
     """The other rank has saved it as it was before the write: together they would be a mixture."""
     for rank, (torn, again, later) in enumerate(run_ranks(2, tearing.save_twice, tmp_path / "home")):
         assert "was written while it was being copied" in torn

@@ -1,4 +1,4 @@
-"""Watches: the kernel's record of written pages misses no write and blames no neighbour."""
+"""Watches: the kernel's record of written pages shows every write, and only to the watched tensor."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("is_huge", [False, True])
-def test_every_write_is_found_and_only_where_it_was(watcher: Watcher, name: str, is_huge: bool) -> None:
+def test_exactly_the_written_pages_are_detected(watcher: Watcher, name: str, is_huge: bool) -> None:
     tensors = [torch.ones(SIZE) for _ in range(3)]
     if is_huge:
         watcher.locate(tensors, [0, 1, 2])
@@ -81,17 +81,32 @@ def test_every_write_is_found_and_only_where_it_was(watcher: Watcher, name: str,
     assert written(watcher, tensors, lambda: None)[0] == []
 
 
+def placed(offset: int) -> torch.Tensor:
+    """Return SIZE ones that begin `offset` bytes after the start of a page."""
+    memory = torch.ones(SIZE + 2 * PAGE // 4)
+    start = (-memory.data_ptr() % PAGE + offset) // memory.itemsize
+    return memory[start : start + SIZE]
+
+
 @pytest.mark.parametrize("at", [0, SIZE - 1])
-def test_bytes_on_shared_pages_are_those_of_the_beginning(watcher: Watcher, at: int) -> None:
+def test_bytes_on_pages_with_other_data_are_copied_when_the_watch_begins(watcher: Watcher, at: int) -> None:
     """A change there is no tear: the copy gets what was there when the watch began."""
-    tensor = torch.ones(SIZE)
-    _, copies = written(watcher, [tensor], lambda: tensor[at].fill_(3))
+    tensor = placed(offset=64)
+    assert (tensor.data_ptr() + tensor.nbytes) % PAGE, "it ends within a page"
+    found, copies = written(watcher, [tensor], lambda: tensor[at].fill_(3))
+    assert found == []
     assert tensor[at] == 3
     assert torch.equal(copies[0], torch.ones(SIZE))
 
 
+@pytest.mark.parametrize(("at", "offset"), [(0, 0), (SIZE - 1, -SIZE * 4 % PAGE)])
+def test_bytes_on_pages_of_one_tensor_alone_are_watched(watcher: Watcher, at: int, offset: int) -> None:
+    tensor = placed(offset)
+    assert written(watcher, [tensor], lambda: tensor[at].fill_(3))[0] == [0]
+
+
 @pytest.mark.parametrize("is_zero_page", [False, True])
-def test_memory_that_was_never_touched_is_watched_too(watcher: Watcher, is_zero_page: bool) -> None:
+def test_untouched_memory_is_watched(watcher: Watcher, is_zero_page: bool) -> None:
     tensor = torch.empty(50_000_000)  # fresh from the kernel
     if is_zero_page:
         tensor.sum()
@@ -99,13 +114,13 @@ def test_memory_that_was_never_touched_is_watched_too(watcher: Watcher, is_zero_
     assert written(watcher, [tensor], lambda: tensor[30_000_000].fill_(1))[0] == [0]
 
 
-def test_a_forked_child_writes_to_memory_of_its_own(watcher: Watcher) -> None:
+def test_writes_of_a_forked_child_are_ignored(watcher: Watcher) -> None:
     tensor = torch.ones(SIZE)
     assert written(watcher, [tensor], lambda: in_child(lambda: tensor[5000].fill_(3)))[0] == []
     assert written(watcher, [tensor], lambda: (in_child(lambda: None), tensor[5000].fill_(3)))[0] == [0]
 
 
-def test_shared_memory_is_not_watched_but_known(watcher: Watcher, tmp_path: Path) -> None:
+def test_shared_memory_is_recognized_and_not_watched(watcher: Watcher, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(4 * SIZE))
     tensors = [
@@ -123,7 +138,7 @@ def test_shared_memory_is_not_watched_but_known(watcher: Watcher, tmp_path: Path
     assert watch.end(tensors) == [2]
 
 
-def test_memory_that_is_shared_after_a_save_is_known_too(watcher: Watcher) -> None:
+def test_memory_that_becomes_shared_after_a_save_is_recognized(watcher: Watcher) -> None:
     tensors = [torch.ones(SIZE), torch.ones(SIZE)]
     watcher.locate(tensors, [0, 1])
     assert not watcher.shared
@@ -133,7 +148,7 @@ def test_memory_that_is_shared_after_a_save_is_known_too(watcher: Watcher) -> No
     assert set(watcher.start(dict(enumerate(tensors))).tensors) == {0}
 
 
-def test_neighbours_on_the_heap_may_be_written(watcher: Watcher) -> None:
+def test_writes_to_neighbours_on_the_heap_are_ignored(watcher: Watcher) -> None:
     """Two watches over tensors that take turns in memory, with small tensors between them, are apart."""
     tensors = [torch.ones(20_000 if i % 2 else 50) for i in range(64)]
     large = list(range(1, 64, 2))

@@ -1,4 +1,4 @@
-"""What the tests of staging train: a small model, and a gate that holds the background copy."""
+"""A small model to train, and a gate that stops the background copy, for the tests of staging."""
 
 from __future__ import annotations
 

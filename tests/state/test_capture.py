@@ -1,4 +1,4 @@
-"""Repeated captures: what has changed since the one before is noticed, and the structure stays otherwise."""
+"""Repeated captures: changes since the last one are detected, and the structure is reused otherwise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Story:
         assert self.state.capture().structure is self.first.structure
 
     def capture(self) -> CapturedState:
-        """The next capture, which must say what one without a past says."""
+        """Return the next capture, after comparing it with one by a new State."""
         captured, fresh = self.state.capture(), State(self.objects).capture()
         assert list(captured.tensors) == list(fresh.tensors)
         assert same(captured.tensors, fresh.tensors)
@@ -162,8 +162,8 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_a_change_of_the_structure_is_noticed(change: Callable[[Story], None]) -> None:
-    """The next capture has it, and says by a new structure object that plans have to be made anew."""
+def test_a_changed_structure_is_detected(change: Callable[[Story], None]) -> None:
+    """The next capture has it, and has a new structure object, so that new plans are made."""
     story = Story()
     change(story)
     assert story.capture().structure is not story.first.structure
@@ -239,14 +239,14 @@ SWAPS = [
 
 
 @pytest.mark.parametrize("change", SWAPS, ids=lambda change: change.__name__[1:])
-def test_a_tensor_that_is_swapped_for_an_equal_kind_is_noticed(change: Callable[[Story], None]) -> None:
+def test_a_tensor_replaced_by_a_similar_one_is_detected(change: Callable[[Story], None]) -> None:
     """The new bytes are captured, and the plan of the save may stay as it is."""
     story = Story()
     change(story)
     assert story.capture().structure is story.first.structure
 
 
-def test_lazily_created_optimizer_state_is_noticed() -> None:
+def test_lazily_created_optimizer_state_is_detected() -> None:
     """The first step makes it; after that, nothing changes any more."""
     torch.manual_seed(0)
     model = Net()
@@ -261,7 +261,7 @@ def test_lazily_created_optimizer_state_is_noticed() -> None:
     assert state.capture().structure is after.structure
 
 
-def test_a_parameter_that_leaves_its_optimizer_is_owned_no_more() -> None:
+def test_a_parameter_removed_from_its_optimizer_is_no_longer_owned() -> None:
     """Anything may change it from then on, so it must be copied at once."""
     story = Story()
     assert "model.inner.bias" in story.first.owned
@@ -274,7 +274,7 @@ def test_a_parameter_that_leaves_its_optimizer_is_owned_no_more() -> None:
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, torch.optim.Adagrad]
 )
-def test_the_structure_stays_while_training_goes_on(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+def test_training_does_not_change_the_structure(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     """Over 100 captures with steps between them; each capture shows the values of its moment."""
     story = Story(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(story.optimizer, 10)
@@ -308,7 +308,7 @@ class Counting(torch.optim.SGD):
         return loss
 
 
-def test_plain_numbers_and_new_tensors_in_optimizer_state_are_those_of_the_moment() -> None:
+def test_a_capture_has_the_current_numbers_and_tensors_of_optimizer_state() -> None:
     """Numbers are encoded anew; tensors that are replaced at each step leave the structure as it is."""
     story = Story(Counting)
     for seen in range(2, 6):
@@ -322,7 +322,7 @@ def test_plain_numbers_and_new_tensors_in_optimizer_state_are_those_of_the_momen
 
 
 class Loose:
-    """An object whose state_dict() gives whatever tensors it is told to."""
+    """Object whose state_dict() returns the tensors that a test chooses."""
 
     def __init__(self) -> None:
         self.give: Callable[[], dict[str, Any]] = dict
@@ -334,7 +334,7 @@ class Loose:
         raise AssertionError
 
 
-def test_tensors_of_other_objects_are_taken_anew() -> None:
+def test_a_capture_has_the_current_tensors_of_other_objects() -> None:
     """Fresh ones each time, of another shape, tied to each other, or tied to a parameter."""
     story, loose = Story(), Loose()
     story.objects["loose"] = loose
@@ -362,8 +362,8 @@ def test_tensors_of_other_objects_are_taken_anew() -> None:
     assert len({id(structure) for structure in structures}) == len(gifts)
 
 
-def test_fresh_tensors_that_share_memory_only_now_are_tied() -> None:
-    """Two that were apart in the capture before, and that nobody has seen yet."""
+def test_tensors_that_begin_to_share_memory_become_tied() -> None:
+    """Two tensors that did not share memory in the capture before."""
     story, loose = Story(), Loose()
     story.objects["loose"] = loose
     loose.give = lambda: {"a": torch.randn(3), "b": torch.randn(3)}
@@ -377,7 +377,7 @@ def test_fresh_tensors_that_share_memory_only_now_are_tied() -> None:
     assert story.state.capture().tied["loose.b"] == "loose.a"
 
 
-def test_a_conjugate_view_of_the_same_memory_is_noticed() -> None:
+def test_a_conjugate_view_of_the_same_memory_is_detected() -> None:
     """Address, shape and dtype are the same; the numbers are not."""
     numbers = torch.randn(3, dtype=torch.complex64)
     model: Any = nn.Module()
@@ -421,7 +421,7 @@ def test_earlier_captures_keep_their_tensors() -> None:
     assert not torch.equal(later.tensors["rng.torch"], rng)
 
 
-def test_a_capture_that_fails_leaves_no_trace() -> None:
+def test_a_failed_capture_does_not_affect_the_next_one() -> None:
     """The one after it is right again."""
     story = Story()
     story.model.norm.running_mean = torch.randn(8)
@@ -432,7 +432,7 @@ def test_a_capture_that_fails_leaves_no_trace() -> None:
     assert story.capture().structure is story.first.structure
 
 
-def test_memory_that_training_has_let_go_of_is_free_after_the_next_capture() -> None:
+def test_memory_freed_by_training_is_released_at_the_next_capture() -> None:
     """It is held until then, so that no new tensor can be mistaken for the old one."""
     story = Story()
     old = weakref.ref(story.model.norm.running_mean)

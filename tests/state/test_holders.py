@@ -1,4 +1,4 @@
-"""Who holds what, where ranks hold different things; ranks are played by one process after the other."""
+"""Holders of tensors on ranks with different states; one process takes the place of all ranks in turn."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _agreed(inventories: list[RankInventory]) -> list[HolderAgreement]:
         return list(threads.map(rank_of, range(world_size)))
 
 
-def test_ranks_that_are_alike_exchange_one_digest() -> None:
+def test_equal_ranks_exchange_one_digest() -> None:
     """And then every plain tensor is held by all."""
     asked = []
 
@@ -63,13 +63,13 @@ def test_ranks_that_are_alike_exchange_one_digest() -> None:
     assert layout.copies == ((0,), (1,), (2,))
 
 
-def test_one_rank_alone_asks_nobody() -> None:
+def test_a_single_rank_does_not_communicate() -> None:
     """There may be no process group at all."""
     agreement = agree(_inventory("model.a"), 0, 1, lambda value: pytest.fail("asked"))
     assert agreement.layout("model.a", None, is_lowest=False, in_module=True).copies == ((0,),)
 
 
-def test_stages_hold_their_own_layers() -> None:
+def test_each_pipeline_stage_holds_its_own_layers() -> None:
     """What both have is held by both; a layer that is new on one rank is that rank's."""
     first, second = _inventory("model.a", "model.both"), _inventory("model.b", "model.both")
     agreements = _agreed([first, first, second, second])
@@ -107,7 +107,7 @@ def test_tensor_parallel_pairs_are_copies_of_each_other() -> None:
     "other",
     [_inventory("model.w", shape=(5,)), _inventory("model.w", layout=ShardLayout(((0, 2),), ((0, 1),)))],
 )
-def test_different_tensors_under_one_name_are_named(other: RankInventory) -> None:
+def test_the_error_names_different_tensors_of_one_name(other: RankInventory) -> None:
     """With both ranks and what each has."""
     with pytest.raises(
         InvalidInput, match=r"model.w is torch.float32\[4\], whole on rank 0 but .* on rank 1"
@@ -115,7 +115,7 @@ def test_different_tensors_under_one_name_are_named(other: RankInventory) -> Non
         _agreed([_inventory("model.w"), other])
 
 
-def test_the_users_word_counts_most() -> None:
+def test_annotations_of_the_user_take_precedence() -> None:
     """Ranks that replicated() names hold the tensor."""
     agreement = dataclasses.replace(HolderAgreement(0, 4), marked={"table": (1, 3)})
     assert agreement.layout("table.x", None, is_lowest=False, in_module=False) is held_by((1, 3))
@@ -158,7 +158,7 @@ def _other_stage(value: Any) -> list[Any]:
 
 
 @pytest.mark.usefixtures("_second_of_four")
-def test_optimizer_state_is_held_by_those_who_hold_its_parameter() -> None:
+def test_optimizer_state_has_the_holders_of_its_parameter() -> None:
     """Also if it appears only after the ranks have agreed."""
     model = _Stage("second")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -181,7 +181,7 @@ def test_optimizer_state_is_held_by_those_who_hold_its_parameter() -> None:
 
 
 @pytest.mark.usefixtures("_second_of_four")
-def test_a_stage_takes_its_part_of_the_whole_and_does_not_call_the_rest_unexpected() -> None:
+def test_a_pipeline_stage_loads_its_part_of_a_whole_checkpoint() -> None:
     """Strictly; what no rank has is still refused."""
     whole = _Stage("first", "second")
     saved = kept({"model": whole, "optimizer": _train(whole)})
@@ -199,8 +199,8 @@ def test_a_stage_takes_its_part_of_the_whole_and_does_not_call_the_rest_unexpect
     assert "first" not in str(caught.value)
 
 
-def test_the_whole_takes_what_stages_had_from_all_their_parts() -> None:
-    """Groups and state of parameters that the chosen part does not know come from the others."""
+def test_a_whole_model_loads_a_checkpoint_of_pipeline_stages() -> None:
+    """Groups and state of parameters that the chosen part lacks come from the others."""
     stages = {name: _Stage(name) for name in ("first", "second")}
     parts = {name: kept({"model": m, "optimizer": _train(m)}) for name, m in stages.items()}
     parts["second"].values["optimizer"]["param_groups"][0]["lr"] = 0.25
@@ -219,7 +219,7 @@ def test_the_whole_takes_what_stages_had_from_all_their_parts() -> None:
     assert len(optimizer.state) == 4
 
 
-def test_frozen_parameters_are_those_that_no_optimizer_owns() -> None:
+def test_parameters_without_an_optimizer_are_frozen() -> None:
     """A base model under an adapter; buffers and loose tensors are not meant."""
     base, adapter = nn.BatchNorm1d(2), nn.Linear(2, 2)
     objects = {"base": base, "adapter": adapter, "loose": nn.Parameter(torch.ones(1))}

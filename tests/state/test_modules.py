@@ -1,4 +1,4 @@
-"""Names, spread and load of modules, whatever is wrapped around them."""
+"""Names, replication and loading of modules under any wrapper."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WRAPPED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_names_are_those_of_distributed_checkpoint(name: str) -> None:
+def test_names_equal_those_of_torch_distributed_checkpoint(name: str) -> None:
     """With ties resolved, our names are the keys of get_model_state_dict()."""
     model = WRAPPED[name]()
     captured = State({"m": model}).capture()
@@ -64,7 +64,7 @@ def test_names_are_those_of_distributed_checkpoint(name: str) -> None:
 
 
 @pytest.mark.parametrize("into", WRAPPED)
-def test_a_checkpoint_goes_into_any_wrapping(into: str) -> None:
+def test_a_checkpoint_loads_into_any_wrapper(into: str) -> None:
     """What is saved from one wrapping comes back to the bit, buffers and ties included."""
     torch.manual_seed(1)
     model, other = WRAPPED[into](), WRAPPED[into]()
@@ -72,7 +72,7 @@ def test_a_checkpoint_goes_into_any_wrapping(into: str) -> None:
     assert_same_state({"m": model}, {"m": other})
 
 
-def test_a_plain_model_loads_what_a_compiled_one_saved() -> None:
+def test_a_plain_model_loads_a_checkpoint_of_a_compiled_one() -> None:
     """Wrapping does not show in a checkpoint."""
     model: Any = torch.compile(Net(), backend="eager")
     other = Net()
@@ -110,7 +110,7 @@ class Extra(nn.Module):
         self.table, self.seen = state["table"], state["seen"]
 
 
-def test_extra_state_comes_back() -> None:
+def test_extra_state_is_restored() -> None:
     """Its tensors stand among the tensors, the rest among the values."""
     model = nn.Sequential(Extra(4), nn.Linear(1, 1))
     other: Any = nn.Sequential(Extra(), nn.Linear(1, 1))
@@ -121,7 +121,7 @@ def test_extra_state_comes_back() -> None:
     assert other[0].table.tolist() == [4.0] * 3
 
 
-def test_state_dict_hooks_are_honoured_both_ways() -> None:
+def test_state_dict_hooks_run_at_save_and_load() -> None:
     """A module that saves its weight transposed loads it through its own hook."""
 
     def build() -> Any:
@@ -145,7 +145,7 @@ def test_state_dict_hooks_are_honoured_both_ways() -> None:
     assert same(model[0].weight, other[0].weight)
 
 
-def test_unusual_memory_comes_back_with_its_layout() -> None:
+def test_unusual_memory_formats_are_restored() -> None:
     """Non-contiguous, expanded, empty, 0-dim and complex tensors keep values, and the live strides."""
 
     def build() -> Any:
@@ -189,7 +189,7 @@ def test_a_tied_checkpoint_fills_untied_tensors() -> None:
     assert same(other.embed.weight, model.embed.weight)
 
 
-def test_an_untied_checkpoint_in_tied_tensors_is_noted() -> None:
+def test_an_untied_checkpoint_in_tied_tensors_adds_a_note() -> None:
     """The later name counts, as with load_state_dict()."""
     model, other = Net(), Net()
     model.out.weight = nn.Parameter(torch.full((11, 8), 3.0))
@@ -198,7 +198,7 @@ def test_an_untied_checkpoint_in_tied_tensors_is_noted() -> None:
     assert same(other.embed.weight, model.out.weight)
 
 
-def test_a_meta_module_becomes_real_with_its_optimizer() -> None:
+def test_a_meta_module_is_materialized_with_its_optimizer() -> None:
     """Parameters keep their identity: the optimizer that was made on meta goes on training them."""
     torch.manual_seed(0)
     model = Net()
@@ -218,7 +218,7 @@ def test_a_meta_module_becomes_real_with_its_optimizer() -> None:
     assert_same_state({"model": model, "optimizer": optimizer}, {"model": blank, "optimizer": optimizer2})
 
 
-def test_meta_tensors_untie_when_only_the_checkpoint_is_tied() -> None:
+def test_meta_tensors_stay_untied_when_only_the_checkpoint_is_tied() -> None:
     """Two separate meta parameters do not come to share memory."""
     with torch.device("meta"):
         blank = Net()
@@ -229,7 +229,7 @@ def test_meta_tensors_untie_when_only_the_checkpoint_is_tied() -> None:
     assert same(blank.out.weight, model.embed.weight)
 
 
-def test_lost_meta_buffers_are_named() -> None:
+def test_the_error_names_meta_buffers_without_values() -> None:
     """A non-persistent buffer on meta cannot be restored."""
     saved = kept({"m": nn.Linear(1, 1)})
     with torch.device("meta"):
@@ -245,13 +245,13 @@ def test_a_meta_module_cannot_be_saved() -> None:
         State({"m": nn.Linear(1, 1, device="meta")}).capture()
 
 
-def test_a_lazy_module_must_have_run() -> None:
+def test_a_lazy_module_without_parameters_is_refused() -> None:
     """Uninitialized parameters are refused by name."""
     with pytest.raises(Unsupported, match=r"m\.weight.*lazy module"):
         State({"m": nn.LazyLinear(2)})
 
 
-def test_changed_modules_are_noticed() -> None:
+def test_a_changed_module_is_detected() -> None:
     """Replaced parameters, new layers and new wrappers show in the next capture."""
     model: Any = nn.Sequential(nn.Linear(2, 2))
     objects = {"m": model}
@@ -268,7 +268,7 @@ def test_changed_modules_are_noticed() -> None:
     assert [n for n in state.capture().tensors if n.startswith("m")] == ["m.weight", "m.bias"]
 
 
-def test_same_keys_under_another_wrapper_are_noticed() -> None:
+def test_a_changed_wrapper_with_equal_keys_is_detected() -> None:
     """A compiled module and one whose child happens to be called like its inside have the same keys."""
     inside = nn.Linear(1, 1)
     plain: Any = nn.Module()
@@ -307,7 +307,7 @@ for parameter in own.parameters():
 objects["own_optimizer"].step()
 captured = State(objects).capture()
 sizes = {n: t.nbytes for n, t in captured.tensors.items()}
-owners = {n: cut.ranks[0] for n, cut in assign(sizes, captured.shardings).items()}
+owners = {n: one.ranks[0] for n, one in assign(sizes, captured.shardings).items()}
 lowest = [n for n, s in captured.shardings.items() if s.copies == ((0,),)]
 print(json.dumps({"names": list(captured.tensors), "per_rank": sorted(captured.per_rank),
                   "lowest": sorted(lowest), "owned": sorted(captured.owned), "owners": owners,
@@ -329,7 +329,7 @@ def _run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_two_ranks_agree_without_talking(tmp_path: Path) -> None:
+def test_two_ranks_plan_alike_without_communication(tmp_path: Path) -> None:
     """Names, spread and assignment are equal on both ranks, and each kind of tensor is spread rightly."""
     first, second = _run_ranks(2, tmp_path)
     assert first == second
@@ -362,7 +362,7 @@ def group_of_one() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_with_one_rank_nothing_is_per_rank() -> None:
+def test_one_rank_has_no_per_rank_tensors() -> None:
     """A process group of one behaves as none, and DDP does not show in names."""
     model: Any = DistributedDataParallel(torch.compile(Net(), backend="eager"))
     marked = {"own": per_rank(nn.Linear(1, 1)), "all": replicated([torch.zeros(1)])}

@@ -1,4 +1,4 @@
-"""Tensors, generators, plain values and containers, and what is refused."""
+"""Tensors, generators, plain values and containers, and refused values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.state import State, dtype_name, per_rank, replicated, torch_dtype
 from state.trip import kept, same
 
 
-def test_plain_values_are_put_into_the_users_mapping() -> None:
+def test_plain_values_are_assigned_to_the_users_mapping() -> None:
     """Scalars are assigned, of whatever type they were."""
     saved = kept({"epoch": 3, "loss": 0.5, "name": "x", "none": None, "pair": (1, 2), "blob": b"ab"})
     objects: dict[str, Any] = {"epoch": 0, "loss": None, "name": "", "none": 4, "pair": (), "blob": b""}
@@ -26,7 +26,7 @@ def test_plain_values_are_put_into_the_users_mapping() -> None:
     assert objects == {"epoch": 3, "loss": 0.5, "name": "x", "none": None, "pair": (1, 2), "blob": b"ab"}
 
 
-def test_values_are_those_of_the_moment_of_capture() -> None:
+def test_later_changes_do_not_affect_captured_values() -> None:
     """Later changes do not reach into what was captured."""
     history = [1, {"a": [2]}]
     objects = {"history": history, "epoch": 1}
@@ -80,7 +80,7 @@ def test_containers_are_updated_in_place() -> None:
     assert log["odict"] == {"a": 1}
 
 
-def test_a_container_of_another_shape_is_replaced_where_it_differs() -> None:
+def test_a_container_of_another_structure_is_replaced_where_it_differs() -> None:
     """Tensors of another shape are new ones."""
     saved = kept({"x": {"t": torch.ones(3), "list": [1, [2]], "new": {"deep": torch.zeros(1)}}})
     objects: dict[str, Any] = {"x": {"t": torch.zeros(2), "list": 5}}
@@ -102,7 +102,7 @@ def test_plain_tensors_are_filled_in_place() -> None:
     assert parameter.requires_grad
 
 
-def test_generators_continue_where_they_were() -> None:
+def test_generators_resume() -> None:
     """Single generators of torch, python and numpy."""
 
     def build(seed: int) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), float(np.random.rand()), torch.rand(1).item()]
 
 
-def test_process_wide_generators_come_back_last() -> None:
+def test_process_wide_generators_are_restored_last() -> None:
     """Also when a user's load_state_dict() draws numbers."""
 
     class Drawer:
@@ -152,7 +152,7 @@ def test_process_wide_generators_come_back_last() -> None:
     assert _draw() == expected
 
 
-def test_borrowed_generators_are_reseeded_the_same_way_every_time() -> None:
+def test_generators_from_another_rank_are_reseeded_deterministically() -> None:
     """On another world size, streams are new, reproducible and noted."""
     saved = kept({"x": 1})
     own = _draw()
@@ -164,7 +164,7 @@ def test_borrowed_generators_are_reseeded_the_same_way_every_time() -> None:
     assert _draw() == borrowed
 
 
-def test_a_stateful_object_gets_back_what_it_gave() -> None:
+def test_load_state_dict_receives_the_result_of_state_dict() -> None:
     """Nested tuples, lists and dicts with tensors, non-string keys and ties inside."""
 
     class Thing:
@@ -192,7 +192,7 @@ def test_a_stateful_object_gets_back_what_it_gave() -> None:
     assert other.state["n"] == 2
 
 
-def test_errors_of_a_stateful_object_name_its_key() -> None:
+def test_the_error_of_a_stateful_object_names_its_key() -> None:
     """load_state_dict() that raises is reported with key and cause."""
 
     class Picky:
@@ -237,7 +237,7 @@ def _nested(depth: int) -> list[Any]:
         (random.SystemRandom(), "SystemRandom"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_early_with_its_path(value: Any, path: str) -> None:
+def test_values_that_cannot_be_saved_are_refused_with_their_path(value: Any, path: str) -> None:
     """Before the first step, not at the first save."""
     with pytest.raises(InvalidInput, match=path):
         State({"x": value})
@@ -274,13 +274,13 @@ def test_tensors_without_plain_bytes_are_refused(why: str) -> None:
         State({"m": model}).capture()
 
 
-def test_names_that_meet_are_refused() -> None:
+def test_colliding_names_are_refused() -> None:
     """A dotted key and a module path that read the same."""
     with pytest.raises(InvalidInput, match=r"m\.weight"):
         State({"m": nn.Linear(1, 1), "m.weight": torch.ones(1)}).capture()
 
 
-def test_marked_values_keep_their_mark() -> None:
+def test_annotated_values_keep_their_annotation() -> None:
     """A marked scalar is restored under the same mark."""
     saved = kept({"a": replicated(3), "b": per_rank([1])})
     objects: dict[str, Any] = {"a": replicated(0), "b": per_rank([2])}
@@ -289,7 +289,7 @@ def test_marked_values_keep_their_mark() -> None:
     assert objects["b"].value == [1]
 
 
-def test_dtype_names_go_both_ways() -> None:
+def test_dtype_names_round_trip() -> None:
     """Every dtype of the format that this torch has."""
     assert dtype_name(torch.bfloat16) == "BF16"
     assert torch_dtype("F8_E4M3") is torch.float8_e4m3fn

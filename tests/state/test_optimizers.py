@@ -31,7 +31,7 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     return {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
 
 
-def test_state_is_named_after_parameters() -> None:
+def test_optimizer_state_is_named_after_parameters() -> None:
     """Names do not depend on the order of parameters in groups."""
     model, optimizer = _trained()
     captured = State({"optimizer": optimizer, "model": model}).capture()
@@ -46,7 +46,7 @@ def test_state_is_named_after_parameters() -> None:
     assert captured.owned == optimizer_names | parameters
 
 
-def test_groups_in_another_order_take_their_own_options() -> None:
+def test_parameter_groups_in_another_order_get_their_own_options() -> None:
     """Each parameter's state and each group's options come back to where they belong."""
     model, optimizer = _trained(_split)
     saved = kept({"m": model, "o": optimizer})
@@ -59,8 +59,8 @@ def test_groups_in_another_order_take_their_own_options() -> None:
     assert same(_by_name(model2, optimizer2), _by_name(model, optimizer))
 
 
-def test_groups_split_differently_warn_when_options_differ() -> None:
-    """One live group over two saved ones takes the first's options and says so."""
+def test_parameter_groups_split_differently_warn_if_options_differ() -> None:
+    """One live group over two saved ones gets the first one's options, with a note."""
     model, optimizer = _trained(_split)
     saved = kept({"m": model, "o": optimizer})
     model2 = Net()
@@ -86,7 +86,7 @@ def test_one_saved_group_fills_two_live_ones_without_sharing_tensors() -> None:
     assert rates[0].data_ptr() != rates[1].data_ptr()
 
 
-def test_tensor_rates_are_filled_in_place_and_not_owned() -> None:
+def test_tensor_learning_rates_are_filled_in_place() -> None:
     """A scheduler may change a rate between steps, so it must be copied at once."""
     model, rate = Net(), torch.tensor(0.25)
     optimizer = torch.optim.AdamW(model.parameters(), rate)
@@ -100,7 +100,7 @@ def test_tensor_rates_are_filled_in_place_and_not_owned() -> None:
     assert float(rate) == 0.25
 
 
-def test_a_new_group_and_a_replaced_parameter_are_noticed() -> None:
+def test_a_new_group_and_a_replaced_parameter_are_detected() -> None:
     """The next capture has them."""
     model, optimizer = _trained()
     extra = nn.Linear(2, 2)
@@ -129,7 +129,7 @@ def test_parameters_outside_the_state_are_numbered() -> None:
     assert optimizer2.state[other]["momentum_buffer"].tolist() == [5.0, 5.0]
 
 
-def test_saved_under_the_other_name_of_a_tied_parameter() -> None:
+def test_state_saved_under_the_other_name_of_a_tied_parameter_is_restored() -> None:
     """State of a tied parameter is found even if the live model has another name first."""
 
     class Swapped(nn.Module):
@@ -162,7 +162,7 @@ def test_a_shared_step_counter_stays_shared() -> None:
     assert optimizer2.state[other.weight]["step"] is optimizer2.state[other.bias]["step"]
 
 
-def test_state_under_no_parameter_and_nested_state_come_back() -> None:
+def test_nested_state_and_state_without_a_parameter_are_restored() -> None:
     """Whatever an optimizer puts into its state, by whatever key."""
     model = nn.Linear(2, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
@@ -197,7 +197,7 @@ class OwnCode(torch.optim.SGD):
         super().load_state_dict(state_dict)
 
 
-def test_an_optimizer_with_its_own_code_goes_through_it() -> None:
+def test_an_optimizer_with_its_own_load_state_dict_uses_it() -> None:
     """Its parameters are owned; its tensors are copied at once."""
     model = Net()
     optimizer = OwnCode(model.parameters(), 0.1, momentum=0.9)
@@ -220,7 +220,7 @@ def test_an_optimizer_with_its_own_code_goes_through_it() -> None:
         kept(objects).plan(State({"m": other, "o": plain}))
 
 
-def test_state_dict_hooks_of_an_optimizer_are_honoured() -> None:
+def test_state_dict_hooks_of_an_optimizer_run() -> None:
     """An optimizer that gets a hook later is saved through its state_dict() from then on."""
     model, optimizer = _trained()
     state = State({"m": model, "o": optimizer})
@@ -233,7 +233,7 @@ def test_state_dict_hooks_of_an_optimizer_are_honoured() -> None:
     assert state.capture().values["o"]["added"] == 1
 
 
-def test_options_that_cannot_be_saved_are_named() -> None:
+def test_the_error_names_options_that_cannot_be_saved() -> None:
     """The key path leads to the option."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["callback"] = print

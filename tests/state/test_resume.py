@@ -1,4 +1,4 @@
-"""A run that is captured, brought back into new objects and continued equals one that never stopped."""
+"""A run that is restored into new objects and continued equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("has_stepped", [False, True], ids=["fresh", "used"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_continues_to_the_bit(name: str, has_stepped: bool) -> None:
+def test_every_optimizer_resumes_bit_for_bit(name: str, has_stepped: bool) -> None:
     """Into optimizers that have no state yet, and into ones that have other state."""
     torch.manual_seed(1)
     model = Net()
@@ -73,7 +73,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["float lr", "tensor lr"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_continues(name: str, is_tensor: bool) -> None:
+def test_every_scheduler_resumes(name: str, is_tensor: bool) -> None:
     """The rates of all later steps are those of the uninterrupted run."""
 
     def build() -> tuple[dict[str, Any], Callable[[], list[float]]]:
@@ -105,7 +105,7 @@ def test_every_scheduler_continues(name: str, is_tensor: bool) -> None:
     assert_same_state(objects, objects2)
 
 
-def test_plateau_scheduler_continues() -> None:
+def test_reduce_lr_on_plateau_resumes() -> None:
     """The one scheduler that is stepped with a metric."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
@@ -117,7 +117,7 @@ def test_plateau_scheduler_continues() -> None:
     assert fresh.num_bad_epochs == scheduler.num_bad_epochs == 1
 
 
-def test_scaler_and_moving_average_continue() -> None:
+def test_grad_scaler_and_averaged_model_resume() -> None:
     """A GradScaler and an EMA model beside the model that it follows."""
 
     def build(seed: int) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -151,7 +151,7 @@ def test_scaler_and_moving_average_continue() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_stateful_data_loader_resumes_in_mid_epoch() -> None:
+def test_a_stateful_data_loader_resumes_within_an_epoch() -> None:
     """The batches after the restore are the ones that the saved loader had not given yet."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -172,7 +172,7 @@ def test_a_stateful_data_loader_resumes_in_mid_epoch() -> None:
     assert len(rest) == 7
 
 
-def test_moments_wider_than_their_parameters_keep_every_bit() -> None:
+def test_moments_of_a_wider_dtype_keep_every_bit() -> None:
     """float32 moments of bfloat16 parameters are not rounded on the way back."""
 
     def build() -> tuple[nn.Parameter, torch.optim.Optimizer]:
@@ -216,7 +216,7 @@ def test_planning_a_load_changes_nothing() -> None:
     assert before.text == after.text
 
 
-def test_restoring_a_state_from_before_the_first_step_clears_moments() -> None:
+def test_a_checkpoint_from_before_the_first_step_clears_moments() -> None:
     """A step-0 checkpoint brings back an optimizer without state."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())

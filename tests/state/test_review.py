@@ -1,7 +1,8 @@
-"""Review of states: what would come back empty or otherwise is refused or named, and what is right is not."""
+"""Review of states: entries that would not resume exactly are refused or warned about, and no others."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.state.loader_watch import plain_iterators
 from stage.training import make_checkpointer, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
@@ -44,7 +46,7 @@ def snapshots() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", ["optimizer", "model", "scheduler", "scaler"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_a_state_dict_returned_is_refused_with_the_fix(tmp_path: Path, kind: str, nested: bool) -> None:
+def test_the_result_of_state_dict_is_refused_with_a_fix(tmp_path: Path, kind: str, nested: bool) -> None:
     value = snapshots()[kind]()
     state = {"all": {"epoch": 1, "it": value}} if nested else {"it": value}
     with pytest.raises(InvalidInput, match=rf"{kind}\.state_dict\(\) returned.*Pass the {kind} itself"):
@@ -115,19 +117,42 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", ["empty", "metric", "scheduler", "model", "loader", "generator", "workers"])
-def test_what_will_not_resume_exactly_is_named_with_its_fix(tmp_path: Path, name: str) -> None:
+def test_entries_that_do_not_resume_exactly_warn_with_a_fix(tmp_path: Path, name: str) -> None:
     state, text = faults()[name]
     assert any(text in doubt for doubt in doubts_of(tmp_path / "home", state))
 
 
-def test_a_data_loader_that_is_being_read_is_named(tmp_path: Path) -> None:
+def test_a_data_loader_in_use_warns(tmp_path: Path) -> None:
     reading = iter(DataLoader(Numbers(), shuffle=True))
     next(reading)
     (doubt,) = doubts_of(tmp_path / "home", {"x": torch.ones(1)})
     assert "a shuffled DataLoader over Numbers is being read" in doubt
 
 
-def test_states_that_resume_exactly_are_not_doubted(tmp_path: Path) -> None:
+def test_the_first_save_does_not_scan_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan stops all threads of the process. It runs before training, and only once."""
+    made = make_checkpointer(tmp_path / "home", {"x": torch.ones(1)})
+    reading = iter(DataLoader(Numbers(), shuffle=True))
+    next(reading)
+
+    def scan(*_: object) -> list[object]:
+        raise AssertionError("a scan of all objects")
+
+    for name in ("get_referrers", "get_objects"):
+        monkeypatch.setattr(gc, name, scan)
+    with made as ckpt, pytest.warns(ResumeWarning, match="a shuffled DataLoader over Numbers is being read"):
+        ckpt.save(1)
+
+
+def test_a_data_loader_no_longer_in_use_does_not_warn(tmp_path: Path) -> None:
+    reading = iter(DataLoader(Numbers(), shuffle=True))
+    next(reading)
+    assert any(one is reading for one in plain_iterators())
+    del reading
+    assert doubts_of(tmp_path / "home", {"x": torch.ones(1)}) == []
+
+
+def test_states_that_resume_exactly_do_not_warn(tmp_path: Path) -> None:
     model = make_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     state = {
@@ -147,7 +172,7 @@ def test_states_that_resume_exactly_are_not_doubted(tmp_path: Path) -> None:
     assert doubts_of(tmp_path / "home", state) == []
 
 
-def test_a_load_state_dict_that_ignores_what_was_saved_is_named_at_the_restore(tmp_path: Path) -> None:
+def test_a_load_state_dict_that_ignores_its_argument_warns_at_the_restore(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 5})}) as ckpt:
         ckpt.save(1)
     with (
@@ -174,7 +199,7 @@ class Structured:
         self.value.copy_(state["value"])
 
 
-def test_the_metadata_of_an_ordered_state_dict_is_there_when_it_is_loaded(tmp_path: Path) -> None:
+def test_the_metadata_of_a_state_dict_is_restored(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path / "home", {"it": Structured(7.0)}) as ckpt:
         ckpt.save(1)
     it = Structured(0.0)
@@ -183,7 +208,7 @@ def test_the_metadata_of_an_ordered_state_dict_is_there_when_it_is_loaded(tmp_pa
     assert it.value.tolist() == [7.0] * 3
 
 
-def test_a_new_run_offers_the_check_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_suggests_holdfast_check_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         with make_checkpointer(tmp_path / "home", {"x": torch.ones(1)}, quiet=False) as ckpt:
             step = (ckpt.restore() or 0) + 1

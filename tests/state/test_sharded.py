@@ -1,4 +1,4 @@
-"""Sharded states on real ranks: what all ranks write is the whole state, and it loads into any layout."""
+"""Sharded states on real ranks: all ranks together write the whole state, and it loads into any layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from state.worlds import FOUR, TWO, load_all, run, save_all, trip
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_all_layouts_load_into_all_layouts_on_four_ranks_two_and_one(tmp_path: Path) -> None:
+def test_every_layout_loads_into_every_layout_on_4_2_and_1_ranks(tmp_path: Path) -> None:
     """Parameters, moments and counters, bit for bit, whether or not the optimizer has stepped.
 
     On the way, what the ranks write of each layout is put together and compared with what DTensor gathers.

@@ -1,4 +1,4 @@
-"""What a tensor says of its sharding, beside what torch computes for each rank."""
+"""Shardings read from tensors, compared with the regions that torch computes for each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format.cuts import Box, Cut
+from holdfast.format.partitioning import EvenPartitioning, Region
 from holdfast.state import State, assign, local_of, sharding_of
 from state.trip import kept
 
@@ -60,38 +60,40 @@ def _meshes(draw: Any) -> torch.Tensor:
     return torch.tensor(ranks).reshape(sizes)
 
 
-def _assert_boxes_are_torchs(ranks: torch.Tensor, placements: Any, shape: tuple[int, ...]) -> None:
+def _assert_regions_are_torchs(ranks: torch.Tensor, placements: Any, shape: tuple[int, ...]) -> None:
     sharding = sharding_of(_tensor(_mesh(ranks), placements, shape))
     assert sharding is not None
     assert sharding.holders == set(ranks.flatten().tolist())
     for coordinate in itertools.product(*map(range, ranks.shape)):
-        lengths, offsets = _shape_and_offset(shape, tuple(ranks.shape), list(coordinate), placements)
-        box = sharding.box_of(int(ranks[coordinate]))
-        assert box is not None
-        assert box.lengths == lengths
-        assert box.offsets == offsets or not box.num_items
+        sizes, offsets = _shape_and_offset(shape, tuple(ranks.shape), list(coordinate), placements)
+        region = sharding.region_of(int(ranks[coordinate]))
+        assert region is not None
+        assert region.sizes == sizes
+        assert region.offsets == offsets or not region.num_items
     for copy in range(len(sharding.copies)):
-        _assert_covers_once(sharding.cut(copy), shape)
+        _assert_covers_once(sharding.partitioning(copy), shape)
 
 
-def _assert_covers_once(cut: Any, shape: tuple[int, ...]) -> None:
+def _assert_covers_once(partitioning: Any, shape: tuple[int, ...]) -> None:
     times = torch.zeros(shape, dtype=torch.int)
-    for _, box in cut.boxes(shape):
-        times[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] += 1
+    for _, region in partitioning.regions(shape):
+        times[tuple(slice(o, o + n) for o, n in zip(*region, strict=True))] += 1
     assert bool((times == 1).all())
 
 
 @given(_meshes(), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
-def test_boxes_are_those_of_torch(ranks: torch.Tensor, shape: list[int], data: Any) -> None:
+def test_regions_equal_those_of_torch(ranks: torch.Tensor, shape: list[int], data: Any) -> None:
     """Any mesh, any placements, even and uneven; every copy covers the tensor once."""
     placement = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(lambda dim: Shard(dim)))
     placements = data.draw(st.lists(placement, min_size=ranks.ndim, max_size=ranks.ndim))
-    _assert_boxes_are_torchs(ranks, placements, tuple(shape))
+    _assert_regions_are_torchs(ranks, placements, tuple(shape))
 
 
 @given(_meshes(), st.integers(1, 3), st.integers(1, 3), st.data())
-def test_strided_boxes_are_those_of_torch(ranks: torch.Tensor, rows: int, columns: int, data: Any) -> None:
-    """Mesh dims that cut rows in any order, as strided shards say it; even, or torch itself is not sure."""
+def test_regions_of_strided_shards_equal_those_of_torch(
+    ranks: torch.Tensor, rows: int, columns: int, data: Any
+) -> None:
+    """Mesh dims that split rows in any order, as strided shards do; evenly, since torch requires it."""
     order: list[int] = data.draw(st.permutations(range(ranks.ndim)))
     chosen = data.draw(st.sets(st.sampled_from(range(ranks.ndim)), min_size=1))
     order = [dim for dim in order if dim in chosen]
@@ -99,29 +101,29 @@ def test_strided_boxes_are_those_of_torch(ranks: torch.Tensor, rows: int, column
     for at, dim in enumerate(order):
         factor = math.prod(ranks.shape[other] for other in order[:at] if other > dim)
         placements[dim] = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
-    _assert_boxes_are_torchs(ranks, placements, (rows * ranks.numel(), columns))
+    _assert_regions_are_torchs(ranks, placements, (rows * ranks.numel(), columns))
 
 
-def test_fsdp_over_tensor_parallel_is_the_other_order() -> None:
+def test_fsdp_over_tensor_parallel_equals_the_example_of_torch() -> None:
     """The 2x2 example that torch documents."""
     tensor = _tensor(_mesh([[4, 5], [6, 7]]), [_StridedShard(0, split_factor=2), Shard(0)], (8, 8))
     sharding = sharding_of(tensor)
     assert sharding is not None
     assert sharding.splits == ((0, 2), (0, 2))
     assert sharding.copies == ((4, 6, 5, 7),)
-    assert sharding.box_of(5) == Box((4, 0), (2, 8))
-    assert sharding.box_of(0) is None
+    assert sharding.region_of(5) == Region((4, 0), (2, 8))
+    assert sharding.region_of(0) is None
 
 
-def test_replicas_are_copies_and_parts_of_one_are_none() -> None:
+def test_replicated_mesh_dimensions_are_copies() -> None:
     """HSDP over a mesh with a dim of one rank."""
     tensor = _tensor(_mesh([[[0, 1]], [[5, 4]]]), [Replicate(), Shard(1), Shard(0)], (5, 2))
     sharding = sharding_of(tensor)
     assert sharding is not None
     assert sharding.splits == ((0, 2),)
     assert sharding.copies == ((0, 1), (5, 4))
-    assert sharding.cut(1) == Cut(((0, 2),), (5, 4))
-    assert sharding.cut(1) is sharding.cut(1)
+    assert sharding.partitioning(1) == EvenPartitioning(((0, 2),), (5, 4))
+    assert sharding.partitioning(1) is sharding.partitioning(1)
 
 
 def test_a_local_tensor_shares_memory() -> None:
@@ -141,7 +143,7 @@ def test_pending_sums_are_refused() -> None:
         State({"x": {"a": tensor}})
 
 
-def test_a_rank_outside_a_mesh_lists_nothing() -> None:
+def test_a_rank_outside_a_mesh_has_no_region() -> None:
     """What others hold is theirs; what this rank holds in the same state is still saved."""
     there = _tensor(_mesh([0, 1]), [Shard(0)], (4,))
     here = _tensor(_mesh([5, 6]), [Shard(0)], (5,))
@@ -153,7 +155,7 @@ def test_a_rank_outside_a_mesh_lists_nothing() -> None:
     assert state.capture().structure is captured.structure
 
 
-def test_tied_sharded_tensors_are_one_also_where_their_part_is_empty() -> None:
+def test_tied_sharded_tensors_stay_tied_even_if_empty_on_this_rank() -> None:
     """A tie is the same on all ranks: it goes by the object, not by its memory."""
     tensor = _tensor(_mesh(list(range(WORLD))), [Shard(0)], (3,))
     assert not local_of(tensor).numel()
@@ -161,7 +163,7 @@ def test_tied_sharded_tensors_are_one_also_where_their_part_is_empty() -> None:
     assert captured.tied == {"b.0": "a"}
 
 
-def test_a_part_that_does_not_fit_its_placements_is_refused() -> None:
+def test_a_local_tensor_that_does_not_match_its_placements_is_refused() -> None:
     """Otherwise a checkpoint would have holes."""
     tensor = _tensor(_mesh([5, 6]), [Shard(0)], (4,))
     tensor._local_tensor = torch.zeros(3)
@@ -169,7 +171,7 @@ def test_a_part_that_does_not_fit_its_placements_is_refused() -> None:
         State({"x": tensor})
 
 
-def test_another_layout_is_noticed() -> None:
+def test_a_changed_layout_is_detected() -> None:
     """Same object, same local shape and bytes, another mesh: another structure."""
     tensor = _tensor(_mesh([5, 6]), [Shard(0)], (4,))
     state = State({"x": tensor})
@@ -181,14 +183,14 @@ def test_another_layout_is_noticed() -> None:
     assert second.shardings["x"].copies == ((6, 5),)
 
 
-def test_equal_layouts_are_one_object() -> None:
-    """So that thousands of tensors cost a few cuts."""
+def test_equal_layouts_share_one_object() -> None:
+    """So that thousands of tensors cost a few partitionings."""
     tensors = [_tensor(_mesh([5, 6]), [Shard(0)], (4, i)) for i in range(1, 4)]
     captured = State({"x": tensors}).capture()
     assert len({id(s.layout) for s in captured.shardings.values()}) == 1
-    cuts = assign(dict.fromkeys(captured.shardings, 8), captured.shardings)
-    assert len(cuts) == 3
-    assert len({id(cut) for cut in cuts.values()}) == 1
+    partitionings = assign(dict.fromkeys(captured.shardings, 8), captured.shardings)
+    assert len(partitionings) == 3
+    assert len({id(one) for one in partitionings.values()}) == 1
 
 
 def _rows() -> DTensor:
@@ -219,7 +221,7 @@ def _as_bfloat16(tensor: DTensor) -> DTensor:
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(_SHAPES, 2)))
-def test_one_saved_tensor_fills_live_ones_that_are_cut_differently(pair: tuple[str, str]) -> None:
+def test_one_saved_tensor_fills_two_live_ones_with_different_shardings(pair: tuple[str, str]) -> None:
     """A tie of the checkpoint that the live state does not have: read once, whole only if it must be."""
     tensor = torch.arange(16.0).reshape(4, 4)
     saved = kept({"x": tensor, "y": [tensor]})
@@ -232,8 +234,8 @@ def test_one_saved_tensor_fills_live_ones_that_are_cut_differently(pair: tuple[s
         assert torch.equal(local, _SHAPES[kind][1](tensor)), kind
 
 
-def test_only_this_ranks_part_is_asked_for() -> None:
-    """In place, with its box; of an empty part nothing."""
+def test_only_the_region_of_this_rank_is_requested() -> None:
+    """In place, with its region; of an empty part nothing."""
     saved = kept({"x": torch.arange(16.0).reshape(4, 4), "e": torch.zeros(2), "o": torch.zeros(3)})
     live = {
         "x": _rows(),
@@ -243,13 +245,13 @@ def test_only_this_ranks_part_is_asked_for() -> None:
     load = saved.plan(State(dict(live)))
     assert set(load.targets) == {"x", "rng.torch"}
     target = load.targets["x"]
-    assert target.box == Box((2, 0), (2, 4))
+    assert target.region == Region((2, 0), (2, 4))
     assert target.tensor.data_ptr() == local_of(live["x"]).data_ptr()
     saved.restore(State(dict(live)))
     assert live["x"].to_local()[0, 0] == 8
 
 
-def test_another_whole_shape_is_refused() -> None:
+def test_a_different_global_shape_is_refused() -> None:
     """Though the local shapes agree."""
     saved = kept({"x": torch.zeros(2, 4)})
     with pytest.raises(InvalidInput, match=r"\[4, 4\] in the live state but \[2, 4\]"):
@@ -272,7 +274,7 @@ class _Wrapper:
         self.tensor, self.plain = state["nested"]["tensor"], state["plain"]
 
 
-def test_an_object_gets_back_dtensors_where_it_has_them() -> None:
+def test_load_state_dict_receives_dtensors() -> None:
     """And is not touched while the load is planned."""
     whole = torch.arange(16.0).reshape(4, 4)
     saved = kept({"w": _Plain({"nested": {"tensor": whole}, "plain": torch.ones(2)})})
@@ -280,7 +282,7 @@ def test_an_object_gets_back_dtensors_where_it_has_them() -> None:
     state = State({"w": wrapper})
     assert state.capture().shardings["w.nested.tensor"].copies == ((6, 5),)
     load = saved.plan(state)
-    assert load.targets["w.nested.tensor"].box == Box((2, 0), (2, 4))
+    assert load.targets["w.nested.tensor"].region == Region((2, 0), (2, 4))
     saved.fill(load)
     assert not wrapper.tensor.to_local().any()
     load.finish()

@@ -1,4 +1,4 @@
-"""What happens when the live state and the checkpoint differ."""
+"""Loading when the live state and the checkpoint differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.state import State
 from state.trip import Net, kept, same, train
 
 
-def test_names_on_one_side_are_listed_with_advice() -> None:
+def test_missing_and_unexpected_names_are_listed_with_advice() -> None:
     """Both directions, with counts, and nothing is changed."""
     saved = kept(
         {"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "old": 1, "gone": {"a": torch.ones(1)}}
@@ -32,21 +32,21 @@ def test_names_on_one_side_are_listed_with_advice() -> None:
     assert same(objects["m"]["0"].weight, saved.tensors["m.0.weight"])
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_are_shortened() -> None:
     """Ten names and a count."""
     saved = kept({"x": 1})
     with pytest.raises(InvalidInput, match=r"24 in the live state.*m\.4\.bias, \.\.\."):
         saved.plan(State({"x": 1, "m": nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))}))
 
 
-def test_another_shape_is_always_refused() -> None:
+def test_a_different_shape_is_always_refused() -> None:
     """Even when not strict."""
     saved = kept({"m": nn.Linear(2, 3)})
     with pytest.raises(InvalidInput, match=r"m\.weight has shape \[4, 2\] .* \[3, 2\] in the checkpoint"):
         saved.plan(State({"m": nn.Linear(2, 4)}), strict=False)
 
 
-def test_another_dtype_is_cast_and_noted() -> None:
+def test_a_different_dtype_is_converted_with_a_note() -> None:
     """The target has the saved dtype; the live tensor keeps its own."""
     saved = kept({"m": nn.Linear(2, 2)})
     other = nn.Linear(2, 2).bfloat16()
@@ -88,7 +88,7 @@ def test_only_restores_the_named_keys() -> None:
     ],
     ids=["mapping", "function"],
 )
-def test_renaming_reaches_into_optimizers(rename: Any) -> None:
+def test_renaming_applies_to_optimizer_state(rename: Any) -> None:
     """Tensors, top-level keys and the parameters that an optimizer names."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.125)
@@ -107,7 +107,7 @@ def test_renaming_reaches_into_optimizers(rename: Any) -> None:
     assert optimizer2.param_groups[0]["lr"] == 0.125
 
 
-def test_a_part_of_a_model_can_be_moved_to_a_key_of_its_own() -> None:
+def test_a_submodule_can_be_renamed_to_a_top_level_key() -> None:
     """Prefixes may cross top-level keys; what is not taken is reported."""
     saved = kept({"model": nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 1)})})
     encoder = nn.Linear(2, 2)
@@ -119,13 +119,13 @@ def test_a_part_of_a_model_can_be_moved_to_a_key_of_its_own() -> None:
 
 
 def test_two_names_renamed_to_one_are_refused() -> None:
-    """Which of them would win is nobody's guess."""
+    """It is undefined which of them would be loaded."""
     saved = kept({"a": torch.ones(1), "b": torch.ones(1)})
     with pytest.raises(InvalidInput, match="rename= maps both"):
         saved.plan(State({"c": torch.ones(1)}), rename={"a": "c", "b": "c"})
 
 
-def test_optimizer_parameters_on_one_side_are_listed_once_each() -> None:
+def test_missing_and_unexpected_optimizer_parameters_are_listed_once() -> None:
     """Not once per state tensor; with strict=False the others are restored."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -143,7 +143,7 @@ def test_optimizer_parameters_on_one_side_are_listed_once_each() -> None:
     assert extra not in optimizer2.state
 
 
-def test_a_checkpoint_that_lacks_a_tensor_it_refers_to_is_refused() -> None:
+def test_a_reference_to_a_missing_tensor_is_refused() -> None:
     """Values of one part that name a tensor of no part."""
     saved = kept({"x": {"t": torch.ones(1)}})
     del saved.specs["x.t"]

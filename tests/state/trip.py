@@ -1,4 +1,4 @@
-"""Small training set-ups, and the trip of a state through a checkpoint, for the tests of the state room."""
+"""Small training set-ups, and a round trip of a state through a checkpoint, for the tests of states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.format.manifest import Tensor
 from holdfast.format.sealed import dumps
 from holdfast.format.values import decode
 from holdfast.state import CapturedState, Load, State, dtype_name
-from holdfast.state.load import region
+from holdfast.state.load import view_of
 
 
 class Net(nn.Module):
@@ -52,7 +52,9 @@ class Kept:
 
     def fill(self, load: Load) -> Load:
         for name, target in load.targets.items():
-            saved = self.tensors[name] if target.box is None else region(self.tensors[name], target.box)
+            saved = (
+                self.tensors[name] if target.region is None else view_of(self.tensors[name], target.region)
+            )
             assert target.tensor.is_contiguous()
             assert target.tensor.dtype is saved.dtype
             assert target.tensor.shape == saved.shape

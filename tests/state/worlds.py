@@ -1,4 +1,4 @@
-"""Worlds of real gloo ranks that hold one small model in many layouts, for the tests of sharded states."""
+"""Gloo ranks that hold one small model in many layouts, for the tests of sharded states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from holdfast.format.manifest import Tensor
 from holdfast.state import CapturedState, Load, State, assign, dtype_name
-from holdfast.state.load import region
+from holdfast.state.load import view_of
 from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
 
 FOUR = (
@@ -72,14 +72,14 @@ class Setup:
         with fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT):
             found = {f"model.{name}": t.clone() for name, t in self.model.state_dict().items()}
         # Not by FSDP1's full optimizer state: on the CPU that gives one tensor's bytes for all of its kind.
-        pieces: dict[str, list[torch.Tensor]] = {}
+        shards: dict[str, list[torch.Tensor]] = {}
         for states in gather({n: self.optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}):
             for name, slots in states.items():
                 for key, value in slots.items():
-                    pieces.setdefault(f"model.{name.replace('_fsdp_wrapped_module.', '')}/{key}", []).append(
+                    shards.setdefault(f"model.{name.replace('_fsdp_wrapped_module.', '')}/{key}", []).append(
                         value
                     )
-        for label, values in pieces.items():
+        for label, values in shards.items():
             name, key = label.split("/")
             shape = found[name].shape
             once = values[: len(values) // self._num_replicas()]
@@ -97,7 +97,7 @@ def _is_vector(name: str) -> bool:
 
 
 class Checkpoint:
-    """What all ranks' files hold together: each tensor put together from the boxes that were written."""
+    """What all ranks' files hold together: each tensor put together from the regions that were written."""
 
     def __init__(self, told: list[dict[str, Any]]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -105,12 +105,12 @@ class Checkpoint:
         self.tied: dict[str, str] = {}
         for rank, one in enumerate(told):
             self.tied.update(one["tied"])
-            for name, (local, cut, shape) in one["written"].items():
+            for name, (local, partitioning, shape) in one["written"].items():
                 whole = self.tensors.setdefault(name, torch.zeros(shape, dtype=local.dtype))
                 assert whole.shape == shape
-                box = cut.box_of(rank, shape)
-                region(whole, box).copy_(local)
-                region(covered.setdefault(name, torch.zeros(shape, dtype=torch.int)), box).add_(1)
+                region = partitioning.region_of(rank, shape)
+                view_of(whole, region).copy_(local)
+                view_of(covered.setdefault(name, torch.zeros(shape, dtype=torch.int)), region).add_(1)
         for name, times in covered.items():
             assert bool((times == 1).all()), f"{name} is not written once: {times}"
         self.specs = {n: Tensor(dtype_name(t.dtype), tuple(t.shape), None) for n, t in self.tensors.items()}
@@ -125,11 +125,11 @@ class Checkpoint:
         load = state.load(self.specs, self.tied, self.values[mine], others=others, **options)
         for name, target in load.targets.items():
             saved = self.tensors[name]
-            part = saved if target.box is None else region(saved, target.box)
+            part = saved if target.region is None else view_of(saved, target.region)
             assert target.tensor.is_contiguous()
             assert target.tensor.dtype is saved.dtype
             assert target.tensor.shape == part.shape
-            assert target.box is None or target.box.num_items
+            assert target.region is None or target.region.num_items
             target.tensor.copy_(part)
         load.finish()
         return load
@@ -141,23 +141,23 @@ def told(captured: CapturedState, rank: int) -> dict[str, Any]:
         n: torch.Size(s.shape).numel() * captured.tensors[n].element_size()
         for n, s in captured.shardings.items()
     }
-    cuts = assign(sizes, captured.shardings)
-    assert cuts.keys() == captured.tensors.keys() - captured.per_rank
+    partitionings = assign(sizes, captured.shardings)
+    assert partitionings.keys() == captured.tensors.keys() - captured.per_rank
     written = {
-        name: (captured.tensors[name].clone(), cut, captured.shardings[name].shape)
-        for name, cut in cuts.items()
-        if rank in cut.ranks
+        name: (captured.tensors[name].clone(), partitioning, captured.shardings[name].shape)
+        for name, partitioning in partitionings.items()
+        if rank in partitioning.ranks
     }
-    for name, (local, cut, shape) in written.items():
-        assert captured.shardings[name].box_of(rank) == (box := cut.box_of(rank, shape))
-        assert box is not None
-        assert box.num_items == local.numel()
+    for name, (local, partitioning, shape) in written.items():
+        assert captured.shardings[name].region_of(rank) == (region := partitioning.region_of(rank, shape))
+        assert region is not None
+        assert region.num_items == local.numel()
     return {
         "written": written,
         "tied": captured.tied,
         "values": copy.deepcopy({k: v for k, v in captured.values.items() if k != "rng"}),
         "num_bytes": sum(local.nbytes for local, _, _ in written.values()),
-        "alike": sorted((name, cut.ranks) for name, cut in cuts.items()),
+        "alike": sorted((name, one.ranks) for name, one in partitionings.items()),
     }
 
 

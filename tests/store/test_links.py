@@ -67,7 +67,7 @@ def home(tmp_path: Path) -> Path:
     return place
 
 
-def _looks(folder: Path) -> dict[str, tuple[bytes, int]]:
+def _snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()
     }
@@ -94,11 +94,11 @@ def test_the_target_folder_of_a_link_is_not_changed(
 ) -> None:
     (home / "step-00000001").symlink_to(outside)
     (home / "d" / "up").symlink_to("../../outside")
-    before = _looks(outside)
+    before = _snapshot(outside)
     for name in ("step-00000001/bashrc", "step-00000001/new", "d/up/bashrc", "step-00000001/made/new"):
         with pytest.raises(InvalidInput, match="symbolic link"):
             change(LocalStore(home), name)
-    assert _looks(outside) == before
+    assert _snapshot(outside) == before
 
 
 @pytest.mark.parametrize("read", READS)
@@ -199,7 +199,7 @@ def test_foreign_unfinished_files_survive_a_sweep(home: Path, outside: Path) -> 
     (home / ".unfinished-1-link").symlink_to(outside / "bashrc")
     os.mkfifo(home / ".unfinished-1-fifo")
     LocalStore(home).sweep()
-    assert _looks(outside) == {"bashrc": (SECRET, (outside / "bashrc").stat().st_ino)}
+    assert _snapshot(outside) == {"bashrc": (SECRET, (outside / "bashrc").stat().st_ino)}
     assert {entry.name for entry in LocalStore(home).list()} == {"d/whole"}
 
 

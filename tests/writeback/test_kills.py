@@ -41,7 +41,7 @@ def check_bucket(mounted: MountedDirectory) -> None:
             for data, digest in hashes.items():
                 assert hashlib.sha256(mounted.store.get(data)).hexdigest() == digest
         except NotFound:
-            assert mounted.store.size(name) is None, f"{name} speaks of what is not there"
+            assert mounted.store.size(name) is None, f"{name} refers to missing data. {mounted.describe()}"
     try:
         latest = mounted.store.get("latest").decode()
         if not latest:

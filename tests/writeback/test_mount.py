@@ -152,6 +152,24 @@ def test_fetching_is_optional(make_directory: MakeDirectory):
     assert set(mounted.local()) == {"b"}
 
 
+def test_nothing_is_deleted_while_the_last_version_of_an_open_file_is_not_in_the_bucket(
+    mounted: MountedDirectory,
+):
+    """`latest` is closed and open again for the next step, while the one in the bucket names the old data."""
+    mounted.write("data-1", "1")
+    latest = mounted.write("latest", "data-1")
+    mounted.drained()
+    mounted.write("data-2", "2")
+    with latest.open("r+b", buffering=0) as file:
+        latest.write_bytes(b"data-2")  # closed, which the uploader handles while the file is open
+        (mounted.directory / "data-1").unlink()
+        mounted.write("later", "x")
+        wait_for(lambda: "later" in mounted.bucket(), "what was closed after the deletion")
+        assert mounted.bucket() == {"data-1": b"1", "latest": b"data-1", "data-2": b"2", "later": b"x"}
+        file.write(b"data-2")
+    assert mounted.drained() == {"latest": b"data-2", "data-2": b"2", "later": b"x"}
+
+
 def test_existing_files_are_uploaded_at_the_first_mount(make_directory: MakeDirectory):
     mounted = make_directory()
     mounted.write("early", "bird")

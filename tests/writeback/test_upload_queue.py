@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from holdfast.writeback.files import Fingerprint
+from holdfast.writeback.journal import FOLDER, Journal
 from holdfast.writeback.upload_queue import (
     COPY,
+    HARD_LINK,
     INCOMPLETE,
     PATH,
     Problem,
@@ -121,6 +126,7 @@ class QueueMachine(RuleBasedStateMachine):
         )
         assert list(lost.entries.items()) == list(self.queue.entries.items())
         assert (lost.sent, lost.problems) == (self.queue.sent, self.queue.problems)
+        assert lost.newest_first() == self.queue.newest_first()
 
     @invariant()
     def bucket_is_the_directory_of_some_moment(self) -> None:
@@ -149,6 +155,58 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestLife = QueueMachine.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def send_all(queue: UploadQueue) -> Writes:
+    """Send all entries, and return the writes for the journal."""
+    writes: Writes = []
+    while (entry := queue.first()) is not None:
+        assert entry.version is not None
+        writes += queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest))
+    return writes
+
+
+def test_a_file_written_again_with_the_same_bytes_keeps_its_place():
+    """A job that repeats its last step writes the data beside the marker of the first time."""
+    queue = UploadQueue()
+    for number, name in enumerate(("data", "latest", "marker")):
+        queue.put(name, version(number))
+    send_all(queue)
+    queue.put("data", replace(version(0), fingerprint=version(7).fingerprint))
+    queue.put("latest", version(8))
+    send_all(queue)
+    assert queue.newest_first() == ["latest", "marker", "data"]
+
+
+def test_a_pending_file_of_the_same_size_keeps_its_place():
+    """The digest of a large file is not known before it is sent."""
+    queue = UploadQueue()
+    for number, name in enumerate(("data", "latest", "marker")):
+        queue.put(name, version(number))
+    send_all(queue)
+    again = Fingerprint(version(0).fingerprint.num_bytes, 7, 7)
+    queue.put("data", Version(HARD_LINK, again))
+    queue.put("latest", version(8))
+    assert queue.newest_first() == ["latest", "marker", "data"]
+
+
+def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path: Path):
+    """The time of a file read too soon is written again, perhaps after its marker was sent."""
+    (tmp_path / FOLDER).mkdir()
+    journal, queue = Journal(tmp_path), UploadQueue()
+    for number, name in enumerate(("data", "latest", "marker")):
+        journal.write(queue.put(name, version(number)))
+    journal.write(send_all(queue))
+    confirmed = queue.confirm("data", replace(version(0), fingerprint=version(7).fingerprint))
+    assert confirmed
+    journal.write(confirmed)
+    journal.write(queue.put("latest", version(8)))
+    journal.write(send_all(queue))
+    loaded = journal.load()
+    journal.close()
+    assert queue.newest_first() == ["latest", "marker", "data"]
+    assert loaded.newest_first() == queue.newest_first()
+    assert loaded.sent == queue.sent
 
 
 def test_removing_a_name_that_was_never_in_the_bucket_does_nothing():

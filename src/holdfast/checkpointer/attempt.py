@@ -4,112 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast.callsite import warn
-from holdfast.checkpointer.cadence import Cadence
-from holdfast.checkpointer.done_marker import DoneMarker
-from holdfast.checkpointer.metrics import Metrics
-from holdfast.checkpointer.options import Limits, Reads
-from holdfast.checkpointer.pipeline import Order, Pipeline
+from holdfast.checkpointer.components import Components
+from holdfast.checkpointer.pipeline import Order
+from holdfast.checkpointer.restoration import Restoration, Selection
 from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
-from holdfast.checkpointer.scores import Scores
+from holdfast.checkpointer.step_sync import StepSync
 from holdfast.checkpointer.takeover import claim_together
-from holdfast.checkpointer.tiers import Base, Tiers
-from holdfast.compiled import CompiledCode, begin_sending, bring, warn_of_problems
+from holdfast.compiled import UploadResult, download_cache, start_uploads, warn_of_problems
 from holdfast.environment import report_progress
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
 from holdfast.format import run as runs
-from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
-from holdfast.home.skipped import Skipped
 from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
 from holdfast.log import get_logger
-from holdfast.policy import Keep
-from holdfast.ranks import RankGroup
-from holdfast.restore.request import Request, Restored
-from holdfast.restore.resume import restore_newest
-from holdfast.state import Load
-from holdfast.units import format_duration
+from holdfast.restore.request import Restored
+from holdfast.units import format_duration, plural
 
 _log = get_logger("checkpointer")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptOptions:
-    """Options of the Checkpointer that concern an attempt."""
-
-    keep: Keep
-    limits: Limits
-    reads: Reads
-    take_over: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Checkpoint and state entries that a restore is asked for."""
-
-    step: int | None
-    strict: bool
-    only: Collection[str] | None
-    rename: Mapping[str, str] | Callable[[str], str] | None
-    best: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Parts of a Checkpointer that outlive its attempts."""
-
-    options: AttemptOptions
-    tiers: Tiers
-    ranks: RankGroup
-    pipeline: Pipeline
-    cadence: Cadence
-    metrics: Metrics
-    done: DoneMarker
-    compiled: CompiledCode | None
-    show: Callable[[str], None]  # prints a line for the user
 
 
 class Attempt:
     """One attempt of a run: restore, claim, keeper, saves, end. Going back to a checkpoint makes a new one.
 
     Args:
-        shared: parts of the Checkpointer.
         run: id of the run, if an earlier attempt of this process has claimed it.
 
     Attributes:
         keeper: this rank's keeper; None before the claim.
         saves: saves of this attempt.
+        step_sync: exchange of the ranks after each step.
         ancestors: checkpoints that this attempt continues.
     """
 
-    def __init__(self, shared: Shared, *, run: str | None = None) -> None:
+    def __init__(self, components: Components, *, run: str | None = None) -> None:
         self.keeper: Keeper | None = None
         self.ancestors: Ancestors = ()
-        self._shared = shared
-        self._run = run
-        self._tiers, self._ranks, self._pipeline = shared.tiers, shared.ranks, shared.pipeline
+        self._components, self._run = components, run
+        self._tiers, self._ranks, self._pipeline = components.tiers, components.ranks, components.pipeline
         limits = FailureLimits(
-            shared.options.limits.failed_saves, shared.tiers.is_far, shared.tiers.terms["patience_s"]
+            components.options.limits.failed_saves, self._tiers.is_far, self._tiers.config["patience_s"]
         )
         self.saves = Saves(
-            limits,
-            shared.pipeline.stager,
-            world_size=shared.ranks.world_size,
-            on_durable=self._on_durable,
+            limits, self._pipeline.stager, world_size=self._ranks.world_size, on_durable=self._on_durable
         )
-        self._has_looked = False  # `restore` was called
-        self._restored: Restored | None = None
-        # Until the claim: events for the history, and skipped and restored checkpoints to be marked in home.
-        self._early_notes: list[dict[str, Any]] = []
-        self._marks: list[tuple[Sequence[Skipped], tuple[int, int] | None]] = []
+        self.step_sync = StepSync(components, self.saves)
+        self._restoration = Restoration(components)
+        self._early_notes: list[dict[str, Any]] = []  # events for the history, until the claim
         self._guarantee: str | None = None
         self._has_noted_end = False
-        self._scores = Scores(shared.options.keep, is_alone=shared.ranks.world_size == 1)
 
     @property
     def base_step(self) -> int | None:
@@ -138,9 +84,9 @@ class Attempt:
             self._tiers,
             self._ranks,
             local_ranks,
-            base=None if restores_later else self._base(),
-            is_fresh=not (restores_later or self._has_looked),
-            take_over=self._shared.options.take_over,
+            base=None if restores_later else self._restoration.base,
+            is_fresh=not (restores_later or self._restoration.has_run),
+            take_over=self._components.options.take_over,
         )
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
@@ -148,18 +94,15 @@ class Attempt:
         for note in self._early_notes:
             keeper.record(**note)
         self._early_notes.clear()
-        if self._shared.compiled is not None:
-            begin_sending(self._shared.compiled, self._ranks, attempt=claim.number)
-        self._ranks.first_of(range(self._ranks.world_size), lambda: self._write_marks(keeper))
-        self._complete_restore(keeper)
+        if self._components.compiled is not None:
+            start_uploads(
+                self._components.compiled, self._ranks, attempt=claim.number, notify=self._note_compiled
+            )
+        self._restoration.end_claim(keeper)
         return keeper
 
-    def _base(self) -> Base:
-        found = self._restored
-        return Base(None) if found is None else Base((found.attempt, found.step), frozenset(found.seen))
-
     def _config(self, claim: runs.Attempt, *, all_here: bool, local_ranks: tuple[int, ...]) -> KeeperConfig:
-        options = self._shared.options
+        options = self._components.options
         return KeeperConfig(
             run=claim.run,
             attempt=claim.number,
@@ -175,7 +118,7 @@ class Attempt:
             keep_best=options.keep.best,
             keep_metric=options.keep.metric,
             keep_mode=options.keep.mode,
-            **self._tiers.terms,
+            **self._tiers.config,
         )
 
     def _meet(self) -> tuple[bool, tuple[int, ...]]:
@@ -186,17 +129,15 @@ class Attempt:
 
         Ranks: collective.
         """
-        timeout_s, compiled = self._shared.options.limits.commit_timeout_s, self._shared.compiled
+        timeout_s, compiled = self._components.options.limits.commit_timeout_s, self._components.compiled
         wait_for_closed(self._tiers.home, timeout_s=timeout_s)
-        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=self._shared.show)
+        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=self._components.show)
         self._pipeline.objects.agree(self._ranks.gather)
         self._ranks.gather(None)  # every host's keepers have ended before rank 0 reads the home
         if compiled is not None:
-            bring(compiled, self._ranks, note=self.note, say=self._shared.show)
+            download_cache(compiled, self._ranks, record=self.note, show=self._components.show)
             warn_of_problems(compiled)
         return self._ranks.all_here(), self._ranks.ranks_sharing(self._tiers.local or "")
-
-    # -- restore ---------------------------------------------------------------------------------------------
 
     def restore(self, selection: Selection) -> Restored | None:
         """Restore the newest checkpoint that verifies, or the selected one.
@@ -205,93 +146,12 @@ class Attempt:
         """
         _, local_ranks = self._meet()
         if self.keeper is not None:
-            self._shared.metrics.flush(self.keeper)  # before its history goes back
-        elif self._tiers.local is not None:
-            self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
-        is_scattered = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
-
-        def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
-            own, *others = values
-            return self._pipeline.objects.load(
-                manifest.tensors,
-                manifest.tied,
-                own,
-                others=others,
-                strict=selection.strict,
-                only=selection.only,
-                rename=selection.rename,
-                own_rank=manifest.world_size == self._ranks.world_size,
-            )
-
-        def mark(skipped: Sequence[Skipped], restored: tuple[int, int] | None) -> None:
-            if restored is None or self.keeper is not None:
-                # Also without a claim if nothing was restored: the next start may be another process.
-                self._mark(skipped, restored, is_scattered=is_scattered)
-            else:
-                self._marks.append((skipped, restored))
-
-        options = self._shared.options
-        with self._tiers.reading() as store:
-            request = Request(
-                store,
-                load,
-                self._ranks,
-                step=selection.step,
-                best=options.keep if selection.best else None,
-                num_threads=options.reads.threads,
-                share_reads=options.reads.shared,
-                source_rank=options.reads.source_rank,
-                own_local=self._tiers.local_store if is_scattered else None,
-                may_commit=self.keeper is not None,
-                show=self._shared.show,
-                patience_s=self._tiers.restore_patience_s,
-                mark=mark,
-            )
-            found = restore_newest(request)
-        self._has_looked, self._restored = True, found
-        if self.keeper is not None:
-            self._complete_restore(self.keeper)
+            self._components.metrics.flush(self.keeper)  # before its history goes back
+        found = self._restoration.run(selection, self.keeper, run=self._run, local_ranks=local_ranks)
         if found is not None:
             self.ancestors = (*found.ancestors, (found.attempt, found.step))
             self._pipeline.forget_plan()
         return found
-
-    def _write_marks(self, keeper: Keeper) -> None:
-        """Mark in home what was skipped before the claim, so that retention keeps it."""
-        while self._marks:
-            self._mark(*self._marks[0], is_scattered=keeper.config.is_node_local)
-            self._marks.pop(0)
-
-    def _mark(
-        self, skipped: Sequence[Skipped], restored: tuple[int, int] | None, *, is_scattered: bool
-    ) -> None:
-        self._tiers.mark(skipped, restored, run=self._run, rank=self._ranks.rank, is_scattered=is_scattered)
-
-    def _complete_restore(self, keeper: Keeper) -> None:
-        """Record what this attempt continues, and complete commits, which only a claimed attempt may."""
-        found = self._restored
-        if self._has_looked:
-            self._tiers.end_held()
-        if found is None:
-            return
-        if self._ranks.rank == 0:
-            for step, attempt, url in (
-                *found.finished,
-                *self._tiers.finish_commits(keeper.config.run, found.whole),
-            ):
-                detail = f"attempt {attempt}, which ended before it could write the manifest"
-                keeper.record("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
-        if self._tiers.local is not None:
-            keeper.drain_checkpoint(found.attempt, found.step)  # its own attempt may not have drained it
-        if keeper.config.is_node_local:
-            keeper.mark_complete(found.attempt, found.step)
-        keeper.record_restored(
-            step=found.step,
-            num_bytes=found.num_bytes,
-            seconds=found.seconds,
-            detail="; ".join((f"attempt {found.attempt}", *describe_skipped(found))),
-            tier=self._tiers.name_of(found.sources),
-        )
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -299,11 +159,10 @@ class Attempt:
         """Begin a save of `step`; the one that exists if the step was saved already.
 
         Args:
-            step: optimizer steps completed.
             must: copy everything at once, and wait for staging memory instead of skipping the save.
             to_home: send it home whether or not that is due.
         """
-        pipeline, cadence = self._pipeline, self._shared.cadence
+        pipeline, cadence = self._pipeline, self._components.cadence
         began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
         pipeline.stager.check_thread()
         self.surface()
@@ -312,7 +171,8 @@ class Attempt:
             return last
         self._check_step(step)
         keeper = self.begin()
-        to_home = cadence.home.take(
+        self.step_sync.score_alone(keeper)
+        to_home = cadence.home.decide(
             step, time.monotonic(), must=must or to_home, alone=self._ranks.world_size == 1
         )
         save = Save(step)
@@ -321,8 +181,10 @@ class Attempt:
             self._skip(save, keeper)
             return save
         self.saves.add(pending)
+        if to_home:
+            self.step_sync.send_best_home(keeper)
         save.blocked_s = time.perf_counter() - began
-        self._shared.done.delete()
+        self._components.done.delete()
         self._note_guarantee(keeper)
         waited_s = pipeline.waited_for_memory_s - waited_before_s
         detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _MIN_REPORTED_WAIT_S else ""
@@ -369,38 +231,19 @@ class Attempt:
         self._guarantee = guarantee
         keeper.record("tear-check", step=None, detail=guarantee)
         _log.debug(
-            "rank %d of %s: torn copies are found by %s", self._ranks.rank, self._tiers.home, guarantee
+            "rank %d of %s: torn copies are detected by %s", self._ranks.rank, self._tiers.home, guarantee
         )
 
     def _on_durable(self, save: Save) -> None:
         self.report_progress(save.step)
-        if self._shared.compiled is not None:
-            self._shared.compiled.send_soon()
-        self._shared.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
+        if self._components.compiled is not None:
+            self._components.compiled.upload_soon()
+        self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
 
     def report_progress(self, step: int) -> None:
         """Report the newest checkpoint to the job that this training is part of, if any."""
         if self._ranks.rank == 0:
             report_progress(self._tiers.home, step)
-
-    def receive_stable(self, lowest: int, *, is_lacked: bool) -> None:
-        """Process the ranks' exchange about the newest step that all of them have; see `StableStep`."""
-        step, keeper = self.saves.stable.receive(lowest, is_lacked=is_lacked), self.keeper
-        if step is not None and keeper is not None and keeper.config.is_node_local:
-            keeper.mark_complete(keeper.config.attempt, step)
-
-    def send_score(self) -> int:
-        """Return the value of the last save's metric, for the exchange of the ranks; see `Scores`."""
-        if self._tiers.local is None or self.saves.last is None:
-            return self._scores.send(None, None)
-        step, metric = self.saves.last.step, self._shared.options.keep.metric
-        return self._scores.send(step, self._shared.metrics.value_of_save(step, metric))
-
-    def receive_score(self, number: int) -> None:
-        """Process the ranks' exchange about the last save's metric: the best saves are sent home."""
-        best = self._scores.receive(number)
-        if best is not None and self.keeper is not None:
-            self.keeper.send_best(best)
 
     # -- problems and waits ----------------------------------------------------------------------------------
 
@@ -415,8 +258,8 @@ class Attempt:
                     raise keeper.fenced
                 if keeper.home_lost is not None:
                     raise keeper.home_lost
-            if self._shared.compiled is not None:
-                warn_of_problems(self._shared.compiled)
+            if self._components.compiled is not None:
+                warn_of_problems(self._components.compiled)
             self.saves.surface()
             self.warn_if_overdue()
 
@@ -451,6 +294,8 @@ class Attempt:
         save, keeper = self.saves.last, self.keeper
         if self._tiers.local is None or save is None or keeper is None or save.failed is not None:
             return
+        self.step_sync.score_alone(keeper)
+        self.step_sync.send_best_home(keeper)
         keeper.drain(save)
         try:
             save.wait_home(remaining_s(deadline))
@@ -473,14 +318,20 @@ class Attempt:
         else:
             self.keeper.record(event, **facts)
 
+    def _note_compiled(self, result: UploadResult, seconds: float) -> None:
+        files = plural(result.num_files, "file")
+        self.note(
+            "compiled-sent", step=None, num_bytes=result.num_bytes, seconds=seconds, detail=files, tier="home"
+        )
+
     def note_end(self, reason: str) -> None:
         """Write into the history how this attempt ends; only the first call counts."""
         if self.keeper is None:
             return
-        self._shared.metrics.flush(self.keeper)
+        self._components.metrics.flush(self.keeper)
         if not self._has_noted_end:
             self._has_noted_end = True
-            self.keeper.record("ended", step=self._shared.cadence.saved_step, detail=reason)
+            self.keeper.record("ended", step=self._components.cadence.saved_step, detail=reason)
 
     def go_back(self) -> Attempt:
         """End this attempt, and return the one that restores and saves from an earlier step."""
@@ -490,10 +341,4 @@ class Attempt:
         if self.keeper is not None:
             self.note_end("went back")
             self.keeper.close(frees_memory=True)
-        return Attempt(self._shared, run=self._run)
-
-
-def describe_skipped(found: Restored) -> list[str]:
-    """Return a line for each checkpoint that a restore skipped or repaired."""
-    skipped = [f"skipped step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.skipped]
-    return [*skipped, *found.recovered_from]
+        return Attempt(self._components, run=self._run)

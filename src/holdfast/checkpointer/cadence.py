@@ -62,7 +62,6 @@ class Cadence:
         """Measure the training step that has just ended.
 
         Args:
-            now_s: monotonic clock.
             in_flight: a save was being written during the step.
         """
         if self._step_ended_s is not None:
@@ -85,8 +84,6 @@ class Cadence:
         """Return the flags of this rank to send after `step`.
 
         Args:
-            step: optimizer steps completed.
-            now_s: monotonic clock.
             is_preempted: a preemption notice has arrived here.
             is_advised: the machine may be reclaimed, so one save is due.
             lacks_proposal: see `StableStep.propose`.
@@ -136,8 +133,6 @@ class HomeCadence:
         """Return True if a policy wants the save of `step` in home.
 
         Args:
-            step: optimizer steps completed.
-            now_s: monotonic clock.
             timed: ask the policies that depend on a clock, which only rank 0 decides; else the others.
         """
         return _is_due(self._every or (), Pace(step, now_s, self._sent_step, self._sent_s), timed=timed)
@@ -146,12 +141,10 @@ class HomeCadence:
         """Record the decision of rank 0's clock, which it sent at `sent_step`."""
         self._is_due = is_due and self._sent_step < sent_step  # else a save has been sent home since
 
-    def take(self, step: int, now_s: float, *, must: bool, alone: bool) -> bool:
+    def decide(self, step: int, now_s: float, *, must: bool, alone: bool) -> bool:
         """Return True if the save of `step` is sent home at once; count it as sent. Equal on every rank.
 
         Args:
-            step: optimizer steps completed.
-            now_s: monotonic clock.
             must: send it whether or not it is due.
             alone: there is one rank only, so its own clock decides, also without an exchange.
         """

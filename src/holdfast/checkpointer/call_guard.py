@@ -1,8 +1,9 @@
-"""Guard against calls from signal handlers that would wait for the interrupted call for ever."""
+"""Guard against calls that cannot be served: within another call, after the end, or in a forked process."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ from holdfast.errors import InvalidInput
 
 
 class CallGuard:
-    """Registry of the calls under way on one object, by thread.
+    """Registry of the calls under way on one Checkpointer, by thread.
 
     A signal handler runs in the main thread, in the middle of whatever the main thread does. A call from it
     that needs an interrupted call to finish first would block for ever, so it is refused.
@@ -19,6 +20,30 @@ class CallGuard:
     def __init__(self) -> None:
         self._running: dict[int, str] = {}
         self._alone = threading.Lock()
+        self._pid, self._is_closed = os.getpid(), False
+
+    @property
+    def is_open(self) -> bool:
+        """True until `close`, in the process that made it."""
+        return not self._is_closed and os.getpid() == self._pid
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self._is_closed = True
+
+    def check(self) -> None:
+        """Check that calls can be served.
+
+        Raises:
+            InvalidInput: after `close`, or in another process.
+        """
+        if self._is_closed:
+            raise InvalidInput("This Checkpointer is closed. Make a new one.")
+        if os.getpid() != self._pid:
+            raise InvalidInput(
+                f"This Checkpointer belongs to process {self._pid} and was carried into process "
+                f"{os.getpid()} by a fork. Use it only in the process that made it."
+            )
 
     @contextlib.contextmanager
     def guard(self, name: str, *, alone: bool = False) -> Iterator[None]:
@@ -29,8 +54,9 @@ class CallGuard:
             alone: wait for the calls of other threads that must run alone too.
 
         Raises:
-            InvalidInput: a call of this thread is under way.
+            InvalidInput: a call of this thread is under way, or the Checkpointer cannot serve calls.
         """
+        self.check()
         thread = threading.get_ident()
         if thread in self._running:
             raise InvalidInput(

@@ -14,7 +14,6 @@ class DoneMarker:
     """Durable record that the run has finished; an exit status alone may be lost.
 
     Args:
-        home: store of the run.
         rank: this rank. Only rank 0 reads and writes the marker.
     """
 

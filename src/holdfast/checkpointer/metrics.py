@@ -89,7 +89,6 @@ class Metrics:
         """Add the values of a step.
 
         Args:
-            step: optimizer steps completed.
             values: by name.
             of_save: the save that they are about; by default that of the step.
 
@@ -135,7 +134,6 @@ class Metrics:
         """Send what was recorded, in order.
 
         Args:
-            receiver: receives the batches.
             upto: send later steps only as far as their values have arrived; None to wait for all.
 
         Blocks: for the values up to that step that are still on a device.

@@ -242,6 +242,23 @@ class Limits:
         return parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All options of a Checkpointer but its state and group, parsed."""
+
+    home: Home
+    policies: tuple[Every, ...]  # a save is due when any of them is
+    keep: Keep
+    local: Local | None
+    memory: Memory
+    reads: Reads
+    preemption: Preemption
+    compile_cache: CompileCache | None
+    limits: Limits
+    take_over: bool
+    quiet: bool
+
+
 def parse_home(value: str | os.PathLike[str] | Home) -> Home:
     """Return the value of a `home=` argument."""
     return value if isinstance(value, Home) else Home(value)

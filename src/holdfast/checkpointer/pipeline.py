@@ -48,7 +48,6 @@ class Pipeline:
 
     Args:
         objects: the state, as named tensors and values.
-        ranks: ranks that save together.
         metrics: recorded numbers, sent to the keeper ahead of each save.
         memory_bytes: limit of the staging memory.
         skips_when_full: skip a save that no staging memory is free for, instead of waiting.
@@ -61,13 +60,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        objects: State,
-        ranks: RankGroup,
-        metrics: Metrics,
-        *,
-        memory_bytes: int,
-        skips_when_full: bool,
+        self, objects: State, ranks: RankGroup, metrics: Metrics, *, memory_bytes: int, skips_when_full: bool
     ) -> None:
         self.objects = objects
         self.arenas = Arenas(memory_bytes)

@@ -23,7 +23,6 @@ class Position:
         """Record that a step is complete.
 
         Args:
-            step: number of completed steps.
             is_counted: the next change of the state completes one more step.
         """
         self.step, self._mark_then, self._is_counted = step, self._mark(), is_counted

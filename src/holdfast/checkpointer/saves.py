@@ -31,7 +31,6 @@ class FailureLimits:
         """Return True if training must not continue without saves.
 
         Args:
-            error: newest failure.
             num_failed: failures in a row.
             failing_s: seconds since the first of them.
             has_succeeded: an earlier save of the attempt became durable.
@@ -47,9 +46,7 @@ class Saves:
     """Saves of one attempt that any thread may begin, wait for and settle.
 
     Args:
-        limits: of failures.
         stager: copies more at once after a torn save.
-        world_size: number of ranks.
         on_durable: called with each save that has become durable.
 
     Attributes:
@@ -158,7 +155,7 @@ class Saves:
 
     def overdue(self) -> tuple[float, int] | None:
         """Return seconds and failures since the last success, if they are to be reported now."""
-        since_s = self._overdue.look(time.monotonic())
+        since_s = self._overdue.check(time.monotonic())
         return None if since_s is None else (since_s, self._overdue.num_failed)
 
     def wait(self, deadline: float | None) -> None:

@@ -18,7 +18,6 @@ class Scores:
     bits. The others send the greatest integer, so that the lowest one is rank 0's.
 
     Args:
-        keep: the policy.
         is_alone: there is one rank, which receives its own number at once instead of one exchange later.
     """
 
@@ -27,6 +26,11 @@ class Scores:
         self._values: dict[tuple[int, int], float] = {}  # by (0, step)
         self._best: list[int] = []
         self._sent: deque[int | None] = deque() if is_alone else deque([None])
+
+    @property
+    def best(self) -> list[int]:
+        """Steps of the best saves, best first."""
+        return self._best
 
     def send(self, step: int | None, value: float | None) -> int:
         """Return the number to send.

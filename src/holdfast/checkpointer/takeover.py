@@ -23,8 +23,6 @@ def claim_together(
     """Claim the next attempt for all ranks.
 
     Args:
-        tiers: of this rank.
-        ranks: ranks that save together.
         local_ranks: ranks that share this one's local folder.
         base: checkpoint that training continues; None if it is restored after the claim.
         is_fresh: nothing was restored and nothing will be, so the home must be empty.

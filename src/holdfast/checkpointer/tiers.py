@@ -35,7 +35,7 @@ from holdfast.store.tiered import TieredStore
 from holdfast.units import format_bytes
 
 
-class TierTerms(TypedDict):
+class TierConfig(TypedDict):
     """Tier-related fields of `KeeperConfig`."""
 
     home: str
@@ -43,7 +43,7 @@ class TierTerms(TypedDict):
     keep_local: int
     bandwidth: float | None
     patience_s: float
-    hold_s: float
+    keep_in_memory_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ class Tiers:
             )
         self.home_every = None if home.every is None else single_policies(home.every)
         """Policies that send a save home; None if every save is sent."""
-        self.terms = TierTerms(
+        self.config = TierConfig(
             home=self.home,
             local=self.local,
             keep_local=1 if local is None else local.keep,
             bandwidth=home.bandwidth_bytes,
             patience_s=home.patience_s,
-            hold_s=keep_in_memory_s,
+            keep_in_memory_s=keep_in_memory_s,
         )
         self.restore_patience_s = restore_patience_s
         self.home_store = open_store(self.home)
@@ -147,7 +147,6 @@ class Tiers:
         """Claim the next attempt of the run, which is created if it is new. Rank 0 only.
 
         Args:
-            world_size: ranks of the attempt.
             base: checkpoint that the trainer has restored; None if it restores after the claim.
             above: highest attempt number that local folders have used.
             writers: living trainers of this home, each with its host.
@@ -215,7 +214,6 @@ class Tiers:
         """Write the missing manifests of complete saves of ended attempts. Rank 0 only, with a claim.
 
         Args:
-            run: the run.
             whole: (attempt, step) of these saves.
 
         Returns:
@@ -279,21 +277,19 @@ class Tiers:
         *,
         run: str | None,
         rank: int,
-        is_scattered: bool,
+        is_node_local: bool,
     ) -> None:
         """Record durably which checkpoints a restore skipped, in every tier where retention deletes.
 
         Args:
             skipped: checkpoints that did not verify, or could not be read.
             restored: (attempt, step) of the verified checkpoint; a note about it is deleted.
-            run: id of the run.
-            rank: this rank.
-            is_scattered: hosts have local folders of their own; else rank 0 does it for all.
+            is_node_local: hosts have local folders of their own; else rank 0 does it for all.
 
         Raises:
             RetryLater: a store failed.
         """
-        stores = self.durable_stores() if rank == 0 else self.durable_stores()[:-1] if is_scattered else []
+        stores = self.durable_stores() if rank == 0 else self.durable_stores()[:-1] if is_node_local else []
         for store in stores:
             with contextlib.suppress(Denied):  # it takes no saves either, so nothing is deleted there
                 note_skipped(store, skipped, run)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from holdfast.documents import decode_dataclass
 from holdfast.environment import TRIAL
 
 _MAX_DEPTH = 6  # of containers in a batch
@@ -51,8 +52,7 @@ class Trial:
         path = os.environ.get(TRIAL)
         if not path:
             return None
-        plan = json.loads(Path(path).read_text())
-        return cls(TrialPlan(**{**plan, "save_at": tuple(plan["save_at"])}))
+        return cls(decode_dataclass(TrialPlan, Path(path).read_text(), "the plan of a trial"))
 
     def note(self, kind: str, value: Any, step: int = -1) -> None:
         """Write a line to the trace."""
@@ -64,7 +64,6 @@ class Trial:
         """Record that a step is complete; return True if it must be saved now.
 
         Args:
-            step: optimizer steps completed.
             is_due: the script's own policy saves it.
             wait: function that waits until every save is durable.
         """

@@ -47,7 +47,6 @@ def lay_out(table: Table, width: int | None) -> list[str]:
     """Return the lines of a table, the heading first.
 
     Args:
-        table: the table.
         width: in characters; None for no limit.
     """
     below: list[str] = []
@@ -125,7 +124,12 @@ def _lines(table: Table, widths: Sequence[int], cells: Sequence[str]) -> list[st
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     if _length(text) <= width:
         return [indent + text]
-    return [indent + line for line in textwrap.wrap(text, max(1, width))] or [indent]
+    lines: list[str] = []
+    for num_chars in range(max(1, width), 0, -1):  # textwrap counts characters: some take two columns
+        lines = textwrap.wrap(text, num_chars)
+        if all(_length(line) <= width for line in lines):
+            break
+    return [indent + line for line in lines] or [indent]
 
 
 def _pad(text: str, width: int, *, is_right: bool) -> str:

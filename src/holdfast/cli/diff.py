@@ -135,8 +135,6 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
     that of rank 0 is compared.
 
     Args:
-        a: the first checkpoint.
-        b: the second checkpoint.
         pattern: glob of the names of tensors and values to compare.
         within: absolute difference up to which numbers of tensors count as equal.
 

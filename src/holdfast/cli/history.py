@@ -50,7 +50,6 @@ holdfast history runs/gpt --metrics --csv > loss.csv
 """
 
 Event = dict[str, Any]
-read_events = read_lines
 
 
 def add_parser(commands: Commands) -> None:
@@ -87,7 +86,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show events by time, checkpoints by save, or metrics by step."""
     store, _ = open_home(args.home)
-    events, num_torn = read_events(store)
+    events, num_torn = read_lines(store)
     if num_torn:
         print(f"holdfast: ignored {plural(num_torn, 'line')} cut off by a crash", file=sys.stderr)
     rows = _rows(events, args)
@@ -190,11 +189,8 @@ def _format_speed(bytes_per_s: float | None) -> str:
 
 
 def _checkpoints(lines: list[Event]) -> list[Event]:
-    return [row for save in collect_saves(parse_events(lines)) for row in _rows_of(save)]
-
-
-def _rows_of(save: SaveRecord) -> list[Event]:
-    return [_row(save, copy) for copy in save.copies] or [_row(save, None)]
+    saves = collect_saves(parse_events(lines))
+    return [_row(save, copy) for save in saves for copy in save.copies or (None,)]
 
 
 def _row(save: SaveRecord, copy: Copy | None) -> Event:

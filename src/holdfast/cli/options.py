@@ -26,9 +26,6 @@ def command(
     """Add a command, and return its parser.
 
     Args:
-        commands: return value of `add_subparsers`.
-        name: name of the command.
-        run: function that runs it and returns the exit status.
         examples: command lines for the end of its help.
         details: sentences for its help, after its summary.
     """

@@ -11,7 +11,7 @@ from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
-from holdfast.report.headline import headline, headline_numbers
+from holdfast.report.headline import headline, headline_numbers, tear_check
 from holdfast.report.summary import RunSummary, read_summary
 from holdfast.restore.atomic_output import atomic_file
 from holdfast.units import format_bytes
@@ -65,6 +65,8 @@ def _print_short(summary: RunSummary) -> None:
         (f"{one.name}:", f"{one.value} ({one.remark})" if one.remark else one.value)
         for one in headline_numbers(summary)
     )
+    if method := tear_check(summary):
+        print_text(method)
     print("Use -o FILE for a page with charts, or --json for all data.")
 
 

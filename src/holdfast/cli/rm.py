@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         deleted = [] if args.dry_run else [row.as_json() for row in rows]
         print_json({"home": store.url, "chosen": [row.as_json() for row in rows], "deleted": deleted})
     elif rows and not args.dry_run:
-        print(f"deleted {_describe(rows)}")
+        num_bytes = sum(row.num_bytes for row in rows)
+        print(f"deleted {plural(len(rows), 'checkpoint')}, {format_bytes(num_bytes)}")
     return 0
 
 
@@ -152,10 +153,6 @@ def _delete_all(store: Store, inventory: Inventory, rows: list[Row]) -> None:
         ):  # before the last one is deleted, so that the next start may begin from scratch
             note_emptied(store, inventory.run_id or "", newest_number(store))
         delete(store, inventory, row)
-
-
-def _describe(rows: list[Row]) -> str:
-    return f"{plural(len(rows), 'checkpoint')}, {format_bytes(sum(row.num_bytes for row in rows))}"
 
 
 def _print_plan(rows: list[Row]) -> None:

@@ -71,12 +71,7 @@ def print_text(text: str, *, indent: str = "") -> None:
 
 
 def print_fields(fields: Iterable[tuple[str, str]], *, width: int = 24) -> None:
-    """Print a list of names and values, each value wrapped beside its name.
-
-    Args:
-        fields: names and values.
-        width: width of the column of names.
-    """
+    """Print a list of names and values, each value wrapped beside its name."""
     room = terminal_width()
     for name, value in fields:
         wrapped = [value] if room is None else textwrap.wrap(value, max(20, room - width)) or [""]

@@ -58,9 +58,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profile the script, and print the report."""
     from holdfast.errors import InvalidInput
-    from holdfast.train.tuning.script_profile import (
-        profile_script,
-    )
+    from holdfast.train.tuning.script_profile import profile_script
 
     questions = tuple(filter(None, (args.only or ",".join(_QUESTIONS)).split(",")))
     if unknown := set(questions) - set(_QUESTIONS):

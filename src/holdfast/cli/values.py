@@ -58,12 +58,14 @@ def _tagged(tag: str, body: Any) -> str:
     if tag in _BRACKETS:
         opening, closing = _BRACKETS[tag]
         return opening + _items(body) + closing
-    if tag in ("$int", "$float", "$path", "$datetime", "$date"):
+    if tag in ("$int", "$float", "$decimal", "$path", "$uuid", "$datetime", "$date"):
         return str(body)
     if tag in ("$bytes", "$bytearray"):
         return f"{len(body) * 3 // 4 - body.count('=')} bytes"
     if tag in ("$ndarray", "$npscalar"):
         return f"array of {body[0]}, shape {body[1]}"
+    if tag == "$slice":
+        return f"slice({_items(body)})"
     if tag == "$torch":
         return f"torch.{body[0]} {body[1]}"
     if tag == "$tensor":

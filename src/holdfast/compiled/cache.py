@@ -15,7 +15,7 @@ from holdfast.compiled import directory as directories
 from holdfast.compiled.build_environment import current_environment, environment_key
 from holdfast.compiled.download import DownloadResult, load, read_indices
 from holdfast.compiled.trust import VARIABLE, is_trusted
-from holdfast.compiled.upload import CacheUploader, Sent
+from holdfast.compiled.upload import CacheUploader, UploadResult
 from holdfast.errors import HoldfastError
 from holdfast.store import Store
 from holdfast.units import format_bytes, format_duration
@@ -26,7 +26,7 @@ CLOSE_LIMIT_S = 10.0
 """Longest wait for uploads at the end of a training."""
 
 _COMPILER = "torch._inductor.codecache"
-_MAX_TOLD = 3
+_MAX_LISTED = 3
 
 
 @final
@@ -37,36 +37,25 @@ class CompiledCode:
     `problems` has the errors.
 
     Args:
-        store: the store of the home.
-        home: path or URL of the home.
         limit_bytes: limit for all compile caches in the home.
         trust_home: allow running code from this home. None uses the environment and the user's file.
-        told: receives the results of uploads, from a thread.
 
     Raises:
         InvalidInput: the environment or the user's file has invalid homes.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        home: str,
-        *,
-        limit_bytes: int,
-        trust_home: bool | None = None,
-        told: Callable[[Sent, float], None] = lambda sent, seconds: None,
-    ) -> None:
+    def __init__(self, store: Store, home: str, *, limit_bytes: int, trust_home: bool | None = None) -> None:
         self._store = store
         self._home = home
         self._limit_bytes = limit_bytes
         self._asks_for_trust = trust_home is None
-        self._told = told
+        self._notify: Callable[[UploadResult, float], None] | None = None
         self.is_trusted = is_trusted(home) if trust_home is None else trust_home
         self.problems: list[str] = []
         """Errors that the user has not been warned about yet."""
         self._loaded: DownloadResult | None = None
         self._has_failed = False  # reported once, even if uploads keep failing
-        self._sender: CacheUploader | None = None
+        self._uploader: CacheUploader | None = None
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_ended = threading.Event()
@@ -145,25 +134,32 @@ class CompiledCode:
 
     def _report(self, problems: list[str]) -> None:
         if problems:
-            more = f" (and {len(problems) - _MAX_TOLD} more)" if len(problems) > _MAX_TOLD else ""
+            more = f" (and {len(problems) - _MAX_LISTED} more)" if len(problems) > _MAX_LISTED else ""
             self.problems.append(
                 f"Part of the compile cache in {self._home} was not used, and is compiled again: "
-                f"{' '.join(problems[:_MAX_TOLD])}{more}"
+                f"{' '.join(problems[:_MAX_LISTED])}{more}"
             )
 
     # -- to home ---------------------------------------------------------------------------------------------
 
-    def begin(self, *, attempt: int, rank: int, turn: int) -> None:
+    def begin(
+        self,
+        *,
+        attempt: int,
+        rank: int,
+        turn: int,
+        notify: Callable[[UploadResult, float], None] | None = None,
+    ) -> None:
         """Start uploads from this rank. One of the ranks that share a directory uploads.
 
         Args:
-            attempt: number of this attempt.
-            rank: rank of this process.
             turn: number of ranks that upload before this one.
+            notify: called in a thread with each result and its duration in seconds.
         """
+        self._notify = notify
         facts = current_environment()
         loaded = self._loaded or DownloadResult()
-        self._sender = CacheUploader(
+        self._uploader = CacheUploader(
             self._store,
             environment_key(facts),
             facts,
@@ -175,15 +171,15 @@ class CompiledCode:
             lacking=loaded.lacking,
         )
 
-    def send_soon(self) -> None:
+    def upload_soon(self) -> None:
         """Upload new files in a thread, if this process has compiled anything."""
-        if self._sender is None or self._is_ended.is_set() or _COMPILER not in sys.modules:
+        if self._uploader is None or self._is_ended.is_set() or _COMPILER not in sys.modules:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="holdfast-compiled", daemon=True)
             self._thread.start()
         if self._orders.empty():
-            self._orders.put("send")
+            self._orders.put("upload")
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
         """Upload the remaining files, and end.
@@ -191,7 +187,7 @@ class CompiledCode:
         Blocks: at most `timeout_s`. Files that are missing then are not uploaded.
         """
         if timeout_s > 0:
-            self.send_soon()
+            self.upload_soon()
         if self._thread is not None and timeout_s > 0:
             self._orders.put("last")
             self._thread.join(timeout_s)
@@ -202,25 +198,25 @@ class CompiledCode:
         while True:
             order = self._orders.get()
             if not self._is_ended.is_set():
-                self._send(is_last=order == "last")
+                self._upload(is_last=order == "last")
             if order == "last":
                 return
 
-    def _send(self, *, is_last: bool) -> None:
-        found, sender = directories.current(), self._sender
-        if found is None or sender is None:
+    def _upload(self, *, is_last: bool) -> None:
+        found, uploader = directories.current(), self._uploader
+        if found is None or uploader is None:
             return
         began = time.monotonic()
         try:
-            sent = sender.send(found, is_last=is_last, is_ended=self._is_ended.is_set)
+            result = uploader.upload(found, is_last=is_last, is_ended=self._is_ended.is_set)
         except (HoldfastError, OSError) as error:
             message = (
                 f"Cannot upload compiled code to {self._home}: {error} Holdfast tries again after later "
                 "saves. Training and checkpoints are not affected."
             )
-            sent = Sent(problem=message)
-        if sent.problem and not self._has_failed:
+            result = UploadResult(problem=message)
+        if result.problem and not self._has_failed:
             self._has_failed = True
-            self.problems.append(sent.problem)
-        if sent.num_files:
-            self._told(sent, time.monotonic() - began)
+            self.problems.append(result.problem)
+        if result.num_files and self._notify is not None:
+            self._notify(result, time.monotonic() - began)

@@ -99,9 +99,6 @@ def load(
 
     Args:
         store: the store of the home, which the user trusts.
-        key: the environment key.
-        facts: the environment.
-        directory: the cache directory.
         limit_s: time limit, after which no further pack is downloaded.
 
     Raises:

@@ -14,11 +14,7 @@ _LARGE_BYTES = 8 << 20  # precompiled headers; better compression costs more tha
 
 
 def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[PackedFile, ...]]:
-    """Pack files into one object, and return their positions in it.
-
-    Args:
-        files: contents by path.
-    """
+    """Pack files into one object, and return their positions in it."""
     whole, positions = bytearray(), []
     for path, data in sorted(files.items()):
         packed = zlib.compress(data, _LARGE_LEVEL if len(data) > _LARGE_BYTES else _LEVEL)

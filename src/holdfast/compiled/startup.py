@@ -7,19 +7,18 @@ from collections.abc import Callable
 
 from holdfast.callsite import warn
 from holdfast.compiled.cache import CompiledCode
+from holdfast.compiled.upload import UploadResult
 from holdfast.ranks import RankGroup
 
 
-def bring(
-    cache: CompiledCode, ranks: RankGroup, *, note: Callable[..., None], say: Callable[[str], None]
+def download_cache(
+    cache: CompiledCode, ranks: RankGroup, *, record: Callable[..., None], show: Callable[[str], None]
 ) -> None:
     """Download compiled code before anything is compiled.
 
     Args:
-        cache: this rank's cache.
-        ranks: the ranks that train together.
-        note: writes an event to the history.
-        say: prints a message to the user.
+        record: writes an event to the history.
+        show: prints a message to the user.
 
     Ranks: collective.
     Blocks: until every directory has the files of home, at most about two minutes.
@@ -30,7 +29,7 @@ def bring(
         loaded, line = cache.load()
         if loaded.num_placed:
             seconds, detail = time.perf_counter() - began, f"{loaded.num_placed} files"
-            note(
+            record(
                 "compiled-loaded",
                 step=None,
                 num_bytes=loaded.num_bytes,
@@ -39,24 +38,24 @@ def bring(
                 tier="home",
             )
         if line is not None:
-            say(line)
+            show(line)
     ranks.gather(None)  # the other ranks wait here for the download
 
 
-def begin_sending(cache: CompiledCode, ranks: RankGroup, *, attempt: int) -> None:
+def start_uploads(
+    cache: CompiledCode, ranks: RankGroup, *, attempt: int, notify: Callable[[UploadResult, float], None]
+) -> None:
     """Start uploads of newly compiled code, as part of an attempt.
 
     Args:
-        cache: this rank's cache.
-        ranks: the ranks that train together.
-        attempt: number of this attempt.
+        notify: called in a thread with each result and its duration in seconds.
 
     Ranks: collective.
     """
     first = ranks.ranks_sharing(cache.place)[0]
     firsts = sorted(set(ranks.gather(first)))
     if ranks.rank == first:
-        cache.begin(attempt=attempt, rank=first, turn=firsts.index(first))
+        cache.begin(attempt=attempt, rank=first, turn=firsts.index(first), notify=notify)
 
 
 def warn_of_problems(cache: CompiledCode) -> None:

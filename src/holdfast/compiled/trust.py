@@ -44,7 +44,6 @@ def place_of(text: str, *, here: bool = False) -> TrustedPlace:
     """Return the place of a path or URL.
 
     Args:
-        text: the path or URL.
         here: add the server from the environment, as an access would.
 
     Raises:
@@ -55,7 +54,7 @@ def place_of(text: str, *, here: bool = False) -> TrustedPlace:
         raise InvalidInput("Cannot trust an empty string as a home.")
     if mark and scheme.lower() in SCHEMES:
         address = with_environment(parse_address(text)) if here else parse_address(text)
-        options = tuple(f"{name}={_normal(address.option(name) or '')}" for name in _DECIDING_OPTIONS)
+        options = tuple(f"{name}={(address.option(name) or '').rstrip('/')}" for name in _DECIDING_OPTIONS)
         parts = tuple(address.prefix.split("/")) if address.prefix else ()
         region = "" if address.option("endpoint_url") else address.option("region") or ""
         return TrustedPlace((address.protocol, address.bucket, *options), parts, region)
@@ -66,10 +65,6 @@ def place_of(text: str, *, here: bool = False) -> TrustedPlace:
         return TrustedPlace(("file",), PurePosixPath(Path(path).expanduser().resolve()).parts)
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a NUL character
         raise InvalidInput(f"{text!r} is not a valid path of a home: {error}.") from error
-
-
-def _normal(option: str) -> str:
-    return option.rstrip("/")
 
 
 def is_trusted(home: str) -> bool:
@@ -122,7 +117,6 @@ def trust(home: str, *, allow_http: bool = False) -> str:
     """Trust a home, or all homes in a folder, from now on.
 
     Args:
-        home: path or URL.
         allow_http: allow an http endpoint on another machine.
 
     Returns:

@@ -33,7 +33,7 @@ PACK_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
-class Sent:
+class UploadResult:
     """Result of an upload: new files and bytes in home, and a problem, as text."""
 
     num_files: int = 0
@@ -46,10 +46,6 @@ class CacheUploader:
     """Uploader of the files of one directory, for one rank of an attempt.
 
     Args:
-        store: the store of the home.
-        key: the environment key.
-        facts: the environment.
-        attempt: number of the attempt.
         rank: rank of the uploader, one per host.
         limit_bytes: limit for all compile caches in the home.
         turn: 0 for the uploader that may delete old files. The others start later, since they mostly have the
@@ -85,13 +81,14 @@ class CacheUploader:
         self._has_tidied = False
         self._waited = False
 
-    def send(self, directory: Directory, *, is_last: bool = False, is_ended: Callable[[], bool]) -> Sent:
+    def upload(
+        self, directory: Directory, *, is_last: bool = False, is_ended: Callable[[], bool]
+    ) -> UploadResult:
         """Upload the files that are new since the last call.
 
         After each pack, home has an index with it, so a kill costs at most one pack.
 
         Args:
-            directory: the cache directory.
             is_last: this is the last call, so it does not wait for the first uploader.
             is_ended: checked between packs. If true, the rest is not uploaded.
 
@@ -99,28 +96,28 @@ class CacheUploader:
             RetryLater: the store failed. The next call uploads the rest.
             OSError: the directory cannot be read.
         """
-        sent = Sent()
+        result = UploadResult()
         new = self._new(directory)
         if not new:
-            return sent
+            return result
         if self._turn > 0 and not self._waited and not is_last:
             self._waited = True
-            return sent
+            return result
         if self._turn > 0 or self._number == 0:
             indices, _ = read_indices(self._store, self._key, self._facts)
             self._known |= set(listed_paths(indices)) - self._lacking
             new = self._new(directory)
         in_order = sorted(new.items(), key=lambda one: (one[1] > PACK_BYTES, one[0]))  # fast uploads first
         for paths in divide(in_order, PACK_BYTES):
-            if is_ended() or not self._send_pack(directory, paths, sent):
+            if is_ended() or not self._upload_pack(directory, paths, result):
                 break
-        return sent
+        return result
 
     def _new(self, directory: Directory) -> dict[str, int]:
         files = directories.whole_files(directory)
         return {path: size for path, size in files.items() if path not in self._known}
 
-    def _send_pack(self, directory: Directory, paths: list[str], sent: Sent) -> bool:
+    def _upload_pack(self, directory: Directory, paths: list[str], result: UploadResult) -> bool:
         read = ((path, directories.read_whole(directory, path)) for path in paths)
         whole, files = pack({path: data for path, data in read if data is not None})
         if not files:
@@ -128,7 +125,7 @@ class CacheUploader:
         index = CacheIndex(self._attempt, self._rank, self._number + 1, self._facts, (*self._files, *files))
         text = document(index)
         if not self._make_room(len(whole) + len(text)):
-            sent.problem = (
+            result.problem = (
                 f"The compile caches in {self._store.url} have reached their limit of "
                 f"{format_bytes(self._limit_bytes)}. Further compiled code stays on this machine; others "
                 'compile it again. Raise the limit with compile_cache="...".'
@@ -142,8 +139,8 @@ class CacheUploader:
             self._store.delete(index_name(self._key, self._attempt, self._rank, self._number))
         self._files, self._number = index.files, index.number
         self._known |= {file.path for file in files}
-        sent.num_files += len(files)
-        sent.num_bytes += len(whole)
+        result.num_files += len(files)
+        result.num_bytes += len(whole)
         return True
 
     # -- the bound -------------------------------------------------------------------------------------------

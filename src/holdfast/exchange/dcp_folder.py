@@ -14,13 +14,13 @@ from holdfast.documents import read_integers
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.exchange import safe_unpickler
 from holdfast.exchange.prefixes import select
-from holdfast.exchange.source import FileRegion, Region, Source, SourceTensor, read_range
+from holdfast.exchange.source import FileReader, RegionReader, Source, SourceTensor, read_range
 from holdfast.exchange.torch_archive import locate_tensor
-from holdfast.exchange.torch_files import MemoryRegion, load_bytes, open_tree
+from holdfast.exchange.torch_files import MemoryReader, load_bytes, open_tree
 from holdfast.exchange.trees import is_named_tensor, is_state_dict
-from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.limits import MAX_DIMS
+from holdfast.format.partitioning import Region
 from holdfast.format.values import TensorRef
 
 METADATA = ".metadata"
@@ -41,7 +41,7 @@ def open_folder(folder: Path, *, only: Iterable[str] | None = None) -> Source:
         NotFound: the checkpoint has no key with a prefix of `only`.
     """
     path = folder / METADATA
-    data = _read_file(path)
+    data = bytes(read_range(path, 0, path.stat().st_size))
     metadata = safe_unpickler.load(data, safe_unpickler.DCP_NAMES, str(path))
     try:
         return _Folder(folder, metadata.fields, num_bytes=len(data)).open(only)
@@ -49,10 +49,6 @@ def open_folder(folder: Path, *, only: Iterable[str] | None = None) -> Source:
         raise Corrupt(
             f"{path} is not metadata that this version of Holdfast can read: {error!r}.", key=str(path)
         ) from error
-
-
-def _read_file(path: Path) -> bytes:
-    return bytes(read_range(path, 0, path.stat().st_size))
 
 
 class _Folder:
@@ -104,20 +100,24 @@ class _Folder:
         if self._max_chunks < 0:
             raise ValueError("it lists more chunks than it has bytes")
         read_integers(list(shape), max_items=MAX_DIMS)
-        boxes = [Box(tuple(c.fields["offsets"]), tuple(c.fields["sizes"])) for c in entry.fields["chunks"]]
-        for box in boxes:
-            if not box.is_inside(shape):
-                raise ValueError(f"a chunk of {name} at {box} is not inside {shape}")
-        if sum(box.num_items for box in boxes) != math.prod(shape):
+        regions = [
+            Region(tuple(c.fields["offsets"]), tuple(c.fields["sizes"])) for c in entry.fields["chunks"]
+        ]
+        for region in regions:
+            if not region.is_inside(shape):
+                raise ValueError(f"a chunk of {name} at {region} is not inside {shape}")
+        if sum(region.num_items for region in regions) != math.prod(shape):
             raise Corrupt(
                 f"The chunks of {name} do not cover its shape {list(shape)} exactly once. The source is "
                 "damaged.",
                 key=name,
             )
-        regions = [
-            ItemRegion(*self._range_of(name, box.offsets), dtype, box, name) for box in boxes if box.num_items
+        readers = [
+            ItemReader(*self._range_of(name, region.offsets), dtype, region, name)
+            for region in regions
+            if region.num_items
         ]
-        return SourceTensor(name, dtype, shape, tuple(regions))
+        return SourceTensor(name, dtype, shape, tuple(readers))
 
     def _value(self, name: str) -> Any:
         path, start, length = self._range_of(name, None)
@@ -141,45 +141,45 @@ class _Folder:
 
 
 @final
-class ItemRegion(Region):
+class ItemReader(RegionReader):
     """Chunk of a DCP checkpoint: a `torch.save` of one tensor in a range of a file.
 
     The first read locates the tensor. A tensor that is not contiguous is loaded whole by every read.
     """
 
-    def __init__(self, path: Path, start: int, length: int, dtype: str, box: Box, name: str) -> None:
-        self.box = box
+    def __init__(self, path: Path, start: int, length: int, dtype: str, region: Region, name: str) -> None:
+        self.region = region
         self._path = path
         self._start = start
         self._length = length
         self._dtype = dtype
         self._name = name
-        self._region: FileRegion | None = None
+        self._reader: FileReader | None = None
 
     @override
-    def read(self, box: Box) -> memoryview:
-        if self._region is not None:
-            return self._region.read(box)
+    def read(self, region: Region) -> memoryview:
+        if self._reader is not None:
+            return self._reader.read(region)
         location = locate_tensor(self._path, self._start, self._length)
         if location is None:
-            return self._load().read(box)
+            return self._load().read(region)
         self._check(location.dtype, location.shape)
-        self._region = FileRegion(self._path, location.start, self.box, ITEM_BYTES[self._dtype])
-        return self._region.read(box)
+        self._reader = FileReader(self._path, location.start, self.region, ITEM_BYTES[self._dtype])
+        return self._reader.read(region)
 
-    def _load(self) -> MemoryRegion:
+    def _load(self) -> MemoryReader:
         from holdfast.state.tensors import dtype_name
 
         data = bytes(read_range(self._path, self._start, self._length))
         tensor = load_bytes(data, f"{self._name} in {self._path.name}")
         self._check(dtype_name(tensor.dtype), tuple(tensor.shape))
-        return MemoryRegion(tensor, self.box)
+        return MemoryReader(tensor, self.region)
 
     def _check(self, dtype: str, shape: tuple[int, ...]) -> None:
-        if (dtype, shape) != (self._dtype, self.box.lengths):
+        if (dtype, shape) != (self._dtype, self.region.sizes):
             raise Corrupt(
                 f"{self._path.name} contains {dtype}{list(shape)} for {self._name} at "
-                f"{list(self.box.offsets)}, but {METADATA} lists {self._dtype}{list(self.box.lengths)}: "
+                f"{list(self.region.offsets)}, but {METADATA} lists {self._dtype}{list(self.region.sizes)}: "
                 "files of two saves are mixed.",
                 key=self._name,
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.exchange.prefixes import is_under, select
-from holdfast.format.layout import Piece
+from holdfast.format.layout import Shard
 from holdfast.restore.checkpoint import Checkpoint
 
 
@@ -16,7 +16,7 @@ class ExportSelection:
     """Checkpoint as one rank sees it, or a part of it.
 
     Attributes:
-        pieces: selected tensors by name, tied ones included.
+        tensors: selected tensors by name, tied ones included.
         only: selected prefixes; None for all.
         rename: new prefix by old prefix; "" removes a prefix.
         num_bytes: bytes of tensors that have been read so far.
@@ -28,7 +28,7 @@ class ExportSelection:
     rename: dict[str, str]
     num_threads: int
     on_bytes: Callable[[int], None] | None = None
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    tensors: dict[str, Shard] = field(default_factory=dict)
     num_bytes: int = 0
     _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
 
@@ -54,15 +54,15 @@ class ExportSelection:
         shapes = checkpoint.facts(rank)
         names = [*shapes, *(key for key in checkpoint.values(rank) if key not in shapes)]
         chosen = select(names, prefixes, f"Step {checkpoint.step}")
-        one.pieces = {name: Piece.whole(name, *shapes[name]) for name in chosen if name in shapes}
-        for name in one.pieces:
+        one.tensors = {name: Shard.whole(name, *shapes[name]) for name in chosen if name in shapes}
+        for name in one.tensors:
             one.original(name)  # in this order, so that the first alias does not depend on later calls
         return one
 
     def original(self, name: str) -> str:
         """Return the first selected name that is tied to `name`, whose bytes it shares."""
         root = self.checkpoint.info(name).tied_to or name
-        if root in self.pieces:
+        if root in self.tensors:
             return root
         return self._first_of.setdefault(root, name)
 
@@ -87,9 +87,9 @@ class TensorStream:
 
     def __init__(self, selection: ExportSelection, names: Sequence[str]) -> None:
         self._selection = selection
-        self._pieces = [selection.pieces[name] for name in names]
-        self._slabs = selection.checkpoint.slabs(
-            [piece.name for piece in self._pieces if piece.num_bytes],
+        self._tensors = [selection.tensors[name] for name in names]
+        self._slices = selection.checkpoint.slices(
+            [tensor.name for tensor in self._tensors if tensor.num_bytes],
             rank=selection.rank,
             num_threads=selection.num_threads,
         )
@@ -103,12 +103,12 @@ class TensorStream:
             NotFound: a file is missing.
             RetryLater: the store failed.
         """
-        piece = self._pieces[self._at]
-        assert piece.num_bytes == num_bytes, (piece, num_bytes)
+        tensor = self._tensors[self._at]
+        assert tensor.num_bytes == num_bytes, (tensor, num_bytes)
         self._at += 1
         left = num_bytes
         while left:
-            view = next(self._slabs).view
+            view = next(self._slices).view
             left -= len(view)
             self._selection.num_bytes += len(view)
             if self._selection.on_bytes is not None:

@@ -96,12 +96,12 @@ def export_checkpoint(
         on_total(_total(selection, shared=kind in ("torch", "dcp")))
     writers[kind]()
     seconds = time.perf_counter() - began
-    return Exported(str(target), checkpoint.step, kind, len(selection.pieces), selection.num_bytes, seconds)
+    return Exported(str(target), checkpoint.step, kind, len(selection.tensors), selection.num_bytes, seconds)
 
 
 def _total(selection: ExportSelection, *, shared: bool) -> int:
     return sum(
-        piece.num_bytes
-        for name, piece in selection.pieces.items()
+        tensor.num_bytes
+        for name, tensor in selection.tensors.items()
         if not shared or selection.original(name) == name
     )

@@ -11,11 +11,11 @@ import xxhash
 
 from holdfast.errors import Conflict, HoldfastError
 from holdfast.exchange.source import Source, SourceTensor
-from holdfast.format import cuts, manifest, names, part, run, values
+from holdfast.format import manifest, names, part, partitioning, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import chunk_bytes_for
-from holdfast.format.layout import FileLayout, Piece, check_name, lay_out
+from holdfast.format.layout import FileLayout, Shard, check_name, lay_out
 from holdfast.format.part import DataFile
 from holdfast.home.attempts import newest_attempt, note_saved
 from holdfast.home.claim import claim_attempt, new_run
@@ -25,7 +25,7 @@ from holdfast.home.documents import read_run
 from holdfast.home.history import History
 from holdfast.home.listing import list_home
 from holdfast.home.writer import WriterId
-from holdfast.restore.slabs import cut_in_slabs
+from holdfast.restore.slices import split_into_slices
 from holdfast.store.contract import Store
 from holdfast.units import plural
 
@@ -34,11 +34,7 @@ BUFFER_BYTES = 8 << 20
 
 
 class ChunkHashes:
-    """Chunk hashes of a file whose bytes arrive in parts of any length.
-
-    Args:
-        file_bytes: size of the file.
-    """
+    """Chunk hashes of a file whose bytes arrive in parts of any length."""
 
     def __init__(self, file_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes_for(file_bytes)
@@ -83,8 +79,6 @@ def write_home(
 
     Args:
         store: new home, or one with leftovers of killed imports.
-        source: tensors and values to write.
-        step: step of the checkpoint.
         origin: description of the source, for the history.
         on_bytes: called with a number of bytes after they have been read from the source.
 
@@ -104,8 +98,8 @@ def write_home(
     encoded = {key: values.encode(value, key) for key, value in source.values.items()}
     for alias in source.tied:
         check_name(alias)
-    pieces = [tensor.piece for tensor in source]
-    layout = lay_out(pieces, 0)
+    shards = [tensor.shard for tensor in source]
+    layout = lay_out(shards, 0)
     refuse_existing_home(store)
     this_run = read_run(store) or new_run()  # written last
     attempt = claim_attempt(store, this_run.id, world_size=1).number
@@ -120,7 +114,7 @@ def write_home(
             run_id=this_run.id,
             step=step,
             attempt=attempt,
-            pieces=pieces,
+            shards=shards,
             layout=layout,
             file=file,
             tied=source.tied,
@@ -148,7 +142,7 @@ def make_documents(
     run_id: str,
     step: int,
     attempt: int,
-    pieces: list[Piece],
+    shards: list[Shard],
     layout: FileLayout,
     file: DataFile,
     tied: dict[str, str],
@@ -157,17 +151,11 @@ def make_documents(
     """Return the documents of a checkpoint of one rank, in the order of writing.
 
     Args:
-        run_id: id of the run.
-        step: step of the checkpoint.
-        attempt: attempt that writes it.
-        pieces: tensors in the data file.
-        layout: layout of the data file.
-        file: size and hashes of the data file.
         tied: name by alias.
         values: tagged JSON by top-level key.
     """
-    whole, ranks = cuts.whole(0), (0,)
-    tensors = {piece.name: Tensor(piece.dtype, piece.shape, whole, ranks) for piece in pieces}
+    whole, ranks = partitioning.whole(0), (0,)
+    tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole, ranks) for shard in shards}
     draft = part.draft(
         run=run_id,
         step=step,
@@ -232,12 +220,12 @@ def _file_parts(
     for index in sorted(range(len(tensors)), key=lambda i: layout.starts[i]):
         tensor = tensors[index]
         item_bytes = ITEM_BYTES[tensor.dtype]
-        for slab in cut_in_slabs(tensor.shape, item_bytes, BUFFER_BYTES):
-            num_bytes = slab.num_items * item_bytes
+        for region in split_into_slices(tensor.shape, item_bytes, BUFFER_BYTES):
+            num_bytes = region.num_items * item_bytes
             if filled + num_bytes > BUFFER_BYTES:
                 yield buffer[:filled]
                 filled = 0
-            tensor.read_into(slab, buffer[filled : filled + num_bytes])
+            tensor.read_into(region, buffer[filled : filled + num_bytes])
             filled += num_bytes
             if on_bytes is not None:
                 on_bytes(num_bytes)

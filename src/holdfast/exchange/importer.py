@@ -12,7 +12,7 @@ from holdfast.errors import InvalidInput
 from holdfast.exchange.home_writer import refuse_existing_home, write_home
 from holdfast.exchange.prefixes import is_under, select
 from holdfast.exchange.source import Source
-from holdfast.exchange.source_kinds import ImportSpec, detect_kind, open_source
+from holdfast.exchange.source_kinds import detect_kind, open_source
 from holdfast.exchange.trees import prune
 from holdfast.store import Store, open_store
 
@@ -87,14 +87,14 @@ def import_checkpoint(
     refuse_existing_home(store)
     found = detect_kind(path) if kind == AUTO else kind
     prefixes = None if only is None else tuple(only)
-    opened = open_source(path, found, ImportSpec(prefixes, under))
+    opened = open_source(path, found, only=prefixes, under=under)
     if prefixes is not None:
         below = prefixes if under is None else tuple(f"{under}.{prefix}" for prefix in prefixes)
         opened = _select(opened, below, str(path))
     if not allow_expanded:
         _check_expansion(path, opened)
     if on_total is not None:
-        on_total(sum(tensor.piece.num_bytes for tensor in opened))
+        on_total(sum(tensor.shard.num_bytes for tensor in opened))
     file = write_home(store, opened, step=step, origin=f"{path} ({found})", on_bytes=on_bytes)
     seconds = time.perf_counter() - began
     return Imported(store.url, step, found, len(opened.tensors), file.num_bytes, seconds)
@@ -111,7 +111,7 @@ def _check_expansion(path: Path, opened: Source) -> None:
     folder = path.parent if path.name.endswith(".index.json") else path
     files = folder.iterdir() if folder.is_dir() else (path,)
     source_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    tensor_bytes = sum(tensor.piece.num_bytes for tensor in opened)
+    tensor_bytes = sum(tensor.shard.num_bytes for tensor in opened)
     if tensor_bytes > MAX_EXPANSION * source_bytes + _FREE_BYTES:
         raise InvalidInput(
             f"The tensors of {path} have {tensor_bytes} bytes, but its files only {source_bytes}: some "

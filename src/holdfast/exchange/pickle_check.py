@@ -62,12 +62,7 @@ class _FunctionCall(list[Any]):
 
 
 class _Storage(list[Any]):
-    """Storage that a persistent id refers to.
-
-    Attributes:
-        num_bytes: size of the storage.
-        item_bytes: size of its elements.
-    """
+    """Storage that a persistent id refers to."""
 
     __slots__ = ("item_bytes", "num_bytes")
 
@@ -240,7 +235,6 @@ def _check_call(call: _FunctionCall, *, has_storages: bool) -> None:
     """Check that a call does not create an object of any given size.
 
     Args:
-        call: function and the tuple of its arguments.
         has_storages: whether storages are checked, so that tensors can be compared with them.
 
     Raises:

@@ -111,11 +111,7 @@ def _text(*args: Any) -> str:
     return "/".join(str(arg) for arg in args)
 
 
-_PLAIN = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
-    **_dtypes(),
-}
+_PLAIN = {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): tuple, **_dtypes()}
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -171,15 +167,11 @@ class TensorStandIn(StandIn):
     """Stand-in for a tensor: the arguments of torch's rebuild functions, from the storage on."""
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 TENSOR_NAMES: Names = {
     **_PLAIN,
     ("torch._utils", "_rebuild_tensor_v2"): TensorStandIn,
     ("torch._utils", "_rebuild_tensor_v3"): TensorStandIn,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch.storage", "UntypedStorage"): "untyped",
     **{("torch", name): dtype for name, dtype in _STORAGE_DTYPES.items()},
 }

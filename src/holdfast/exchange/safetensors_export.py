@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.exchange.prefixes import rename
-from holdfast.format.layout import Piece
+from holdfast.format.layout import Shard
 from holdfast.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.restore.export import write_safetensors
 
@@ -25,7 +25,7 @@ def write_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> No
         Corrupt: the checkpoint is damaged. The file was not written.
         RetryLater: the file could not be written.
     """
-    renamed = rename(selection.pieces, selection.rename)
+    renamed = rename(selection.tensors, selection.rename)
     with atomic_file(path, overwrite=overwrite) as partial:
         _write(selection, renamed, partial)
 
@@ -34,17 +34,15 @@ def write_folder(selection: ExportSelection, folder: Path, *, max_shard_bytes: i
     """Write `model.safetensors`, or shards `model-00001-of-00003.safetensors` and their index.
 
     Args:
-        selection: tensors to write.
         folder: created if it does not exist. Other files in it are kept.
         max_shard_bytes: maximum bytes of tensors in a shard. A larger tensor gets a shard of its own.
-        overwrite: replace existing weights.
 
     Raises:
         Conflict: the folder already contains weights.
         Corrupt: the checkpoint is damaged. Nothing was written.
         RetryLater: the folder could not be written.
     """
-    shards = _shards(rename(selection.pieces, selection.rename), selection.pieces, max_shard_bytes)
+    shards = _shards(rename(selection.tensors, selection.rename), selection.tensors, max_shard_bytes)
     with atomic_folder(folder, PATTERNS, overwrite=overwrite) as partial:
         if len(shards) == 1:
             _write(selection, shards[0], partial / "model.safetensors")
@@ -54,17 +52,17 @@ def write_folder(selection: ExportSelection, folder: Path, *, max_shard_bytes: i
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             _write(selection, shard, partial / name)
             weight_map |= dict.fromkeys(shard, name)
-        total = sum(piece.num_bytes for piece in selection.pieces.values())
+        total = sum(tensor.num_bytes for tensor in selection.tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(renamed: dict[str, str], pieces: dict[str, Piece], max_shard_bytes: int) -> list[dict[str, str]]:
+def _shards(renamed: dict[str, str], tensors: dict[str, Shard], max_shard_bytes: int) -> list[dict[str, str]]:
     """Return old names by new ones, shard by shard, in their order."""
     shards: list[dict[str, str]] = [{}]
     filled = 0
     for new, name in renamed.items():
-        num_bytes = pieces[name].num_bytes
+        num_bytes = tensors[name].num_bytes
         if shards[-1] and filled + num_bytes > max_shard_bytes:
             shards.append({})
             filled = 0
@@ -74,12 +72,14 @@ def _shards(renamed: dict[str, str], pieces: dict[str, Piece], max_shard_bytes: 
 
 
 def _write(selection: ExportSelection, renamed: dict[str, str], path: Path) -> None:
-    chosen = [selection.pieces[name] for name in renamed.values()]
+    chosen = [selection.tensors[name] for name in renamed.values()]
 
     def feed(order: list[int]) -> Iterator[memoryview]:
-        pieces = [chosen[index] for index in order]
-        stream = selection.stream([piece.name for piece in pieces])
-        return itertools.chain.from_iterable(stream.read(piece.num_bytes) for piece in pieces)
+        tensors = [chosen[index] for index in order]
+        stream = selection.stream([tensor.name for tensor in tensors])
+        return itertools.chain.from_iterable(stream.read(tensor.num_bytes) for tensor in tensors)
 
-    pieces = [Piece.whole(new, piece.dtype, piece.shape) for new, piece in zip(renamed, chosen, strict=True)]
-    write_safetensors(path, pieces, feed)
+    tensors = [
+        Shard.whole(new, tensor.dtype, tensor.shape) for new, tensor in zip(renamed, chosen, strict=True)
+    ]
+    write_safetensors(path, tensors, feed)

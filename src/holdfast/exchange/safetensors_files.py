@@ -9,12 +9,12 @@ from typing import Any
 
 from holdfast.documents import Fields, decode_object, shown
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
-from holdfast.exchange.source import FileRegion, Source, SourceTensor, read_range
+from holdfast.exchange.source import FileReader, Source, SourceTensor, read_range
 from holdfast.format.catalog import columns
-from holdfast.format.cuts import Box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import MAX_HEADER_BYTES, parse_header
 from holdfast.format.limits import MAX_DIMS
+from holdfast.format.partitioning import Region
 
 SHARDING = "DCP_SHARDING_INFO"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -107,40 +107,40 @@ def _is_file_name(name: str) -> bool:
 
 
 def _open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Source:
-    found: dict[str, list[tuple[str, FileRegion]]] = {}
+    found: dict[str, list[tuple[str, FileReader]]] = {}
     for path in paths:
-        for name, dtype, region in _regions(path):
+        for name, dtype, reader in _readers(path):
             if weight_map is None or weight_map.get(name) == path.name:
-                found.setdefault(name, []).append((dtype, region))
+                found.setdefault(name, []).append((dtype, reader))
     missing = [name for name in weight_map or () if name not in found]
     if missing and weight_map:
         raise Corrupt(
             f"{weight_map[missing[0]]} does not contain {missing[0]}, although the index lists it there.",
             key=missing[0],
         )
-    return Source(tuple(_join(name, regions) for name, regions in found.items()))
+    return Source(tuple(_join(name, readers) for name, readers in found.items()))
 
 
-def _join(name: str, regions: list[tuple[str, FileRegion]]) -> SourceTensor:
-    dtypes = {dtype for dtype, _ in regions}
-    ranks = {len(region.box.offsets) for _, region in regions}
+def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
+    dtypes = {dtype for dtype, _ in readers}
+    ranks = {len(reader.region.offsets) for _, reader in readers}
     if len(dtypes) > 1 or len(ranks) > 1:
         raise Corrupt(f"Files have different dtypes or dimensions for {name}: {sorted(dtypes)}.", key=name)
-    boxes = [region.box for _, region in regions]
-    ends = zip(*(map(int.__add__, box.offsets, box.lengths) for box in boxes), strict=True)
+    regions = [reader.region for _, reader in readers]
+    ends = zip(*(map(int.__add__, region.offsets, region.sizes) for region in regions), strict=True)
     shape = tuple(map(max, ends)) if ranks != {0} else ()
-    if sum(box.num_items for box in boxes) != math.prod(shape):
+    if sum(region.num_items for region in regions) != math.prod(shape):
         raise Corrupt(
-            f"{len(boxes)} files contain {name}, but they do not cover the shape {list(shape)} exactly "
+            f"{len(regions)} files contain {name}, but they do not cover the shape {list(shape)} exactly "
             "once: a shard is missing, or two files contain the same tensor. Pass a folder with an "
             "index, or with one model.",
             key=name,
         )
-    return SourceTensor(name, regions[0][0], shape, tuple(region for _, region in regions))
+    return SourceTensor(name, readers[0][0], shape, tuple(reader for _, reader in readers))
 
 
-def _regions(path: Path) -> list[tuple[str, str, FileRegion]]:
-    """Return the name, dtype and region of each tensor in a file."""
+def _readers(path: Path) -> list[tuple[str, str, FileReader]]:
+    """Return each tensor in a file: its name, its dtype and a reader."""
     entries, data_start = _header(path)
     metadata = entries.pop("__metadata__", {})
     try:
@@ -149,7 +149,7 @@ def _regions(path: Path) -> list[tuple[str, str, FileRegion]]:
         if SHARDING in fields:
             text = fields.text(SHARDING, max_chars=MAX_HEADER_BYTES)
             sharding = decode_object(text, SHARDING, max_bytes=MAX_HEADER_BYTES)
-        regions = [
+        readers = [
             _parse_entry(path, name, Fields(entry, shown(name)), sharding, data_start)
             for name, entry in entries.items()
         ]
@@ -162,7 +162,7 @@ def _regions(path: Path) -> list[tuple[str, str, FileRegion]]:
         raise Corrupt(
             f"{path} is truncated: expected {end} bytes, found {path.stat().st_size}.", key=str(path)
         )
-    return regions
+    return readers
 
 
 def _check_overlap(entries: dict[str, Any]) -> int:
@@ -187,14 +187,14 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _parse_entry(
     path: Path, name: str, entry: Fields, sharding: Fields | None, data_start: int
-) -> tuple[str, str, FileRegion]:
-    dtype, lengths = entry.text("dtype", max_chars=64), entry.integers("shape", max_items=MAX_DIMS)
+) -> tuple[str, str, FileReader]:
+    dtype, sizes = entry.text("dtype", max_chars=64), entry.integers("shape", max_items=MAX_DIMS)
     start, stop = columns(list(entry.integers("data_offsets")), 2, "the offsets")
     if dtype not in ITEM_BYTES:
         raise Unsupported(f"{name} in {path} has dtype {dtype}, which no checkpoint can hold.", key=name)
-    offsets = (0,) * len(lengths)
+    offsets = (0,) * len(sizes)
     if sharding is not None and sharding.members:
         offsets = sharding.fields(name).integers("saved_offsets", max_items=MAX_DIMS)
-    if len(offsets) != len(lengths) or stop - start != math.prod(lengths) * ITEM_BYTES[dtype]:
-        raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(lengths)}")
-    return name, dtype, FileRegion(path, data_start + start, Box(offsets, lengths), ITEM_BYTES[dtype])
+    if len(offsets) != len(sizes) or stop - start != math.prod(sizes) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(sizes)}")
+    return name, dtype, FileReader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])

@@ -1,4 +1,4 @@
-"""Tensors and values of a source: each tensor consists of regions that are read block by block."""
+"""Tensors and values of a source: each tensor has readers of its regions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, final
 from typing_extensions import override
 
 from holdfast.errors import Corrupt, NotFound, RetryLater
-from holdfast.format.cuts import Box
-from holdfast.format.layout import Piece
-from holdfast.restore.boxes import item_offset, runs
+from holdfast.format.layout import Shard
+from holdfast.format.partitioning import Region
+from holdfast.restore.byte_ranges import byte_ranges, item_offset
 
 
-class Region(ABC):
-    """Box of a tensor whose bytes are in row-major order."""
+class RegionReader(ABC):
+    """Reader of a region of a tensor, whose bytes are in row-major order."""
 
-    box: Box
+    region: Region
 
     @abstractmethod
-    def read(self, box: Box) -> memoryview:
-        """Return the bytes of a box inside this one that is contiguous in it.
+    def read(self, region: Region) -> memoryview:
+        """Return the bytes of a region inside this one that is contiguous in it.
 
         Raises:
             Corrupt: the bytes are missing.
@@ -34,26 +34,23 @@ class Region(ABC):
 
 
 @final
-class FileRegion(Region):
-    """Region whose bytes are a range of a file.
+class FileReader(RegionReader):
+    """Reader of a region whose bytes are a range of a file.
 
     Args:
-        path: file that contains the region.
         start: byte at which the region begins.
-        box: region of the tensor.
-        item_bytes: size of an element.
     """
 
-    def __init__(self, path: Path, start: int, box: Box, item_bytes: int) -> None:
-        self.box = box
+    def __init__(self, path: Path, start: int, region: Region, item_bytes: int) -> None:
+        self.region = region
         self._path = path
         self._start = start
         self._item_bytes = item_bytes
 
     @override
-    def read(self, box: Box) -> memoryview:
-        start = self._start + item_offset(box, self.box) * self._item_bytes
-        return read_range(self._path, start, box.num_items * self._item_bytes)
+    def read(self, region: Region) -> memoryview:
+        start = self._start + item_offset(region, self.region) * self._item_bytes
+        return read_range(self._path, start, region.num_items * self._item_bytes)
 
 
 def read_range(path: Path, start: int, num_bytes: int) -> memoryview:
@@ -102,40 +99,40 @@ def _too_short(path: Path, end: int, start: int, num_bytes: int) -> Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """Tensor of a source. `dtype` is a safetensors name; the regions cover `shape` exactly once."""
+    """Tensor of a source. `dtype` is a safetensors name; the readers' regions cover `shape` exactly once."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    regions: tuple[Region, ...]
+    readers: tuple[RegionReader, ...]
 
     @property
-    def piece(self) -> Piece:
-        """Piece that is the whole tensor."""
-        return Piece.whole(self.name, self.dtype, self.shape)
+    def shard(self) -> Shard:
+        """The whole tensor as one shard."""
+        return Shard.whole(self.name, self.dtype, self.shape)
 
-    def read_into(self, slab: Box, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of a slab of the tensor.
+    def read_into(self, region: Region, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of a region of the tensor.
 
         Raises:
-            Corrupt: a part of the slab is missing in the source.
+            Corrupt: a part of the region is missing in the source.
             RetryLater: the source could not be read.
         """
         covered = 0
-        for region in self.regions:
-            common = slab.overlap(region.box)
+        for reader in self.readers:
+            common = region.overlap(reader.region)
             if common is None:
                 continue
             covered += common.num_items
-            view = region.read(common)
-            offsets = tuple(map(int.__sub__, common.offsets, slab.offsets))
-            inside = Piece(self.name, self.dtype, slab.lengths, offsets, common.lengths)
-            for start, at, num_bytes in runs(inside, 0, len(view)):
+            view = reader.read(common)
+            offsets = tuple(map(int.__sub__, common.offsets, region.offsets))
+            inside = Shard(self.name, self.dtype, region.sizes, offsets, common.sizes)
+            for start, at, num_bytes in byte_ranges(inside, 0, len(view)):
                 buffer[at : at + num_bytes] = view[start : start + num_bytes]
-        if covered != slab.num_items:
+        if covered != region.num_items:
             raise Corrupt(
-                f"The source contains {covered} of {slab.num_items} elements of {self.name} at "
-                f"{list(slab.offsets)} (shape {list(self.shape)}): a shard is missing, or two overlap.",
+                f"The source contains {covered} of {region.num_items} elements of {self.name} at "
+                f"{list(region.offsets)} (shape {list(self.shape)}): a shard is missing, or two overlap.",
                 key=self.name,
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
@@ -68,16 +67,12 @@ def _kind_of_folder(path: Path) -> str | None:
     return "hf" if any(path.glob("*.safetensors")) or any(path.glob(_BIN)) else None
 
 
-@dataclass(frozen=True, slots=True)
-class ImportSpec:
-    """Selection of an import: names with a prefix of `only` (None: all), put under the key `under`."""
-
-    only: tuple[str, ...] | None = None
-    under: str | None = None
-
-
-def open_source(path: Path, kind: str, spec: ImportSpec) -> Source:
+def open_source(path: Path, kind: str, *, only: tuple[str, ...] | None, under: str | None) -> Source:
     """Open a source of one of `KINDS`.
+
+    Args:
+        only: prefixes of the names to open, as far as the kind can leave out others; None for all.
+        under: top-level key to put everything under.
 
     Raises:
         InvalidInput: the kind is unknown, or the source is of another kind.
@@ -86,10 +81,10 @@ def open_source(path: Path, kind: str, spec: ImportSpec) -> Source:
         NotFound: a file of the source is missing.
     """
     openers: dict[str, Callable[[], Source]] = {
-        "torch": lambda: torch_files.open_files([path], under=spec.under),
-        "dcp": lambda: _nest_under(dcp_folder.open_folder(path, only=spec.only), spec.under),
-        "safetensors": lambda: _nest_under(safetensors_files.open_file(path), spec.under),
-        "hf": lambda: _open_hf(path, spec.under),
+        "torch": lambda: torch_files.open_files([path], under=under),
+        "dcp": lambda: _nest_under(dcp_folder.open_folder(path, only=only), under),
+        "safetensors": lambda: _nest_under(safetensors_files.open_file(path), under),
+        "hf": lambda: _open_hf(path, under),
     }
     if kind not in openers:
         raise InvalidInput(f"Unknown kind of source {kind!r}: use {', '.join(KINDS)}.")
@@ -133,7 +128,7 @@ def _nest_under(source: Source, under: str | None) -> Source:
     if under is None:
         return source
     tensors = tuple(
-        type(tensor)(f"{under}.{tensor.name}", tensor.dtype, tensor.shape, tensor.regions)
+        type(tensor)(f"{under}.{tensor.name}", tensor.dtype, tensor.shape, tensor.readers)
         for tensor in source
     )
     tied = {f"{under}.{alias}": f"{under}.{name}" for alias, name in source.tied.items()}

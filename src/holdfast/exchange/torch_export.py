@@ -33,10 +33,10 @@ def build_tree(selection: ExportSelection) -> tuple[dict[str, ArchivedTensor], d
         InvalidInput: two tensors or values would have the same name.
     """
     stored: dict[str, ArchivedTensor] = {}
-    for name, piece in selection.pieces.items():
+    for name, tensor in selection.tensors.items():
         if selection.original(name) == name:
-            stored[name] = ArchivedTensor(str(len(stored)), piece.dtype, piece.shape)
+            stored[name] = ArchivedTensor(str(len(stored)), tensor.dtype, tensor.shape)
     tree = unflatten(
-        selection.pieces, selection.values(), lambda name: stored[selection.original(name)], selection.only
+        selection.tensors, selection.values(), lambda name: stored[selection.original(name)], selection.only
     )
     return stored, rename_top_level(make_plain(tree, ArchivedTensor), selection.rename)

@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.exchange.pickle_check import StorageCheck, check_pickle
-from holdfast.exchange.source import Region, Source, SourceTensor, read_range
+from holdfast.exchange.source import RegionReader, Source, SourceTensor, read_range
 from holdfast.exchange.torch_archive import DAMAGED
 from holdfast.exchange.trees import FlatTree, flatten
 from holdfast.exchange.zip_layout import check_layout
-from holdfast.format.cuts import Box
+from holdfast.format.partitioning import Region
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,6 @@ def load(path: Path, **options: Any) -> Any:
     """Load a file of torch.save. Tensors are mapped from the file if it is an archive.
 
     Args:
-        path: file to load.
         options: options of `torch.load`, such as `map_location`.
 
     Raises:
@@ -221,29 +220,31 @@ def _source_tensor(name: str, tensor: torch.Tensor, pages: Pages) -> SourceTenso
     from holdfast.state.tensors import dtype_name
 
     shape = tuple(tensor.shape)
-    return SourceTensor(name, dtype_name(tensor.dtype), shape, (MemoryRegion(tensor, pages=pages),))
+    return SourceTensor(name, dtype_name(tensor.dtype), shape, (MemoryReader(tensor, pages=pages),))
 
 
 @final
-class MemoryRegion(Region):
-    """Region of a tensor in this process's memory, which may be mapped from a file.
+class MemoryReader(RegionReader):
+    """Reader of a tensor's region in this process's memory, perhaps mapped from a file.
 
     Args:
         tensor: tensor on the CPU, with any strides.
-        box: region of the tensor; by default all of it.
+        region: region of the tensor; by default all of it.
         pages: receives the pages that were read, if they may be mapped from a file.
     """
 
-    def __init__(self, tensor: torch.Tensor, box: Box | None = None, pages: Pages | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, region: Region | None = None, pages: Pages | None = None
+    ) -> None:
         self._pages = pages
         self._tensor = tensor.detach().resolve_conj().resolve_neg()
-        self.box = box or Box.whole(tuple(tensor.shape))
+        self.region = region or Region.whole(tuple(tensor.shape))
 
     @override
-    def read(self, box: Box) -> memoryview:
+    def read(self, region: Region) -> memoryview:
         part = self._tensor
         for dim, (at, start, length) in enumerate(
-            zip(box.offsets, self.box.offsets, box.lengths, strict=True)
+            zip(region.offsets, self.region.offsets, region.sizes, strict=True)
         ):
             part = part.narrow(dim, at - start, length)
         dense = part.contiguous()
@@ -259,7 +260,7 @@ class Pages:
 
     This keeps a mapped file from filling the memory. The kernel keeps pages that were changed. Where pages
     cannot be released, the kernel reclaims mapped pages itself when memory is short. Pages of a tensor that
-    is not contiguous are left to the kernel, because every slab of it needs most of them.
+    is not contiguous are left to the kernel, because every slice of it needs most of them.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ def check_layout(archive: zipfile.ZipFile) -> str:
     start, num_bytes, count = _directory(file)
     listed = sum(_CENTRAL_BYTES + len(_raw_name(one)) + len(one.extra) + len(one.comment) for one in members)
     if (archive.start_dir, len(members), listed) != (start, count, num_bytes):
-        raise ValueError("its directory is not where its end record says")
+        raise ValueError("its directory is not at the position in its end record")
     root = members[0].filename.partition("/")[0] + "/"
     seen: set[str] = set()
     for one in members:

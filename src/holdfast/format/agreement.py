@@ -11,14 +11,14 @@ from functools import lru_cache
 
 from holdfast.errors import InvalidInput
 from holdfast.format.catalog import Catalog, Tensor, parse_catalog
-from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
-from holdfast.format.limits import MAX_CUT_DIMS
+from holdfast.format.limits import MAX_SPLIT_DIMS
+from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.units import plural
 
-Row = tuple[int, Box]
+Row = tuple[int, Region]
 
 _MIN_WORK = 300_000  # corners, and one more for each byte of the catalogs
-_MAX_COMPARISONS = 200_000  # of boxes, to name the region that an error is about
+_MAX_COMPARISONS = 200_000  # of regions, to name the region that an error is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Agreement:
 
     tensors: dict[str, Tensor]
     tied: dict[str, str]
-    num_pieces: tuple[int, ...]  # by rank: the number of `tensors` that it wrote
+    num_shards: tuple[int, ...]  # by rank: the number of shards of `tensors` that it wrote
 
 
 # A run's catalogs stay the same from save to save, and checking them is most of a commit.
@@ -41,7 +41,7 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
 
     Raises:
         Corrupt: a catalog cannot be parsed.
-        InvalidInput: ranks disagree about a tensor, or its boxes do not cover it exactly once. The error
+        InvalidInput: ranks disagree about a tensor, or its regions do not cover it exactly once. The error
             names tensor, ranks and region.
     """
     ranks_of: list[list[int]] = [[] for _ in texts]
@@ -65,12 +65,12 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
             rank=rank_b,
             key=name,
         )
-    counts = _check_cuts(tensors, len(catalog_of), work)
+    counts = _check_partitionings(tensors, len(catalog_of), work)
     return Agreement(tensors, tied, tuple(counts[rank] for rank in range(len(catalog_of))))
 
 
 class _Work:
-    """Limit on the work of checking listed boxes, in corners of boxes.
+    """Limit on the work of checking listed regions, in corners of regions.
 
     Short catalogs from an untrusted home can require any amount of work, because many tensors can share few
     lists. In catalogs that ranks write, each list is counted once and has more bytes than corners.
@@ -92,30 +92,30 @@ class _Work:
             )
 
 
-def _check_cuts(tensors: dict[str, Tensor], world_size: int, work: _Work) -> Counter[int]:
-    """Check that every tensor is covered exactly once by its holders; count each rank's boxes."""
-    # By id: thousands of tensors share a few cuts and holders.
+def _check_partitionings(tensors: dict[str, Tensor], world_size: int, work: _Work) -> Counter[int]:
+    """Check that every tensor is covered exactly once by its holders; count each rank's regions."""
+    # By id: thousands of tensors share a few partitionings and holders.
     uses: Counter[int] = Counter()
-    cuts: dict[int, AnyCut] = {}
+    partitionings: dict[int, Partitioning] = {}
     writers: set[tuple[int, int]] = set()
-    covered: dict[int, tuple[int, ...]] = {}  # id of boxes -> shape that they cover
+    covered: dict[int, tuple[int, ...]] = {}  # id of regions -> shape that they cover
     for name, tensor in tensors.items():
-        cut = tensor.cut
-        assert cut is not None
-        if id(cut) not in cuts:
-            cuts[id(cut)] = cut
-            if isinstance(cut, Cut):
-                _check_cut(name, cut, world_size)
-        uses[id(cut)] += 1
-        if (id(cut), id(tensor.held_by)) not in writers:
-            writers.add((id(cut), id(tensor.held_by)))
-            _check_writers(name, cut.ranks, tensor.held_by)
-        if isinstance(cut, Boxes) and covered.get(id(cut)) != tensor.shape:
-            _check_boxes(name, tensor.shape, cut.rows, work)
-            covered[id(cut)] = tensor.shape
+        partitioning = tensor.partitioning
+        assert partitioning is not None
+        if id(partitioning) not in partitionings:
+            partitionings[id(partitioning)] = partitioning
+            if isinstance(partitioning, EvenPartitioning):
+                _check_even(name, partitioning, world_size)
+        uses[id(partitioning)] += 1
+        if (id(partitioning), id(tensor.held_by)) not in writers:
+            writers.add((id(partitioning), id(tensor.held_by)))
+            _check_writers(name, partitioning.ranks, tensor.held_by)
+        if isinstance(partitioning, ListedPartitioning) and covered.get(id(partitioning)) != tensor.shape:
+            _check_regions(name, tensor.shape, partitioning.rows, work)
+            covered[id(partitioning)] = tensor.shape
     counts: Counter[int] = Counter()
-    for key, cut in cuts.items():
-        counts.update(dict.fromkeys(cut.ranks, uses[key]))
+    for key, partitioning in partitionings.items():
+        counts.update(dict.fromkeys(partitioning.ranks, uses[key]))
     return counts
 
 
@@ -134,16 +134,16 @@ def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) 
 def _unite(
     catalogs: Sequence[Catalog], ranks_of: Sequence[Sequence[int]], work: _Work
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """Return the tensors of all catalogs. Tensors without a cutting rule get the boxes of all of them.
+    """Return the tensors of all catalogs. Listed regions are united.
 
     Returns:
-        The tensors, and for each tensor with two different cuts the ranks that list these. If the holders are
-            the same nevertheless, the assignment to writers differed, because one of them lacks a tensor or
-            has one more. That is better reported as a difference of holders.
+        The tensors, and for each tensor with two different partitionings the ranks that list these. If the
+            holders are the same nevertheless, the assignment to writers differed, because one of them lacks a
+            tensor or has one more. That is better reported as a difference of holders.
     """
     is_same = _Comparison()
     disputed: dict[str, tuple[int, int]] = {}
-    listed: dict[str, list[Tensor]] = {}  # as all ranks list them, those that no rule cuts
+    listed: dict[str, list[Tensor]] = {}  # as all ranks list them, those without a rule
     tensors = dict(catalogs[0].tensors)
     first_in = dict.fromkeys(tensors, 0)
     for index, catalog in enumerate(catalogs[1:], 1):
@@ -153,24 +153,26 @@ def _unite(
                 first_in[name] = index
             elif not (
                 (known.dtype, known.shape, known.frozen) == (tensor.dtype, tensor.shape, tensor.frozen)
-                and is_same(known.cut, tensor.cut)
+                and is_same(known.partitioning, tensor.partitioning)
                 and is_same(known.held_by, tensor.held_by)
             ):
                 pair = ranks_of[first_in[name]][0], ranks_of[index][0]
                 _check_alike(name, known, tensor, pair, is_same)
-                if isinstance(known.cut, Boxes) and isinstance(tensor.cut, Boxes):
+                if isinstance(known.partitioning, ListedPartitioning) and isinstance(
+                    tensor.partitioning, ListedPartitioning
+                ):
                     listed.setdefault(name, [known]).append(tensor)
-                elif not is_same(known.cut, tensor.cut):
+                elif not is_same(known.partitioning, tensor.partitioning):
                     disputed.setdefault(name, pair)
     united = _Union(work)
     for name, found in listed.items():
-        cut, held_by = united.of(name, found)
-        tensors[name] = replace(tensors[name], cut=cut, held_by=held_by)
+        partitioning, held_by = united.of(name, found)
+        tensors[name] = replace(tensors[name], partitioning=partitioning, held_by=held_by)
     return tensors, disputed
 
 
 class _Comparison:
-    """Equality of long-lived objects, each pair compared once: a cut of a thousand ranks is long."""
+    """Equality of long-lived objects, each pair compared once: a list of a thousand ranks is long."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], bool] = {}
@@ -185,30 +187,30 @@ class _Comparison:
 
 
 class _Union:
-    """Boxes and holders merged from several catalogs, once for all tensors with the same lists."""
+    """Regions and holders merged from several catalogs, once for all tensors with the same lists."""
 
     def __init__(self, work: _Work) -> None:
         self._work = work
-        self._found: dict[tuple[int, ...], tuple[Boxes, tuple[int, ...]]] = {}
+        self._found: dict[tuple[int, ...], tuple[ListedPartitioning, tuple[int, ...]]] = {}
 
-    def of(self, name: str, listed: Sequence[Tensor]) -> tuple[Boxes, tuple[int, ...]]:
-        """Return all boxes of a tensor, and the ranks that hold it.
+    def of(self, name: str, listed: Sequence[Tensor]) -> tuple[ListedPartitioning, tuple[int, ...]]:
+        """Return all regions of a tensor, and the ranks that hold it.
 
         Raises:
             InvalidInput: a rank holds two of them, or they are too many.
         """
-        key = tuple(id(thing) for one in listed for thing in (one.cut, one.held_by))
+        key = tuple(id(thing) for one in listed for thing in (one.partitioning, one.held_by))
         if key not in self._found:
-            boxes: dict[int, Box] = {}
+            regions: dict[int, Region] = {}
             holders: set[int] = set()
             for one in listed:
-                assert isinstance(one.cut, Boxes)
-                self._work.count(len(one.cut.rows) + len(one.held_by), name)
-                for rank, box in one.cut.rows:
-                    if boxes.setdefault(rank, box) != box:
+                assert isinstance(one.partitioning, ListedPartitioning)
+                self._work.count(len(one.partitioning.rows) + len(one.held_by), name)
+                for rank, region in one.partitioning.rows:
+                    if regions.setdefault(rank, region) != region:
                         raise _twice(name, rank)
                 holders.update(one.held_by)
-            self._found[key] = Boxes(tuple(boxes.items())), tuple(sorted(holders))
+            self._found[key] = ListedPartitioning(tuple(regions.items())), tuple(sorted(holders))
         return self._found[key]
 
 
@@ -226,7 +228,9 @@ def _check_alike(
             rank=ranks[1],
             key=name,
         )
-    if not is_same(a.held_by, b.held_by) and not (isinstance(a.cut, Boxes) and isinstance(b.cut, Boxes)):
+    if not is_same(a.held_by, b.held_by) and not (
+        isinstance(a.partitioning, ListedPartitioning) and isinstance(b.partitioning, ListedPartitioning)
+    ):
         raise InvalidInput(
             f"Ranks disagree about the holders of {name}: rank {ranks[0]} lists {_some(a.held_by)}, rank "
             f"{ranks[1]} lists {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
@@ -269,73 +273,75 @@ def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) 
     return {index_of[rank]: rank for rank in reversed(held_by)}
 
 
-def _check_cut(name: str, cut: Cut, world_size: int) -> None:
-    """Check that a cut has as many writers as boxes. Its rule then covers its tensors."""
-    num_boxes = math.prod(parts for _, parts in cut.splits)
-    are_ranks = all(0 <= rank < world_size for rank in cut.ranks)
-    if not (are_ranks and len(cut.ranks) == num_boxes == len(set(cut.ranks))):
+def _check_even(name: str, partitioning: EvenPartitioning, world_size: int) -> None:
+    """Check that a rule has as many writers as regions. It then covers its tensors."""
+    num_regions = math.prod(parts for _, parts in partitioning.splits)
+    are_ranks = all(0 <= rank < world_size for rank in partitioning.ranks)
+    if not (are_ranks and len(partitioning.ranks) == num_regions == len(set(partitioning.ranks))):
         raise InvalidInput(
-            f"{name} is split into {num_boxes} regions, but its writers are ranks {_some(cut.ranks)} of "
-            f"{world_size}, one region each.",
+            f"{name} is split into {num_regions} regions, but its writers are ranks "
+            f"{_some(partitioning.ranks)} of {world_size}, one region each.",
             key=name,
         )
 
 
-def _check_boxes(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work) -> None:
-    """Check that each element is in exactly one box. Each box has its own rank."""
+def _check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work) -> None:
+    """Check that each element is in exactly one region. Each region has its own rank."""
     work.count(len(rows), name)
-    for rank, box in rows:
-        if not box.is_inside(shape):
+    for rank, region in rows:
+        if not region.is_inside(shape):
             raise InvalidInput(
-                f"Rank {rank} holds {_region(box)} of {name}, which is outside of its shape {list(shape)}.",
+                f"Rank {rank} holds {_as_slices(region)} of {name}, which is outside of its shape "
+                f"{list(shape)}.",
                 rank=rank,
                 key=name,
             )
     ranks = Counter(rank for rank, _ in rows)
     if len(ranks) < len(rows):
         raise _twice(name, ranks.most_common(1)[0][0])
-    held = [(rank, box) for rank, box in rows if box.num_items]
-    if _cover_once(name, shape, [box for _, box in held], work):
+    held = [(rank, region) for rank, region in rows if region.num_items]
+    if _cover_once(name, shape, [region for _, region in held], work):
         return
     if clash := _find_overlap(held):
         (rank_a, a), (rank_b, b) = clash
         both = a.overlap(b)
         assert both is not None
         raise InvalidInput(
-            f"Ranks {rank_b} and {rank_a} both hold the region {_region(both)} of {name}.",
+            f"Ranks {rank_b} and {rank_a} both hold the region {_as_slices(both)} of {name}.",
             rank=rank_a,
             key=name,
         )
-    gap = _find_gap(shape, [box for _, box in held])
+    gap = _find_gap(shape, [region for _, region in held])
     if gap is None:
         message = f"The regions of {name} do not cover its shape {list(shape)} exactly once."
     else:
-        message = f"No rank holds the region {_region(gap)} of {name}, whose shape is {list(shape)}."
+        message = f"No rank holds the region {_as_slices(gap)} of {name}, whose shape is {list(shape)}."
     raise InvalidInput(message, key=name)
 
 
-def _cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Box], work: _Work) -> bool:
-    """Return True if each element is in exactly one of the boxes. Boxes must not be empty.
+def _cover_once(name: str, shape: tuple[int, ...], regions: Sequence[Region], work: _Work) -> bool:
+    """Return True if each element is in exactly one of the regions. None of them may be empty.
 
-    The number of boxes over an element is a function of its position. It is zero outside, so its differences
-    along all dimensions determine it. Those of one box are +1 and -1 at its corners. So the boxes cover a
-    shape once if all their corners, with their signs, add up to the corners of the shape. This takes n * log
-    n steps for n corners, where comparing boxes with each other takes n * n, or a number of cells that is
-    exponential in the dimensions.
+    The number of regions over an element is a function of its position. It is zero outside, so its
+    differences along all dimensions determine it. Those of one region are +1 and -1 at its corners. So the
+    regions cover a shape once if all their corners, with their signs, add up to the corners of the shape.
+    This takes n * log n steps for n corners, where comparing regions with each other takes n * n, or a number
+    of cells that is exponential in the dimensions.
     """
     if not math.prod(shape):
-        return not boxes
-    whole = Box.whole(shape)
-    cut = [d for d in range(len(shape)) if any(b.lengths[d] != shape[d] for b in boxes)]
-    if len(cut) > MAX_CUT_DIMS:
+        return not regions
+    whole = Region.whole(shape)
+    split_dims = [d for d in range(len(shape)) if any(b.sizes[d] != shape[d] for b in regions)]
+    if len(split_dims) > MAX_SPLIT_DIMS:
         raise InvalidInput(
-            f"{name} is split along {len(cut)} dimensions; at most {MAX_CUT_DIMS} are allowed.", key=name
+            f"{name} is split along {len(split_dims)} dimensions; at most {MAX_SPLIT_DIMS} are allowed.",
+            key=name,
         )
-    work.count(len(boxes) << len(cut), name)
-    signs = [math.prod(corner) for corner in itertools.product((1, -1), repeat=len(cut))]
+    work.count(len(regions) << len(split_dims), name)
+    signs = [math.prod(corner) for corner in itertools.product((1, -1), repeat=len(split_dims))]
     signed: list[tuple[tuple[int, ...], int]] = []
-    for box, sign in itertools.chain(((whole, -1),), ((box, 1) for box in boxes)):
-        sides = [(box.offsets[d], box.offsets[d] + box.lengths[d]) for d in cut]
+    for region, sign in itertools.chain(((whole, -1),), ((region, 1) for region in regions)):
+        sides = [(region.offsets[d], region.offsets[d] + region.sizes[d]) for d in split_dims]
         signed += ((corner, sign * one) for corner, one in zip(itertools.product(*sides), signs, strict=True))
     signed.sort()  # not a dict: an attacker can choose corners with equal hashes
     groups = itertools.groupby(signed, key=lambda row: row[0])
@@ -343,46 +349,46 @@ def _cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Box], work: _
 
 
 def _find_overlap(held: list[Row]) -> tuple[Row, Row] | None:
-    """Return two boxes that overlap, or None after a limit on steps."""
-    dims = range(len(held[0][1].lengths)) if held else range(0)
-    dim = max(dims, key=lambda d: len({box.offsets[d] for _, box in held}), default=None)
-    if dim is None:  # no dimension: every box is the one element
+    """Return two regions that overlap, or None after a limit on steps."""
+    dims = range(len(held[0][1].sizes)) if held else range(0)
+    dim = max(dims, key=lambda d: len({region.offsets[d] for _, region in held}), default=None)
+    if dim is None:  # no dimension: every region is the one element
         return (held[1], held[0]) if len(held) > 1 else None
     left = _MAX_COMPARISONS
     reaching: list[Row] = []
-    for rank, box in sorted(held, key=lambda row: row[1].offsets[dim]):
-        start = box.offsets[dim]
-        reaching = [other for other in reaching if other[1].offsets[dim] + other[1].lengths[dim] > start]
+    for rank, region in sorted(held, key=lambda row: row[1].offsets[dim]):
+        start = region.offsets[dim]
+        reaching = [other for other in reaching if other[1].offsets[dim] + other[1].sizes[dim] > start]
         left -= len(reaching)
         if left < 0:
             return None
         for other in reaching:
-            if box.overlap(other[1]):
-                return (rank, box), other
-        reaching.append((rank, box))
+            if region.overlap(other[1]):
+                return (rank, region), other
+        reaching.append((rank, region))
     return None
 
 
-def _find_gap(shape: tuple[int, ...], boxes: list[Box]) -> Box | None:
-    """Return a region that no box covers: the first such cell of the grid of all borders.
+def _find_gap(shape: tuple[int, ...], regions: list[Region]) -> Region | None:
+    """Return a region that no rank holds: the first such cell of the grid of all borders.
 
     None if no such cell is found within a limit on steps.
     """
     borders = [
-        sorted({0, size, *(b.offsets[d] for b in boxes), *(b.offsets[d] + b.lengths[d] for b in boxes)})
+        sorted({0, size, *(b.offsets[d] for b in regions), *(b.offsets[d] + b.sizes[d] for b in regions)})
         for d, size in enumerate(shape)
     ]
     cells = itertools.product(*(itertools.pairwise(edges) for edges in borders))
-    for cell in itertools.islice(cells, 1 + _MAX_COMPARISONS // (1 + len(boxes))):
-        one = Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
-        if not any(one.overlap(box) for box in boxes):
+    for cell in itertools.islice(cells, 1 + _MAX_COMPARISONS // (1 + len(regions))):
+        one = Region(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
+        if not any(one.overlap(region) for region in regions):
             return one
     return None
 
 
-def _region(box: Box) -> str:
-    """Return a box in slice notation."""
-    return "[" + ", ".join(f"{at}:{at + long}" for at, long in zip(*box, strict=True)) + "]"
+def _as_slices(region: Region) -> str:
+    """Return a region in slice notation."""
+    return "[" + ", ".join(f"{at}:{at + long}" for at, long in zip(*region, strict=True)) + "]"
 
 
 def _some(ranks: Iterable[int], most: int = 8) -> str:

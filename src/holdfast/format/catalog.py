@@ -1,4 +1,4 @@
-"""Catalog: dtypes, shapes and cuts of all tensors that a rank holds, the same on many ranks."""
+"""Catalog: dtypes, shapes and partitionings of all tensors that a rank holds, the same on many ranks."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Any
 
 from holdfast.documents import Fields, decode_object, read_integers, shown
 from holdfast.errors import Corrupt
-from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_SPLITS
+from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.format.sealed import dumps
 
 EACH, SPLIT = "each", "split"
-"""Owners that are no rank: every rank has its own / several ranks hold boxes."""
+"""Owners that are no rank: every rank has its own / several ranks hold regions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of a checkpoint.
 
-    `cut` - the boxes of the tensor and their writers; None for a per-rank tensor. `held_by` - all ranks that
-    had the tensor, or a box of it, when it was saved.
+    `partitioning` - the regions of the tensor and their writers; None for a per-rank tensor. `held_by` -
+    all ranks that had the tensor, or a region of it, when it was saved.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    cut: AnyCut | None
+    partitioning: Partitioning | None
     held_by: tuple[int, ...] = ()
     frozen: bool = False  # stored in the second file of its writers, see `part.Part.frozen`
 
     @property
     def owner(self) -> int | str:
         """The rank that wrote all of it, `EACH` or `SPLIT`."""
-        if self.cut is None:
+        if self.partitioning is None:
             return EACH
-        return self.cut.ranks[0] if isinstance(self.cut, Cut) and not self.cut.splits else SPLIT
+        is_whole = isinstance(self.partitioning, EvenPartitioning) and not self.partitioning.splits
+        return self.partitioning.ranks[0] if is_whole else SPLIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +49,29 @@ class Catalog:
     tensors: dict[str, Tensor]
     tied: dict[str, str]  # alias -> name of the same tensor
 
-    def written_by(self, rank: int) -> Iterator[tuple[str, Tensor, Box]]:
-        """Yield each (name, tensor, box) that a rank wrote, in order, including empty boxes."""
-        index_in: dict[int, int | None] = {}  # by id of a cut: thousands of tensors share a few
+    def written_by(self, rank: int) -> Iterator[tuple[str, Tensor, Region]]:
+        """Yield each (name, tensor, region) that a rank wrote, in order, including empty regions."""
+        index_in: dict[int, int | None] = {}  # by id of a partitioning: thousands of tensors share a few
         for name, tensor in self.tensors.items():
-            cut = tensor.cut
-            assert cut is not None
-            if id(cut) not in index_in:
-                index_in[id(cut)] = cut.index_of(rank)
-            index = index_in[id(cut)]
+            partitioning = tensor.partitioning
+            assert partitioning is not None
+            if id(partitioning) not in index_in:
+                index_in[id(partitioning)] = partitioning.index_of(rank)
+            index = index_in[id(partitioning)]
             if index is not None:
-                yield name, tensor, cut.box_at(index, tensor.shape)
+                yield name, tensor, partitioning.region_at(index, tensor.shape)
 
 
 def catalog_text(catalog: Catalog) -> bytes:
     """Return canonical JSON of a catalog on one line. Costly, so callers cache it."""
     cuts, groups = _Numbered(), _Numbered()
     rows = {
-        name: [t.dtype, t.shape, cuts.number(t.cut), groups.number(t.held_by), int(t.frozen)]
+        name: [t.dtype, t.shape, cuts.number(t.partitioning), groups.number(t.held_by), int(t.frozen)]
         for name, t in catalog.tensors.items()
     }
     return dumps(
         {
-            "cuts": [_cut_body(cut) for cut in cuts.found],
+            "cuts": [_partitioning_body(one) for one in cuts.found],
             "groups": list(groups.found),
             "tensors": rows,
             "tied": catalog.tied,
@@ -93,18 +94,19 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
 @lru_cache(maxsize=4)  # all parts of a checkpoint hold the same few, and so does its manifest
 def _parse(text: bytes) -> Catalog:
     body = decode_object(text, "the catalog", max_bytes=MAX_DOCUMENT_BYTES)
-    cuts = [_cut(Fields(row, "a cut")) for row in body.array("cuts")]
+    partitionings = [_partitioning(Fields(row, "a partitioning")) for row in body.array("cuts")]
     groups = [read_integers(group, at_most=MAX_RANKS - 1) for group in body.array("groups")]
-    num_dims = [_num_dims(cut) for cut in cuts]
+    num_dims = [_num_dims(one) for one in partitionings]
     rows = body.fields("tensors").members
-    tensors = {name: _tensor(name, row, cuts, groups, num_dims) for name, row in rows.items()}
+    tensors = {name: _tensor(name, row, partitionings, groups, num_dims) for name, row in rows.items()}
     return Catalog(tensors, _tied(body.fields("tied").members))
 
 
 class _Numbered:
     """Assigns the same number to equal objects, in order of appearance.
 
-    By identity first: thousands of tensors share a few cuts, and comparing a cut of a thousand ranks is slow.
+    By identity first: thousands of tensors share a few partitionings, and comparing those of a thousand ranks
+    is slow.
     """
 
     def __init__(self) -> None:
@@ -119,23 +121,23 @@ class _Numbered:
         return known
 
 
-def _cut_body(cut: AnyCut) -> dict[str, Any]:
-    if isinstance(cut, Cut):
-        return {"splits": cut.splits, "ranks": cut.ranks}
-    return {"boxes": [[rank, *box] for rank, box in cut.rows]}
+def _partitioning_body(partitioning: Partitioning) -> dict[str, Any]:
+    if isinstance(partitioning, EvenPartitioning):
+        return {"splits": partitioning.splits, "ranks": partitioning.ranks}
+    return {"boxes": [[rank, *region] for rank, region in partitioning.rows]}
 
 
 # Anybody can seal anything: the rest of the code relies on these checks.
 
 
-def _cut(body: Fields) -> AnyCut:
+def _partitioning(body: Fields) -> Partitioning:
     if "boxes" in body:
-        return Boxes(tuple(_box_row(row) for row in body.array("boxes")))
+        return ListedPartitioning(tuple(_region_row(row) for row in body.array("boxes")))
     splits = tuple(_split(row) for row in body.array("splits", max_items=MAX_SPLITS))
     ranks = body.integers("ranks", at_most=MAX_RANKS - 1)
     if not ranks:
-        raise ValueError(f"a cut of {len(splits)} splits without a writer")
-    return Cut(splits, ranks)
+        raise ValueError(f"a partitioning of {len(splits)} splits without a writer")
+    return EvenPartitioning(splits, ranks)
 
 
 def _split(row: Any) -> tuple[int, int]:
@@ -145,10 +147,10 @@ def _split(row: Any) -> tuple[int, int]:
     return dim, parts
 
 
-def _box_row(row: Any) -> tuple[int, Box]:
-    rank, offsets, lengths = columns(row, 3, "a box")
+def _region_row(row: Any) -> tuple[int, Region]:
+    rank, offsets, sizes = columns(row, 3, "a region")
     (rank,) = read_integers([rank], at_most=MAX_RANKS - 1)
-    return rank, Box(read_integers(offsets, max_items=MAX_DIMS), read_integers(lengths, max_items=MAX_DIMS))
+    return rank, Region(read_integers(offsets, max_items=MAX_DIMS), read_integers(sizes, max_items=MAX_DIMS))
 
 
 def columns(row: Any, count: int, what: str) -> list[Any]:
@@ -162,34 +164,36 @@ def columns(row: Any, count: int, what: str) -> list[Any]:
     return row
 
 
-def _num_dims(cut: AnyCut) -> tuple[int, int]:
-    """Return the minimum and maximum number of dimensions of a tensor with this cut."""
-    if isinstance(cut, Cut):
-        return max((dim + 1 for dim, _ in cut.splits), default=0), sys.maxsize
-    counts = [len(side) for _, box in cut.rows for side in box]
+def _num_dims(partitioning: Partitioning) -> tuple[int, int]:
+    """Return the minimum and maximum number of dimensions of a tensor with this partitioning."""
+    if isinstance(partitioning, EvenPartitioning):
+        return max((dim + 1 for dim, _ in partitioning.splits), default=0), sys.maxsize
+    counts = [len(side) for _, region in partitioning.rows for side in region]
     return max(counts, default=0), min(counts, default=sys.maxsize)
 
 
 def _tensor(
     name: str,
     row: Any,
-    cuts: Sequence[AnyCut],
+    partitionings: Sequence[Partitioning],
     groups: Sequence[tuple[int, ...]],
     num_dims: Sequence[tuple[int, int]],
 ) -> Tensor:
-    dtype, sizes, cut, group, frozen = columns(row, 5, "a tensor")
+    dtype, sizes, number, group, frozen = columns(row, 5, "a tensor")
     shape = read_integers(sizes, max_items=MAX_DIMS)
     check_facts(name, dtype)
-    if type(cut) is not int or type(group) is not int or type(frozen) not in (int, bool):
-        raise ValueError(f"tensor {shown(name)} has cut {shown(cut)} of group {shown(group)}")
-    if not (0 <= cut < len(cuts) and 0 <= group < len(groups)):
+    if type(number) is not int or type(group) is not int or type(frozen) not in (int, bool):
+        raise ValueError(f"tensor {shown(name)} has partitioning {shown(number)} of group {shown(group)}")
+    if not (0 <= number < len(partitionings) and 0 <= group < len(groups)):
         raise ValueError(
-            f"tensor {shown(name)} has cut {shown(cut)} of group {shown(group)}: unknown numbers"
+            f"tensor {shown(name)} has partitioning {shown(number)} of group {shown(group)}: unknown numbers"
         )
-    least, most = num_dims[cut]
+    least, most = num_dims[number]
     if not least <= len(shape) <= most:
-        raise ValueError(f"tensor {shown(name)} of {len(shape)} dimensions does not fit its cut {cut}")
-    return Tensor(dtype, shape, cuts[cut], groups[group], bool(frozen))
+        raise ValueError(
+            f"tensor {shown(name)} of {len(shape)} dimensions does not fit partitioning {number}"
+        )
+    return Tensor(dtype, shape, partitionings[number], groups[group], bool(frozen))
 
 
 def check_facts(name: Any, dtype: Any) -> None:

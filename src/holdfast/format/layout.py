@@ -19,10 +19,10 @@ _RESERVED = re.compile(r"@r[0-9]+\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Shard:
     """A rank's part of a tensor.
 
-    `offsets` and `lengths` - its region of the global `shape`. `dtype` - a safetensors name. `per_rank` -
+    `offsets` and `sizes` - its region of the global `shape`. `dtype` - a safetensors name. `per_rank` -
     every rank has its own tensor (RNG state, a data loader's buffer). `frozen` - no optimizer trains it, so
     it is in the second data file.
     """
@@ -31,24 +31,24 @@ class Piece:
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    sizes: tuple[int, ...]
     per_rank: bool = False
     frozen: bool = False
 
     @classmethod
-    def whole(cls, name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False) -> Piece:
-        """Return the piece that is a whole tensor."""
+    def whole(cls, name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False) -> Shard:
+        """Return the shard that is a whole tensor."""
         return cls(name, dtype, shape, (0,) * len(shape), shape, per_rank)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this piece."""
-        return math.prod(self.lengths) * ITEM_BYTES[self.dtype]
+        """Bytes of this shard."""
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
     @property
     def is_whole(self) -> bool:
-        """True if this piece is all of its tensor."""
-        return self.lengths == self.shape
+        """True if this shard is all of its tensor."""
+        return self.sizes == self.shape
 
     def file_key(self, rank: int) -> str:
         """Return the key in the safetensors file: the name, or `NAME@rR` for per-rank tensors.
@@ -74,45 +74,45 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Positions of all pieces in a data file."""
+    """Positions of all shards in a data file."""
 
     header: bytes  # from byte 0, including length prefix and padding
-    starts: tuple[int, ...]  # byte offset in the file of each piece, in the order given
+    starts: tuple[int, ...]  # byte offset in the file of each shard, in the order given
     file_bytes: int
 
 
-def lay_out(pieces: list[Piece], rank: int) -> FileLayout:
-    """Lay pieces out as one safetensors file.
+def lay_out(shards: list[Shard], rank: int) -> FileLayout:
+    """Lay shards out as one safetensors file.
 
     Wider dtypes come first, so that every tensor is aligned to its element without holes, which the
     safetensors format forbids.
 
     Raises:
-        InvalidInput: a reserved name, two pieces of one tensor, or a header over the 100 MB that safetensors
+        InvalidInput: a reserved name, two shards of one tensor, or a header over the 100 MB that safetensors
             readers accept.
     """
-    order = sorted(range(len(pieces)), key=lambda i: -ITEM_BYTES[pieces[i].dtype])
+    order = sorted(range(len(shards)), key=lambda i: -ITEM_BYTES[shards[i].dtype])
     header: dict[str, Any] = {}
     sharding: dict[str, Any] = {}
-    starts = [0] * len(pieces)
+    starts = [0] * len(shards)
     position = 0
     for index in order:
-        piece = pieces[index]
-        check_name(piece.name)
-        key, stop = piece.file_key(rank), position + piece.num_bytes
+        shard = shards[index]
+        check_name(shard.name)
+        key, stop = shard.file_key(rank), position + shard.num_bytes
         if key in header:
             raise InvalidInput(
-                f"Rank {rank} has two pieces of {key}; a data file holds one of each.", key=key
+                f"Rank {rank} has two shards of {key}; a data file holds one of each.", key=key
             )
-        header[key] = {"dtype": piece.dtype, "shape": list(piece.lengths), "data_offsets": [position, stop]}
-        sharding[key] = {"saved_offsets": list(piece.offsets)}
+        header[key] = {"dtype": shard.dtype, "shape": list(shard.sizes), "data_offsets": [position, stop]}
+        sharding[key] = {"saved_offsets": list(shard.offsets)}
         starts[index], position = position, stop
     metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise InvalidInput(
-            f"{len(pieces)} tensors need a header of {len(text)} bytes; safetensors allows 100 MB."
+            f"{len(shards)} tensors need a header of {len(text)} bytes; safetensors allows 100 MB."
         )
     prefix = struct.pack("<Q", len(text)) + text
     return FileLayout(prefix, tuple(len(prefix) + start for start in starts), len(prefix) + position)
@@ -125,7 +125,6 @@ def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
 
     Args:
         head: the file's first bytes, at least the whole header.
-        what: name of the file, for the error.
 
     Raises:
         Corrupt: not a safetensors header.

@@ -23,9 +23,9 @@ MAX_ATTEMPT = 10**9 - 1
 MAX_DIMS = 64
 """Dimensions of a tensor."""
 MAX_SPLITS = 64
-"""Splits of a cut."""
-MAX_CUT_DIMS = 8
-"""Dimensions along which a tensor may be cut into listed boxes."""
+"""Splits of a partitioning by a rule."""
+MAX_SPLIT_DIMS = 8
+"""Dimensions along which a tensor may be split into listed regions."""
 MAX_NAME_CHARS = 1 << 14
 """Characters of a tensor's name or key."""
 RUN_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")

@@ -75,8 +75,6 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
 
     Args:
         parts: of all ranks, in the order of ranks; at least one.
-        id: the manifest's id.
-        created_unix_s: its time.
 
     Raises:
         Corrupt: a catalog cannot be parsed.
@@ -120,7 +118,7 @@ class _Merging:
         self.catalogs: dict[str, bytes] = {}  # by digest
         self._numbers: dict[str, int] = {}  # of catalogs, by digest
         self.each: dict[str, tuple[Tensor, int]] = {}  # the first rank's tensor, and that rank
-        self._num_pieces: list[int] = []  # by rank
+        self._num_shards: list[int] = []  # by rank
         self._first: Part | None = None
 
     @property
@@ -145,7 +143,7 @@ class _Merging:
         self.files.append(
             PartFile(part.rank, len(text), digest(text), part.file.num_bytes, frozen_bytes, catalog)
         )
-        self._num_pieces.append(len(part.catalog_starts))
+        self._num_shards.append(len(part.catalog_starts))
         for name, dtype, shape, _ in part.own:
             self.each.setdefault(name, (Tensor(dtype, shape, None), part.rank))
 
@@ -156,10 +154,10 @@ class _Merging:
                 f"it needs the parts of {self.first.world_size} ranks, found {len(self.files)}."
             )
         agreed = agree(tuple(self.catalogs.values()), tuple(file.catalog for file in self.files))
-        for rank, (found, expected) in enumerate(zip(self._num_pieces, agreed.num_pieces, strict=True)):
+        for rank, (found, expected) in enumerate(zip(self._num_shards, agreed.num_shards, strict=True)):
             if found != expected:
                 raise InvalidInput(
-                    f"rank {rank} wrote {found} pieces, but the catalogs list {expected}.", rank=rank
+                    f"rank {rank} wrote {found} shards, but the catalogs list {expected}.", rank=rank
                 )
         for name, (_, rank) in self.each.items():
             if name in agreed.tensors:
@@ -176,7 +174,7 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
     for fact in ("run", "step", "attempt", "world_size", "ancestors"):
         if getattr(part, fact) != getattr(first, fact):
             raise InvalidInput(
-                f"rank {part.rank} says {fact}={getattr(part, fact)!r}, rank {first.rank} says "
+                f"rank {part.rank} has {fact}={getattr(part, fact)!r}, rank {first.rank} has "
                 f"{getattr(first, fact)!r}: their parts do not belong to one checkpoint.",
                 rank=part.rank,
             )
@@ -185,14 +183,12 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
 def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
     for alias, name in tied.items():
         if name not in names:
-            raise InvalidInput(
-                f"{alias} is said to be tied to {name}, but no rank has such a tensor.", key=alias
-            )
+            raise InvalidInput(f"{alias} is an alias of {name}, but no rank has such a tensor.", key=alias)
 
 
 def document(manifest: Manifest) -> bytes:
     """Return the manifest's sealed document."""
-    each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.cut is None}
+    each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.partitioning is None}
     head = dumps(
         {
             **VERSIONS.header,

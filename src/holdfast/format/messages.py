@@ -5,19 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from holdfast import errors
-from holdfast.errors import Corrupt, HoldfastError
+from holdfast.errors import ERRORS, Corrupt, HoldfastError
 from holdfast.format.sealed import dumps
 from holdfast.format.values import decode, encode
 
 MAX_BYTES = 256 << 20
 """Maximum size of a message. The largest ones contain the parts of a checkpoint, a few MB each."""
-
-_KINDS: dict[str, type[HoldfastError]] = {
-    kind.__name__: kind  # not by `kind`: TimedOut inherits RetryLater's, MissingKey NotFound's
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, HoldfastError)
-}
 
 
 def pack(value: Any) -> bytes:
@@ -35,10 +28,6 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes | bytearray, sender: str) -> Any:
     """Return the value in a message.
 
-    Args:
-        data: the message.
-        sender: name of the sender, for the error.
-
     Raises:
         Corrupt: it is not a message of Holdfast, or it is longer than `MAX_BYTES`.
     """
@@ -55,7 +44,7 @@ def unpack(data: bytes | bytearray, sender: str) -> Any:
 
 def _packed(value: Any) -> dict[str, Any]:
     if isinstance(value, HoldfastError):
-        name = next(base.__name__ for base in type(value).__mro__ if base in _KINDS.values())
+        name = next(base.__name__ for base in type(value).__mro__ if base in ERRORS.values())
         return {"error": [name, str(value), value.step, value.rank, value.key]}
     if type(value) is tuple:
         return {"tuple": [_packed(item) for item in value]}
@@ -70,7 +59,7 @@ def _unpacked(body: Any) -> Any:
         return tuple(_unpacked(item) for item in content)
     if form == "error":
         kind, text, step, rank, key = content
-        return _KINDS[kind](str(text), step=step, rank=rank, key=key)
+        return ERRORS[kind](str(text), step=step, rank=rank, key=key)
     if form != "value":
         raise KeyError(form)
     return decode(content)

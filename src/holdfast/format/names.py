@@ -127,10 +127,6 @@ def parse_emptied(name: str) -> int | None:
 def check_size(name: str, num_bytes: int) -> None:
     """Raise for a document larger than its kind allows, before it is read.
 
-    Args:
-        name: of an object of any kind.
-        num_bytes: its size.
-
     Raises:
         Corrupt: it is a document and too large; a sparse file can have any size.
     """

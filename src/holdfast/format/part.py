@@ -12,7 +12,7 @@ from holdfast.errors import Corrupt
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, check_facts, columns, parse_catalog
 from holdfast.format.hashes import DIGITS, digest
-from holdfast.format.layout import Piece
+from holdfast.format.layout import Shard
 from holdfast.format.limits import (
     HASH,
     MAX_ATTEMPT,
@@ -47,7 +47,7 @@ class DataFile:
 class Part:
     """One rank's contribution to a checkpoint.
 
-    Its pieces are those that the catalog assigns to this rank, in the order of the catalog, followed by
+    Its shards are those that the catalog assigns to this rank, in the order of the catalog, followed by
     `own`: its per-rank tensors.
     """
 
@@ -76,30 +76,30 @@ class Part:
         return parse_catalog(self.catalog_text, self.what)
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """All pieces, in the order of `starts`.
+    def shards(self) -> tuple[Shard, ...]:
+        """All shards, in the order of `starts`.
 
         Raises:
             Corrupt: their number does not match that of the starts.
         """
         shared = [
-            Piece(name, tensor.dtype, tensor.shape, box.offsets, box.lengths, frozen=tensor.frozen)
-            for name, tensor, box in self.catalog.written_by(self.rank)
+            Shard(name, tensor.dtype, tensor.shape, region.offsets, region.sizes, frozen=tensor.frozen)
+            for name, tensor, region in self.catalog.written_by(self.rank)
         ]
         if len(shared) != len(self.catalog_starts):
             raise Corrupt(
-                f"{self.what} lists the starts of {len(self.catalog_starts)} pieces, but by its catalog "
+                f"{self.what} lists the starts of {len(self.catalog_starts)} shards, but by its catalog "
                 f"rank {self.rank} wrote {len(shared)}.",
                 step=self.step,
                 rank=self.rank,
                 key=self.what,
             )
-        own = (Piece.whole(name, dtype, shape, per_rank=True) for name, dtype, shape, _ in self.own)
+        own = (Shard.whole(name, dtype, shape, per_rank=True) for name, dtype, shape, _ in self.own)
         return (*shared, *own)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Byte offset of each piece in its data file."""
+        """Byte offset of each shard in its data file."""
         return (*self.catalog_starts, *(start for *_, start in self.own))
 
     @property
@@ -109,7 +109,7 @@ class Part:
         return found if self.frozen is None else found | {self.file_name(frozen=True): self.frozen}
 
     def file_name(self, *, frozen: bool) -> str:
-        """Return the name of the object that holds the frozen pieces, or the others."""
+        """Return the name of the object that holds the frozen shards, or the others."""
         return (names.frozen if frozen else names.data)(self.step, self.attempt, self.rank)
 
 
@@ -129,15 +129,9 @@ def draft(
     """Return a part without facts about its files, made when a save is staged.
 
     Args:
-        run: id of the run.
-        step: step of the save.
-        attempt: number of the attempt.
-        rank: this rank.
-        world_size: number of ranks.
-        ancestors: of the checkpoint.
         values: tagged JSON, see `values.encode`.
         own: name, dtype, shape and start of each per-rank tensor.
-        starts: of the pieces that the catalog assigns to this rank, in its order.
+        starts: of the shards that the catalog assigns to this rank, in its order.
         catalog: from `catalog.catalog_text`.
     """
     facts = dumps(

@@ -143,13 +143,16 @@ def _attempt(body: Fields) -> dict[str, Any]:
     }
 
 
-def _done(body: Fields) -> dict[str, Any]:
+def _saved(body: Fields) -> dict[str, Any]:
     return {
         "run": body.text("run", pattern=RUN_ID),
         "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
         "step": body.integer("step", at_most=MAX_STEP),
-        "finished_unix_s": body.number("finished_unix_s", at_least=0.0),
     }
+
+
+def _done(body: Fields) -> dict[str, Any]:
+    return {**_saved(body), "finished_unix_s": body.number("finished_unix_s", at_least=0.0)}
 
 
 def _emptied(body: Fields) -> dict[str, Any]:
@@ -162,9 +165,7 @@ def _emptied(body: Fields) -> dict[str, Any]:
 
 def _refusal(body: Fields) -> dict[str, Any]:
     return {
-        "run": body.text("run", pattern=RUN_ID),
-        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
-        "step": body.integer("step", at_most=MAX_STEP),
+        **_saved(body),
         "reason": body.text("reason", max_chars=MAX_SMALL_BYTES),
         "rank": body.integer("rank", at_most=MAX_RANKS - 1) if "rank" in body else None,
         "key": body.text("key", max_chars=MAX_NAME_CHARS) if "key" in body else None,
@@ -173,9 +174,7 @@ def _refusal(body: Fields) -> dict[str, Any]:
 
 def _passed(body: Fields) -> dict[str, Any]:
     return {
-        "run": body.text("run", pattern=RUN_ID),
-        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
-        "step": body.integer("step", at_most=MAX_STEP),
+        **_saved(body),
         "reason": body.text("reason", max_chars=MAX_SMALL_BYTES),
         "noted_unix_s": body.number("noted_unix_s", at_least=0.0),
     }
@@ -183,26 +182,13 @@ def _passed(body: Fields) -> dict[str, Any]:
 
 def _metrics(body: Fields) -> dict[str, Any]:
     values = body.fields("values")
-    return {
-        "run": body.text("run", pattern=RUN_ID),
-        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
-        "step": body.integer("step", at_most=MAX_STEP),
-        "values": {name: _metric(values, name) for name in values.members},
-    }
+    return {**_saved(body), "values": {name: _metric(values, name) for name in values.members}}
 
 
 def _metric(values: Fields, name: str) -> float:
     if isinstance(values.members[name], str):
         return float(values.choice(name, ("nan", "inf", "-inf")))
     return values.number(name)
-
-
-def _saved(body: Fields) -> dict[str, Any]:
-    return {
-        "run": body.text("run", pattern=RUN_ID),
-        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
-        "step": body.integer("step", at_most=MAX_STEP),
-    }
 
 
 VERSIONS: dict[type, Versions[Callable[[Fields], dict[str, Any]]]] = {

@@ -36,11 +36,6 @@ def seal(body: bytes) -> bytes:
 def unseal(document: bytes, what: str, *, max_bytes: int = MAX_SMALL_BYTES) -> Fields:
     """Return the members of a sealed document of one line, after checking the seal.
 
-    Args:
-        document: the document.
-        what: its name, for the error.
-        max_bytes: limit on its length.
-
     Raises:
         Corrupt: not a sealed document, its bytes have changed, or it exceeds a limit.
     """

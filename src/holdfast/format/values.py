@@ -9,22 +9,18 @@ from __future__ import annotations
 import base64
 import collections
 import datetime
+import decimal
 import importlib
 import math
 import pathlib
 import re
 import sys
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.documents import (
-    MAX_NUMBER_CHARS,
-    MAX_TEXT_CHARS,
-    is_text,
-    read_integers,
-    shown,
-)
+from holdfast.documents import MAX_NUMBER_CHARS, MAX_TEXT_CHARS, is_text, read_integers, shown
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES, MAX_VALUE_DEPTH
 
@@ -33,6 +29,7 @@ _MAX_INT_BITS = 8192  # Python reads and writes decimal integers up to 4300 digi
 _MAX_INT_DIGITS = 2467  # of these many bits
 _INT = re.compile(rf"-?[0-9]{{1,{_MAX_INT_DIGITS}}}")
 _DTYPE = re.compile(r"[<>|=]?[biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+_MAX_DECIMAL_CHARS = 4096
 _MAX_CLASHES = 10**7  # comparisons of items with the same hash, in one set or dict
 _MAX_SIZE = 2**63 - 1
 _MAX_EMPTY_ITEMS = 1 << 16
@@ -49,7 +46,6 @@ def encode(value: Any, path: str) -> Any:
     """Encode a value as JSON with tagged types.
 
     Args:
-        value: the value.
         path: key path of the value, for the error.
 
     Raises:
@@ -195,8 +191,19 @@ def _encode_deque(value: Any, path: str) -> Any:
     return {"$deque": [value.maxlen, [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]]}
 
 
-def _encode_timedelta(value: datetime.timedelta, path: str) -> Any:
-    return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+def _encode_decimal(value: decimal.Decimal, path: str) -> Any:
+    text = str(value)
+    if len(text) > _MAX_DECIMAL_CHARS:
+        raise InvalidInput(
+            f"{path} is a Decimal of {len(text)} characters; up to {_MAX_DECIMAL_CHARS} can be saved.",
+            key=path,
+        )
+    return {"$decimal": text}
+
+
+def _encode_slice(value: slice, path: str) -> Any:
+    bounds = {"start": value.start, "stop": value.stop, "step": value.step}
+    return {"$slice": [_encode(bound, f"{path}.{name}") for name, bound in bounds.items()]}
 
 
 _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
@@ -208,12 +215,15 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     bytearray: lambda value, path: {"$bytearray": base64.b64encode(value).decode()},
     complex: lambda value, path: {"$complex": [repr(value.real), repr(value.imag)]},
     range: lambda value, path: {"$range": [value.start, value.stop, value.step]},
+    slice: _encode_slice,
+    decimal.Decimal: _encode_decimal,
+    uuid.UUID: lambda value, path: {"$uuid": str(value)},
     collections.OrderedDict: lambda value, path: {"$odict": _encode_items(value, path)},
     collections.Counter: lambda value, path: {"$counter": _encode_items(value, path)},
     collections.deque: _encode_deque,
     datetime.datetime: lambda value, path: {"$datetime": value.isoformat()},
     datetime.date: lambda value, path: {"$date": value.isoformat()},
-    datetime.timedelta: _encode_timedelta,
+    datetime.timedelta: lambda value, path: {"$timedelta": [value.days, value.seconds, value.microseconds]},
     pathlib.PosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
     pathlib.PurePosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
 }
@@ -281,6 +291,22 @@ def _decode_timedelta(body: Any) -> datetime.timedelta:
     return datetime.timedelta(days, seconds, microseconds)
 
 
+def _decode_decimal(body: Any) -> decimal.Decimal:
+    text = _text(body, _MAX_DECIMAL_CHARS)
+    found = decimal.Decimal(text)
+    if str(found) != text:  # Python also accepts spaces, underscores and other digits
+        raise _Refused(f"expected a decimal number, found {shown(text)}")
+    return found
+
+
+def _decode_uuid(body: Any) -> uuid.UUID:
+    text = _text(body, 36)
+    found = uuid.UUID(text)
+    if str(found) != text:
+        raise _Refused(f"expected a UUID, found {shown(text)}")
+    return found
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$tensor": lambda body: TensorRef(_text(body)),
     "$int": _decode_int,
@@ -292,6 +318,9 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bytearray": lambda body: bytearray(_bytes(body)),
     "$complex": lambda body: complex(*map(_decode_float, _array(body, 2))),
     "$range": lambda body: range(*map(_integer, _array(body, 3))),
+    "$slice": lambda body: slice(*map(_decode, _array(body, 3))),
+    "$decimal": _decode_decimal,
+    "$uuid": _decode_uuid,
     "$dict": lambda body: dict(_decode_pairs(body)),
     "$odict": lambda body: collections.OrderedDict(_decode_pairs(body)),
     "$counter": lambda body: collections.Counter(dict(_decode_pairs(body))),
@@ -320,7 +349,7 @@ def _foreign_encoder(value: Any) -> Callable[[Any, str], Any] | None:
 def _encode_numpy(value: Any, path: str) -> Any:
     numpy = importlib.import_module("numpy")
     kind = value.dtype
-    # An extension dtype such as bfloat16 says "<V2", and would come back as two bytes of nothing.
+    # An extension dtype such as bfloat16 has the str "<V2", and would be restored as two opaque bytes.
     if kind.hasobject or kind.names or kind != numpy.dtype(kind.str):
         raise InvalidInput(
             f"{path} is a numpy array of dtype {kind}; only plain dtypes can be saved.", key=path

@@ -32,10 +32,6 @@ class Versions(Generic[_Parser]):
     def parser(self, body: Fields, what: str) -> _Parser:
         """Return the parser of the version that a document states.
 
-        Args:
-            body: members of the document.
-            what: its name, for errors.
-
         Raises:
             Corrupt: it is another kind of document.
             Unsupported: its version is newer than all that can be read.

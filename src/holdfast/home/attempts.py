@@ -46,8 +46,6 @@ def check_claim(store: Store, attempt: int, claim: str) -> None:
     """Check that an attempt still has its number; write its claim again if that was lost.
 
     Args:
-        store: a tier.
-        attempt: the number.
         claim: the document by which it was claimed; "" leaves out the check.
 
     Raises:

@@ -69,9 +69,6 @@ def claim_attempt(
     """Claim the next attempt's number: every attempt before it is fenced.
 
     Args:
-        store: the home.
-        run_id: the run that it holds.
-        world_size: ranks of the attempt.
         trainer: its process id; this process by default.
         above: the number is greater than this one, which other tiers have used.
 
@@ -99,7 +96,6 @@ def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) ->
     A process whose attempt is fenced already does not count.
 
     Args:
-        store: the home.
         writers: living trainers, each with its host.
 
     Raises:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 
-from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format import manifest as manifests
 from holdfast.format import names
@@ -16,9 +16,12 @@ from holdfast.format.part import Part
 from holdfast.format.part import parse as parse_part
 from holdfast.format.run import Refusal, document, parse
 from holdfast.home.attempts import check_claim, check_not_fenced, note_saved
-from holdfast.home.listing import missing_ranks
+from holdfast.home.listing import missing_ranks, scan
 from holdfast.home.writer import WriterId
 from holdfast.store import Store
+
+MAX_REFUSALS = 100
+"""Refusals of the newest attempt that stay, until the next attempt deletes them."""
 
 
 def make_manifest(
@@ -59,7 +62,6 @@ def commit(store: Store, writer: WriterId, step: int, *, claim: str = "") -> Man
     Args:
         store: the home, or a nearer tier.
         writer: rank 0 of the attempt that saved.
-        step: of the checkpoint.
         claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
 
     Raises:
@@ -87,8 +89,6 @@ def merge_parts(store: Store, writer: WriterId, attempt: int, step: int, world_s
         store: a place that has the parts.
         writer: rank 0 of an attempt.
         attempt: the attempt that saved the checkpoint.
-        step: of the checkpoint.
-        world_size: ranks that saved it.
 
     Raises:
         InvalidInput: the parts do not fit together.
@@ -110,9 +110,6 @@ def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -
     Args:
         store: the home, or a nearer tier.
         writer: rank 0 of an attempt, which alone calls this.
-        step: of the checkpoint.
-        name: of its manifest.
-        text: the manifest's document.
 
     Raises:
         Conflict: this attempt is fenced.
@@ -129,7 +126,7 @@ def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -
     try:
         check_not_fenced(store, writer.attempt)
     except Conflict:
-        # A newer attempt began between look and write, and may already be tidying up after this one.
+        # A newer attempt began between the check and the write, and may already be tidying up after this one.
         if missing_ranks(store, writer, step):
             store.delete(name)
         raise
@@ -191,6 +188,37 @@ def check_not_refused(store: Store, writer: WriterId, step: int) -> None:
         return
     refusal = parse(Refusal, store.get(name), name)
     raise InvalidInput(refusal.reason, step=step, rank=refusal.rank, key=refusal.key)
+
+
+def was_retired(store: Store, writer: WriterId, step: int) -> bool:
+    """Return True if retention has deleted a committed save behind a newer one.
+
+    Call this after a part of the save was found missing. A save that was deleted without ever being committed
+    has a refusal, written before its files were deleted.
+
+    Raises:
+        Conflict: a newer attempt has claimed the run, which deletes saves without a refusal.
+        InvalidInput: the save was refused.
+        Corrupt: the refusal cannot be read.
+        RetryLater: the store failed, or so many saves were refused that the refusal may be deleted.
+    """
+    own = [facts for _, facts in scan(store, "step-") if facts.attempt == writer.attempt]
+    newest = max((facts.step for facts in own if facts.kind == "manifest"), default=-1)
+    if newest <= step:
+        return False
+    check_not_refused(store, writer, step)
+    check_not_fenced(store, writer.attempt)
+    refused = [facts.step for facts in own if facts.kind == "refusal"]
+    # Half of the limit, as a listing beside deletions may lack some.
+    if len(refused) >= MAX_REFUSALS // 2 and step < min(refused):
+        raise RetryLater(
+            f"It is not known whether step {step} was committed. Its files were deleted behind {newest}. "
+            f"Attempt {writer.attempt} has refused so many saves that only the newest refusals are kept. "
+            "See the messages of rank 0.",
+            step=step,
+        )
+    store.sync(names.step_dir(newest))
+    return True
 
 
 def is_committed(store: Store, writer: WriterId, step: int) -> bool:

@@ -14,7 +14,7 @@ from holdfast.format import names, run
 from holdfast.format import part as part_format
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import MAX_CHUNK_BYTES, digest
-from holdfast.format.layout import BLOCK_BYTES, Piece
+from holdfast.format.layout import BLOCK_BYTES, Shard
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
 from holdfast.home.attempts import read_claim
@@ -80,9 +80,6 @@ def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> 
     """Return the manifest of a step of an attempt, checked against its name.
 
     Args:
-        store: the home.
-        step: step in the manifest's name.
-        attempt: attempt in the manifest's name.
         run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
 
     Raises:
@@ -105,7 +102,7 @@ def _read_manifest(store: Store, step: int, attempt: int, run_id: str | None) ->
         raise Corrupt(message, step=step, key=name)
     left = found.data_bytes
     for key, tensor in found.tensors.items():
-        if tensor.cut is not None:
+        if tensor.partitioning is not None:
             left -= math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
         if left < 0:
             message = f"{name} names tensors that need more than the {found.data_bytes} bytes of its files."
@@ -118,7 +115,6 @@ def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
 
     Args:
         listings: of the tiers, nearest first.
-        manifest: the checkpoint.
 
     Raises:
         NotFound: a file is missing.
@@ -142,7 +138,6 @@ def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing]
 
     Args:
         store: the home, in one copy or several.
-        manifest: the checkpoint.
         besides: listings of nearer places.
 
     Raises:
@@ -224,7 +219,7 @@ def _read_part(store: Store, manifest: Manifest, rank: int) -> Part:
 
 
 def check_part(part: Part, rank: int, name: str) -> None:
-    """Check a part: its rank, its chunk size, and that its pieces are inside its file.
+    """Check a part: its rank, its chunk size, and that its shards are inside its file.
 
     A part that another program wrote may be sealed and still ask for reads outside its file, or for buffers
     without limit.
@@ -241,22 +236,22 @@ def check_part(part: Part, rank: int, name: str) -> None:
             )
             raise Corrupt(message, step=part.step, rank=rank, key=name)
     sizes = {False: part.file.num_bytes, True: part.frozen.num_bytes if part.frozen else -1}
-    left = dict(sizes)  # bytes that no piece has: shared ones would let a small file ask for any memory
-    for piece, start in zip(part.pieces, part.starts, strict=True):
-        is_inside = _is_box(piece) and 0 <= start <= sizes[piece.frozen] - piece.num_bytes
-        left[piece.frozen] -= piece.num_bytes if is_inside else 0
-        if not is_inside or (left[piece.frozen] < 0 and piece.num_bytes):
-            where = f"{list(piece.lengths)} at {list(piece.offsets)} of {piece.dtype}{list(piece.shape)}"
-            message = f"{name} places {shown(piece.name)} at byte {start} as {where}, which cannot be."
-            raise Corrupt(message, step=part.step, rank=rank, key=piece.name)
+    left = dict(sizes)  # bytes that no shard has: shared ones would let a small file ask for any memory
+    for shard, start in zip(part.shards, part.starts, strict=True):
+        is_inside = _is_region(shard) and 0 <= start <= sizes[shard.frozen] - shard.num_bytes
+        left[shard.frozen] -= shard.num_bytes if is_inside else 0
+        if not is_inside or (left[shard.frozen] < 0 and shard.num_bytes):
+            where = f"{list(shard.sizes)} at {list(shard.offsets)} of {shard.dtype}{list(shard.shape)}"
+            message = f"{name} places {shown(shard.name)} at byte {start} as {where}, which cannot be."
+            raise Corrupt(message, step=part.step, rank=rank, key=shard.name)
 
 
-def _is_box(piece: Piece) -> bool:
-    if piece.lengths == piece.shape and not any(piece.offsets):
-        return len(piece.offsets) == len(piece.shape) and min(piece.shape, default=0) >= 0
-    if not len(piece.offsets) == len(piece.lengths) == len(piece.shape):
+def _is_region(shard: Shard) -> bool:
+    if shard.sizes == shard.shape and not any(shard.offsets):
+        return len(shard.offsets) == len(shard.shape) and min(shard.shape, default=0) >= 0
+    if not len(shard.offsets) == len(shard.sizes) == len(shard.shape):
         return False
-    sides = zip(piece.offsets, piece.lengths, piece.shape, strict=True)
+    sides = zip(shard.offsets, shard.sizes, shard.shape, strict=True)
     return all(0 <= offset <= offset + length <= size for offset, length, size in sides)
 
 

@@ -62,12 +62,9 @@ class History:
         Args:
             event: one of EVENTS.
             step: of the event; None for an event of the whole attempt.
-            num_bytes: moved.
-            seconds: taken.
             detail: text for people.
             tier: "memory", "local" or "home"; "" where it does not apply.
             unix_s: time of the event; now by default.
-            members: further members of the line.
         """
         line = {
             "t": round(time.time() if unix_s is None else unix_s, 6),

@@ -71,7 +71,6 @@ def take_inventory(
 
     Args:
         store: the home, or several tiers of it as one.
-        home: its listing.
         run_id: id of the run; None if no document names it.
         tiers: the listing of each tier, to find the tiers of every checkpoint.
 

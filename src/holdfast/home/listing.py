@@ -63,10 +63,6 @@ class Listing:
 def scan(store: Store, prefix: str = "") -> Iterator[tuple[ObjectInfo, names.Parsed]]:
     """Yield each object of a home with the facts in its name. Every listing of a home comes from here.
 
-    Args:
-        store: the home.
-        prefix: of the names.
-
     Raises:
         RetryLater: the store failed.
     """
@@ -89,7 +85,6 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
     """List a home once.
 
     Args:
-        store: the home.
         step: list only this step's directory (attempts are then not listed).
 
     Raises:
@@ -145,23 +140,12 @@ def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
     return [rank for rank in range(writer.world_size) if rank not in found]
 
 
-def newest_committed(store: Store, attempt: int) -> int:
-    """Return the highest step of an attempt that has a manifest; -1 without one.
-
-    Raises:
-        RetryLater: the store failed.
-    """
-    found = (facts for _, facts in scan(store, "step-") if facts.kind == "manifest")
-    return max((facts.step for facts in found if facts.attempt == attempt), default=-1)
-
-
 def files_of(
     store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True
 ) -> dict[CheckpointId, list[str]]:
     """Return the names of all files of checkpoints, complete or not, by (attempt, step).
 
     Args:
-        store: the home.
         is_chosen: returns True for the facts of a name that counts.
 
     Raises:

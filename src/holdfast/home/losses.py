@@ -39,7 +39,6 @@ def check_no_losses(signs: list[str], url: str) -> None:
 
     Args:
         signs: of what is lost, from `find_losses`.
-        url: of the home.
 
     Raises:
         Corrupt: `signs` is not empty.

@@ -18,21 +18,20 @@ _T = TypeVar("_T")
 
 def usable(
     found: Sequence[tuple[int, int]],
-    take: Callable[[int, int], _T | None],
+    load: Callable[[int, int], _T | None],
     *,
     url: str,
     patience: Patience,
     on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
 ) -> Iterator[_T]:
-    """Yield the result of `take` for each checkpoint, in the given order; skip those that do not verify.
+    """Yield the result of `load` for each checkpoint, in the given order; skip those that do not verify.
 
     Every reader that chooses "the newest" goes through here, but for `restore_newest`, which has the same
     rule for several ranks (docs/design/015).
 
     Args:
         found: (attempt, step) of checkpoints, newest first.
-        take: called with attempt and step; None leaves a checkpoint out.
-        url: of the home, for errors.
+        load: called with attempt and step; None leaves a checkpoint out.
         patience: for what cannot be read.
         on_skipped: called for each checkpoint that was skipped.
 
@@ -42,21 +41,21 @@ def usable(
     """
     for index, (attempt, step) in enumerate(found):
         try:
-            taken = _take(take, attempt, step, patience)
+            loaded = _load(load, attempt, step, patience)
         except _PASSABLE as error:
             on_skipped(Skipped(step, attempt, str(error)), error)
             continue
         except (RetryLater, Denied) as error:
             raise _unread(url, found[index:], error, patience.spent_s) from error
-        if taken is not None:
-            yield taken
+        if loaded is not None:
+            yield loaded
 
 
-def _take(take: Callable[[int, int], _T | None], attempt: int, step: int, patience: Patience) -> _T | None:
+def _load(load: Callable[[int, int], _T | None], attempt: int, step: int, patience: Patience) -> _T | None:
     patience.reset()
     while True:
         try:
-            return take(attempt, step)
+            return load(attempt, step)
         except RetryLater as error:
             if not patience.lasts():
                 raise
@@ -69,7 +68,7 @@ def _unread(url: str, left: Sequence[tuple[int, int]], error: HoldfastError, sec
     choice = f", or ask for an older one by its number (step {older[0][1]})" if older else ""
     message = (
         f"Step {step} of attempt {attempt} in {url} could not be read{tried}: {error} It may be whole, so no "
-        f"older one was taken in its place. Try again when the store answers{choice}."
+        f"older one was loaded in its place. Try again when the store answers{choice}."
     )
     return type(error)(message, step=step, key=error.key)
 

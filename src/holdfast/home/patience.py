@@ -22,13 +22,13 @@ class Patience:
 
     Args:
         limit_s: seconds from the first failure to the last try.
-        say: called with a line once the failure has lasted a few seconds.
+        log: called with a line once the failure has lasted a few seconds.
     """
 
-    def __init__(self, limit_s: float, say: Callable[[str], None]) -> None:
-        self._limit_s, self._say = limit_s, say
+    def __init__(self, limit_s: float, log: Callable[[str], None]) -> None:
+        self._limit_s, self._log = limit_s, log
         self._began_s: float | None = None
-        self._has_said = False
+        self._has_logged = False
 
     @property
     def spent_s(self) -> float:
@@ -46,19 +46,18 @@ class Patience:
 
         Args:
             what: name of the thing that could not be read, for the line.
-            reason: for the line.
 
         Blocks: for half of the time spent so far, at most 5 s.
         """
-        if self.spent_s >= _QUIET_S and not self._has_said:
-            self._has_said = True
-            self._say(f"{what} cannot be read; trying again for {format_duration(self._limit_s)}: {reason}")
+        if self.spent_s >= _QUIET_S and not self._has_logged:
+            self._has_logged = True
+            self._log(f"{what} cannot be read; trying again for {format_duration(self._limit_s)}: {reason}")
         pause_s = backoff.proportional(self.spent_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         time.sleep(min(pause_s, max(self._limit_s - self.spent_s, 0.0)))
 
     def reset(self) -> None:
         """Restart the limit, after a successful read."""
-        self._began_s, self._has_said = None, False
+        self._began_s, self._has_logged = None, False
 
     def spend(self, what: str, act: Callable[[], _T]) -> _T:
         """Return the result of `act`; call it again while it raises RetryLater.

@@ -12,6 +12,7 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
+from holdfast.home.commit import MAX_REFUSALS
 from holdfast.home.deletion import delete_files
 from holdfast.home.listing import CheckpointId, files_of
 from holdfast.home.metrics import read_metrics
@@ -19,7 +20,6 @@ from holdfast.policy import Keep, line_of
 from holdfast.store import Store
 
 _MAX_SKIPPED_ATTEMPTS = 3  # attempts whose skipped checkpoints stay, the newest of those that have any
-_MAX_REFUSALS = 100  # refusals of the newest attempt that stay, until the next attempt deletes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,19 @@ class Retention:
 
     A policy that keeps everything deletes only incomplete saves of earlier attempts, and only once: in a home
     that grows without a limit every listing would take longer.
+
+    Args:
+        store: the home, or a nearer tier.
+        keep: the policy.
+        refuse: called with each incomplete step of the newest attempt before its files are deleted. It writes
+            a refusal: keepers of other ranks would take the step for a checkpoint that was deleted.
     """
 
-    def __init__(self, store: Store, keep: Keep) -> None:
+    def __init__(self, store: Store, keep: Keep, *, refuse: Callable[[int], None] = lambda _: None) -> None:
         self.store = store
         self.keep = keep
+        self._refuse = refuse
+        self._was_complete: set[CheckpointId] = set()  # whose deletion has begun, and may be repeated
         self._readable: set[CheckpointId] = set()
         self._metrics: dict[CheckpointId, Mapping[str, float] | None] = {}  # None: unreadable
         self._has_cleaned_up = False
@@ -64,7 +72,6 @@ class Retention:
 
         Args:
             newest: the checkpoint just committed; it always stays.
-            ancestors: its ancestors.
             in_work: checkpoints that may still become complete, or are still needed; they stay.
 
         Raises:
@@ -82,14 +89,23 @@ class Retention:
         refusals = _newest_refusals(files, newest[0])
         for found in sorted(doomed - spared):
             its_names = files[found]
-            if found not in complete:
+            if found in complete:
+                self._was_complete.add(found)
+            else:
                 its_names = [name for name in its_names if name not in refusals]
             if its_names:
+                if found[0] == newest[0]:
+                    self._refuse_incomplete(found, files[found])
                 delete_files(self.store, its_names, on_deleted=_pass_manifest)
                 self._readable.discard(found)
                 self._metrics.pop(found, None)
-                yield Deleted(*found, was_complete=found in complete)
+                yield Deleted(*found, was_complete=found in self._was_complete)
+            self._was_complete.discard(found)
         self._has_cleaned_up = True
+
+    def _refuse_incomplete(self, found: CheckpointId, its_names: Sequence[str]) -> None:
+        if found not in self._was_complete and names.refusal(found[1], found[0]) not in its_names:
+            self._refuse(found[1])
 
     def _superfluous(
         self,
@@ -140,12 +156,11 @@ class Retention:
 class ShareRetention:
     """Retention of one rank's share of a node-local folder, which gets some ranks' files only.
 
-    A node-local folder has no manifests. It knows only the newest step that all ranks have persisted, or that
-    is committed in home. That one stays, and so do all newer ones, which may be complete or become so.
+    A node-local folder has no manifests. This class receives only the newest step that all ranks have
+    persisted, or that is committed in home. That one stays, and so do all newer ones, which may be complete
+    or become so.
 
     Args:
-        store: the folder.
-        keep: the policy.
         is_mine: returns True for a saved rank whose files this rank deletes.
     """
 
@@ -218,13 +233,13 @@ def _is_described(name: str) -> bool:
 
 
 def _newest_refusals(files: Mapping[CheckpointId, Sequence[str]], attempt: int) -> set[str]:
-    """Return the names of the newest refusals of an attempt, at most `_MAX_REFUSALS`."""
+    """Return the names of the newest refusals of an attempt, at most `MAX_REFUSALS`."""
     refused = sorted(
         step
         for (number, step), its_names in files.items()
         if number == attempt and names.refusal(step, attempt) in its_names
     )
-    return {names.refusal(step, attempt) for step in refused[-_MAX_REFUSALS:]}
+    return {names.refusal(step, attempt) for step in refused[-MAX_REFUSALS:]}
 
 
 def _pass_manifest(name: str) -> None:

@@ -36,10 +36,6 @@ class Controller(ABC):
     stores the state. Another controller can take over at any moment from what is stored.
 
     Args:
-        folder: folder of the job.
-        policy: rules for restarts.
-        state: stored state.
-        timers: stored timers.
         step_before: newest checkpoint before the current attempt.
     """
 

@@ -138,7 +138,6 @@ class Engine(ABC):
         """Remove a job that has ended, with its files and output. Contents of buckets stay.
 
         Args:
-            number: id of the job.
             force: remove the job even if this loses files that are not in a bucket.
 
         Raises:
@@ -151,8 +150,6 @@ class Engine(ABC):
         """Yield the output so far or, with `follow`, until the job ends.
 
         Args:
-            number: id of the job.
-            follow: wait for more output.
             with_changes: also yield changes of the status.
 
         Raises:

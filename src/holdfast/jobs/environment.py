@@ -56,7 +56,6 @@ def run_environment(
     """Return the environment of `run`.
 
     Args:
-        node: settings of the node.
         base: environment of the user who launched the job.
         task: `envs` and `secrets` of the task. They override `base`, and Holdfast's variables override them.
         gpus: devices reserved for this node. Empty leaves the choice to the job.

@@ -12,7 +12,6 @@ from typing import Any
 
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Conflict, NotFound, RetryLater
-from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.timers import Timers
 
@@ -50,7 +49,7 @@ _STEPS = {
     1: """
 ALTER TABLE jobs ADD COLUMN engine TEXT NOT NULL DEFAULT 'local';
 ALTER TABLE jobs ADD COLUMN outer_id TEXT;
-""",
+"""
 }
 """Statements that upgrade a file of each version to the next."""
 
@@ -74,7 +73,7 @@ class JobRecord:
     name: str
     task_id: str
     spec: JobSpec
-    terms: RestartPolicy
+    policy: RestartPolicy
     life: JobState
     due: Timers
     step_before: int | None
@@ -115,9 +114,9 @@ class Records:
                     f"{_VERSION}). Use that version, or set HOLDFAST_STATE to another folder."
                 )
             if version < _VERSION:
-                self._bring_up()
+                self._upgrade()
 
-    def _bring_up(self) -> None:
+    def _upgrade(self) -> None:
         """Create the tables or upgrade those of an older version, in one transaction."""
         with self._transaction():
             version = self._db.execute("PRAGMA user_version").fetchone()[
@@ -141,11 +140,11 @@ class Records:
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, name: str, spec: JobSpec, terms: RestartPolicy, now_unix_s: float, *, engine: str = "local"
+        self, name: str, spec: JobSpec, policy: RestartPolicy, now_unix_s: float, *, engine: str = "local"
     ) -> int:
         """Reserve an id for a job. It is not listed before `complete`."""
         life, due = JobState(), Timers()
-        row = (name, _text(spec), format_policy(terms), format_state(life), _text(due), life.status.value)
+        row = (name, encode(spec), encode(policy), encode(life), encode(due), life.status.value)
         with self._translate_errors():
             cursor = self._db.execute(
                 "INSERT INTO jobs (name, spec, terms, life, due, status, submitted_unix_s, engine) "
@@ -226,7 +225,7 @@ class Records:
                 "UPDATE jobs SET life = ?, due = ?, status = ?, step_before = ?, "
                 "started_unix_s = coalesce(started_unix_s, ?), ended_unix_s = coalesce(ended_unix_s, ?) "
                 "WHERE id = ?",
-                (format_state(life), _text(due), life.status.value, step_before, started, ended, number),
+                (encode(life), encode(due), life.status.value, step_before, started, ended, number),
             )
             if answered is not None:
                 self._db.execute("UPDATE requests SET is_done = 1 WHERE id = ?", (answered,))
@@ -277,50 +276,20 @@ _SELECT = (
 # -- JSON ------------------------------------------------------------------------------------------------
 
 
-def _text(value: JobSpec | Timers) -> str:
-    return json.dumps(asdict(value))
-
-
-def format_policy(terms: RestartPolicy) -> str:
-    """Return a restart policy as JSON."""
-    return json.dumps({**asdict(terms), "free_codes": sorted(terms.free_codes)})
-
-
-def parse_policy(text: str) -> RestartPolicy:
-    """Parse a restart policy from JSON."""
-    return decode_dataclass(RestartPolicy, text, "the terms of a job")
-
-
-def format_state(life: JobState) -> str:
-    """Return a job's state as JSON."""
-    outcomes = {str(node): _outcome_told(one) for node, one in life.outcomes.items()}
-    told = {name: getattr(life, name) for name in JobState.__dataclass_fields__}
-    return json.dumps({**told, "status": life.status.value, "outcomes": outcomes})
-
-
-def _outcome_told(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "phase": outcome.phase.value,
-        "code": outcome.code,
-        "killed_by": outcome.killed_by,
-        "is_stopped": outcome.is_stopped,
-    }
-
-
-def parse_state(text: str) -> JobState:
-    """Parse a job's state from JSON."""
-    return decode_dataclass(JobState, text, "the state of a job", any_text=True)
+def encode(value: JobSpec | Timers | RestartPolicy | JobState) -> str:
+    """Return a part of a record as JSON."""
+    return json.dumps(asdict(value), default=sorted)  # a set becomes a list
 
 
 def _record(row: tuple[Any, ...]) -> JobRecord:
-    number, name, task_id, spec, terms, life, due, *rest = row
+    number, name, task_id, spec, policy, life, due, *rest = row
     return JobRecord(
         number,
         name,
         task_id,
         decode_dataclass(JobSpec, spec, "a submitted job", any_text=True),
-        parse_policy(terms),
-        parse_state(life),
+        decode_dataclass(RestartPolicy, policy, "the restart policy of a job"),
+        decode_dataclass(JobState, life, "the state of a job", any_text=True),
         decode_dataclass(Timers, due, "the timers of a job", any_text=True),
         *rest,
     )

@@ -174,7 +174,7 @@ Transition = tuple[JobState, tuple[Action, ...]]
 # -- the machine -----------------------------------------------------------------------------------------
 
 
-def advance(life: JobState, event: JobEvent, terms: RestartPolicy) -> Transition:
+def advance(life: JobState, event: JobEvent, policy: RestartPolicy) -> Transition:
     """Return the state after an event, and the actions to take.
 
     Events of earlier attempts, and any event of a job that has ended, change nothing.
@@ -182,19 +182,19 @@ def advance(life: JobState, event: JobEvent, terms: RestartPolicy) -> Transition
     if life.status.is_final or _is_stale(life, event):
         return life, ()
     if isinstance(event, ControllerStarted):
-        return _begin(life)
+        return _start(life) if life.status is JobStatus.PENDING else (life, ())
     if isinstance(event, BackoffElapsed):
         return _start(life) if life.status is JobStatus.RECOVERING and not life.is_active else (life, ())
     if isinstance(event, NodesRunning):
         return _ran(life)
     if isinstance(event, (NodeExited, Uploading, AttemptExited)):
-        return _end(life, event, terms)
+        return _end(life, event, policy)
     if isinstance(event, NoticeReceived):
         return _notice(life, event)
     if isinstance(event, NoticeDelivered):
-        return _told(life, event)
+        return _notice_delivered(life, event)
     if isinstance(event, CancelRequested):
-        return _cancel(life, terms)
+        return _cancel(life, policy)
     return _broke(life, event)
 
 
@@ -203,10 +203,6 @@ def _is_stale(life: JobState, event: JobEvent) -> bool:
     return isinstance(event, (NodesRunning, NodeExited, Uploading, AttemptExited, NoticeDelivered)) and (
         event.attempt != life.attempt or not life.is_active
     )
-
-
-def _begin(life: JobState) -> Transition:
-    return _start(life) if life.status is JobStatus.PENDING else (life, ())
 
 
 def _start(life: JobState) -> Transition:
@@ -230,44 +226,44 @@ def _ran(life: JobState) -> Transition:
     return life, ()
 
 
-def _end(life: JobState, event: NodeExited | Uploading | AttemptExited, terms: RestartPolicy) -> Transition:
+def _end(life: JobState, event: NodeExited | Uploading | AttemptExited, policy: RestartPolicy) -> Transition:
     if isinstance(event, NodeExited):
-        return _ended(life, event, terms)
+        return _ended(life, event, policy)
     if isinstance(event, Uploading):
-        return _drains(life, event, terms)
-    return _gone(life, has_advanced=event.has_advanced, terms=terms)
+        return _drains(life, event, policy)
+    return _gone(life, has_advanced=event.has_advanced, policy=policy)
 
 
-def _ended(life: JobState, event: NodeExited, terms: RestartPolicy) -> Transition:
+def _ended(life: JobState, event: NodeExited, policy: RestartPolicy) -> Transition:
     if event.node in life.outcomes:
         return life, ()
     outcome = event.outcome
     life = dataclasses.replace(life, outcomes={**life.outcomes, event.node: outcome})
-    if len(life.outcomes) == terms.num_nodes:
+    if len(life.outcomes) == policy.num_nodes:
         return life, (KillAttempt(0.0),)
     if outcome.is_success or outcome.is_stopped:
         return life, ()
-    return life, (KillAttempt(_peers_s(life, outcome, terms)),)
+    return life, (KillAttempt(_peers_s(life, outcome, policy)),)
 
 
-def _peers_s(life: JobState, outcome: Outcome, terms: RestartPolicy) -> float:
+def _peers_s(life: JobState, outcome: Outcome, policy: RestartPolicy) -> float:
     """Return how long the other nodes may continue after one has exited."""
     if outcome.is_lost or outcome.killed_by is not None:
         return 0.0  # the others wait for a node that never responds
     if outcome.is_preempted or life.is_noticed or life.status is JobStatus.CANCELLING:
-        return terms.grace_s  # the others may be saving
+        return policy.grace_s  # the others may be saving
     return PEERS_S
 
 
-def _drains(life: JobState, event: Uploading, terms: RestartPolicy) -> Transition:
-    if life.status is JobStatus.CANCELLING or not _is_done(life, terms):
+def _drains(life: JobState, event: Uploading, policy: RestartPolicy) -> Transition:
+    if life.status is JobStatus.CANCELLING or not _is_done(life, policy):
         return life, ()
     return dataclasses.replace(life, status=JobStatus.WINDING_DOWN, reason=event.what), ()
 
 
-def _is_done(life: JobState, terms: RestartPolicy) -> bool:
+def _is_done(life: JobState, policy: RestartPolicy) -> bool:
     """Return True if every node has succeeded."""
-    return len(life.outcomes) == terms.num_nodes and all(one.is_success for one in life.outcomes.values())
+    return len(life.outcomes) == policy.num_nodes and all(one.is_success for one in life.outcomes.values())
 
 
 def _notice(life: JobState, event: NoticeReceived) -> Transition:
@@ -278,16 +274,16 @@ def _notice(life: JobState, event: NoticeReceived) -> Transition:
     return life, (SendNotice(event.lead_s, event.source), KillAttempt(event.lead_s, with_keepers=True))
 
 
-def _cancel(life: JobState, terms: RestartPolicy) -> Transition:
+def _cancel(life: JobState, policy: RestartPolicy) -> Transition:
     if life.status is JobStatus.CANCELLING:
         return life, ()
     if not life.is_active:
         return dataclasses.replace(life, status=JobStatus.CANCELLED, reason="cancelled"), ()
     life = dataclasses.replace(life, status=JobStatus.CANCELLING, reason="cancelled")
-    return life, (SendNotice(terms.grace_s, "holdfast cancel"), KillAttempt(terms.grace_s))
+    return life, (SendNotice(policy.grace_s, "holdfast cancel"), KillAttempt(policy.grace_s))
 
 
-def _told(life: JobState, event: NoticeDelivered) -> Transition:
+def _notice_delivered(life: JobState, event: NoticeDelivered) -> Transition:
     """Kill a cancelled job at once if none of its processes handles the notice."""
     in_vain = life.status is JobStatus.CANCELLING and not event.num_listening
     return life, (KillAttempt(0.0),) if in_vain else ()
@@ -301,28 +297,34 @@ def _broke(life: JobState, event: ControllerFailed) -> Transition:
 # -- what comes after an attempt -------------------------------------------------------------------------
 
 
-def _gone(life: JobState, *, has_advanced: bool | None, terms: RestartPolicy) -> Transition:
+def _gone(life: JobState, *, has_advanced: bool | None, policy: RestartPolicy) -> Transition:
     life = dataclasses.replace(life, is_active=False)
     if life.status is JobStatus.CANCELLING:
         return dataclasses.replace(life, status=JobStatus.CANCELLED), ()
-    outcomes = {node: life.outcomes.get(node, Outcome(Phase.RUN)) for node in range(terms.num_nodes)}
+    outcomes = {node: life.outcomes.get(node, Outcome(Phase.RUN)) for node in range(policy.num_nodes)}
     if all(one.is_success for one in outcomes.values()):
         return dataclasses.replace(life, status=JobStatus.SUCCEEDED, reason=""), ()
     own = [one for one in outcomes.values() if not one.is_success and not one.is_stopped]
-    told = describe_outcomes(outcomes)
+    summary = describe_outcomes(outcomes)
     if life.is_noticed or any(one.is_lost for one in own):
-        why = life.reason if life.is_noticed else told
-        return _recover(life, why, has_advanced=has_advanced, is_barren=False, is_external=True, terms=terms)
-    if any(one.is_preempted or one.code in terms.free_codes for one in own):
+        why = life.reason if life.is_noticed else summary
+        return _recover(
+            life, why, has_advanced=has_advanced, is_barren=False, is_external=True, policy=policy
+        )
+    if any(one.is_preempted or one.code in policy.free_codes for one in own):
         # Nothing else limits these: a job that never reports its steps must not restart forever either.
-        return _recover(life, told, has_advanced=has_advanced, is_barren=True, is_external=False, terms=terms)
-    if life.num_errors >= terms.max_restarts:
+        return _recover(
+            life, summary, has_advanced=has_advanced, is_barren=True, is_external=False, policy=policy
+        )
+    if life.num_errors >= policy.max_restarts:
         in_setup = any(one.phase is Phase.SETUP for one in own)
         status = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
-        return dataclasses.replace(life, status=status, reason=told + _spent(terms)), ()
+        return dataclasses.replace(life, status=status, reason=summary + _spent(policy)), ()
     life = dataclasses.replace(life, num_errors=life.num_errors + 1)
     is_known = has_advanced is not None
-    return _recover(life, told, has_advanced=has_advanced, is_barren=is_known, is_external=False, terms=terms)
+    return _recover(
+        life, summary, has_advanced=has_advanced, is_barren=is_known, is_external=False, policy=policy
+    )
 
 
 def _recover(
@@ -332,12 +334,12 @@ def _recover(
     has_advanced: bool | None,
     is_barren: bool,
     is_external: bool,
-    terms: RestartPolicy,
+    policy: RestartPolicy,
 ) -> Transition:
     num_barren = 0 if has_advanced else life.num_barren + is_barren
     num_hurried = 0 if has_advanced else life.num_hurried + 1
     life = dataclasses.replace(life, num_barren=num_barren, num_hurried=num_hurried, reason=why)
-    if is_barren and num_barren >= terms.max_barren:
+    if is_barren and num_barren >= policy.max_barren:
         reason = (
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
             "the job is not restarted"
@@ -365,7 +367,7 @@ def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
     return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own.items()))
 
 
-def _spent(terms: RestartPolicy) -> str:
-    if not terms.max_restarts:
+def _spent(policy: RestartPolicy) -> str:
+    if not policy.max_restarts:
         return ""
-    return f"; all {terms.max_restarts} restarts after errors are used up"
+    return f"; all {policy.max_restarts} restarts after errors are used up"

@@ -8,12 +8,43 @@ from typing import Any
 from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.task.model import Task
 
+_NO_VOLUMES = "no volumes are created; kept for other engines"
+_NO_DISK = "no disk is created; kept for other engines"
+UNUSED_KEYS: Mapping[str, str] = {
+    "event_callback": "not called",
+    "managed_secrets": "not fetched",
+    "inputs": "not used",
+    "outputs": "not used",
+    "volumes": _NO_VOLUMES,
+    "volume_mounts": _NO_VOLUMES,
+    "api_server_access": "there is no API server",
+    "resources.disk_size": _NO_DISK,
+    "resources.disk_tier": _NO_DISK,
+    "resources.max_hourly_cost": "nothing is bought",
+    "resources.ports": "ports are neither opened nor closed",
+    "resources.volumes": _NO_VOLUMES,
+}
+"""Keys that have no use without a cloud, and why."""
+CHOICE_KEYS = tuple(
+    f"resources.{name}"
+    for name in (
+        "cloud",
+        "region",
+        "zone",
+        "instance_type",
+        "local_disk",
+        "accelerator_args",
+        "any_of",
+        "ordered",
+    )
+)
+"""Keys that choose a machine."""
+
 
 def find_unsupported_keys(task: Task, table: Mapping[str, str]) -> list[UnsupportedKey]:
     """Return the keys of a table that a task sets.
 
     Args:
-        task: the task.
         table: what the engine does with a key, by its path, such as resources.use_spot.
     """
     return [

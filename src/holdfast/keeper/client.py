@@ -12,35 +12,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from holdfast import errors
-from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.errors import ERRORS, HoldfastError, InvalidInput, RetryLater
+from holdfast.keeper import messages
 from holdfast.keeper.config import KeeperConfig
-from holdfast.keeper.messages import (
-    MAX_DETAIL,
-    ArenaLayout,
-    ArenaReleased,
-    ArrivedHome,
-    AttemptFenced,
-    Close,
-    DrainBest,
-    DrainCheckpoint,
-    DrainDelayed,
-    DrainFailed,
-    DropSave,
-    HistoryFailed,
-    MarkComplete,
-    Message,
-    RecordEvent,
-    ResumeCommit,
-    RetentionFailed,
-    SaveDurable,
-    SaveFailed,
-    SavePersisted,
-    SubmitSave,
-    TrainerMessage,
-    UpdateMetrics,
-    encode_metrics,
-)
 from holdfast.keeper.save import Save
 from holdfast.keeper.supervisor import KeeperOwner, Supervisor
 
@@ -48,9 +22,9 @@ _MAX_UNSAVED = 64
 """Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
 
 _PROBLEMS = {
-    DrainDelayed: "Home cannot be reached. Training continues, and the upload is retried: ",
-    RetentionFailed: "Old checkpoints could not be deleted: ",
-    HistoryFailed: "The history of the run could not be written: ",
+    messages.DrainDelayed: "Home cannot be reached. Training continues, and the upload is retried: ",
+    messages.RetentionFailed: "Old checkpoints could not be deleted: ",
+    messages.HistoryFailed: "The history of the run could not be written: ",
 }
 
 
@@ -61,11 +35,11 @@ class _Submitted:
     save: Save
     arena: int
     arena_fd: int
-    layout: ArenaLayout
+    layout: messages.ArenaLayout
     draft: bytes
     to_home: bool
     metrics: Mapping[str, float]
-    before: tuple[TrainerMessage, ...] = ()  # must be handled before the save is committed
+    before: tuple[messages.TrainerMessage, ...] = ()  # must be handled before the save is committed
     is_persisted: bool = False
 
 
@@ -73,7 +47,6 @@ class Keeper(KeeperOwner):
     """This rank's keeper, as the trainer sees it.
 
     Args:
-        config: configuration of the keeper.
         released: called with the number of each arena that may be used again.
 
     Attributes:
@@ -95,9 +68,9 @@ class Keeper(KeeperOwner):
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
         self._arenas_in_use: set[int] = set()
-        self._complete: MarkComplete | None = None  # the last one sent
-        self._best: DrainBest | None = None  # the last one sent
-        self._unsaved: deque[TrainerMessage] = deque(maxlen=_MAX_UNSAVED)  # since the last save
+        self._complete: messages.MarkComplete | None = None  # the last one sent
+        self._best: tuple[messages.DrainBest, ...] = ()  # the last one sent, after the last one that was due
+        self._unsaved: deque[messages.TrainerMessage] = deque(maxlen=_MAX_UNSAVED)  # since the last save
         self._supervisor = Supervisor(config, self)
         self._lock = self._supervisor.lock
         self._supervisor.start()
@@ -116,7 +89,7 @@ class Keeper(KeeperOwner):
         arena: int,
         arena_fd: int,
         arenas: Sequence[int],
-        layout: ArenaLayout,
+        layout: messages.ArenaLayout,
         draft: bytes,
         to_home: bool = True,
         metrics: Mapping[str, float] = MappingProxyType({}),
@@ -125,10 +98,7 @@ class Keeper(KeeperOwner):
 
         Args:
             save: save to mark with the outcome.
-            arena: number of its arena.
-            arena_fd: descriptor of its arena.
             arenas: all arenas that exist, so that the keeper unmaps the others.
-            layout: positions of the file images in the arena.
             draft: part of the rank without the facts about its files, see `format.part.draft`.
             to_home: drain the save, if there is a local tier.
             metrics: metrics of the checkpoint, on rank 0.
@@ -154,14 +124,14 @@ class Keeper(KeeperOwner):
         try:
             with open(draft_fd, "wb", closefd=False) as file:
                 file.write(submitted.draft)
-            message = SubmitSave(
+            message = messages.SubmitSave(
                 submitted.save.step,
                 submitted.arena,
                 tuple(arenas),
                 submitted.layout,
                 to_home=submitted.to_home,
                 is_resent=is_resent,
-                metrics=encode_metrics(submitted.metrics),
+                metrics=messages.encode_metrics(submitted.metrics),
             )
             fds = submitted.arena_fd, draft_fd
             self._supervisor.send(message, fds, on_sent=submitted.save.mark_staged)
@@ -174,7 +144,7 @@ class Keeper(KeeperOwner):
         The save then fails at once on all ranks. Otherwise the others would wait for the part of this one.
         """
         if self.config.world_size > 1:
-            self._send_surely(DropSave(step, reason[:MAX_DETAIL]))
+            self._send_surely(messages.DropSave(step, reason[: messages.MAX_DETAIL]))
 
     def drain(self, save: Save) -> None:
         """Send a save of this attempt home, whether or not it was due."""
@@ -186,22 +156,28 @@ class Keeper(KeeperOwner):
 
     def drain_checkpoint(self, attempt: int, step: int) -> None:
         """Send a checkpoint of the local tier home, of any attempt."""
-        self._supervisor.send(DrainCheckpoint(attempt, step))
+        self._supervisor.send(messages.DrainCheckpoint(attempt, step))
 
-    def send_best(self, steps: Sequence[int]) -> None:
-        """Send the steps of this attempt's best saves, so that they are drained too."""
+    def send_best(self, steps: Sequence[int], *, is_due: bool) -> None:
+        """Send the steps of this attempt's best saves.
+
+        Args:
+            steps: they stay in the local folder until they are in home.
+            is_due: send them home now.
+        """
         with self._lock:
-            self._best = DrainBest(tuple(steps))
-            self._supervisor.send(self._best)
+            best = messages.DrainBest(tuple(steps), is_due)
+            self._best = (*(one for one in self._best if one.is_due and not is_due), best)
+            self._supervisor.send(best)
 
     def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Replace the metrics of a save that was submitted before."""
-        self._send_surely(UpdateMetrics(step, encode_metrics(metrics)))
+        self._send_surely(messages.UpdateMetrics(step, messages.encode_metrics(metrics)))
 
     def mark_complete(self, attempt: int, step: int) -> None:
         """Notify the keeper that a checkpoint is complete. Its files are in folders of several hosts."""
         with self._lock:
-            self._complete = MarkComplete(attempt, step)
+            self._complete = messages.MarkComplete(attempt, step)
             self._supervisor.send(self._complete)
 
     def record(
@@ -231,9 +207,9 @@ class Keeper(KeeperOwner):
             values: value at each step, by name.
         """
         members = {"steps": steps, "values": values}
-        self._send_surely(RecordEvent("metrics", max(steps), time.time(), members=members))
+        self._send_surely(messages.RecordEvent("metrics", max(steps), time.time(), members=members))
 
-    def _send_surely(self, message: TrainerMessage) -> None:
+    def _send_surely(self, message: messages.TrainerMessage) -> None:
         """Send a message. A new keeper is sent it again, unless a later save is persisted."""
         with self._lock:
             self._unsaved.append(message)
@@ -250,7 +226,7 @@ class Keeper(KeeperOwner):
         """
         with self._lock:
             _closing.add(self)
-            self._supervisor.close(Close(frees_memory), must_restart=bool(self._submitted))
+            self._supervisor.close(messages.Close(frees_memory), must_restart=bool(self._submitted))
         self.wait_ended(timeout_s)
 
     def wait_ended(self, timeout_s: float | None) -> None:
@@ -294,48 +270,48 @@ class Keeper(KeeperOwner):
             for message in one.before:
                 self._supervisor.send(message)
             if one.is_persisted:
-                self._supervisor.send(ResumeCommit(step, one.layout.data_bytes, one.to_home))
+                self._supervisor.send(messages.ResumeCommit(step, one.layout.data_bytes, one.to_home))
             else:
                 self._send_save(one, arenas, is_resent=True)
         for message in self._unsaved:
             self._supervisor.send(message)
         for step in self._towards_home:
             self.drain_checkpoint(self.config.attempt, step)
-        for message in (self._best, self._complete):
+        for message in (*self._best, self._complete):
             if message is not None:
                 self._supervisor.send(message)
         return len(self._submitted)
 
     @override
-    def receive(self, message: Message) -> None:
-        if isinstance(message, ArenaReleased):
+    def receive(self, message: messages.Message) -> None:
+        if isinstance(message, messages.ArenaReleased):
             self._release(message.arena)
             return
         with self._lock:
             self._handle(message)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: messages.Message) -> None:
         match message:
-            case SavePersisted(step):
+            case messages.SavePersisted(step):
                 if step in self._submitted:
                     self._submitted[step].is_persisted = True
                     self._submitted[step].before = ()
-            case SaveDurable(step):
+            case messages.SaveDurable(step):
                 self._supervisor.reset_deaths()
                 self._finish(step, None)
-            case SaveFailed(step):
+            case messages.SaveFailed(step):
                 self._finish(step, _error(message))
-            case AttemptFenced(step):
+            case messages.AttemptFenced(step):
                 self.fenced = _error(message)
                 self._finish(step, self.fenced)
-            case ArrivedHome(step):
+            case messages.ArrivedHome(step):
                 self.home_lost = None
                 # Older ones that were to be sent will not be any more.
                 for one in [one for one in self._towards_home if one <= step]:
                     self._towards_home.pop(one).mark_home()
-            case DrainFailed(step):
+            case messages.DrainFailed(step):
                 self._fail_drain(step, _error(message, f"Step {step} is not in home: "))
-            case DrainDelayed() | RetentionFailed() | HistoryFailed():
+            case messages.DrainDelayed() | messages.RetentionFailed() | messages.HistoryFailed():
                 self.add_problem(_PROBLEMS[type(message)] + message.detail)
             case _:
                 pass  # not for a trainer
@@ -385,12 +361,14 @@ def wait_for_closed(home: str, *, timeout_s: float) -> None:
 
 def _event(
     event: str, step: int | None, num_bytes: int, seconds: float, detail: str, tier: str
-) -> RecordEvent:
-    return RecordEvent(event, step, time.time(), num_bytes, seconds, detail[:MAX_DETAIL], tier)
+) -> messages.RecordEvent:
+    return messages.RecordEvent(
+        event, step, time.time(), num_bytes, seconds, detail[: messages.MAX_DETAIL], tier
+    )
 
 
-def _error(message: SaveFailed | AttemptFenced | DrainFailed, prefix: str = "") -> HoldfastError:
+def _error(
+    message: messages.SaveFailed | messages.AttemptFenced | messages.DrainFailed, prefix: str = ""
+) -> HoldfastError:
     """Return the error that a keeper has reported. If its class does not exist, it is a RetryLater."""
-    found = vars(errors).get(message.error)
-    kind = found if isinstance(found, type) and issubclass(found, HoldfastError) else RetryLater
-    return kind(prefix + message.detail, step=message.step)
+    return ERRORS.get(message.error, RetryLater)(prefix + message.detail, step=message.step)

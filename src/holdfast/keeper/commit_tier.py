@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.format import names
 from holdfast.format.part import Ancestors
-from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse
-from holdfast.home.listing import CheckpointId, missing_ranks, newest_committed
+from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse, was_retired
+from holdfast.home.listing import CheckpointId, missing_ranks
 from holdfast.home.retain import Retention
 from holdfast.home.writer import WriterId
 from holdfast.keeper.config import KeeperConfig
@@ -45,9 +45,6 @@ class CommitTier:
     """Tier that receives the files of all ranks, and the manifests.
 
     Args:
-        store: store of the tier.
-        config: configuration of the keeper.
-        keep: retention policy of the tier.
         inbox: shows whether the trainer is alive.
         reports: receives deletions and errors of retention.
         in_work: returns checkpoints that retention must not delete yet.
@@ -66,7 +63,7 @@ class CommitTier:
         self._store, self._config, self._inbox, self._reports = store, config, inbox, reports
         self._in_work = in_work
         self._newest: tuple[int, Ancestors] | None = None  # newest step seen committed, not always the last
-        self._retention = Retention(store, keep)
+        self._retention = Retention(store, keep, refuse=self._refuse_incomplete)
         self._retention_thread = RetentionThread(self._retain)
         self._drops: list[DropSave] = []  # not written yet, as the store failed
 
@@ -74,10 +71,6 @@ class CommitTier:
 
     def try_commit(self, save: PendingSave, limit_s: float) -> Committed | RetryLater | None:
         """Commit a save if all ranks' parts exist, or detect that another rank has.
-
-        Args:
-            save: save whose files of this rank are durable.
-            limit_s: time since its arrival after which it is given up.
 
         Returns:
             None if parts are missing; an error if they will never arrive.
@@ -96,8 +89,8 @@ class CommitTier:
         missing = missing_ranks(store, writer, step)
         if missing or writer.rank != 0:
             check_not_refused(store, writer, step)
-        if writer.rank in missing and _is_behind_newer(store, writer, step):
-            return Committed(None)  # retention has deleted it between two looks
+        if writer.rank in missing and was_retired(store, writer, step):
+            return Committed(None)  # between two checks
         # Only rank 0 commits, and only rank 0 deletes. Otherwise a rank could make a checkpoint visible again
         # while another one deletes it.
         if writer.rank == 0 and not missing:
@@ -174,6 +167,10 @@ class CommitTier:
         if ancestors is not None and (self._newest is None or step > self._newest[0]):
             self._newest = step, ancestors
         # As of the newest: an older save may be committed after it, and seen from there it would not count.
+        self.retain_again()
+
+    def retain_again(self) -> None:
+        """Delete what is superfluous, in the background. Threads may call this."""
         if self._config.rank == 0 and self._newest is not None and self._retention.is_due:
             self._retention_thread.request()
 
@@ -181,13 +178,19 @@ class CommitTier:
         """Record the metrics of a save for retention.
 
         Args:
-            step: step of the save.
-            metrics: its metrics.
             is_late: they have changed since the save was persisted, so that another one may be the best now.
         """
         self._retention.note_metrics((self._config.attempt, step), metrics)
         if is_late and self._config.keep_best is not None and self._newest is not None:
             self._retention_thread.request()
+
+    def _refuse_incomplete(self, step: int) -> None:
+        """Refuse a save that retention is about to delete, since it was never committed."""
+        reason = (
+            f"Step {step} was not complete when step {self.newest_step} was committed, so its files were "
+            "deleted. See the messages of the other ranks."
+        )
+        refuse(self._store, self._config.writer, step, InvalidInput(reason, step=step))
 
     @property
     def newest_step(self) -> int | None:
@@ -210,17 +213,10 @@ def was_committed(store: Store, writer: WriterId, step: int) -> bool:
     """Return True if an earlier keeper has committed a save. Retention may have deleted it since.
 
     Raises:
+        Conflict: a newer attempt has claimed the run.
+        InvalidInput: the save was refused.
+        Corrupt: the refusal cannot be read.
         Denied, RetryLater: the store failed.
     """
     missing = missing_ranks(store, writer, step)
-    return is_committed(store, writer, step) or (
-        writer.rank in missing and _is_behind_newer(store, writer, step)
-    )
-
-
-def _is_behind_newer(store: Store, writer: WriterId, step: int) -> bool:
-    """Return True if a newer save of this attempt is durable."""
-    newest = newest_committed(store, writer.attempt)
-    if newest > step:
-        store.sync(names.step_dir(newest))
-    return newest > step
+    return is_committed(store, writer, step) or (writer.rank in missing and was_retired(store, writer, step))

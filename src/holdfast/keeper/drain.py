@@ -16,7 +16,6 @@ from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, DataFile, Part
 from holdfast.home.attempts import check_not_fenced
 from holdfast.home.commit import check_not_refused, publish
-from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId, scan
 from holdfast.home.metrics import copy_metrics
 from holdfast.keeper.config import KeeperConfig
@@ -28,6 +27,9 @@ from holdfast.store import Store
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
 """Shortest and longest pause before a retry, and the share of the outage so far that a pause lasts."""
+
+_OVERTAKEN_S = 1.0
+"""Time without new files of other ranks after which home is listed for newer checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +49,17 @@ class Drain:
     """Thread that copies this rank's files of each checkpoint that is due. Rank 0 also writes the manifest.
 
     Args:
-        local: store of the local tier.
-        home: store of home.
-        config: configuration of the keeper.
-        history: history of this attempt and rank in the local tier, whose log is copied too.
         on_drained: called with each outcome, in the drain's thread.
     """
 
     def __init__(
-        self,
-        local: Store,
-        home: Store,
-        config: KeeperConfig,
-        history: History,
-        on_drained: Callable[[Drained], None],
+        self, local: Store, home: Store, config: KeeperConfig, on_drained: Callable[[Drained], None]
     ) -> None:
-        self._local, self._home, self._config, self._history = local, home, config, history
+        self._local, self._home, self._config = local, home, config
         self._on_drained = on_drained
         self._due: set[CheckpointId] = set()
+        self._requested: set[CheckpointId] = set()  # copied even after newer ones
+        self._newest: CheckpointId = (0, 0)  # newest one that a copy was begun of
         self._best: set[CheckpointId] = set()  # copied when no other is due; newer ones do not replace them
         self._in_home: set[CheckpointId] = set()
         self._new_metrics: set[CheckpointId] = set()  # whose metrics have changed since they were copied
@@ -77,10 +72,22 @@ class Drain:
         self._thread.start()
 
     def submit(self, attempt: int, step: int) -> None:
-        """Copy a checkpoint that is complete in the local tier."""
+        """Copy a checkpoint that is complete in the local tier, and that the trainer requests."""
         with self._changed:
+            self._requested.add((attempt, step))
             self._due.add((attempt, step))
             self._changed.notify_all()
+
+    def submit_due(self, attempt: int, step: int) -> None:
+        """Copy a new checkpoint of the local tier, unless a newer one was begun before.
+
+        Keepers may process the same checkpoints in another order. If one of them returned to an older
+        checkpoint, it would wait there for files that the others no longer send.
+        """
+        with self._changed:
+            if (attempt, step) > self._newest:
+                self._due.add((attempt, step))
+                self._changed.notify_all()
 
     def set_best(self, found: set[CheckpointId]) -> None:
         """Copy these checkpoints too, even if newer ones become due. Replaces the previous set."""
@@ -99,6 +106,11 @@ class Drain:
         with self._changed:
             return self._due | self._best | ({self._current} if self._current else set())
 
+    def not_in_home(self, found: set[CheckpointId]) -> set[CheckpointId]:
+        """Return those of some checkpoints that this drain has not sent."""
+        with self._changed:
+            return found - self._in_home
+
     def close(self) -> None:
         """Complete everything that is due, and stop.
 
@@ -115,7 +127,7 @@ class Drain:
 
     def _run(self) -> None:
         failing_since_s: float | None = None
-        while (one := self._take_newest()) is not None:
+        while (one := self._pop_newest()) is not None:
             try:
                 drained = self._copy_or_raise(one)
             except HoldfastError as error:
@@ -168,7 +180,7 @@ class Drain:
                 f"The drain of step {one[1]} failed because of a bug in Holdfast: {error!r}.", step=one[1]
             ) from error
 
-    def _take_newest(self) -> CheckpointId | None:
+    def _pop_newest(self) -> CheckpointId | None:
         """Return the newest due checkpoint, and forget older ones; else one of the best. None at the end."""
         while True:
             with self._changed:
@@ -176,26 +188,30 @@ class Drain:
                 if self._wanted() or self._is_closing:
                     self._current = max(self._wanted(), default=None)
                     self._due.clear()
+                    self._requested &= {self._current}
+                    self._newest = max(self._newest, self._current or self._newest)
                     return self._current
             self._copy_new_metrics()
 
     def _wanted(self) -> set[CheckpointId]:
         return self._due or self._best
 
-    def _is_overtaken(self, one: CheckpointId) -> bool:
+    def _is_overtaken(self, one: CheckpointId, waited_s: float) -> bool:
         """Return True if this rank should abandon a checkpoint whose other files are still missing.
 
         A newer one that is merely due does not suffice: if every rank switched to its own newest, and home
         were slower than the saves, they might never send the same one. A rank stays until another one has
-        begun a newer checkpoint, and follows.
+        begun a newer checkpoint, and follows; or until a newer one is complete, if this one was only due.
         """
         with self._changed:
-            newer = {other for other in self._due if other > one}
-        if not newer:
+            newer = {other for other in self._due | self._best if other > one}
+            is_wanted = one in self._requested | self._best
+        if not newer and (is_wanted or waited_s < _OVERTAKEN_S):
             return False
-        found = (facts for _, facts in scan(self._home, "step-") if facts.rank >= 0)
-        begun = {(facts.attempt, facts.step) for facts in found}
-        return not newer.isdisjoint(begun)
+        found = [facts for _, facts in scan(self._home, "step-")]
+        begun = {(facts.attempt, facts.step) for facts in found if facts.rank >= 0}
+        complete = {(facts.attempt, facts.step) for facts in found if facts.kind == "manifest"}
+        return not newer.isdisjoint(begun) or (not is_wanted and max(complete, default=one) > one)
 
     # -- one checkpoint --------------------------------------------------------------------------------------
 
@@ -219,7 +235,7 @@ class Drain:
                 failpoint("keeper.drained")
                 publish(self._home, self._config.writer, step, name, document)
                 break
-            if self._is_overtaken(one):
+            if self._is_overtaken(one, time.monotonic() - changed_s):
                 return None
             if self._config.is_node_local:  # the others' files may never come, or a newer attempt sends them
                 check_not_fenced(self._home, self._config.attempt)
@@ -300,9 +316,6 @@ class Drain:
         """Wait a little for files of other ranks.
 
         Args:
-            plan: plan of the checkpoint.
-            step: step of the checkpoint.
-            in_home: its files in home.
             waited_s: time since the last file arrived.
 
         Raises:

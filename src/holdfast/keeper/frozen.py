@@ -30,8 +30,6 @@ class FrozenFile:
         """Write the image into a checkpoint. If the store has its bytes already, link them.
 
         Args:
-            step: step of the checkpoint.
-            image: image of the file.
             must_match: the image was copied beside training, on the assumption that nothing changes it.
 
         Raises:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from holdfast.errors import Conflict
-from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
 from holdfast.home.retain import Retention
 from holdfast.keeper.config import KeeperConfig
@@ -20,11 +19,6 @@ class HomeTier:
     """Drain of a keeper, and retention in home.
 
     Args:
-        local: store of the local tier.
-        home: store of home.
-        config: configuration of the keeper.
-        history: history of this rank in the local tier.
-        reports: receives the outcome of each drain.
         is_complete: returns True if a checkpoint is complete in the local tier.
         on_arrived: called with each checkpoint that is complete in home, in the drain's thread.
     """
@@ -35,7 +29,6 @@ class HomeTier:
         home: Store,
         config: KeeperConfig,
         *,
-        history: History,
         reports: Reports,
         is_complete: Callable[[CheckpointId], bool],
         on_arrived: Callable[[CheckpointId], None] = lambda _: None,
@@ -45,15 +38,16 @@ class HomeTier:
         self._retention = Retention(home, config.keep)
         self._newest: Drained | None = None
         self._is_failing = False
-        self._best: set[CheckpointId] = set()  # checkpoints that are sent home even if they are not due
+        self._best: set[CheckpointId] = set()  # they stay in the local tier until they are in home
+        self._due_best: set[CheckpointId] = set()  # those that are sent home although they are not due
         self._wanted: set[CheckpointId] = set()  # to be drained as soon as they are committed
         self._unchecked: list[CheckpointId] = []  # requested while the local tier could not be read
-        self._drain = Drain(local, home, config, history, self._on_drained)
+        self._drain = Drain(local, home, config, self._on_drained)
 
     @property
     def needed(self) -> set[CheckpointId]:
         """Checkpoints that the local tier must not delete yet."""
-        return self._drain.needed() | self._wanted
+        return self._drain.needed() | self._wanted | self._drain.not_in_home(self._best)
 
     @property
     def has_delayed(self) -> bool:
@@ -80,20 +74,31 @@ class HomeTier:
 
     def add_committed(self, checkpoint: CheckpointId, *, is_due: bool) -> None:
         """Drain a new checkpoint if it is due in home, or was requested."""
-        if is_due or checkpoint in self._wanted:
+        if checkpoint in self._wanted:
             self._wanted.discard(checkpoint)
             self._drain.submit(*checkpoint)
-        elif checkpoint in self._best:
+        elif is_due:
+            self._drain.submit_due(*checkpoint)
+        elif checkpoint in self._due_best:
             self._drain_best()
 
-    def set_best(self, best: set[CheckpointId]) -> None:
-        """Drain the best checkpoints, once they are complete. Replaces the previous set."""
+    def set_best(self, best: set[CheckpointId], *, is_due: bool) -> None:
+        """Keep the best checkpoints in the local tier until they are in home. Replaces the previous set.
+
+        Args:
+            best: the checkpoints.
+            is_due: drain them, once they are complete. They replace those that were to be drained.
+        """
         self._best = best
-        self._drain_best()
+        if is_due:
+            self._due_best = best
+            self._drain_best()
 
     def _drain_best(self) -> None:
         with contextlib.suppress(*TRANSIENT_ERRORS):  # the next change of the set sends them
-            self._drain.set_best({checkpoint for checkpoint in self._best if self._is_complete(checkpoint)})
+            self._drain.set_best(
+                {checkpoint for checkpoint in self._due_best if self._is_complete(checkpoint)}
+            )
 
     def set_metrics(self, checkpoint: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Copy the changed metrics of a checkpoint, if it is in home."""

@@ -43,8 +43,6 @@ def wait_for_orphans(home: str, *, timeout_s: float, notify: Callable[[str], Non
     drain, or that only keep images in memory.
 
     Args:
-        home: URL of the home.
-        timeout_s: longest wait.
         notify: called with one line after a second.
 
     Returns:

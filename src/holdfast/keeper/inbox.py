@@ -13,44 +13,37 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from holdfast.failpoint import failpoint
-from holdfast.keeper import packets
-from holdfast.keeper.messages import (
-    Close,
-    DrainBest,
-    DrainCheckpoint,
-    DropSave,
-    KeeperMessage,
-    MarkComplete,
-    Message,
-    Ping,
-    Pong,
-    RecordEvent,
-    ResumeCommit,
-    SubmitSave,
-    UpdateMetrics,
-)
+from holdfast.keeper import messages, packets
 
 
 @dataclass(frozen=True, slots=True)
 class StagedSave:
     """Save in an arena, to be persisted. Its descriptors are closed by the worker."""
 
-    request: SubmitSave
+    request: messages.SubmitSave
     arena_fd: int
     draft_fd: int
     received_s: float
 
 
-_PLAIN = (ResumeCommit, DropSave, DrainCheckpoint, DrainBest, UpdateMetrics, MarkComplete, RecordEvent)
+_PLAIN = (
+    messages.ResumeCommit,
+    messages.DropSave,
+    messages.DrainCheckpoint,
+    messages.DrainBest,
+    messages.UpdateMetrics,
+    messages.MarkComplete,
+    messages.RecordEvent,
+)
 Received: TypeAlias = (
     StagedSave
-    | ResumeCommit
-    | DropSave
-    | DrainCheckpoint
-    | DrainBest
-    | UpdateMetrics
-    | MarkComplete
-    | RecordEvent
+    | messages.ResumeCommit
+    | messages.DropSave
+    | messages.DrainCheckpoint
+    | messages.DrainBest
+    | messages.UpdateMetrics
+    | messages.MarkComplete
+    | messages.RecordEvent
 )
 
 
@@ -74,7 +67,7 @@ class TrainerInbox:
         """Start the thread that receives messages."""
         threading.Thread(target=self._run, name="holdfast-inbox", daemon=True).start()
 
-    def reply(self, message: KeeperMessage) -> None:
+    def reply(self, message: messages.KeeperMessage) -> None:
         """Send a message to the trainer, unless it has exited."""
         with contextlib.suppress(OSError):
             packets.send(self._end, message)
@@ -87,7 +80,7 @@ class TrainerInbox:
         with self._changed:
             return [item for item in self._queue if isinstance(item, StagedSave)]
 
-    def take(self, timeout_s: float | None, *, has_work: bool) -> list[Received] | None:
+    def receive(self, timeout_s: float | None, *, has_work: bool) -> list[Received] | None:
         """Remove and return all messages but saves, followed by the oldest save.
 
         Args:
@@ -144,19 +137,19 @@ class TrainerInbox:
         message, fds = packets.receive(self._end)
         if message is None:
             return False
-        if isinstance(message, Ping):
-            self.reply(Pong())
+        if isinstance(message, messages.Ping):
+            self.reply(messages.Pong())
             return True
         with self._changed:
             self._add(message, fds)
             self._changed.notify_all()
         return True
 
-    def _add(self, message: Message, fds: list[int]) -> None:
-        if isinstance(message, Close):  # pings may still follow
+    def _add(self, message: messages.Message, fds: list[int]) -> None:
+        if isinstance(message, messages.Close):  # pings may still follow
             self.frees_memory = message.frees_memory
             self.trainer_gone = True
-        elif isinstance(message, SubmitSave):
+        elif isinstance(message, messages.SubmitSave):
             arena_fd, draft_fd = fds
             failpoint("keeper.received")
             self._queue.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))

@@ -28,7 +28,6 @@ class MappedArenas:
         """Return the memory of an arena, mapped at its first use.
 
         Args:
-            number: number of the arena.
             fd: its descriptor, which this object closes.
         """
         if number in self._arenas:

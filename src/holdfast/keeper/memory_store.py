@@ -27,9 +27,6 @@ class MemoryTierStore(ReadOnlyStore):
     """File images of a home in the memory of keepers on this host.
 
     An image may have been overwritten in part by a later save: only a reader with its hashes can use it.
-
-    Args:
-        home: URL of the home.
     """
 
     def __init__(self, home: str) -> None:

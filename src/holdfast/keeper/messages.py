@@ -90,9 +90,10 @@ class DrainCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class DrainBest:
-    """Steps of this attempt's best saves, to be sent home even if not due."""
+    """Steps of this attempt's best saves. They stay in the local folder until they are in home."""
 
     steps: tuple[int, ...]
+    is_due: bool = False  # send them home now, beside a save that is due there
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,6 @@ class Outbox:
         """Send a message now or later. If the keeper has died, its successor is sent the message again.
 
         Args:
-            message: message to send.
             fds: descriptors to send with it. The caller may close them after the call.
             on_sent: called once the socket has the message, possibly in another thread.
 

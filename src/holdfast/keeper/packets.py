@@ -20,9 +20,6 @@ def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, fla
     """Send a message.
 
     Args:
-        end: socket of this process.
-        message: message to send.
-        fds: descriptors to send with it.
         flags: flags of sendmsg(2).
 
     Raises:

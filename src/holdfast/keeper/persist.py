@@ -20,9 +20,6 @@ def persist(store: Store, name: str, image: memoryview, *, bytes_per_s: float | 
     file with the same bytes, which an earlier keeper has written, is accepted.
 
     Args:
-        store: store to write to.
-        name: new name of the data file.
-        image: contents of the file.
         bytes_per_s: limit on the rate; None for no limit.
 
     Raises:

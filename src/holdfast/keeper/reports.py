@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
 from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
 from holdfast.home.retain import Deleted
+from holdfast.keeper import messages
 from holdfast.keeper.inbox import TrainerInbox
-from holdfast.keeper.messages import (
-    MAX_DETAIL,
-    ArrivedHome,
-    AttemptFenced,
-    DrainDelayed,
-    DrainFailed,
-    HistoryFailed,
-    KeeperMessage,
-    RecordEvent,
-    RetentionFailed,
-    SaveDurable,
-    SaveFailed,
-    SavePersisted,
-)
 
 TRANSIENT_ERRORS = (Denied, RetryLater)
 """Errors of a store that another call may not raise. Nothing is given up after a single one."""
@@ -33,8 +21,6 @@ class Reports:
     """Sender of a keeper's reports. Threads may share it.
 
     Args:
-        history: history of the attempt and rank.
-        inbox: way to the trainer.
         tier: tier that saves are committed in first.
     """
 
@@ -47,22 +33,22 @@ class Reports:
 
     def persisted(self, step: int, *, num_bytes: int, seconds: float) -> None:
         """Report that this rank's files of a save are durable."""
-        reply = SavePersisted(step)
+        reply = messages.SavePersisted(step)
         self._report("persisted", reply, step=step, num_bytes=num_bytes, seconds=seconds)
 
     def committed(self, step: int, *, num_bytes: int, seconds: float) -> None:
         """Report that a save is committed."""
-        self._report("committed", SaveDurable(step), step=step, num_bytes=num_bytes, seconds=seconds)
+        self._report("committed", messages.SaveDurable(step), step=step, num_bytes=num_bytes, seconds=seconds)
 
     def durable(self, step: int) -> None:
         """Report that a node-local save is durable. Its commit is recorded later."""
-        self._inbox.reply(SaveDurable(step))
+        self._inbox.reply(messages.SaveDurable(step))
 
     def failed(self, step: int, error: HoldfastError) -> None:
         """Report that a save has failed, or that a newer attempt has fenced this one."""
         is_fenced = isinstance(error, Conflict)
-        kind = AttemptFenced if is_fenced else SaveFailed
-        reply = kind(step, type(error).__name__, str(error)[:MAX_DETAIL])
+        kind = messages.AttemptFenced if is_fenced else messages.SaveFailed
+        reply = kind(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
         self._report("fenced" if is_fenced else "failed", reply, step=step, detail=str(error))
 
     # -- home ------------------------------------------------------------------------------------------------
@@ -73,7 +59,7 @@ class Reports:
         detail = "" if attempt == self.history.writer.attempt else f"attempt {attempt}"
         self._report(
             "drained",
-            ArrivedHome(step),
+            messages.ArrivedHome(step),
             step=step,
             num_bytes=num_bytes,
             seconds=seconds,
@@ -83,12 +69,12 @@ class Reports:
 
     def drain_delayed(self, step: int, error: HoldfastError) -> None:
         """Report that a checkpoint could not be sent home yet."""
-        reply = DrainDelayed(step, str(error)[:MAX_DETAIL])
+        reply = messages.DrainDelayed(step, str(error)[: messages.MAX_DETAIL])
         self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
 
     def drain_failed(self, step: int, error: HoldfastError) -> None:
         """Report that a checkpoint will not be sent home."""
-        reply = DrainFailed(step, type(error).__name__, str(error)[:MAX_DETAIL])
+        reply = messages.DrainFailed(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
         self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
 
     # -- retention -------------------------------------------------------------------------------------------
@@ -106,28 +92,19 @@ class Reports:
             with bugs_as_errors(step):
                 yield
         except HoldfastError as error:
-            reply = RetentionFailed(str(error)[:MAX_DETAIL])
+            reply = messages.RetentionFailed(str(error)[: messages.MAX_DETAIL])
             self._report("retain-failed", reply, step=step, detail=str(error), tier=tier)
 
     # -- the trainer's events --------------------------------------------------------------------------------
 
-    def record(self, event: RecordEvent) -> None:
+    def record(self, event: messages.RecordEvent) -> None:
         """Record an event of the trainer."""
-        self.history.record(
-            event.event,
-            step=event.step,
-            num_bytes=event.num_bytes,
-            seconds=event.seconds,
-            detail=event.detail,
-            tier=event.tier,
-            unix_s=event.unix_s,
-            members=event.members,
-        )
+        self.history.record(**dataclasses.asdict(event))
 
     def _report(
         self,
         event: str,
-        reply: KeeperMessage,
+        reply: messages.KeeperMessage,
         *,
         step: int,
         num_bytes: int = 0,
@@ -139,7 +116,7 @@ class Reports:
         self.history.record(event, step=step, num_bytes=num_bytes, seconds=seconds, detail=detail, tier=tier)
         trouble, self.history.trouble = self.history.trouble, None
         if trouble is not None:
-            self._inbox.reply(HistoryFailed(trouble[:MAX_DETAIL]))
+            self._inbox.reply(messages.HistoryFailed(trouble[: messages.MAX_DETAIL]))
         self._inbox.reply(reply)
 
 

@@ -28,8 +28,6 @@ class SaveFiles:
     """Writer of a rank's files, in the tier that saves are committed in first.
 
     Args:
-        store: store of the tier.
-        config: configuration of the keeper.
         history: history of the rank, flushed before each part.
     """
 
@@ -48,8 +46,6 @@ class SaveFiles:
         """Write the files of a save durably.
 
         Args:
-            save: staged save.
-            arena: memory of its arena.
             metrics: metrics of the checkpoint, on rank 0.
             has_newer: returns True if a newer save waits, which is worth more than another try of this one.
 

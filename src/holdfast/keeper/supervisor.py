@@ -66,7 +66,6 @@ class Supervisor:
     """Keeps one keeper process running until it is closed.
 
     Args:
-        config: configuration of the keeper.
         owner: receives messages and deaths.
 
     Attributes:
@@ -103,11 +102,7 @@ class Supervisor:
         self._listen_to(self._child)
 
     def send(
-        self,
-        message: TrainerMessage,
-        fds: tuple[int, ...] = (),
-        *,
-        on_sent: Callable[[], None] | None = None,
+        self, message: TrainerMessage, fds: tuple[int, ...] = (), *, on_sent: Callable[[], None] | None = None
     ) -> None:
         """Send a message. One that a dying keeper has not received must be sent again by `resend`."""
         self._child.outbox.send(message, fds, on_sent=on_sent)
@@ -120,7 +115,6 @@ class Supervisor:
         """Let the keeper exit once it has completed everything.
 
         Args:
-            message: last message to it.
             must_restart: if it has died, still wait to start another one.
         """
         with self.lock:

@@ -65,25 +65,25 @@ class Topology(ABC):
     def finish(self, save: PendingSave, committed: Committed, seconds: float) -> None:
         """Report a committed save, drain it if due, and delete older ones."""
 
-    @abstractmethod
     def drop(self, drop: DropSave) -> None:
         """Refuse a save that this rank has no copy of."""
+        return  # no other rank waits for it
 
-    @abstractmethod
     def drain(self, checkpoint: CheckpointId) -> None:
         """Send a checkpoint home, once it is complete."""
+        return  # every save is in home
 
-    @abstractmethod
-    def drain_best(self, steps: Iterable[int]) -> None:
-        """Send this attempt's best saves home, once they are complete."""
+    def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
+        """Keep this attempt's best saves until they are in home. If due, send them once they are complete."""
+        return  # every save is in home
 
     @abstractmethod
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
         """Record the metrics of a save. `is_late` if they have changed since it was persisted."""
 
-    @abstractmethod
     def mark_complete(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint is complete, as all ranks or home have confirmed."""
+        return  # manifests show what is complete
 
     @property
     @abstractmethod
@@ -98,7 +98,6 @@ class Topology(ABC):
     def join_retention(self) -> None:
         """Wait until everything superfluous is deleted."""
 
-    @abstractmethod
     def close(self, *, with_newest: bool) -> None:
         """Complete everything that is due in home.
 
@@ -107,6 +106,7 @@ class Topology(ABC):
 
         Blocks: until home has everything, or has failed for too long.
         """
+        return  # every save is in home
 
 
 def make_topology(surroundings: Surroundings) -> Topology:
@@ -147,20 +147,8 @@ class HomeOnly(Topology):
         self._tier.drop(drop)
 
     @override
-    def drain(self, checkpoint: CheckpointId) -> None:
-        pass  # every save is in home
-
-    @override
-    def drain_best(self, steps: Iterable[int]) -> None:
-        pass  # every save is in home
-
-    @override
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
         self._tier.note_metrics(step, metrics, is_late=is_late)
-
-    @override
-    def mark_complete(self, checkpoint: CheckpointId) -> None:
-        pass  # manifests show what is complete
 
     @property
     @override
@@ -175,10 +163,6 @@ class HomeOnly(Topology):
     def join_retention(self) -> None:
         self._tier.join_retention()
 
-    @override
-    def close(self, *, with_newest: bool) -> None:
-        pass
-
 
 class SharedLocal(Topology):
     """Topology with a local tier for all ranks: saves are committed there, and drained to home."""
@@ -190,9 +174,9 @@ class SharedLocal(Topology):
             surroundings.store,
             home,
             config,
-            history=surroundings.reports.history,
             reports=surroundings.reports,
             is_complete=self._is_committed,
+            on_arrived=lambda _: self._tier.retain_again(),  # it was kept until now
         )
         self._tier = CommitTier(
             surroundings.store,
@@ -222,8 +206,8 @@ class SharedLocal(Topology):
         self._home.request(checkpoint)
 
     @override
-    def drain_best(self, steps: Iterable[int]) -> None:
-        self._home.set_best({(self._attempt, step) for step in steps})
+    def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
+        self._home.set_best({(self._attempt, step) for step in steps}, is_due=is_due)
 
     @override
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
@@ -233,10 +217,6 @@ class SharedLocal(Topology):
     def _is_committed(self, checkpoint: CheckpointId) -> bool:
         attempt, step = checkpoint
         return self._store.size(names.manifest(step, attempt)) is not None
-
-    @override
-    def mark_complete(self, checkpoint: CheckpointId) -> None:
-        pass  # manifests show what is complete
 
     @property
     @override
@@ -256,6 +236,7 @@ class SharedLocal(Topology):
     def close(self, *, with_newest: bool) -> None:
         newest = self._tier.newest_step if with_newest else None
         self._home.close(None if newest is None else (self._attempt, newest))
+        self._tier.join_retention()
 
 
 class NodeLocal(Topology):
@@ -272,7 +253,6 @@ class NodeLocal(Topology):
             surroundings.store,
             home,
             self._config,
-            history=surroundings.reports.history,
             reports=surroundings.reports,
             is_complete=self._may_be_complete,
             on_arrived=self._on_arrived,
@@ -292,16 +272,12 @@ class NodeLocal(Topology):
         self._home.add_committed((self._config.attempt, save.step), is_due=save.to_home)
 
     @override
-    def drop(self, drop: DropSave) -> None:
-        pass  # no other rank waits for this one
-
-    @override
     def drain(self, checkpoint: CheckpointId) -> None:
         self._home.request(checkpoint)
 
     @override
-    def drain_best(self, steps: Iterable[int]) -> None:
-        self._home.set_best({(self._config.attempt, step) for step in steps})
+    def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
+        self._home.set_best({(self._config.attempt, step) for step in steps}, is_due=is_due)
 
     @override
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:

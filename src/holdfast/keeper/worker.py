@@ -13,25 +13,13 @@ from holdfast import backoff
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
-from holdfast.keeper import packets
+from holdfast.keeper import messages, packets
 from holdfast.keeper.commit_tier import Committed, PendingSave, was_committed
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.inbox import Received, StagedSave, TrainerInbox
 from holdfast.keeper.lockfile import Lockfile
 from holdfast.keeper.mapped_arenas import MappedArenas
 from holdfast.keeper.memory_offer import offer_images
-from holdfast.keeper.messages import (
-    ArenaReleased,
-    Configure,
-    DrainBest,
-    DrainCheckpoint,
-    DropSave,
-    MarkComplete,
-    RecordEvent,
-    ResumeCommit,
-    UpdateMetrics,
-    decode_metrics,
-)
 from holdfast.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.keeper.save_files import SaveFiles
 from holdfast.keeper.topologies import Surroundings, make_topology
@@ -49,7 +37,7 @@ def serve(end: socket.socket, lockfile: Lockfile) -> None:
     """Serve the trainer at the other end of a socket until all work is done."""
     try:
         message, _ = packets.receive(end)
-        if isinstance(message, Configure):
+        if isinstance(message, messages.Configure):
             inbox = TrainerInbox(end, lockfile.info.trainer_pid)
             inbox.start()
             worker = Worker(inbox, message.config, lockfile)
@@ -63,8 +51,6 @@ class Worker:
     """Main loop of a keeper.
 
     Args:
-        inbox: messages of the trainer.
-        config: configuration of the keeper.
         lockfile: shows other processes whether this keeper has data that is not durable yet.
 
     Raises:
@@ -95,7 +81,7 @@ class Worker:
     def run(self) -> None:
         """Work until the trainer has exited and nothing is left in the nearest tier."""
         while True:
-            received = self._inbox.take(self._pause_s(), has_work=bool(self._pending))
+            received = self._inbox.receive(self._pause_s(), has_work=bool(self._pending))
             if received:
                 self._lockfile.set_busy(True)
                 self._next_step = received[-1].request.step if isinstance(received[-1], StagedSave) else None
@@ -122,9 +108,9 @@ class Worker:
         )
         draining.start()
         images = self._arenas.images()
-        if images and self._config.hold_s > 0:
+        if images and self._config.keep_in_memory_s > 0:
             with contextlib.suppress(OSError):  # the runtime folder is full; everything durable is in home
-                offer_images(self._lockfile, images, timeout_s=self._config.hold_s)
+                offer_images(self._lockfile, images, timeout_s=self._config.keep_in_memory_s)
         draining.join()
 
     def _in_work(self) -> set[CheckpointId]:
@@ -143,27 +129,27 @@ class Worker:
         match item:
             case StagedSave():
                 self._persist(item)
-            case ResumeCommit():
+            case messages.ResumeCommit():
                 save = PendingSave(item.step, item.num_bytes, item.to_home, time.monotonic())
                 self._pending.append(save)
-            case DropSave():
+            case messages.DropSave():
                 self._topology.drop(item)
-            case DrainCheckpoint():
+            case messages.DrainCheckpoint():
                 self._topology.drain(item.id)
-            case DrainBest():
-                self._topology.drain_best(item.steps)
-            case UpdateMetrics():
-                self._late_metrics[item.step] = decode_metrics(item.metrics)
-            case MarkComplete():
+            case messages.DrainBest():
+                self._topology.set_best(item.steps, is_due=item.is_due)
+            case messages.UpdateMetrics():
+                self._late_metrics[item.step] = messages.decode_metrics(item.metrics)
+            case messages.MarkComplete():
                 self._topology.mark_complete(item.id)
-            case RecordEvent():
+            case messages.RecordEvent():
                 self._reports.record(item)
 
     # -- persist ---------------------------------------------------------------------------------------------
 
     def _persist(self, save: StagedSave) -> None:
         request, began = save.request, time.monotonic()
-        metrics = self._late_metrics.pop(request.step, None) or decode_metrics(request.metrics)
+        metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request.metrics)
         self._arenas.unmap_except({*request.arenas, request.arena})
         arena = self._arenas.map(request.arena, save.arena_fd)
         try:
@@ -183,7 +169,7 @@ class Worker:
         finally:
             self._next_step = None
             os.close(save.draft_fd)
-            self._inbox.reply(ArenaReleased(request.arena))
+            self._inbox.reply(messages.ArenaReleased(request.arena))
 
     def _was_committed(self, step: int) -> bool:
         with contextlib.suppress(*TRANSIENT_ERRORS):

@@ -13,7 +13,6 @@ def write_atomic(
     """Write a private file atomically, replacing any existing one.
 
     Args:
-        path: name of the file.
         data: its contents; text is encoded in UTF-8.
         is_durable: sync the contents first, so that they survive a power cut.
         prefix: beginning of the temporary name; by default a dot and the file's own name.

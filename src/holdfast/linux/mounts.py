@@ -36,9 +36,5 @@ def mount_points() -> Iterator[MountPoint]:
     """
     for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
         fields = line.split(" ")
-        root, path = (Path(_unescape(field)) for field in fields[3:5])
+        root, path = (Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), field)) for field in fields[3:5])
         yield MountPoint(fields[2], root, path)
-
-
-def _unescape(field: str) -> str:
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), field)

@@ -30,9 +30,6 @@ def request(
 
     Args:
         base: `http://host[:port]`.
-        path: path and query.
-        headers: request headers.
-        method: GET or PUT.
         timeout_s: limit for connecting, and for each wait for bytes.
 
     Raises:

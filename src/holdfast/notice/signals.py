@@ -52,7 +52,6 @@ class _Handler:
     """Handler of one signal: records it for every watcher, then calls the previous handler.
 
     Args:
-        number: signal number.
         before: previous handler, as `signal.getsignal` returns it.
     """
 

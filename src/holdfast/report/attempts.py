@@ -37,7 +37,6 @@ def attempt_spans(events: Iterable[HistoryEvent], claims: Mapping[int, run.Attem
     """Return every attempt with a claim or an event, by number, except imports.
 
     Args:
-        events: events of the whole run.
         claims: readable claims by attempt number.
     """
     by_attempt: dict[int, list[HistoryEvent]] = {number: [] for number in claims}

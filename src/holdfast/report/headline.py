@@ -68,14 +68,13 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
             + (f", {format_seconds(advice.durable_s)} until durable" if advice.durable_s is not None else ""),
         ),
         HeadlineNumber("Best interval", *_best(summary)),
-        *_tear_check(summary),
     ]
 
 
-def _tear_check(summary: RunSummary) -> list[HeadlineNumber]:
-    """Return the method of finding torn copies, from the newest attempt that recorded it."""
+def tear_check(summary: RunSummary) -> str:
+    """Return a sentence about the detection of torn copies, as last recorded."""
     methods = [attempt.tear_check for attempt in summary.attempts if attempt.tear_check]
-    return [HeadlineNumber("Torn copies", "are found by " + methods[-1])] if methods else []
+    return f"Torn copies are detected by {methods[-1]}." if methods else ""
 
 
 def _held(summary: RunSummary) -> str:

@@ -9,7 +9,7 @@ from importlib import resources
 
 from holdfast.errors import Unsupported
 from holdfast.report.figures import make_figures
-from holdfast.report.headline import HeadlineNumber, headline, headline_numbers
+from holdfast.report.headline import HeadlineNumber, headline, headline_numbers, tear_check
 from holdfast.report.style import Figure, format_time
 from holdfast.report.summary import RunSummary
 from holdfast.units import plural
@@ -24,11 +24,6 @@ _NOT_THERE = (
 def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     """Return the page as HTML.
 
-    Args:
-        summary: the run's summary.
-        name: name of the run, for the title.
-        made_unix_s: time of creation.
-
     Raises:
         Unsupported: the chart library is not installed.
     """
@@ -40,6 +35,7 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
         "sentence": html.escape(headline(summary)),
         "made": html.escape(f"Made {format_time(made_unix_s)} UTC from the run's history."),
         "torn": _torn(summary),
+        "tear-check": html.escape(tear_check(summary)),
         "numbers": "\n".join(map(_number, headline_numbers(summary))),
         "figures": "\n".join(map(_section, figures)),
         "style": _asset("page.css"),

@@ -62,7 +62,6 @@ def make_chart(layers: Sequence[Spec], *, height: int, legend_columns: int = 2) 
 
     Args:
         layers: layers from bottom to top.
-        height: height in pixels.
         legend_columns: columns of the legend that fit on a phone.
     """
     return {

@@ -179,8 +179,6 @@ def summarize(
     Args:
         events: events of the whole run, by time.
         claims: the attempts' claims by number.
-        finished: the done marker.
-        home_contents: present contents of home.
         num_torn: incomplete lines of the history.
     """
     attempts, saves = attempt_spans(events, claims), collect_saves(events)

@@ -25,10 +25,6 @@ def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> 
     """Return every change of the contents of a tier, by time.
 
     Deletions without an event are missing, such as by `holdfast rm` or of a host's memory.
-
-    Args:
-        events: events of the whole run, by time.
-        saves: saves from the same events.
     """
     sizes = {(save.attempt, save.step): save.num_bytes for save in saves}
     contents: dict[str, dict[_Key, int]] = {}

@@ -17,15 +17,13 @@ _NAME_CHARS = 50  # of at most four bytes each, so that a suffix fits behind a l
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterator[Path]:
+def atomic_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield the path of a new file to write to. It is renamed to `path` at the end, durably.
 
     Its name until then is random and new, so that a link that another user has left is never followed.
 
     Args:
-        path: the file.
         overwrite: replace an older one.
-        private: make it unreadable for other users.
 
     Raises:
         Conflict: the file exists and `overwrite` is False.
@@ -36,11 +34,11 @@ def atomic_file(path: Path, *, overwrite: bool, private: bool = False) -> Iterat
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder; give the name of a file.", key=str(path))
     if path.exists() and not overwrite:
-        raise _taken(path)
+        raise _exists_error(path)
     partial = _partial(path)
-    with _in_words(path):
+    with _translated_errors(path):
         try:
-            os.close(os.open(partial, _NEW, 0o600 if private else 0o666))
+            os.close(os.open(partial, _NEW, 0o666))
             yield partial
             _sync(partial)
             partial.replace(path)
@@ -71,9 +69,9 @@ def atomic_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> It
         raise InvalidInput(f"{path} is a file; give the name of a folder.", key=str(path))
     there = _matching(path, patterns) if path.is_dir() else []
     if there and not overwrite:
-        raise _taken(there[0])
+        raise _exists_error(there[0])
     partial = _partial(path)
-    with _in_words(path):
+    with _translated_errors(path):
         try:
             partial.mkdir()
             yield partial
@@ -116,13 +114,13 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name[:_NAME_CHARS]}.{secrets.token_hex(8)}.partial")
 
 
-def _taken(path: Path) -> Conflict:
+def _exists_error(path: Path) -> Conflict:
     message = f"{path} exists; it was left alone. To replace it, pass overwrite=True (--overwrite)."
     return Conflict(message, key=str(path))
 
 
 @contextlib.contextmanager
-def _in_words(path: Path) -> Iterator[None]:
+def _translated_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except HoldfastError:

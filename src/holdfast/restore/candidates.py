@@ -86,17 +86,17 @@ def _survey(request: Request, patience: Patience) -> Survey:
     """List the tiers on rank 0: all of them, or only home if other ranks have other local folders."""
     store = request.store if request.own_local is None else request.store.copies()[-1]
 
-    def look() -> dict[str, Any]:
-        return asdict(patience.spend(store.url, lambda: _look(store, request)))
+    def survey() -> dict[str, Any]:
+        return asdict(patience.spend(store.url, lambda: _list_tiers(store, request)))
 
-    outcome = request.group.on_first(look)
+    outcome = request.group.on_first(survey)
     if outcome.error is not None:
-        raise_first([outcome], request.group.rank, f"could not look into {store.url}")
+        raise_first([outcome], request.group.rank, f"could not list {store.url}")
     found = outcome.value or {}
     return Survey(**{**found, "holdings": tuple(Holding(**one) for one in found["holdings"])})
 
 
-def _look(store: Store, request: Request) -> Survey:
+def _list_tiers(store: Store, request: Request) -> Survey:
     """List every copy of a store, and complete the saves that lack only their manifest."""
     run = read_run(store)
     run_id = run.id if run else None
@@ -154,8 +154,6 @@ def _finish_commits(
 
     Args:
         store: one copy.
-        home: its listing.
-        run_id: id of the run.
         complete: checkpoints that are complete in some copy; a failure to complete them here does no harm.
         denied: receives the saves that could not be completed, since the store refuses writes.
         step: consider this step only; None for all.
@@ -189,17 +187,17 @@ def _find_node_local(
     """Return the checkpoints that all folders and home hold together, and missing ranks of others.
 
     Raises:
-        HoldfastError: a rank could not look into its folder.
+        HoldfastError: a rank could not list its folder.
     """
 
-    def look() -> list[dict[str, Any]]:
+    def list_folder() -> list[dict[str, Any]]:
         found = patience.spend(
             own_local.url, lambda: find_holdings(own_local, survey.run, besides=survey.found)
         )
         return [one.wire() for one in found]
 
     group = request.group
-    rows = values_of(group.agree(look), group.rank, "could not look into its local folder")
+    rows = values_of(group.agree(list_folder), group.rank, "could not list its local folder")
     found, lacking = put_together([[Holding(**one) for one in theirs] for theirs in rows], survey.holdings)
     return {(one.attempt, one.step): one for one in found}, lacking
 
@@ -216,11 +214,11 @@ def gather_values(
     """
     store = request.store if request.group.rank == 0 else request.own_local
 
-    def look() -> list[tuple[int, int, float]]:
+    def read() -> list[tuple[int, int, float]]:
         return [] if store is None else _read_values(store, metric, found.order, patience)
 
     rows = values_of(
-        request.group.agree(look), request.group.rank, "could not read the metrics of checkpoints"
+        request.group.agree(read), request.group.rank, "could not read the metrics of checkpoints"
     )
     return {(attempt, step): value for theirs in reversed(rows) for attempt, step, value in theirs}
 

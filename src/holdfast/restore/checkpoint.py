@@ -26,7 +26,7 @@ from holdfast.restore import export as exporting
 from holdfast.restore import verify as verifying
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import ReadStats
-from holdfast.restore.slabs import SLAB_BYTES, Slab, read_slabs
+from holdfast.restore.slices import SLICE_BYTES, TensorSlice, read_slices
 from holdfast.restore.verify import VerifyReport
 from holdfast.store import open_store
 from holdfast.store.command_limit import command_limit
@@ -253,16 +253,10 @@ class Checkpoint:
         Ranks: not collective; but with FSDP1, whose state dicts are, every rank calls it.
         Blocks: until `target` is filled.
         """
-        from holdfast.restore import live_objects  # not above: looking at a checkpoint does not need torch
+        from holdfast.restore import live_objects  # not above: reading a checkpoint does not need torch
 
         return live_objects.load_into(
-            self._store,
-            self._parts,
-            target,
-            key,
-            strict=strict,
-            rename=rename,
-            num_threads=num_threads,
+            self._store, self._parts, target, key, strict=strict, rename=rename, num_threads=num_threads
         )
 
     def values(self, rank: int = 0) -> dict[str, Any]:
@@ -319,32 +313,32 @@ class Checkpoint:
             self._store, self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads
         )
 
-    def slabs(
+    def slices(
         self,
         keys: Sequence[str] | None = None,
         *,
         rank: int = 0,
-        slab_bytes: int = SLAB_BYTES,
+        slice_bytes: int = SLICE_BYTES,
         num_threads: int = 4,
-    ) -> Iterator[Slab]:
-        """Yield the verified bytes of tensors in order, with bounded memory. Does not import torch.
+    ) -> Iterator[TensorSlice]:
+        """Yield slices of tensors in order: verified bytes, with bounded memory. Does not import torch.
 
         Args:
             keys: names of the tensors, in order; by default all but tied ones. A tied one comes under the
                 name that its bytes are stored under.
             rank: rank whose per-rank tensors are read; a tensor that it did not save is left out.
-            slab_bytes: limit of the memory; a larger tensor comes in several slabs.
+            slice_bytes: limit of the memory; a larger tensor comes in several slices.
             num_threads: threads that read and hash.
 
         Raises:
             NotFound: no such tensor, or a file is missing.
-            Corrupt: damage was found; the slabs before it are good.
+            Corrupt: damage was found; the slices before it are good.
             RetryLater: the store failed.
         """
         self._parts.part(rank)
         names = list(self.manifest.tensors) if keys is None else [self._name(key) for key in keys]
-        return read_slabs(
-            self._store, self._parts, names, rank, slab_bytes=slab_bytes, num_threads=num_threads
+        return read_slices(
+            self._store, self._parts, names, rank, slice_bytes=slice_bytes, num_threads=num_threads
         )
 
     def facts(self, rank: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -374,7 +368,7 @@ class Checkpoint:
         raise MissingKey(f"Step {self.step} holds no tensor {key!r}. {hint}", step=self.step, key=key)
 
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
-        import torch  # not above: looking at a checkpoint does not need it
+        import torch  # not above: reading a checkpoint does not need it
 
         from holdfast.restore.fill import fill
         from holdfast.state.load import Target
@@ -437,18 +431,18 @@ def open(
         skipped.append(one)
         errors.append(error)
 
-    def take(of_attempt: int, of_step: int) -> Manifest:
+    def load(of_attempt: int, of_step: int) -> Manifest:
         return read_manifest(store, of_step, of_attempt, run_id)
 
     if best is not None:
-        newest = next(usable(matching, take, url=store.url, patience=waits, on_skipped=note), None)
+        newest = next(usable(matching, load, url=store.url, patience=waits, on_skipped=note), None)
         if newest is not None:
             line = line_of(every, (newest.attempt, newest.step), newest.ancestors).current
             values = waits.spend(store.url, lambda: read_values(store, best, line))
             matching = best_first(line, values, mode)
         if not matching:
             raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
-    for manifest in usable(matching, take, url=store.url, patience=waits, on_skipped=note):
+    for manifest in usable(matching, load, url=store.url, patience=waits, on_skipped=note):
         return Checkpoint(store, manifest, tuple(skipped))
     raise errors[0]
 

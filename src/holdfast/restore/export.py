@@ -6,31 +6,30 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Shard, lay_out
 from holdfast.restore.atomic_output import atomic_file
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import ReadStats
-from holdfast.restore.slabs import read_slabs
+from holdfast.restore.slices import read_slices
 from holdfast.store.contract import Buffer, Store
 
 
 def write_safetensors(
-    path: Path, pieces: Sequence[Piece], feed: Callable[[list[int]], Iterable[Buffer]]
+    path: Path, shards: Sequence[Shard], feed: Callable[[list[int]], Iterable[Buffer]]
 ) -> None:
     """Write whole tensors into a safetensors file, from its first byte to its last.
 
     Args:
-        path: the file.
-        pieces: name, dtype and shape of each tensor.
-        feed: returns the bytes of tensors in the order of the given indices of `pieces`; a buffer may be
+        shards: name, dtype and shape of each tensor.
+        feed: returns the bytes of tensors in the order of the given indices of `shards`; a buffer may be
             reused once the next one is requested.
 
     Raises:
         InvalidInput: a reserved name, two tensors of one name, or too many of them.
         OSError: the file could not be written.
     """
-    layout = lay_out(list(pieces), 0)
-    order = sorted(range(len(pieces)), key=lambda index: layout.starts[index])
+    layout = lay_out(list(shards), 0)
+    order = sorted(range(len(shards)), key=lambda index: layout.starts[index])
     with path.open("wb") as file:
         file.write(layout.header)
         for view in feed(order):
@@ -47,12 +46,8 @@ def export(
     The file gets its name when it is complete.
 
     Args:
-        store: the home.
-        parts: the checkpoint.
         path: the file to write; its directory must exist.
         rank: rank whose per-rank tensors are written.
-        overwrite: replace an existing file.
-        num_threads: threads that read and hash.
 
     Raises:
         Conflict: the file exists.
@@ -66,15 +61,15 @@ def export(
     began = time.perf_counter()
     tied = parts.manifest.tied
     found = {key: parts.shape_of(tied.get(key, key), rank) for key in [*parts.manifest.tensors, *tied]}
-    pieces = [Piece.whole(key, *saved) for key, saved in found.items() if saved is not None]
+    shards = [Shard.whole(key, *saved) for key, saved in found.items() if saved is not None]
     reads: list[ReadStats] = []
 
     def feed(order: list[int]) -> Iterable[Buffer]:
-        names = [tied.get(pieces[index].name, pieces[index].name) for index in order]
-        slabs = read_slabs(store, parts, names, rank, num_threads=num_threads, on_read=reads.append)
-        return (slab.view for slab in slabs)
+        names = [tied.get(shards[index].name, shards[index].name) for index in order]
+        slices = read_slices(store, parts, names, rank, num_threads=num_threads, on_read=reads.append)
+        return (one.view for one in slices)
 
     with atomic_file(path, overwrite=overwrite) as partial:
-        write_safetensors(partial, pieces, feed)
+        write_safetensors(partial, shards, feed)
     num_bytes, num_reads = (sum(one.num_bytes for one in reads), sum(one.num_reads for one in reads))
     return ReadStats(num_bytes, num_reads, time.perf_counter() - began)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from holdfast.errors import InvalidInput, MissingKey
-from holdfast.format.cuts import Box
 from holdfast.format.manifest import Manifest
-from holdfast.restore.boxes import covering_run, is_run, item_offset
+from holdfast.format.partitioning import Region
+from holdfast.restore.byte_ranges import contiguous_cover, is_contiguous, item_offset
 from holdfast.restore.parts import Located, Parts
 from holdfast.restore.read import Job, ReadStats, Want, read
 from holdfast.state.load import Target
@@ -44,8 +44,8 @@ class TensorSink:
         num_bytes, at = len(view), self._base + offset
         assert 0 <= at <= self._limit - num_bytes, (at, num_bytes, self._limit)
         if self._address:
-            # Not Tensor.copy_: it costs five times as much for a small piece, and its thread pool for a large
-            # one competes with the reader's threads. ctypes releases the GIL while memmove runs.
+            # Not Tensor.copy_: it costs five times as much for few bytes, and for many its thread
+            # pool competes with the reader's threads. ctypes releases the GIL while memmove runs.
             if view.readonly:  # memory of a store that is slower than any copy: this copy holds the GIL
                 target = (ctypes.c_char * num_bytes).from_address(self._address + at)
                 memoryview(target).cast("B")[:] = view
@@ -59,16 +59,15 @@ class TensorSink:
 
 
 class RegionSink:
-    """Sink that collects rows of a saved box, then copies a region into a tensor.
+    """Sink that collects rows of a saved region, then copies a region into a tensor.
 
     Args:
-        tensor: the tensor to fill.
-        place: box of the saved tensor that it is.
-        wanted: region of that box to copy.
-        rows: box around `wanted` that is read.
+        place: region of the saved tensor that it is.
+        wanted: region of that region to copy.
+        rows: region around `wanted` that is read.
     """
 
-    def __init__(self, tensor: torch.Tensor, place: Box, wanted: Box, rows: Box) -> None:
+    def __init__(self, tensor: torch.Tensor, place: Region, wanted: Region, rows: Region) -> None:
         self._tensor = tensor
         self._place = place
         self._wanted = wanted
@@ -81,8 +80,8 @@ class RegionSink:
     def write(self, offset: int, view: memoryview) -> None:
         """Add bytes of the rows; the last ones start the copy into the tensor."""
         with self._lock:
-            if self._sink is None:  # not earlier: boxes come in turn, so few are in memory at once
-                self._whole = torch.empty(self._rows.lengths, dtype=self._tensor.dtype)
+            if self._sink is None:  # not earlier: regions come in turn, so few are in memory at once
+                self._whole = torch.empty(self._rows.sizes, dtype=self._tensor.dtype)
                 self._sink = TensorSink(self._whole)
             sink = self._sink
         sink.write(offset, view)
@@ -95,14 +94,14 @@ class RegionSink:
     def _copy(self) -> None:
         assert self._whole is not None
         same_size = _SAME_SIZE[self._whole.element_size()]  # as integers, so that no copy rule touches a bit
-        region = _narrowed(self._tensor.detach().view(same_size), self._place, self._wanted)
-        region.copy_(_narrowed(self._whole.view(same_size), self._rows, self._wanted))
+        target = _narrowed(self._tensor.detach().view(same_size), self._place, self._wanted)
+        target.copy_(_narrowed(self._whole.view(same_size), self._rows, self._wanted))
         self._whole = self._sink = None
 
 
-def _narrowed(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
-    """Return the region `inner` of a tensor that is the box `outer`."""
-    for dim, (at, start, length) in enumerate(zip(inner.offsets, outer.offsets, inner.lengths, strict=True)):
+def _narrowed(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tensor:
+    """Return the region `inner` of a tensor that is the region `outer`."""
+    for dim, (at, start, length) in enumerate(zip(inner.offsets, outer.offsets, inner.sizes, strict=True)):
         tensor = tensor.narrow(dim, at - start, length)
     return tensor
 
@@ -111,11 +110,9 @@ def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, part
     """Return the reads that fill tensors. Changes nothing.
 
     Args:
-        manifest: the checkpoint.
-        targets: contiguous tensor of the saved dtype by name or alias of the saved one, with the box of the
-            saved tensor that it is.
+        targets: contiguous tensor of the saved dtype by name or alias of the saved one, with its region of
+            the saved tensor.
         rank: rank whose per-rank tensors are read, modulo the saved world size.
-        parts: parts of the checkpoint.
 
     Raises:
         NotFound: a missing name (`MissingKey`), part or file.
@@ -132,8 +129,8 @@ def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, part
         place = _place(parts, name, target, rank)
         if not place.num_items:
             continue
-        for found in parts.pieces_of(manifest.tied.get(name, name), rank, place):
-            wanted.setdefault((found.rank, found.piece.frozen), []).append(_want(target.tensor, place, found))
+        for found in parts.shards_of(manifest.tied.get(name, name), rank, place):
+            wanted.setdefault((found.rank, found.shard.frozen), []).append(_want(target.tensor, place, found))
     return [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
 
 
@@ -150,11 +147,8 @@ def fill(
     """Fill tensors from a checkpoint by name, verified. Reads nothing else.
 
     Args:
-        store: the home.
-        manifest: the checkpoint.
         targets: see `plan_fill`.
         rank: rank whose per-rank tensors are read, modulo the saved world size.
-        num_threads: threads that read, hash and copy.
         on_bytes: called with the size of each read when it is done, by one thread at a time.
         parts: parts of this checkpoint that have been read already.
 
@@ -171,8 +165,8 @@ def fill(
     return read(store, jobs, num_threads=num_threads, on_bytes=on_bytes)
 
 
-def _place(parts: Parts, name: str, target: Target, rank: int) -> Box:
-    """Return the box of the saved tensor that a target is."""
+def _place(parts: Parts, name: str, target: Target, rank: int) -> Region:
+    """Return the region of the saved tensor that a target is."""
     saved = parts.shape_of(parts.manifest.tied.get(name, name), rank)
     if saved is None:
         saved_rank, step = rank % parts.manifest.world_size, parts.manifest.step
@@ -183,29 +177,29 @@ def _place(parts: Parts, name: str, target: Target, rank: int) -> Box:
             key=name,
         )
     dtype, shape = saved
-    place = Box.whole(shape) if target.box is None else target.box
+    place = Region.whole(shape) if target.region is None else target.region
     tensor = target.tensor
-    if tensor.dtype is torch_dtype(dtype) and tensor.shape == place.lengths and place.is_inside(shape):
+    if tensor.dtype is torch_dtype(dtype) and tensor.shape == place.sizes and place.is_inside(shape):
         return place
     raise InvalidInput(
         f"{name} of step {parts.manifest.step} is {dtype}{list(shape)}; the tensor to be filled is "
-        f"{tensor.dtype}{list(tensor.shape)}, as {list(place.lengths)} at {list(place.offsets)} of it. "
+        f"{tensor.dtype}{list(tensor.shape)}, as {list(place.sizes)} at {list(place.offsets)} of it. "
         "Nothing was changed.",
         step=parts.manifest.step,
         key=name,
     )
 
 
-def _want(tensor: torch.Tensor, place: Box, found: Located) -> Want:
-    """Return the read from a saved box for a tensor that is the box `place`."""
-    if found.box == place:
-        return Want(found.start, found.piece.num_bytes, TensorSink(tensor))
-    common = place.overlap(found.box)
+def _want(tensor: torch.Tensor, place: Region, found: Located) -> Want:
+    """Return the read from a saved region for a tensor that is the region `place`."""
+    if found.region == place:
+        return Want(found.start, found.shard.num_bytes, TensorSink(tensor))
+    common = place.overlap(found.region)
     assert common is not None
-    rows = covering_run(common, found.box)
+    rows = contiguous_cover(common, found.region)
     item_bytes = tensor.element_size()
-    start = found.start + item_offset(rows, found.box) * item_bytes
+    start = found.start + item_offset(rows, found.region) * item_bytes
     num_bytes = rows.num_items * item_bytes
-    if rows == common and is_run(common, place):
+    if rows == common and is_contiguous(common, place):
         return Want(start, num_bytes, TensorSink(tensor, item_offset(common, place) * item_bytes))
     return Want(start, num_bytes, RegionSink(tensor, place, common, rows))

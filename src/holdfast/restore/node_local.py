@@ -69,7 +69,6 @@ def find_holdings(
     """Return the files in a store that match their parts, of any rank and step.
 
     Args:
-        store: a tier.
         run_id: id of the run; parts of other runs are left out. None for any run.
         besides: checkpoints to leave out.
 
@@ -135,10 +134,6 @@ def put_together(
 
 def read_texts(store: Store, files: Iterable[Holding]) -> dict[int, str]:
     """Return the part documents of some ranks' files, by rank.
-
-    Args:
-        store: a store that has them.
-        files: the files.
 
     Raises:
         NotFound, Corrupt: a part has changed since it was found.

@@ -1,4 +1,4 @@
-"""Parts of one checkpoint, each read once, and the pieces of tensors in them."""
+"""Parts of one checkpoint, each read once, and the shards of tensors in them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
-from holdfast.format.cuts import Box
-from holdfast.format.layout import Piece
+from holdfast.format.layout import Shard
 from holdfast.format.manifest import EACH, Manifest
 from holdfast.format.part import Part
+from holdfast.format.partitioning import Region
 from holdfast.home.documents import read_part
 from holdfast.store.contract import Store
 from holdfast.units import plural
@@ -17,11 +17,11 @@ from holdfast.units import plural
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A box of a tensor, with its position in a data file."""
+    """A region of a tensor, with its position in a data file."""
 
     rank: int  # the rank that wrote it
-    piece: Piece
-    box: Box
+    shard: Shard
+    region: Region
     start: int  # its first byte in the data file
 
 
@@ -32,7 +32,7 @@ class Parts:
         self.manifest = manifest
         self._store = store
         self._parts: dict[int, Part] = {}
-        self._pieces: dict[int, dict[str, tuple[Piece, int]]] = {}
+        self._shards: dict[int, dict[str, tuple[Shard, int]]] = {}
 
     def part(self, rank: int) -> Part:
         """Return the part of a rank.
@@ -55,33 +55,33 @@ class Parts:
             self._parts[rank] = read_part(self._store, self.manifest, rank)
         return self._parts[rank]
 
-    def pieces_of(self, name: str, rank: int, box: Box | None = None) -> Iterator[Located]:
-        """Yield the saved boxes that together hold a box of a tensor. Leaves out empty ones.
+    def shards_of(self, name: str, rank: int, region: Region | None = None) -> Iterator[Located]:
+        """Yield the saved regions that together hold a region of a tensor. Leaves out empty ones.
 
         Reads only the parts of the ranks that wrote them.
 
         Args:
             name: a tensor of the manifest, not an alias.
             rank: rank whose copy of a per-rank tensor is found, see `holder`.
-            box: region of the tensor; all of it by default.
+            region: region of the tensor; all of it by default.
 
         Raises:
-            Corrupt: the parts do not hold what the manifest says.
+            Corrupt: the parts do not match the manifest.
             NotFound: a part is missing.
             RetryLater: the store failed.
         """
         tensor = self.manifest.tensors[name]
-        if tensor.cut is None:
+        if tensor.partitioning is None:
             yield self._located(name, self.holder(name, rank), NotFound)
             return
-        wanted = Box.whole(tensor.shape) if box is None else box
-        for one, expected in tensor.cut.touching(wanted, tensor.shape):
+        wanted = Region.whole(tensor.shape) if region is None else region
+        for one, expected in tensor.partitioning.touching(wanted, tensor.shape):
             found = self._located(name, one, Corrupt)
-            if (found.box, found.piece.dtype, found.piece.shape) != (expected, tensor.dtype, tensor.shape):
+            if (found.region, found.shard.dtype, found.shard.shape) != (expected, tensor.dtype, tensor.shape):
                 raise Corrupt(
                     f"The manifest of step {self.manifest.step} has {name} as "
                     f"{tensor.dtype}{list(tensor.shape)}, {expected} of it on rank {one}, which holds "
-                    f"{found.piece}.",
+                    f"{found.shard}.",
                     step=self.manifest.step,
                     rank=one,
                     key=name,
@@ -89,7 +89,7 @@ class Parts:
             yield found
 
     def _located(self, name: str, rank: int, error: type[HoldfastError]) -> Located:
-        held = self._pieces_in(rank).get(name)
+        held = self._shards_in(rank).get(name)
         if held is None:
             raise error(
                 f"The manifest of step {self.manifest.step} names {name}, but rank {rank} did not save it.",
@@ -97,8 +97,8 @@ class Parts:
                 rank=rank,
                 key=name,
             )
-        piece, start = held
-        return Located(rank, piece, Box(piece.offsets, piece.lengths), start)
+        shard, start = held
+        return Located(rank, shard, Region(shard.offsets, shard.sizes), start)
 
     def structures(self, rank: int) -> list[int]:
         """Return one rank per distinct catalog, `rank` itself first. Their parts hold all values."""
@@ -116,7 +116,7 @@ class Parts:
         """
         own = rank % self.manifest.world_size
         for one in self.structures(rank):
-            if name in self._pieces_in(one):
+            if name in self._shards_in(one):
                 return one
         return own
 
@@ -133,12 +133,12 @@ class Parts:
         tensor = self.manifest.tensors[name]
         if tensor.owner != EACH:
             return tensor.dtype, tensor.shape
-        held = self._pieces_in(self.holder(name, rank)).get(name)
+        held = self._shards_in(self.holder(name, rank)).get(name)
         return None if held is None else (held[0].dtype, held[0].shape)
 
-    def _pieces_in(self, rank: int) -> dict[str, tuple[Piece, int]]:
-        if rank not in self._pieces:
+    def _shards_in(self, rank: int) -> dict[str, tuple[Shard, int]]:
+        if rank not in self._shards:
             part = self.part(rank)
-            placed = zip(part.pieces, part.starts, strict=True)
-            self._pieces[rank] = {piece.name: (piece, start) for piece, start in placed}
-        return self._pieces[rank]
+            placed = zip(part.shards, part.starts, strict=True)
+            self._shards[rank] = {shard.name: (shard, start) for shard, start in placed}
+        return self._shards[rank]

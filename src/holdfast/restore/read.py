@@ -18,7 +18,7 @@ from holdfast.store.contract import Store
 from holdfast.store.tiered import decisive_error
 
 READ_BYTES = 8 << 20
-"""Adjacent chunks are read together up to this many bytes, at least one chunk; a store may say otherwise."""
+"""Limit of bytes for reading adjacent chunks together, at least one chunk; a store may set another."""
 
 STRETCH_BYTES = 1 << 20
 """Bytes that are hashed and then delivered together, at least one chunk: they fit into the CPU's cache."""
@@ -109,9 +109,9 @@ class Read:
         if self.stop - self.start <= step:
             return [self]
         starts = range(self.start, self.stop, step)
-        cut = [Read(self.name, self.part, self.file, at, min(at + step, self.stop)) for at in starts]
-        distribute(self.wanted, cut)
-        return cut
+        parts = [Read(self.name, self.part, self.file, at, min(at + step, self.stop)) for at in starts]
+        distribute(self.wanted, parts)
+        return parts
 
 
 def read(
@@ -180,7 +180,6 @@ def plan_reads(job: Job, read_bytes: int = READ_BYTES) -> list[Read]:
     """Return the reads of a job: its chunks, adjacent ones together.
 
     Args:
-        job: the requests.
         read_bytes: limit on the size of one read, unless a chunk is longer.
     """
     file = job.file
@@ -383,11 +382,11 @@ def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) ->
 
 def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> list[str]:
     """Return the names of the tensors with bytes between two offsets of a data file."""
-    placed = zip(part.pieces, part.starts, strict=True)
+    placed = zip(part.shards, part.starts, strict=True)
     return [
-        piece.name
-        for piece, at in placed
-        if piece.frozen == frozen and piece.num_bytes and at < stop and start < at + piece.num_bytes
+        shard.name
+        for shard, at in placed
+        if shard.frozen == frozen and shard.num_bytes and at < stop and start < at + shard.num_bytes
     ]
 
 

@@ -22,7 +22,7 @@ class Loading(Protocol):
 
     @property
     def targets(self) -> Mapping[str, Target]:
-        """Contiguous tensors of the saved dtypes, with their boxes, by saved name."""
+        """Contiguous tensors of the saved dtypes, with their regions, by saved name."""
         ...
 
     def finish(self) -> None:

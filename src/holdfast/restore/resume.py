@@ -94,23 +94,23 @@ class _Restore:
 
     # -- one candidate ---------------------------------------------------------------------------------------
 
-    def _try_patiently(self, one: CheckpointId, *, only_look: bool = False) -> tuple[Stages, Verdict]:
+    def _try_patiently(self, one: CheckpointId, *, only_open: bool = False) -> tuple[Stages, Verdict]:
         """Try a checkpoint. Retry while some rank cannot read it, within rank 0's patience."""
         while True:
             stages = Stages(self._request, self._found, one, self._touched)
-            verdict = self._try(stages, only_look=only_look)
+            verdict = self._try(stages, only_open=only_open)
             if not (verdict.is_unread and self._group.share(self._patience.lasts())):
                 return stages, verdict
             self._patience.pause(f"step {one[1]} of attempt {one[0]}", verdict.reason)
 
-    def _try(self, stages: Stages, *, only_look: bool) -> Verdict:
+    def _try(self, stages: Stages, *, only_open: bool) -> Verdict:
         """Run the stages until some rank fails in one. All ranks agree after each."""
         group = self._group
         stages.exchange_parts()
-        looked = group.agree(stages.look)
-        ancestors = next((one.value for one in looked if one.value is not None), None)
-        verdict = judge(looked, group.rank, ancestors)
-        if only_look or not verdict.is_good:
+        opened = group.agree(stages.open)
+        ancestors = next((one.value for one in opened if one.value is not None), None)
+        verdict = judge(opened, group.rank, ancestors)
+        if only_open or not verdict.is_good:
             return verdict
         verdict = judge(group.agree(stages.check), group.rank, ancestors)
         if not verdict.is_good:
@@ -162,7 +162,7 @@ class _Restore:
         """
         order = self._found.order
         for index, one in enumerate(order):
-            _, verdict = self._try_patiently(one, only_look=True)
+            _, verdict = self._try_patiently(one, only_open=True)
             if verdict.is_unread:
                 self._raise_unread(one, verdict, order[index + 1 :])
             self._patience.reset()

@@ -138,9 +138,7 @@ def read_shared(
     Memory: a few blocks of 8 MiB.
 
     Args:
-        store: store with the data files.
         jobs: requests of this rank, at most one job per data file.
-        exchange: the ranks.
         on_bytes: called with the size of each block when this rank has it.
         lending: ranks that have each file; by default every rank can read every file.
 
@@ -211,17 +209,14 @@ def _reads(mine: list[Block], wanted: dict[Key, Job]) -> list[Read]:
 
 
 def _transfer(
-    pairs: list[tuple[Block, Read]],
-    ahead: _Ahead,
-    exchange: Exchange,
-    on_bytes: Callable[[int], None] | None,
+    pairs: list[tuple[Block, Read]], ahead: _Ahead, exchange: Exchange, on_bytes: Callable[[int], None] | None
 ) -> list[HoldfastError]:
     """Read, send or receive all blocks. The order is the same on every rank, which excludes deadlocks."""
     errors: list[HoldfastError] = []
     sending: deque[tuple[torch.Tensor, list[Pending]]] = deque()
     for block, one in pairs:
         if block.reader == exchange.rank:
-            data, error = ahead.take()
+            data, error = ahead.next_block()
             others = [rank for rank in block.ranks if rank != exchange.rank]
             sending.append((data, [exchange.send(data, rank) for rank in others]))
         else:
@@ -292,16 +287,16 @@ class _Ahead:
         self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[torch.Tensor, HoldfastError | None]:
+    def next_block(self) -> tuple[torch.Tensor, HoldfastError | None]:
         """Return the next block, which ends with its error number, and its error if any.
 
         Blocks: until it is read.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ready)
-            taken = self._ready.popleft()
+            block = self._ready.popleft()
             self._changed.notify_all()
-        return taken
+        return block
 
     def give_up(self) -> None:
         """Stop reading. The remaining blocks are sent as unreadable."""

@@ -1,4 +1,4 @@
-"""Stages of restoring one checkpoint on one rank: look, check, plan, read, finish."""
+"""Stages of restoring one checkpoint on one rank: open, check, plan, read, finish."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ class Stages:
     What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`.
 
     Args:
-        request: the request.
-        found: all candidates.
         one: (attempt, step) of the checkpoint.
         touched: names of live tensors that may have been overwritten; `read` adds to it.
     """
@@ -60,7 +58,7 @@ class Stages:
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of the checkpoint, after `look`."""
+        """Manifest of the checkpoint, after `open`."""
         return self._open.manifest
 
     @property
@@ -71,7 +69,7 @@ class Stages:
     def exchange_parts(self) -> None:
         """Send this rank's parts of a node-local checkpoint, and receive those of other ranks.
 
-        An error is kept for `look`.
+        An error is kept for `open`.
 
         Ranks: collective.
         """
@@ -82,7 +80,7 @@ class Stages:
         # As pairs: JSON makes texts of the keys of an object.
         self._texts = group.agree(lambda: list(read_texts(self._request.store, own).items()))
 
-    def look(self) -> Ancestors:
+    def open(self) -> Ancestors:
         """Read the manifest, and return the checkpoint's ancestors."""
         store, step, attempt = self._request.store, self._step, self._attempt
         if self._node_local is not None:

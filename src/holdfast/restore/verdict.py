@@ -46,7 +46,6 @@ def judge(outcomes: Sequence[Outcome[Any]], rank: int, ancestors: Ancestors | No
 
     Args:
         outcomes: of the stage, by rank.
-        rank: this rank.
         ancestors: of the checkpoint, as far as they are known.
 
     Raises:
@@ -79,7 +78,6 @@ def make_unread_error(
     """Return the error for a checkpoint that cannot be read.
 
     Args:
-        url: of the home.
         newest: the checkpoint, with the reason.
         seconds: time that its reads were retried for.
         older: steps that can be restored in its place, the next one first.

@@ -59,18 +59,11 @@ class _Nowhere:
 
 
 def verify(
-    store: Store,
-    manifest: Manifest,
-    *,
-    num_threads: int = 4,
-    on_bytes: Callable[[int], None] | None = None,
+    store: Store, manifest: Manifest, *, num_threads: int = 4, on_bytes: Callable[[int], None] | None = None
 ) -> VerifyReport:
     """Check every file of every rank of a checkpoint. Damage is collected, not raised.
 
     Args:
-        store: the home.
-        manifest: the checkpoint.
-        num_threads: threads that read and hash.
         on_bytes: called with the size of each read when it has been hashed; in all at most
             `manifest.data_bytes`.
 
@@ -135,7 +128,7 @@ def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
         if tensor.owner == EACH:
             continue  # a rank may have none
         try:
-            for _ in parts.pieces_of(name, 0):
+            for _ in parts.shards_of(name, 0):
                 pass
         except Corrupt as error:
             note(error)

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.format.catalog import Catalog, catalog_text
 from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.layout import FileLayout, Piece, lay_out
+from holdfast.format.layout import FileLayout, Shard, lay_out
 from holdfast.stage.arena import Arena
 from holdfast.stage.extents import LARGE_BYTES
 
@@ -26,18 +26,18 @@ class SavePlan:
     tensors, if there are any.
     """
 
-    names: tuple[str, ...]  # of the tensors this rank writes, in the order of `pieces`
+    names: tuple[str, ...]  # of the tensors this rank writes, in the order of `shards`
     blocking: tuple[int, ...]  # indices of tensors that are copied before save() returns
     background: tuple[int, ...]  # indices of tensors that an optimizer owns
     frozen: tuple[int, ...]  # indices of tensors that no optimizer trains
     large: frozenset[int]  # indices of tensors that may be copied in the background
-    pieces: tuple[Piece, ...]
-    starts: tuple[int, ...]  # of each piece in its file
+    shards: tuple[Shard, ...]
+    starts: tuple[int, ...]  # of each shard in its file
     file: FileLayout
     frozen_file: FileLayout | None
     catalog: bytes  # from `catalog_text`
     own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start of own tensors
-    shared_starts: tuple[int, ...]  # of all other pieces
+    shared_starts: tuple[int, ...]  # of all other shards
     is_cuda: bool  # some of the tensors are on a device
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -54,42 +54,41 @@ class SavePlan:
         """Make the plan of `rank`.
 
         Args:
-            tensors: this rank's tensors, or its boxes of them, by name.
+            tensors: this rank's tensors, or its regions of them, by name.
             catalog: the tensors that this rank holds, without its own ones.
             per_rank: names of its own tensors.
             owned: names of tensors that only an optimizer's step changes.
-            rank: this rank.
         """
-        pieces = [
-            Piece(name, tensor.dtype, tensor.shape, box.offsets, box.lengths, frozen=tensor.frozen)
-            for name, tensor, box in catalog.written_by(rank)
+        shards = [
+            Shard(name, tensor.dtype, tensor.shape, region.offsets, region.sizes, frozen=tensor.frozen)
+            for name, tensor, region in catalog.written_by(rank)
         ]
-        pieces += [
-            Piece.whole(name, _NAMES[tensor.dtype], tuple(tensor.shape), per_rank=True)
+        shards += [
+            Shard.whole(name, _NAMES[tensor.dtype], tuple(tensor.shape), per_rank=True)
             for name, tensor in tensors.items()
             if name in per_rank
         ]
-        frozen = [i for i, piece in enumerate(pieces) if piece.frozen]
-        changing = [i for i, piece in enumerate(pieces) if not piece.frozen]
-        file = lay_out([pieces[i] for i in changing], rank)
-        frozen_file = lay_out([pieces[i] for i in frozen], rank) if frozen else None
+        frozen = [i for i, shard in enumerate(shards) if shard.frozen]
+        changing = [i for i, shard in enumerate(shards) if not shard.frozen]
+        file = lay_out([shards[i] for i in changing], rank)
+        frozen_file = lay_out([shards[i] for i in frozen], rank) if frozen else None
         starts = dict(zip(changing, file.starts, strict=True))
         if frozen_file is not None:
             starts |= zip(frozen, frozen_file.starts, strict=True)
         return cls(
-            names=tuple(piece.name for piece in pieces),
-            blocking=tuple(i for i in changing if pieces[i].name not in owned),
-            background=tuple(i for i in changing if pieces[i].name in owned),
+            names=tuple(shard.name for shard in shards),
+            blocking=tuple(i for i in changing if shards[i].name not in owned),
+            background=tuple(i for i in changing if shards[i].name in owned),
             frozen=tuple(frozen),
-            large=frozenset(i for i, piece in enumerate(pieces) if piece.num_bytes >= LARGE_BYTES),
-            pieces=tuple(pieces),
-            starts=tuple(starts[i] for i in range(len(pieces))),
+            large=frozenset(i for i, shard in enumerate(shards) if shard.num_bytes >= LARGE_BYTES),
+            shards=tuple(shards),
+            starts=tuple(starts[i] for i in range(len(shards))),
             file=file,
             frozen_file=frozen_file,
             catalog=catalog_text(catalog),
-            own=tuple((p.name, p.dtype, p.shape, starts[i]) for i, p in enumerate(pieces) if p.per_rank),
-            shared_starts=tuple(starts[i] for i, piece in enumerate(pieces) if not piece.per_rank),
-            is_cuda=any(tensors[piece.name].is_cuda for piece in pieces),
+            own=tuple((s.name, s.dtype, s.shape, starts[i]) for i, s in enumerate(shards) if s.per_rank),
+            shared_starts=tuple(starts[i] for i, shard in enumerate(shards) if not shard.per_rank),
+            is_cuda=any(tensors[shard.name].is_cuda for shard in shards),
         )
 
     @property
@@ -110,7 +109,7 @@ class SavePlan:
         return self.file.file_bytes + (self.frozen_file.file_bytes if self.frozen_file else 0)
 
     def views(self, arena: Arena) -> list[torch.Tensor]:
-        """Return this plan's tensors inside `arena`, contiguous, in the order of `pieces`.
+        """Return this plan's tensors inside `arena`, contiguous, in the order of `shards`.
 
         They are cached per arena.
         """
@@ -123,9 +122,9 @@ class SavePlan:
         return arena.views[self.number]
 
     def _views(self, arena: Arena) -> Iterable[torch.Tensor]:
-        for piece, start in zip(self.pieces, self.starts, strict=True):
-            at = start + (self.frozen_at if piece.frozen else 0)
-            yield arena.bytes[at : at + piece.num_bytes].view(_DTYPES[piece.dtype]).view(piece.lengths)
+        for shard, start in zip(self.shards, self.starts, strict=True):
+            at = start + (self.frozen_at if shard.frozen else 0)
+            yield arena.bytes[at : at + shard.num_bytes].view(_DTYPES[shard.dtype]).view(shard.sizes)
 
 
 def _put_header(arena: Arena, at: int, file: FileLayout) -> None:

@@ -41,7 +41,6 @@ def copy_scalar(value: SupportsFloat | torch.Tensor, name: str) -> float | Pendi
 
     Args:
         value: a number, or a tensor of one element; it may be changed afterwards.
-        name: of the number, for the error.
 
     Raises:
         InvalidInput: it is not a number.

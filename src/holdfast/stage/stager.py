@@ -180,8 +180,6 @@ class Stager:
         background: the keeper proves by their hashes that they have not changed.
 
         Args:
-            plan: of this save.
-            tensors: by name.
             arena: of `plan.arena_bytes` or more.
             then: called in the background thread after the copy, successful or not.
             at_once: copy everything before returning.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from holdfast.format.cuts import AnyCut
+from holdfast.format.partitioning import Partitioning
 from holdfast.state.sharding import Sharding, ShardLayout
 
 
-def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, AnyCut]:
+def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, Partitioning]:
     """Choose which copy of each tensor is written, so that ranks write evenly by bytes.
 
     Tensors whose copies are the same sets of ranks are distributed over these copies: the largest first, each
@@ -21,19 +21,19 @@ def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[
         shardings: their shardings, without per-rank names.
 
     Returns:
-        The cut by which each tensor is written, by name. Tensors with equal cuts share one object.
+        The partitioning by which each tensor is written, by name. Equal ones are the same object.
 
     Ranks: not collective; every rank computes the same from the same arguments.
     Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
     """
-    cuts: dict[str, AnyCut] = {}
+    partitionings: dict[str, Partitioning] = {}
     for copies, members in _groups(shardings).items():
         loads = [(0, copy) for copy in range(len(copies))]
         for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
             num_bytes, copy = loads[0]
-            cuts[name] = layout.cut(copy)
+            partitionings[name] = layout.partitioning(copy)
             heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
-    return cuts
+    return partitionings
 
 
 def _groups(

@@ -30,7 +30,7 @@ class CapturedState:
     """
 
     tensors: dict[str, torch.Tensor]
-    shardings: dict[str, Sharding]  # of every name that is not per rank: the box of each rank
+    shardings: dict[str, Sharding]  # of every name that is not per rank: the region of each rank
     per_rank: frozenset[str]  # names with a different tensor on every rank
     owned: frozenset[str]  # changed only by a step of an optimizer in the state
     frozen: frozenset[str]  # module parameters that no optimizer trains, if the state has an optimizer
@@ -46,7 +46,6 @@ class TensorCollector:
     costs one comparison each. At the first difference it starts a new table, and searches for ties again.
 
     Args:
-        rank: this rank.
         world_size: number of ranks; with one rank, nothing is per rank.
         checked: names that have passed the check for reserved names; grows.
         followed: table of the previous capture, if any.

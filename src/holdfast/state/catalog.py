@@ -1,4 +1,4 @@
-"""Catalog of a captured state: the tensors that this rank holds, and the rank that writes each box."""
+"""Catalog of a captured state: the tensors that this rank holds, and the rank that writes each region."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def catalog_of(captured: CapturedState) -> Catalog:
     shardings = captured.shardings
     dtypes = {name: NAMES[captured.tensors[name].dtype] for name in shardings}
     sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
-    cuts = assign(sizes, shardings)
+    chosen = assign(sizes, shardings)
     held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
     for one in shardings.values():
         if id(one.layout) not in held_by:
             held_by[id(one.layout)] = tuple(sorted(one.holders))
     tensors = {
-        name: Tensor(dtypes[name], one.shape, cuts[name], held_by[id(one.layout)], name in captured.frozen)
+        name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in captured.frozen)
         for name, one in shardings.items()
     }
     return Catalog(tensors, dict(captured.tied))

@@ -18,8 +18,6 @@ class StateEntry(ABC):
     """An object under a top-level key. Implementations are final.
 
     Args:
-        key: the top-level key.
-        value: the object.
         replication: how ranks hold its tensors, if the user has marked it.
     """
 

@@ -145,9 +145,6 @@ class FSDP1OptimizerEntry(StateEntry):
     """An optimizer of a module that contains FSDP1.
 
     Args:
-        key: the top-level key.
-        value: the optimizer.
-        replication: how ranks hold its tensors, if the user has marked it.
         module: the module's entry.
 
     Ranks: capture, plan and finish are collective over the module's process group.

@@ -48,8 +48,6 @@ class HolderAgreement:
     ranks that have its top-level key.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
         is_alike: all ranks have the same names under the same keys, according to the agreement.
         layouts: by name; empty if all ranks have the same.
         keys: the ranks that have a top-level key; empty if all ranks have the same.
@@ -69,7 +67,6 @@ class HolderAgreement:
         """Return the layout of a tensor that belongs to no parameter.
 
         Args:
-            name: its name.
             raw: layout read from the tensor itself, or None if it is plain.
             is_lowest: only the lowest of its ranks has the true bytes.
             in_module: it is a module's.
@@ -140,7 +137,7 @@ def _plain_values(mine: RankInventory) -> dict[str, Any]:
         if layout is not None:
             if id(layout) not in numbers:
                 numbers[id(layout)] = len(layouts)
-                layouts.append([layout.splits, layout.copies, layout.boxes])
+                layouts.append([layout.splits, layout.copies, layout.regions])
             number = numbers[id(layout)]
         tensors[name] = [known.dtype, list(known.shape), number]
     return {"keys": sorted(mine.keys), "layouts": layouts, "tensors": tensors, "others": sorted(mine.others)}
@@ -165,8 +162,8 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
             keys.setdefault(key, []).extend(ranks)
         each = [(one,) for one in ranks]
         for name, (dtype, shape, number) in table["tensors"].items():
-            splits, copies, boxes = ((), each, None) if number is None else table["layouts"][number]
-            fact = (dtype, tuple(shape), splits, boxes)
+            splits, copies, regions = ((), each, None) if number is None else table["layouts"][number]
+            fact = (dtype, tuple(shape), splits, regions)
             merge = merges.setdefault(name, _Merge(ranks[0], fact, set()))
             if merge.fact != fact:
                 raise _disagreement(name, merge, ranks[0], fact)
@@ -191,13 +188,13 @@ def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:
     known: dict[Any, ShardLayout] = {}
     layouts: dict[str, ShardLayout] = {}
     for name, merge in merges.items():
-        _, _, splits, boxes = merge.fact
-        key = (splits, boxes, frozenset(merge.copies))
+        _, _, splits, regions = merge.fact
+        key = (splits, regions, frozenset(merge.copies))
         if key not in known:
             copies = tuple(sorted(merge.copies))
-            is_whole = not splits and boxes is None
+            is_whole = not splits and regions is None
             known[key] = (
-                held_by(tuple(r for (r,) in copies)) if is_whole else ShardLayout(splits, copies, boxes)
+                held_by(tuple(r for (r,) in copies)) if is_whole else ShardLayout(splits, copies, regions)
             )
         layouts[name] = known[key]
     return layouts
@@ -205,9 +202,9 @@ def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:
 
 def _disagreement(name: str, merge: _Merge, rank: int, fact: tuple[Any, ...]) -> InvalidInput:
     def described(fact: tuple[Any, ...]) -> str:
-        dtype, shape, splits, boxes = fact
-        cut = f"split by {list(splits)}" if splits else "split into boxes" if boxes else "whole"
-        return f"{dtype}{list(shape)}, {cut}"
+        dtype, shape, splits, regions = fact
+        split = f"split by {list(splits)}" if splits else "split into regions" if regions else "whole"
+        return f"{dtype}{list(shape)}, {split}"
 
     message = (
         f"{name} is {described(merge.fact)} on rank {merge.rank} but {described(fact)} on rank {rank}. "

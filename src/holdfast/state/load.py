@@ -10,18 +10,11 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format.cuts import Box
 from holdfast.format.manifest import Tensor
+from holdfast.format.partitioning import Region
 from holdfast.format.values import decode
 from holdfast.state.sharding import is_dtensor, is_sharded_tensor, local_of, shard_like, sharding_of
-from holdfast.state.tensors import (
-    PLAIN,
-    copy,
-    is_plain_memory,
-    is_same_view,
-    torch_dtype,
-    unfillable,
-)
+from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, torch_dtype, unfillable
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
@@ -48,12 +41,12 @@ class Target:
     """Destination of a saved tensor's bytes.
 
     Args:
-        tensor: contiguous, of the saved dtype, and of the box's lengths.
-        box: its region of the saved tensor; None for all of it.
+        tensor: contiguous, of the saved dtype, and of the region's sizes.
+        region: its region of the saved tensor; None for all of it.
     """
 
     tensor: torch.Tensor
-    box: Box | None = None
+    region: Region | None = None
 
 
 class Load:
@@ -169,7 +162,7 @@ class LoadPlan:
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
         target = self._parts[self.tied.get(name, name)]
-        assert target.box is None, name
+        assert target.region is None, name
         return target.tensor if device is None else target.tensor.to(device)
 
     def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
@@ -184,15 +177,15 @@ class LoadPlan:
             A function that makes the DTensor after all targets are filled.
         """
         saved, device = self._use(name), self.device_of(model)
-        _, box = self._part_of(model, label)
+        _, region = self._part_of(model, label)
         if saved not in self._parts:
-            self._parts[saved] = Target(self._empty(saved, device, box), box)
-        source = self._source(saved, box)
+            self._parts[saved] = Target(self._empty(saved, device, region), region)
+        source = self._source(saved, region)
         return lambda: shard_like(source().to(device), model)
 
     def targets(self) -> dict[str, Target]:
         """Return the targets to fill; parts of sharded tensors only if they have an element."""
-        return {n: t for n, t in self._parts.items() if t.box is None or t.box.num_items}
+        return {n: t for n, t in self._parts.items() if t.region is None or t.region.num_items}
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a saved tensor."""
@@ -207,7 +200,6 @@ class LoadPlan:
 
         Args:
             name: saved name.
-            live: the live tensor.
             label: live name, for messages.
 
         Raises:
@@ -216,13 +208,13 @@ class LoadPlan:
         """
         self._check(name, live, label)
         saved = self._use(name)
-        local, box = self._part_of(live, label)
+        local, region = self._part_of(live, label)
         if live.device.type == "meta":
-            self._make_real(saved, live, box, label)
+            self._make_real(saved, live, region, label)
         elif saved not in self._parts:
-            self._fill_first(saved, local, box, label)
+            self._fill_first(saved, local, region, label)
         else:
-            target, source = self._parts[saved].tensor, self._source(saved, box)
+            target, source = self._parts[saved].tensor, self._source(saved, region)
             if local.data_ptr() != target.data_ptr() or not is_same_view(local, target):
                 self.add_step(Phase.COPY, lambda: copy(source(), local))
         self._claimed.add(saved)
@@ -249,8 +241,8 @@ class LoadPlan:
         if live.dtype is not self.dtype(name):
             self.notes.append(f"{label}: saved as {self.dtype(name)}, cast to {live.dtype}.")
 
-    def _part_of(self, live: torch.Tensor, label: str) -> tuple[torch.Tensor, Box | None]:
-        """Return this rank's part of a live tensor and its box. None is the whole tensor."""
+    def _part_of(self, live: torch.Tensor, label: str) -> tuple[torch.Tensor, Region | None]:
+        """Return this rank's part of a live tensor and its region. None is the whole tensor."""
         try:
             local, sharding = local_of(live), sharding_of(live)
         except Unsupported as error:
@@ -260,59 +252,59 @@ class LoadPlan:
         if sharding is None:
             return local, None
         shape = sharding.shape
-        box = sharding.box_of(self._rank) or Box((0,) * len(shape), (0,) * len(shape))
-        return local, None if box == Box.whole(shape) else box
+        region = sharding.region_of(self._rank) or Region((0,) * len(shape), (0,) * len(shape))
+        return local, None if region == Region.whole(shape) else region
 
-    def _source(self, saved: str, box: Box | None) -> Callable[[], torch.Tensor]:
+    def _source(self, saved: str, region: Region | None) -> Callable[[], torch.Tensor]:
         """Return a function that returns a region of a saved tensor after filling."""
         target = self._parts[saved]
-        if target.box == box:
+        if target.region == region:
             return lambda: target.tensor
         self._widen(saved)
         whole = self._parts[saved].tensor
-        return lambda: whole if box is None else region(whole, box).contiguous()
+        return lambda: whole if region is None else view_of(whole, region).contiguous()
 
     def _widen(self, saved: str) -> None:
         """Plan to read all of a saved tensor instead of a part."""
         part = self._parts[saved]
-        if part.box is None:
+        if part.region is None:
             return
-        box, whole = part.box, self._empty(saved, "cpu")
+        region, whole = part.region, self._empty(saved, "cpu")
         self._parts[saved] = Target(whole, None)
-        self.add_step(Phase.CARVE, lambda: copy(region(whole, box), part.tensor))
+        self.add_step(Phase.CARVE, lambda: copy(view_of(whole, region), part.tensor))
 
-    def _fill_first(self, saved: str, live: torch.Tensor, box: Box | None, label: str) -> None:
+    def _fill_first(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
         other = self._at.get(live.data_ptr()) if live.numel() else None
         if other is None and is_plain_memory(live) and live.dtype is self.dtype(saved):
-            self._parts[saved] = Target(target := live.detach(), box)
+            self._parts[saved] = Target(target := live.detach(), region)
             self._at[target.data_ptr()] = target
             return
         if other is None:
             self._at[live.data_ptr()] = live
         elif is_same_view(other, live):
             self.notes.append(f"{label}: {_UNTIED}")
-        target = self._empty(saved, "cpu", box)
-        self._parts[saved] = Target(target, box)
+        target = self._empty(saved, "cpu", region)
+        self._parts[saved] = Target(target, region)
         self.add_step(Phase.COPY, lambda: copy(target, live))
 
-    def _make_real(self, saved: str, live: torch.Tensor, box: Box | None, label: str) -> None:
+    def _make_real(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
         device = self._real.setdefault(id(live), torch.device("cpu"))
         is_second = id(live) in self._swapped
         self._swapped.add(id(live))
         is_shared = saved in self._claimed
         if saved not in self._parts:
-            self._parts[saved] = Target(self._empty(saved, device, box), box)
-        source = self._source(saved, box)
+            self._parts[saved] = Target(self._empty(saved, device, region), region)
+        source = self._source(saved, region)
         if not is_second:
             self.add_step(Phase.SWAP, lambda: _swap(live, source(), device, label, is_shared=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
             self.add_step(Phase.COPY, lambda: copy(source(), local_of(live)))
 
-    def _empty(self, saved: str, device: torch.device | str, box: Box | None = None) -> torch.Tensor:
+    def _empty(self, saved: str, device: torch.device | str, region: Region | None = None) -> torch.Tensor:
         spec = self._spec(saved)
-        lengths = tuple(spec.shape) if box is None else box.lengths
-        return torch.empty(lengths, dtype=torch_dtype(spec.dtype), device=device)
+        sizes = tuple(spec.shape) if region is None else region.sizes
+        return torch.empty(sizes, dtype=torch_dtype(spec.dtype), device=device)
 
     def _use(self, name: str) -> str:
         self.used.add(name)
@@ -347,9 +339,9 @@ def _swap(
         ) from error
 
 
-def region(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the view of a tensor that is a box of it."""
-    for dim, (start, length) in enumerate(zip(*box, strict=True)):
+def view_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return the view of a tensor that is a region of it."""
+    for dim, (start, length) in enumerate(zip(*region, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
 
@@ -396,7 +388,6 @@ def leftover(
     """Return the saved names that fill nothing live. A completely unused key is listed as one name.
 
     Args:
-        plan: the complete plan.
         live_keys: top-level keys of the live state.
         wanted: top-level keys (live names) to restore, or None for all.
         held: (live names, top-level keys) that any rank has, if ranks differ: these do not count.

@@ -78,7 +78,6 @@ def find_layout(
     """Return the layout of an optimizer's state, or None if it contains other objects.
 
     Args:
-        optimizer: the optimizer.
         parameter_names: names of the state's parameters by id.
         named: the optimizer's parameters with their names, group by group.
         prefix: of the names of all tensors.

@@ -88,9 +88,6 @@ class OptimizerEntry(StateEntry):
     which rounds float32 moments of bfloat16 parameters.
 
     Args:
-        key: the top-level key.
-        value: the optimizer.
-        replication: how ranks hold its tensors, if the user has marked it.
         names: returns the names of all live parameters of the state by id.
     """
 

@@ -33,7 +33,6 @@ def replicated(value: Any, ranks: Iterable[int] | None = None) -> MarkedObject:
     differ nevertheless, the tensors of all ranks but one are lost.
 
     Args:
-        value: the object.
         ranks: the global ranks that hold it, if not all ranks that have its key; the same on each of them.
     """
     return MarkedObject(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gc
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput
+from holdfast.state.loader_watch import plain_iterators
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
 _RANDOM = frozenset(
@@ -80,8 +79,6 @@ def find_resume_risks(values: Mapping[str, Any]) -> list[ResumeRisk]:
 
     Args:
         values: the objects of the state by key.
-
-    Blocks: for a scan of all objects of the process, to find iterators of data loaders.
     """
     hidden: list[str] = []
     shown: list[str] = []
@@ -232,12 +229,8 @@ def _is_of_users(thing: Any) -> bool:
 
 def _plain_loader_doubts() -> Iterator[str]:
     """Yield a sentence for each data loader that is being read and cannot be resumed."""
-    loading = sys.modules.get("torch.utils.data.dataloader")
-    if loading is None:
-        return
-    kinds = (loading._SingleProcessDataLoaderIter, loading._MultiProcessingDataLoaderIter)
-    for one in gc.get_referrers(*kinds):
-        if type(one) not in kinds or not one._num_yielded:
+    for one in plain_iterators():
+        if not getattr(one, "_num_yielded", 0):  # it may be starting in another thread
             continue
         order = one._index_sampler  # of batches, or of single elements without batching
         if hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes

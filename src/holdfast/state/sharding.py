@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import Unsupported
-from holdfast.format.cuts import AnyCut, Box, Boxes, Cut
+from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 
 _PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -23,38 +23,40 @@ class ShardLayout:
     """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few.
 
     Args:
-        splits: (dim, parts) in the order in which they are made, as in `Cut`. Parts are never 1.
-        copies: the full sets of global ranks that together hold a tensor, each in the order of `Cut.ranks`.
-        boxes: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
+        splits: (dim, parts) in the order in which they are made, as in `EvenPartitioning`. Parts are never 1.
+        copies: the full sets of global ranks that together hold a tensor, each in the order of its regions.
+        regions: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
     """
 
     splits: tuple[tuple[int, int], ...]
     copies: tuple[tuple[int, ...], ...]
-    boxes: tuple[Box, ...] | None = None
-    _cuts: dict[int, AnyCut] = field(default_factory=dict, init=False, repr=False, compare=False)
+    regions: tuple[Region, ...] | None = None
+    _partitionings: dict[int, Partitioning] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _indices: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def cut(self, copy: int) -> AnyCut:
-        """Return the cut for writing one of `copies`, the same object at every call."""
-        if copy not in self._cuts:
+    def partitioning(self, copy: int) -> Partitioning:
+        """Return the partitioning for writing one of `copies`, the same object at every call."""
+        if copy not in self._partitionings:
             ranks = self.copies[copy]
-            self._cuts[copy] = (
-                Cut(self.splits, ranks)
-                if self.boxes is None
-                else Boxes(tuple(zip(ranks, self.boxes, strict=True)))
+            self._partitionings[copy] = (
+                EvenPartitioning(self.splits, ranks)
+                if self.regions is None
+                else ListedPartitioning(tuple(zip(ranks, self.regions, strict=True)))
             )
-        return self._cuts[copy]
+        return self._partitionings[copy]
 
-    def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
-        """Return the box that a rank holds, perhaps empty, or None if it holds none."""
+    def region_of(self, rank: int, shape: tuple[int, ...]) -> Region | None:
+        """Return the region that a rank holds, perhaps empty, or None if it holds none."""
         index = self._index_of().get(rank)
         if index is None:
             return None
-        return self.cut(0).box_at(index, shape) if self.boxes is None else self.boxes[index]  # pyright: ignore[reportAttributeAccessIssue]
+        return self.partitioning(0).region_at(index, shape) if self.regions is None else self.regions[index]  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def holders(self) -> frozenset[int]:
-        """All ranks that hold a box."""
+        """All ranks that hold a region."""
         return frozenset(self._index_of())
 
     def _index_of(self) -> dict[int, int]:
@@ -87,16 +89,16 @@ class Sharding:
 
     @property
     def holders(self) -> frozenset[int]:
-        """All ranks that hold a box."""
+        """All ranks that hold a region."""
         return self.layout.holders
 
-    def cut(self, copy: int) -> AnyCut:
-        """Return the cut for writing one of `copies`."""
-        return self.layout.cut(copy)
+    def partitioning(self, copy: int) -> Partitioning:
+        """Return the partitioning for writing one of `copies`."""
+        return self.layout.partitioning(copy)
 
-    def box_of(self, rank: int) -> Box | None:
-        """Return the box that a rank holds, perhaps empty, or None if it holds none."""
-        return self.layout.box_of(rank, self.shape)
+    def region_of(self, rank: int) -> Region | None:
+        """Return the region that a rank holds, perhaps empty, or None if it holds none."""
+        return self.layout.region_of(rank, self.shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,7 +111,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     """Return the sharding of a tensor, or None for a plain one.
 
     Raises:
-        Unsupported: a pending sum (`Partial`), or shards that are not boxes.
+        Unsupported: a pending sum (`Partial`), or shards that are not regions.
 
     Ranks: not collective; every rank computes the same.
     """
@@ -227,9 +229,9 @@ def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Sh
         raise Unsupported(
             f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} do not nest."
         )
-    cut = [mesh_dim for _, mesh_dim in order]
-    rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in cut]
-    ranks = mesh.mesh.permute(*rest, *cut) if sizes else mesh.mesh
+    split_dims = [mesh_dim for _, mesh_dim in order]
+    rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in split_dims]
+    ranks = mesh.mesh.permute(*rest, *split_dims) if sizes else mesh.mesh
     num_copies = 1
     for mesh_dim in rest:
         num_copies *= sizes[mesh_dim]
@@ -288,20 +290,20 @@ def _listed_like(local: torch.Tensor, model: Any) -> torch.Tensor:
 
 
 def _listed_layout(tensor: Any) -> ShardLayout:
-    """Return the layout of a ShardedTensor: by the chunking rule if it follows that, else box by box."""
+    """Return the layout of a ShardedTensor: by the chunking rule if that fits, else region by region."""
     shape = tuple(tensor.shape)
     group = torch.distributed.get_process_group_ranks(tensor._process_group)
-    held: dict[int, Box] = {}
+    held: dict[int, Region] = {}
     for shard in tensor.metadata().shards_metadata:
-        held[shard.placement.rank()] = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+        held[shard.placement.rank()] = Region(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
     copies = _copies_of.get(tensor._process_group.group_name, (tuple(group),))
-    if len(group) == 1 and shape == next(iter(held.values()), Box.whole(shape)).lengths:
+    if len(group) == 1 and shape == next(iter(held.values()), Region.whole(shape)).sizes:
         return ShardLayout((), copies)
     for ranks in (tuple(group), tuple(range(len(group)))):  # numbered globally, or within their group
         for dim in range(len(shape)):
-            rule = Cut(((dim, len(ranks)),), ranks)
-            if {rank: box for rank, box in rule.boxes(shape) if box.num_items} == {
-                rank: box for rank, box in held.items() if box.num_items
+            rule = EvenPartitioning(((dim, len(ranks)),), ranks)
+            if {rank: region for rank, region in rule.regions(shape) if region.num_items} == {
+                rank: region for rank, region in held.items() if region.num_items
             }:
                 return _chunked(dim, copies)
     ranks = tuple(sorted(held))

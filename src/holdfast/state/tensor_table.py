@@ -65,7 +65,6 @@ class TensorTable:
     no new tensor can start at the same address.
 
     Args:
-        rank: this rank.
         world_size: number of ranks; with one rank, nothing is per rank.
         checked: names that have passed the check for reserved names; grows.
     """
@@ -191,11 +190,11 @@ class TensorTable:
             raise unsavable(local, name)
         if role.replication is Replication.PER_RANK or layout is None:
             return local, None
-        box = layout.box_of(self.rank, tuple(tensor.shape))
-        if box is not None and not (box.lengths == local.shape or box.num_items == local.numel() == 0):
+        region = layout.region_of(self.rank, tuple(tensor.shape))
+        if region is not None and not (region.sizes == local.shape or region.num_items == local.numel() == 0):
             kind, found = type(tensor).__name__, list(local.shape)
             why = (
-                f"it is a {kind} whose part here is {found}, but its placements require {list(box.lengths)}."
+                f"it is a {kind} whose part here is {found}, but its placements require {list(region.sizes)}."
             )
             raise unsavable(tensor, name, why)
         return local, layout

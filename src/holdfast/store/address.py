@@ -208,7 +208,8 @@ def _seconds(texts: dict[str, str], name: str, default: float) -> float:
     if name not in texts:
         return default
     text = texts[name]
-    return parse_duration(float(text) if _is_number(text) else text, f"the URL's option {name}")
+    is_number = text.replace(".", "", 1).isdecimal()
+    return parse_duration(float(text) if is_number else text, f"the URL's option {name}")
 
 
 def _part_bytes(texts: dict[str, str]) -> int:
@@ -227,7 +228,3 @@ def _parallel(texts: dict[str, str]) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 256:
         raise InvalidInput(f"parallel must be a number from 1 to 256, got {text!r}.")
     return int(text)
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()

@@ -339,8 +339,7 @@ class ObjectStore(Store):
     def _get(self, name: str, limit_s: float | None = None) -> bytes:
         key = self._address.key(name)
         return self._retries.call(
-            Request("read", name, limit_s=limit_s),
-            lambda client: self._read_whole(client, key, name),
+            Request("read", name, limit_s=limit_s), lambda client: self._read_whole(client, key, name)
         )
 
     def _read_whole(self, client: Any, key: str, name: str) -> bytes:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.failpoint import failpoint
 from holdfast.format.names import check_size
 from holdfast.store import direct_io
@@ -34,30 +34,24 @@ from holdfast.store.contract import (
     ends_early,
     length_error,
 )
-from holdfast.store.lookup import (
-    O_PATH,
-    NotRegular,
-    make_folders,
-    open_below,
-    open_regular,
-    opened_folder,
+from holdfast.store.durable_names import (
+    DurableNames,
+    folder_of,
+    ignoring,
+    levels,
+    open_for_sync,
+    opened_for_sync,
+    sync_directory,
+    sync_names,
 )
+from holdfast.store.local_errors import NOT_REGULAR, is_foreign, refused, translating, why_foreign
+from holdfast.store.lookup import O_PATH, make_folders, open_regular, opened_folder
 from holdfast.store.object_names import UNFINISHED, check_name, check_prefix
 
-_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_CANNOT_FSYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EROFS)
 _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-_LINK = (
-    "it is a symbolic link or below one, and links inside a home are not followed. If you made the link "
-    "yourself, replace it with the file or folder."
-)
-_NOT_REGULAR = "it is not a regular file."
 _OTHER_NAMES = "the file has other names (hard links)."
 _MAX_CREATE_TRIES = 16
-_MAX_DURABLE = 64
 
 
 class LocalStore(Store):
@@ -86,8 +80,8 @@ class LocalStore(Store):
         self._real = Path(os.path.realpath(self.root))  # later changes of links have no effect
         self.properties = Properties(survives_host=survives_host, read_align_bytes=direct_io.ALIGN_BYTES)
         self._seen: tuple[int, int] | None = None  # device and inode of the root
-        self._durable: dict[str, tuple[int, int]] = {}  # directories whose names are durable
-        with self._translating("open", ""), self._rooted():
+        self._names = DurableNames(self._real)
+        with translating(self.root, "open", ""), self._rooted():
             pass
 
     def path(self, name: str) -> Path:
@@ -129,8 +123,8 @@ class LocalStore(Store):
 
     def _put(self, name: str, num_bytes: int, write: Callable[[int], None], *, if_absent: bool) -> None:
         target = self.path(name)
-        folder = _folder_of(name)
-        with self._translating("write", name, num_bytes), self._made_root() as root:
+        folder = folder_of(name)
+        with translating(self.root, "write", name, num_bytes), self._made_root() as root:
             if if_absent and _kind(root, name) is not None:  # avoids a useless write; link() decides
                 raise already_exists(target, name)
             folder_fd, temp, fd = self._create(root, folder)
@@ -147,40 +141,40 @@ class LocalStore(Store):
                     raise
                 finally:
                     os.close(fd)  # releases the lock
-                _sync(folder_fd)  # then the name
+                sync_names(folder_fd)  # then the name
             finally:
                 os.close(folder_fd)
-            self._sync_up(root, folder)
+            self._names.sync_up(root, folder)
 
     @override
     def link(self, source: str, name: str) -> None:
         """Make a hard link, so that both names share their bytes on the disk."""
         origin, target = self.path(source), self.path(name)
-        folder, last = _folder_of(name), target.name
-        with self._translating("link", name), self._rooted() as root:
+        folder, last = folder_of(name), target.name
+        with translating(self.root, "link", name), self._rooted() as root:
             kind = None if root is None else _kind(root, source)
             if root is None or kind is None or stat.S_ISDIR(kind):
                 raise NotFound(f"{origin} does not exist.", key=source)
             if not stat.S_ISREG(kind):
-                raise _refused(f"Cannot link {origin}", source, _NOT_REGULAR)
+                raise refused(f"Cannot link {origin}", source, NOT_REGULAR)
             temp = _unfinished()
             folder_fd = self._enter(root, folder)
             try:
-                with opened_folder(root, _folder_of(source)) as source_fd:
+                with opened_folder(root, folder_of(source)) as source_fd:
                     _link(source_fd, origin.name, folder_fd, temp, target, name)
                 try:
                     os.replace(temp, last, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
                 finally:
                     with suppress(FileNotFoundError):  # renaming between two names of one file does nothing
                         os.unlink(temp, dir_fd=folder_fd)
-                _sync(folder_fd)
+                sync_names(folder_fd)
             finally:
                 os.close(folder_fd)
-            self._sync_up(root, folder)
+            self._names.sync_up(root, folder)
 
     @override
     def get(self, name: str) -> bytes:
-        with self._translating("read", name), self._opened(name) as fd:
+        with translating(self.root, "read", name), self._opened(name) as fd:
             num_bytes = os.fstat(fd).st_size
             check_size(name, num_bytes)
             data = bytearray(num_bytes)
@@ -189,7 +183,7 @@ class LocalStore(Store):
 
     @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        with self._translating("read", name, len(buffer)), self._opened(name) as fd:
+        with translating(self.root, "read", name, len(buffer)), self._opened(name) as fd:
             got = direct_io.read(fd, offset, buffer)
             if got < len(buffer):
                 raise ends_early(self.root / name, name, os.fstat(fd).st_size, offset, len(buffer))
@@ -198,12 +192,12 @@ class LocalStore(Store):
     def append(self, name: str, data: bytes) -> None:
         check_name(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with self._translating("append to", name, len(data)), self._made_root() as root:
-            folder_fd, fd = self._open_in(root, _folder_of(name), name.rpartition("/")[2], flags)
+        with translating(self.root, "append to", name, len(data)), self._made_root() as root:
+            folder_fd, fd = self._open_in(root, folder_of(name), name.rpartition("/")[2], flags)
             os.close(folder_fd)
             try:
                 if os.fstat(fd).st_nlink != 1:
-                    raise _refused(f"Cannot append to {self.root / name}", name, _OTHER_NAMES)
+                    raise refused(f"Cannot append to {self.root / name}", name, _OTHER_NAMES)
                 rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(fd, rest) :]
@@ -221,7 +215,7 @@ class LocalStore(Store):
 
     @override
     def size(self, name: str) -> int | None:
-        with self._translating("find", name):
+        with translating(self.root, "find", name):
             try:
                 with self._opened(name) as fd:
                     return os.fstat(fd).st_size
@@ -236,14 +230,14 @@ class LocalStore(Store):
             RetryLater: the store failed; the object may still exist.
         """
         check_name(name)
-        folder, last = _folder_of(name), name.rpartition("/")[2]
-        with self._translating("delete", name), self._rooted() as root:
+        folder, last = folder_of(name), name.rpartition("/")[2]
+        with translating(self.root, "delete", name), self._rooted() as root:
             if root is None:
                 return
-            with suppress(FileNotFoundError, NotADirectoryError), _opened_for_sync(root, folder) as folder_fd:
+            with suppress(FileNotFoundError, NotADirectoryError), opened_for_sync(root, folder) as folder_fd:
                 with suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(last, dir_fd=folder_fd)
-                _sync(folder_fd)
+                sync_names(folder_fd)
             self._remove_empty(root, folder)
 
     @override
@@ -252,14 +246,14 @@ class LocalStore(Store):
 
         Another process may have removed the folder since, and made it again.
         """
-        with self._translating("sync", folder), self._rooted() as root:
+        with translating(self.root, "sync", folder), self._rooted() as root:
             if root is None:
                 return
             with suppress(FileNotFoundError, NotADirectoryError):
-                for level in (folder, *map(_folder_of, _levels(folder))):
-                    with _opened_for_sync(root, level) as fd:
-                        _sync(fd)
-            self._sync_up(root, "")
+                for level in (folder, *map(folder_of, levels(folder))):
+                    with opened_for_sync(root, level) as fd:
+                        sync_names(fd)
+            self._names.sync_up(root, "")
 
     @override
     def sweep(self, prefix: str = "") -> None:
@@ -268,7 +262,7 @@ class LocalStore(Store):
         Raises:
             RetryLater: the store failed.
         """
-        with self._translating("sweep", check_prefix(prefix)), self._rooted() as root:
+        with translating(self.root, "sweep", check_prefix(prefix)), self._rooted() as root:
             if root is None:
                 return
             for folder, folder_fd, entry in _walk(root, prefix):
@@ -276,7 +270,7 @@ class LocalStore(Store):
                     self._remove_empty(root, folder)
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        with self._translating("list", prefix), self._rooted() as root:
+        with translating(self.root, "list", prefix), self._rooted() as root:
             if root is None:
                 return
             for folder, _, entry in _walk(root, prefix):
@@ -309,7 +303,7 @@ class LocalStore(Store):
             for level in (*reversed(self._real.parents), self._real):
                 if not level.is_dir():
                     level.mkdir(exist_ok=True)
-                    _sync_directory(level.parent)
+                    sync_directory(level.parent)
             fd = self._open_root()
         if fd is None:
             raise RetryLater(self._vanished("is gone"))
@@ -349,13 +343,13 @@ class LocalStore(Store):
         )
 
     def _enter(self, root: int, folder: str) -> int:
-        """Open a folder below the root, creating it if missing; `_sync_up` makes it durable."""
+        """Open a folder below the root, creating it if missing; `DurableNames.sync_up` makes it durable."""
         for _ in range(_MAX_CREATE_TRIES):
             with suppress(FileNotFoundError):
-                return _open_for_sync(root, folder)
+                return open_for_sync(root, folder)
             with suppress(FileNotFoundError):  # deletes remove empty folders
                 make_folders(root, folder)
-        return _open_for_sync(root, folder)
+        return open_for_sync(root, folder)
 
     def _open_in(self, root: int, folder: str, name: str, flags: int) -> tuple[int, int]:
         """Open a file, creating its folder if missing; return the descriptors of folder and file."""
@@ -378,7 +372,7 @@ class LocalStore(Store):
             temp = _unfinished()
             folder_fd, fd = self._open_in(root, folder, temp, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
-                with _ignoring(*_CANNOT_LOCK):  # without locks, sweep() removes nothing
+                with ignoring(*_CANNOT_LOCK):  # without locks, sweep() removes nothing
                     fcntl.flock(fd, fcntl.LOCK_EX)
                 if os.fstat(fd).st_nlink:
                     return folder_fd, temp, fd
@@ -391,37 +385,12 @@ class LocalStore(Store):
             os.close(fd)  # a sweep came between creation and lock, and removed the file as abandoned
             os.close(folder_fd)
 
-    def _sync_up(self, root: int, folder: str) -> None:
-        """Make the names of a folder, of its parents and of the root durable.
-
-        Each level once, whoever created it: another process may have, without having reached its fsync. Twice
-        would double the time of a small put, since even an fsync without changes flushes the disk's cache.
-        """
-        for level in _levels(folder):
-            info = os.stat(level, dir_fd=root, follow_symlinks=False)
-            if self._durable.get(level) != (info.st_dev, info.st_ino):
-                with _opened_for_sync(root, _folder_of(level)) as above:
-                    _sync(above)
-                self._remember(level, info)
-        info = os.fstat(root)
-        if self._durable.get("") != (info.st_dev, info.st_ino):
-            for level in self._real.parents:  # whoever created them; above a mount point nothing is ours
-                if level.stat().st_dev != info.st_dev and level != self._real.parent:
-                    break
-                _sync_directory(level)
-            self._remember("", info)
-
-    def _remember(self, level: str, info: os.stat_result) -> None:
-        if len(self._durable) >= _MAX_DURABLE:
-            self._durable.clear()
-        self._durable[level] = info.st_dev, info.st_ino
-
     def _remove_empty(self, root: int, folder: str) -> None:
         with suppress(OSError):  # not empty, gone, or not ours: an empty directory does no harm
-            for level in _levels(folder):
-                with opened_folder(root, _folder_of(level)) as above:
+            for level in levels(folder):
+                with opened_folder(root, folder_of(level)) as above:
                     os.rmdir(level.rpartition("/")[2], dir_fd=above)
-                self._durable.pop(level, None)
+                self._names.forget(level)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
@@ -436,65 +405,13 @@ class LocalStore(Store):
             except IsADirectoryError:
                 raise NotFound(f"{path} is a directory, not an object.", key=name) from None
             except OSError as error:
-                if not _is_foreign(error):
+                if not is_foreign(error):
                     raise
-                raise Corrupt(f"Cannot read {path}: {_why_foreign(error)}", key=name) from None
+                raise Corrupt(f"Cannot read {path}: {why_foreign(error)}", key=name) from None
             try:
                 yield fd
             finally:
                 os.close(fd)
-
-    @contextmanager
-    def _translating(self, verb: str, name: str, num_bytes: int | None = None) -> Iterator[None]:
-        """Translate errors of the operating system into ours."""
-        try:
-            yield
-        except (Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported):
-            raise
-        except OSError as error:
-            path = self.root / name
-            if _is_foreign(error):
-                raise _refused(f"Cannot {verb} {path}", name, _why_foreign(error)) from None
-            if error.errno in _IN_THE_WAY:
-                raise InvalidInput(
-                    f"Cannot {verb} {path}: the name belongs to a directory, or a part of the path is a file "
-                    f"({error.strerror}). Nothing was changed.",
-                    key=name,
-                ) from error
-            kind = Denied if error.errno in _DENIED else RetryLater
-            raise kind(_failure(verb, path, error, num_bytes), key=name) from error
-
-
-def _failure(verb: str, path: Path, error: OSError, num_bytes: int | None) -> str:
-    amount = "" if num_bytes is None else f" ({num_bytes} bytes)"
-    space = ""
-    if error.errno in _FULL:
-        space = f" {_free_space(path)} Free some space, or keep fewer checkpoints."
-    if error.errno in _DENIED:
-        space = " Change its permissions, or use a place that this user may write to."
-    changed = " Earlier data is unchanged." if verb == "write" else ""
-    return f"Could not {verb} {path}{amount}: {error.strerror} (errno {error.errno}).{space}{changed}"
-
-
-def _free_space(path: Path) -> str:
-    for place in path.parents:
-        with suppress(OSError):
-            info = os.statvfs(place)
-            return f"Its file system has {info.f_bavail * info.f_frsize} bytes free (a quota may allow less)."
-    return "Its free space is unknown."
-
-
-def _is_foreign(error: OSError) -> bool:
-    """Return True if the error shows a file that no store has made."""
-    return isinstance(error, NotRegular) or error.errno == errno.ELOOP
-
-
-def _why_foreign(error: OSError) -> str:
-    return _NOT_REGULAR if isinstance(error, NotRegular) else _LINK
-
-
-def _refused(cannot: str, name: str, why: str) -> InvalidInput:
-    return InvalidInput(f"{cannot}: {why} Nothing was changed.", key=name)
 
 
 def _publish(folder_fd: int, temp: str, target: Path, name: str, *, if_absent: bool) -> None:
@@ -527,21 +444,9 @@ def _unfinished() -> str:
     return f"{UNFINISHED}{os.getpid()}-{os.urandom(8).hex()}"
 
 
-def _folder_of(name: str) -> str:
-    """Return the part of a name before its last slash, or "" for the root."""
-    return name.rpartition("/")[0]
-
-
-def _levels(folder: str) -> Iterator[str]:
-    """Yield a folder and its parents, without the root."""
-    while folder:
-        yield folder
-        folder = _folder_of(folder)
-
-
 def _kind(root: int, name: str) -> int | None:
     """Return the mode bits of a name, or None if it does not exist. Links are not followed."""
-    with suppress(FileNotFoundError, NotADirectoryError), opened_folder(root, _folder_of(name)) as folder_fd:
+    with suppress(FileNotFoundError, NotADirectoryError), opened_folder(root, folder_of(name)) as folder_fd:
         return os.stat(name.rpartition("/")[2], dir_fd=folder_fd, follow_symlinks=False).st_mode
     return None
 
@@ -568,39 +473,6 @@ def _walk(root: int, prefix: str) -> Iterator[tuple[str, int, os.DirEntry[str]]]
                     pending.append((f"{folder}/{entry.name}" if folder else entry.name, ""))
 
 
-def _open_for_sync(root: int, folder: str) -> int:
-    try:
-        return open_below(root, folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # it may be entered but not read; this is the only way to sync it
-        return open_below(root, folder, O_PATH | os.O_DIRECTORY)
-
-
-@contextmanager
-def _opened_for_sync(root: int, folder: str) -> Iterator[int]:
-    fd = _open_for_sync(root, folder)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _sync(folder_fd: int) -> None:
-    with _ignoring(*_CANNOT_FSYNC):  # some FUSE file systems have no fsync for directories
-        os.fsync(folder_fd)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the names in a directory above the root durable."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:
-        return
-    try:
-        _sync(fd)
-    finally:
-        os.close(fd)
-
-
 def _remove_if_abandoned(folder_fd: int, temp: str) -> bool:
     """Remove an unfinished file if its lock is free: its writer is dead."""
     try:
@@ -608,7 +480,7 @@ def _remove_if_abandoned(folder_fd: int, temp: str) -> bool:
     except (FileNotFoundError, PermissionError):  # finished meanwhile, or another user's
         return False
     except OSError as error:
-        if not _is_foreign(error):
+        if not is_foreign(error):
             raise
         return False  # not made by a store
     try:
@@ -624,12 +496,3 @@ def _remove_if_abandoned(folder_fd: int, temp: str) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-@contextmanager
-def _ignoring(*numbers: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in numbers:
-            raise

@@ -71,8 +71,6 @@ def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Itera
     """Open a folder below an open one for the block; use its descriptor as `dir_fd`.
 
     Args:
-        folder_fd: as in `open_below`.
-        path: as in `open_below`.
         readable: open it for listing and fsync as well.
 
     Raises:

@@ -14,9 +14,7 @@ class MultipartBody:
     buffers' producer is raised and also kept in `error`, in case the consumer wraps it.
 
     Args:
-        name: the object, for the error.
         parts: its bytes in order, split in any way.
-        num_bytes: total size.
         segment_bytes: size of each segment except the last.
     """
 

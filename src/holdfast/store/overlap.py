@@ -59,12 +59,10 @@ def _identity_of(path: Path) -> Identity:
         with suppress(OSError):
             facts = level.stat()
             names = path.relative_to(level).parts
-            return (facts.st_dev, facts.st_ino), _folded(names) if _ignores_case(level) else names
+            if _ignores_case(level):
+                names = tuple(name.casefold() for name in names)
+            return (facts.st_dev, facts.st_ino), names
     return None, path.parts
-
-
-def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name.casefold() for name in names)
 
 
 def _ignores_case(directory: Path) -> bool:

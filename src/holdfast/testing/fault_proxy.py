@@ -78,8 +78,6 @@ class FaultProxy:
         ...     store = open_store(f"s3://bucket/run?endpoint_url={proxy.url}")
 
     Args:
-        host: host of the server.
-        port: port of the server.
         listen_on: port of the proxy; 0 for a free one.
 
     Attributes:

@@ -50,7 +50,7 @@ def main() -> int:
         _install_signals(uploader, is_foreground=config.until_signal)
         uploader.prepare()
     except HoldfastError as error:
-        _send_result(args.ready, json.dumps({"kind": error.kind, "message": str(error)}))
+        _send_result(args.ready, json.dumps({"error": type(error).__name__, "message": str(error)}))
         _log.error(error)
         return 2
     _send_result(args.ready, "ready\n")

@@ -36,12 +36,7 @@ class Downloaded:
 
 
 class Download:
-    """Download of objects into a directory. Each file appears whole or not at all.
-
-    Args:
-        store: the bucket.
-        directory: write-back directory.
-    """
+    """Download of objects into a directory. Each file appears whole or not at all."""
 
     def __init__(self, store: Store, directory: Path) -> None:
         self._store, self._directory = store, directory
@@ -80,11 +75,10 @@ class Download:
             return digest(self._store.get(entry.name)) == sent.digest
         return False
 
-    def bring(self, entries: list[ObjectInfo], replaced: dict[str, Fingerprint]) -> Iterator[Downloaded]:
+    def fetch(self, entries: list[ObjectInfo], replaced: dict[str, Fingerprint]) -> Iterator[Downloaded]:
         """Download objects, several at once.
 
         Args:
-            entries: objects to download.
             replaced: files that may be replaced if they have not changed. Other existing files are kept.
 
         Raises:
@@ -92,7 +86,7 @@ class Download:
         """
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-fetch") as pool:
             jobs = [
-                pool.submit(self._bring, number, entry, replaced.get(entry.name))
+                pool.submit(self._fetch_one, number, entry, replaced.get(entry.name))
                 for number, entry in enumerate(entries)
             ]
             try:
@@ -103,7 +97,7 @@ class Download:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _bring(self, number: int, entry: ObjectInfo, replaced: Fingerprint | None) -> Downloaded | None:
+    def _fetch_one(self, number: int, entry: ObjectInfo, replaced: Fingerprint | None) -> Downloaded | None:
         temp, target = self._folder / str(number), self._directory / entry.name
         try:
             found = self._download(entry, temp)

@@ -118,7 +118,6 @@ def walk(
     """Yield the name and state of everything below `root` except directories.
 
     Args:
-        root: directory to walk.
         is_excluded: returns True for names to leave out. Directories of such names are not entered.
         below: subdirectory to which the walk is limited.
     """

@@ -41,7 +41,6 @@ class TreeWatch:
     """TreeWatch of a directory and everything below it.
 
     Args:
-        root: directory to watch.
         is_excluded: returns True for names that are not watched, nor anything below them.
 
     Raises:

@@ -23,6 +23,11 @@ _WAIT_S = 30.0  # for another process's transaction
 _ENTRY = "number, name, source, form, bytes, changed_ns, inode, digest"
 _SENT = "name, bytes, changed_ns, inode, digest"
 _PROBLEM = "name, bytes, changed_ns, inode, kind, why"
+# Unlike REPLACE, this keeps the place of a row, as a dictionary does.
+_WRITE_SENT = """
+INSERT INTO sent VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET
+    bytes = excluded.bytes, changed_ns = excluded.changed_ns, inode = excluded.inode, digest = excluded.digest
+"""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS fact (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entry (
@@ -37,10 +42,6 @@ CREATE TABLE IF NOT EXISTS problem (
 
 class Journal:
     """Journal of one directory. One process writes it, and any process may read it.
-
-    Args:
-        directory: write-back directory.
-        is_reader: True to read only.
 
     Raises:
         NotFound: the journal to read does not exist.
@@ -113,7 +114,7 @@ class Journal:
         with self._translate_errors(), self._transaction():
             ask = self._base.execute
             entries = {row[0]: _entry(row) for row in ask(f"SELECT {_ENTRY} FROM entry ORDER BY number")}
-            rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # newest last: REPLACE assigns a new rowid
+            rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # in the order of the queue
             sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in rows}
             problems = {
                 row[0]: Problem(row[4], row[5], Fingerprint(*row[1:4]))
@@ -137,7 +138,7 @@ class Journal:
             self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(value.number),))
         elif isinstance(value, Sent):
             row = (write.key, *_columns(value.fingerprint), value.digest)
-            self._base.execute("INSERT OR REPLACE INTO sent VALUES (?, ?, ?, ?, ?)", row)
+            self._base.execute(_WRITE_SENT, row)
         else:
             row = (write.key, *_columns(value.fingerprint), value.kind, value.why)
             self._base.execute("INSERT OR REPLACE INTO problem VALUES (?, ?, ?, ?, ?, ?)", row)

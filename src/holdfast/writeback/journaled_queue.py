@@ -58,7 +58,7 @@ class JournaledQueue:
                 self.order.begin(entry)
             return entry
 
-    def tell(self, trouble: str) -> None:
+    def set_problem(self, trouble: str) -> None:
         """Record why the first upload fails, for readers of the status. An empty string clears it."""
         if trouble == self._trouble:
             return

@@ -13,10 +13,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from holdfast import errors
 from holdfast.documents import decode_object
 from holdfast.entry import command
-from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import (
+    ERRORS,
+    Conflict,
+    Corrupt,
+    HoldfastError,
+    InvalidInput,
+    NotFound,
+    RetryLater,
+    Unsupported,
+)
 from holdfast.store import open_store
 from holdfast.writeback.config import EXCLUDED, UploaderConfig
 from holdfast.writeback.journal import FOLDER, Journal
@@ -255,11 +263,6 @@ def _error(reply: bytes | None, folder: Path, config: UploaderConfig) -> Holdfas
         return RetryLater(_LATE.format(config.directory, config.place))
     with suppress(Corrupt):
         facts = decode_object(reply, "the uploader's reply", any_text=True)
-        kinds = {kind.kind: kind for kind in vars(errors).values() if _is_error(kind)}
-        return kinds[facts.choice("kind", kinds)](facts.text("message"))
+        return ERRORS[facts.choice("error", ERRORS)](facts.text("message"))
     tail = (folder / LOG).read_text(errors="replace")[-2000:]
     return RetryLater(f"The uploader of {config.directory} died while it started. Its log: {tail}")
-
-
-def _is_error(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, HoldfastError)

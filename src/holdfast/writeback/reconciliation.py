@@ -41,8 +41,8 @@ def reconcile(
     """
     check_newest_attempt(store, config.owner, config.attempt)
     is_behind = _is_behind(store, config, queue)
-    fetch = Download(store, root)
-    objects = {entry.name: entry for entry in fetch.listed(config.is_excluded)}
+    download = Download(store, root)
+    objects = {entry.name: entry for entry in download.listed(config.is_excluded)}
     found, _ = scan(root, config.is_excluded)
     aside = _files_to_set_aside(queue.order, found, objects, is_behind=is_behind)
     if is_behind:
@@ -52,7 +52,7 @@ def reconcile(
             versions.drop(number)
     _set_aside(root, aside)
     if config.fetch:
-        _fetch(fetch, queue, objects, [one for one in found if one.name not in aside], is_behind=is_behind)
+        _fetch(download, queue, objects, [one for one in found if one.name not in aside], is_behind=is_behind)
     queue.journal.set(owner=config.owner, attempt=str(config.attempt))
 
 
@@ -64,7 +64,7 @@ def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> b
 
 
 def _fetch(
-    fetch: Download,
+    download: Download,
     queue: JournaledQueue,
     objects: dict[str, ObjectInfo],
     found: list[ScannedFile],
@@ -72,9 +72,9 @@ def _fetch(
     is_behind: bool,
 ) -> None:
     present = {one.name: one for one in found}
-    wanted, replaced = _wanted(queue.order, objects, present, fetch, is_behind=is_behind)
-    fetch.check_room(wanted)
-    for one in fetch.bring(wanted, replaced):
+    wanted, replaced = _wanted(queue.order, objects, present, download, is_behind=is_behind)
+    download.check_room(wanted)
+    for one in download.fetch(wanted, replaced):
         queue.do(lambda order, one=one: order.mark_downloaded(one.name, one.sent))
 
 
@@ -105,7 +105,7 @@ def _wanted(
     order: UploadQueue,
     objects: dict[str, ObjectInfo],
     present: dict[str, ScannedFile],
-    fetch: Download,
+    download: Download,
     *,
     is_behind: bool,
 ) -> tuple[list[ObjectInfo], dict[str, Fingerprint]]:
@@ -119,7 +119,9 @@ def _wanted(
             if sent is None:  # otherwise the file was deleted here while no uploader was running
                 wanted.append(entry)
         elif is_behind or (
-            sent is not None and sent.fingerprint.matches(one.fingerprint) and not fetch.is_same(entry, sent)
+            sent is not None
+            and sent.fingerprint.matches(one.fingerprint)
+            and not download.is_same(entry, sent)
         ):
             wanted.append(entry)
             replaced[name] = one.fingerprint

@@ -46,9 +46,6 @@ class Sender:
     """Thread that uploads the entries of a queue.
 
     Args:
-        store: the bucket.
-        queue: the queue.
-        versions: the kept versions.
         config: settings of the uploader. Sending ends when a newer attempt of its owner mounts the place.
     """
 
@@ -102,7 +99,7 @@ class Sender:
             self._pause(entry, error)
         else:
             self._outage = _Outage()
-            self._queue.tell("")
+            self._queue.set_problem("")
 
     def _pause(self, entry: Upload, error: Exception) -> None:
         now_s = time.monotonic()
@@ -110,7 +107,7 @@ class Sender:
             self._outage.since_s = now_s
         self._outage.num_tries += 1
         since_s = now_s - self._outage.since_s
-        self._queue.tell(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
+        self._queue.set_problem(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
         pause_s = backoff.doubled(self._outage.num_tries, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         self._stopping.wait(backoff.jittered(pause_s))
 
@@ -190,7 +187,9 @@ class Sender:
                 self._skip(entry, SKIPPED, why)
                 return False
             if waited_s > 1:
-                self._queue.tell(f"{entry.name} was opened for writing again; files closed later wait for it")
+                self._queue.set_problem(
+                    f"{entry.name} was opened for writing again; files closed later wait for it"
+                )
             if self._stopping.wait(_LOOK_S):
                 raise _Changed
         return True

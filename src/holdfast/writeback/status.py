@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -139,17 +138,12 @@ def status_of(directory: str | os.PathLike[str]) -> DirectoryStatus:
 
 
 def wait_until_settled(
-    directory: str | os.PathLike[str],
-    *,
-    timeout_s: float | None = None,
-    seen: Callable[[DirectoryStatus], None] | None = None,
+    directory: str | os.PathLike[str], *, timeout_s: float | None = None
 ) -> DirectoryStatus:
     """Wait until every file that can be uploaded is in the bucket.
 
     Args:
-        directory: write-back directory.
         timeout_s: limit for waiting. None: as long as the uploader is running.
-        seen: called with each status on the way.
 
     Returns:
         The last status: settled, or with an uploader that is dead or has ended.
@@ -163,8 +157,6 @@ def wait_until_settled(
     began_s = time.monotonic()
     while True:
         status = status_of(directory)
-        if seen:
-            seen(status)
         if (status.is_settled and status.uploader != STARTING) or not status.is_running:
             return status
         waited_s = time.monotonic() - began_s

@@ -133,9 +133,13 @@ class UploadQueue:
         noted = self.entries[entry.number].version
         if noted and sent.fingerprint.changed_ns == UNSETTLED:
             sent = Sent(noted.fingerprint, sent.digest)  # the entry may have been confirmed meanwhile
-        self.sent.pop(entry.name, None)  # so that the newest is last
+        moved = []
+        before = self.sent.get(entry.name)
+        if before is not None and before.digest != sent.digest:  # so that the newest bytes are last
+            del self.sent[entry.name]
+            moved = [JournalWrite("sent", entry.name, None)]
         self.sent[entry.name] = sent
-        return [JournalWrite("sent", entry.name, sent), *self._drop(entry.number)]
+        return [*moved, JournalWrite("sent", entry.name, sent), *self._drop(entry.number)]
 
     def confirm(self, name: str, version: Version) -> Writes | None:
         """Confirm that a file read too soon has not changed since. Return None if it has."""
@@ -202,10 +206,22 @@ class UploadQueue:
         return present | set(self.problems)
 
     def newest_first(self) -> list[str]:
-        """Return names, newest first. Deleting in this order removes markers before their data."""
-        dated = [*self.problems, *self.sent, *(entry.name for entry in self.entries.values())]
+        """Return names, those with the newest bytes first: so markers are deleted before their data.
+
+        A file that was written again with the same bytes keeps its place: a job that was killed repeats its
+        last step, and writes the data again beside the marker of the first time. Of a pending version without
+        a digest only the size is compared.
+        """
+        dated: dict[str, tuple[str, int] | None] = dict.fromkeys(self.problems)
+        for name, one in self.sent.items():
+            _date(dated, name, one.digest, one.fingerprint.num_bytes)
+        for entry in self.entries.values():
+            if entry.version is not None:
+                _date(dated, entry.name, entry.version.digest, entry.version.fingerprint.num_bytes)
+            elif entry.name not in self.problems:
+                dated.pop(entry.name, None)
         present = self.names()
-        return [name for name in dict.fromkeys(reversed(dated)) if name in present]
+        return [name for name in reversed(dated) if name in present]
 
     def has_pending(self, name: str) -> bool:
         """Return True if a change of this name is queued."""
@@ -229,3 +245,11 @@ class UploadQueue:
 
     def _clear_problem(self, name: str) -> Writes:
         return [JournalWrite("problem", name, None)] if self.problems.pop(name, None) else []
+
+
+def _date(dated: dict[str, tuple[str, int] | None], name: str, digest: str, num_bytes: int) -> None:
+    """Move a name to the end, unless its bytes are those of its version before."""
+    before = dated.get(name)
+    if before is None or before[1] != num_bytes or (digest and before[0] and digest != before[0]):
+        dated.pop(name, None)
+    dated[name] = digest, num_bytes

@@ -59,11 +59,7 @@ _MAX_LOST_VERSIONS = 100
 
 
 class Uploader:
-    """Uploader of one directory. One thread does everything except sending.
-
-    Args:
-        config: configuration.
-    """
+    """Uploader of one directory. One thread does everything except sending."""
 
     def __init__(self, config: UploaderConfig) -> None:
         self._config = config
@@ -74,6 +70,7 @@ class Uploader:
         self._lost_versions: Counter[str] = (
             Counter()
         )  # number of lost versions of a name since its last kept one
+        self._lost_open: dict[str, float] = {}  # ends of the wait for files that were open again, by name
         self._deferred: dict[str, None] = {}  # names to be removed later
         self._open: dict[str, float] = {}  # times of the next check of files that were open
         self._recheck: dict[str, float] = {}
@@ -185,7 +182,8 @@ class Uploader:
         is_open = self._has_open_files()
         if is_open and not self._is_finishing and waited_s < self._config.linger_s:
             return None
-        lock_fd = None if self._recheck or self._deferred else self._lock_out_holders()
+        has_work = self._recheck or (self._deferred and not self._lost_open)
+        lock_fd = None if has_work else self._lock_out_holders()
         if lock_fd is None:
             return None
         self._read_events()
@@ -300,12 +298,12 @@ class Uploader:
         """
         self._recheck.pop(name, None)
         self._open.pop(name, None)
-        self._lost_versions.pop(name, None)
+        self._forget_lost(name)
         self._deferred[name] = None
         self._remove_deferred()
 
     def _remove_deferred(self) -> None:
-        if self._lost_versions:
+        if self._lost_versions or self._lost_open:
             return
         for name in list(self._deferred):
             self._queue.do(lambda order, name=name: order.remove(name))
@@ -318,7 +316,7 @@ class Uploader:
 
     # -- versions --------------------------------------------------------------------------------------------
 
-    def _capture(self, name: str, *, source: str = "", is_second_look: bool = False) -> None:
+    def _capture(self, name: str, *, source: str = "", is_second_scan: bool = False) -> None:
         """Keep the version of a file that was just closed, and queue it."""
         if name_problem(name) or self._is_closed_again(name):
             return
@@ -337,23 +335,42 @@ class Uploader:
                 self._remove(name)
                 return
             number = self._queue.order.next_number()
-            version = self._versions.take(number, name, fd, lambda: self._is_closed_again(name, take=True))
+            version = self._versions.capture(
+                number, name, fd, lambda: self._is_closed_again(name, reads_events=True)
+            )
         finally:
             os.close(fd)
         if version is not None:
-            self._enqueue(name, version, source, is_second_look=is_second_look)
+            self._enqueue(name, version, source, is_second_scan=is_second_scan)
             self._deferred.pop(name, None)  # it exists again
             self._open.pop(name, None)
-            self._lost_versions.pop(name, None)
+            self._forget_lost(name)
             self._remove_deferred()
-        elif not self._pending_closes[name]:
+            return
+        if not is_second_scan:
+            self._note_lost_open(name)
+        if not self._pending_closes[name]:
             self._open[name] = time.monotonic() + _OPEN_S
 
-    def _enqueue(self, name: str, version: Version, source: str, *, is_second_look: bool) -> None:
+    def _note_lost_open(self, name: str) -> None:
+        """Record that a closed version was lost, as the file is open again.
+
+        Only a file that the bucket has or will have: nothing there refers to older files through another one.
+        """
+        with self._queue.changed:
+            is_known = self._queue.order.fingerprint(name) is not None
+        if is_known and name not in self._lost_open:
+            self._lost_open[name] = time.monotonic() + self._config.open_limit_s
+
+    def _forget_lost(self, name: str) -> None:
+        self._lost_versions.pop(name, None)
+        self._lost_open.pop(name, None)
+
+    def _enqueue(self, name: str, version: Version, source: str, *, is_second_scan: bool) -> None:
         is_settled = []
 
         def confirm_or_put(order: UploadQueue) -> Writes:
-            writes = order.confirm(name, version) if is_second_look and version.digest else None
+            writes = order.confirm(name, version) if is_second_scan and version.digest else None
             is_settled.append(writes is not None)
             return order.put(name, version, source=source) if writes is None else writes
 
@@ -367,9 +384,9 @@ class Uploader:
         else:
             self._recheck.pop(name, None)
 
-    def _is_closed_again(self, name: str, *, take: bool = False) -> bool:
+    def _is_closed_again(self, name: str, *, reads_events: bool = False) -> bool:
         """Return True if a file has been closed again since the event."""
-        if take:
+        if reads_events:
             self._read_events()
         if not self._pending_closes[name]:
             return False
@@ -384,12 +401,16 @@ class Uploader:
         Closing an open file is an event anyway. This covers files whose closing causes none.
         """
         now_s = time.monotonic()
+        if expired := [name for name, end_s in self._lost_open.items() if end_s <= now_s]:
+            for name in expired:
+                del self._lost_open[name]
+            self._remove_deferred()
         for name in [name for name, due_s in self._open.items() if due_s <= now_s]:
             del self._open[name]
-            self._capture(name, is_second_look=True)
+            self._capture(name, is_second_scan=True)
         for name in [name for name, due_s in self._recheck.items() if due_s <= now_s]:
             del self._recheck[name]
-            self._capture(name, is_second_look=True)
+            self._capture(name, is_second_scan=True)
 
     def _scan_all(self, below: str = "", *, renamed: tuple[str, str] | None = None) -> None:
         """Queue all files that differ from the queue's newest version, oldest change first.

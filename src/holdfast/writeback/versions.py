@@ -28,7 +28,6 @@ class KeptVersions:
     hard link survives deletion and replacement of the file, but not a write in place.
 
     Args:
-        directory: write-back directory.
         copy_bytes: largest file to copy.
     """
 
@@ -42,13 +41,11 @@ class KeptVersions:
         """Return the path of a version's bytes."""
         return self._directory / name if form == PATH else self._folder / str(number)
 
-    def take(self, number: int, name: str, fd: int, is_closed_again: Callable[[], bool]) -> Version | None:
+    def capture(self, number: int, name: str, fd: int, is_closed_again: Callable[[], bool]) -> Version | None:
         """Keep a file as it was when it was closed.
 
         Args:
             number: number of the future upload.
-            name: name of the file.
-            fd: the file, open for reading.
             is_closed_again: returns True if the file has been closed again. Called after the file was read.
 
         Returns:
@@ -81,8 +78,8 @@ class KeptVersions:
         """Delete versions whose upload is not in the journal, left by a kill.
 
         Returns:
-            The inodes of files whose links changed here, or shortly before the kill. Their ctime says nothing
-            about their contents.
+            The inodes of files whose links changed here, or shortly before the kill. Their ctime does not
+            show whether their contents changed.
         """
         touched = set()
         for path in self._folder.iterdir():

@@ -12,7 +12,7 @@ from holdfast.adapters.nebula.packed_value import pack, unpack
 from holdfast.adapters.nebula.settings import make_settings
 from holdfast.adapters.nebula.tags import goes_back, key_of, named_step, next_step
 from holdfast.errors import InvalidInput
-from holdfast.format.layout import Piece, lay_out
+from holdfast.format.layout import Shard, lay_out
 
 GB = 1 << 30
 
@@ -76,8 +76,8 @@ def test_a_variable_that_is_not_a_number_is_named_in_the_error(name: str) -> Non
 @given(st.lists(st.integers(0, 100_000), max_size=50))
 def test_the_required_number_of_bytes_is_enough(sizes: list[int]) -> None:
     tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    pieces = [Piece.whole(f"model.layer.{i}.weight", "U8", (size,)) for i, size in enumerate(sizes)]
-    assert lay_out(pieces, 0).file_bytes <= image_bytes(tensors)
+    shards = [Shard.whole(f"model.layer.{i}.weight", "U8", (size,)) for i, size in enumerate(sizes)]
+    assert lay_out(shards, 0).file_bytes <= image_bytes(tensors)
 
 
 plain = st.recursive(

@@ -48,13 +48,13 @@ def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarn
         "cat b/in/x; head -c 7000000 /dev/zero > b/out; echo closed; until [ -e go ]; do sleep 0.02; done",
         head=f'file_mounts: {{b: {{source: "{url}", mode: MOUNT}}}}',
     )
-    harness.wait_until_said(job, "closed")
+    harness.wait_for_output(job, "closed")
     path = harness.files(job).copies / "0"
     assert store.size("out") == 7_000_000, "a file that is closed is in the bucket"
     (rclone,) = rclones(path)
     assert b"testsecret" not in b"".join(words(rclone.pid))
     (harness.files(job).workdir(0) / "go").touch()
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert "seen" in harness.log(job)
     assert fuse.mounted_below(harness.state) == []
     assert rclones(path) == []
@@ -71,7 +71,7 @@ def test_no_kill_leaves_a_stale_mount(harness: JobHarness, s3: Server, what: str
         "echo begun $HOLDFAST_ATTEMPT; until [ -e go ] && cat b/x; do sleep 0.05; done",
         head=f'file_mounts: {{b: {{source: "{url}", mode: MOUNT}}}}',
     )
-    harness.wait_until_said(job, "begun 1")
+    harness.wait_for_output(job, "begun 1")
     path = harness.files(job).copies / "0"
     if what == "rclone":
         processes.kill(rclones(path))
@@ -89,7 +89,7 @@ def test_no_kill_leaves_a_stale_mount(harness: JobHarness, s3: Server, what: str
         harness.engine.jobs()
     (harness.files(job).workdir(0) / "go").touch()
     ended = harness.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert ended.status is JobStatus.SUCCEEDED, harness.describe(job)
     assert "seen" in harness.log(job)
     assert ended.recoveries == (what in ("node", "all"))
     assert fuse.mounted_below(harness.state) == []

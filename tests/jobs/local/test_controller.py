@@ -134,7 +134,7 @@ def test_a_crash_loop_ends(harness: JobHarness) -> None:
 
 def test_a_lost_node_costs_no_restart(harness: JobHarness) -> None:
     job = harness.submit(WAITS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.kill_node(job, 0)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
@@ -144,7 +144,7 @@ def test_a_lost_node_costs_no_restart(harness: JobHarness) -> None:
 def test_a_lost_node_stops_the_others(harness: JobHarness) -> None:
     job = harness.submit(WAITS, head="num_nodes: 2")
     for node in range(2):
-        harness.wait_until_said(job, "attempt 1 is there", node=node)
+        harness.wait_for_output(job, "attempt 1 is there", node=node)
     harness.kill_node(job, 1)
     assert harness.wait(job).status is JobStatus.SUCCEEDED
     for node in range(2):
@@ -155,10 +155,10 @@ def test_a_killed_agent_leaves_no_process_behind(harness: JobHarness) -> None:
     """Including one in its own session, like torchrun's workers, and one that hides its environment."""
     naps = [f"{1000 + os.getpid() / 1e8:.8f}", f"{2000 + os.getpid() / 1e8:.8f}"]
     job = harness.submit(f"setsid sleep {naps[0]} & setsid env -i sleep {naps[1]} &\n" + WAITS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.wait_for(job, lambda: len(sleeping(naps)) == 2, "the sleepers")
     processes.kill(harness.roles(job, "agent"))
-    harness.wait_until_said(job, "attempt 2 of job")
+    harness.wait_for_output(job, "attempt 2 of job")
     assert harness.wait(job).status is JobStatus.SUCCEEDED
     assert harness.of_job(job) == []
     assert sleeping(naps) == []
@@ -188,7 +188,7 @@ def test_background_processes_of_a_script_are_killed_when_it_exits(harness: JobH
 
 def test_a_killed_controller_is_replaced_and_its_job_adopted(harness: JobHarness) -> None:
     job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done; echo done")
-    harness.wait_until_said(job, "begun")
+    harness.wait_for_output(job, "begun")
     harness.kill_controller(job)
     assert [one.status for one in harness.engine.jobs()] == [JobStatus.RUNNING]
     harness.wait_for(job, lambda: locks.is_held(harness.files(job).lock), "a new controller")
@@ -204,7 +204,7 @@ def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness
         "echo begun; until [ -e go ]; do sleep 0.02; done; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75; echo done",
         head="num_nodes: 2",
     )
-    harness.wait_until_said(job, "begun", node=1)
+    harness.wait_for_output(job, "begun", node=1)
     for _ in range(2):
         processes.kill(harness.roles(job, "controller"))
         harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "another controller")
@@ -212,12 +212,12 @@ def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness
         (harness.files(job).workdir(rank) / "go").touch()
     harness.wait_for(job, lambda: harness.record(job).life.status.is_final, "the end")
     life = harness.record(job).life
-    assert (life.status, life.attempt) == (JobStatus.SUCCEEDED, 2), harness.tell(job)
+    assert (life.status, life.attempt) == (JobStatus.SUCCEEDED, 2), harness.describe(job)
 
 
 def test_an_exit_without_a_controller_is_noticed_later(harness: JobHarness) -> None:
     job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done; exit 5")
-    harness.wait_until_said(job, "begun")
+    harness.wait_for_output(job, "begun")
     harness.kill_controller(job)
     (harness.files(job).workdir(0) / "go").touch()
     harness.wait_for(job, lambda: harness.files(job).node(1, 0).ended.exists(), "the end of the node")
@@ -228,7 +228,7 @@ def test_an_exit_without_a_controller_is_noticed_later(harness: JobHarness) -> N
 
 def test_a_node_lost_without_a_controller_is_recovered(harness: JobHarness) -> None:
     job = harness.submit(WAITS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.kill_controller(job)
     harness.kill_node(job, 0)
     ended = harness.wait(job)
@@ -237,7 +237,7 @@ def test_a_node_lost_without_a_controller_is_recovered(harness: JobHarness) -> N
 
 def test_only_one_copy_of_a_job_runs_however_many_commands_supervise_it(harness: JobHarness) -> None:
     job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done")
-    harness.wait_until_said(job, "begun")
+    harness.wait_for_output(job, "begun")
     harness.kill_controller(job)
     askers = [threading.Thread(target=harness.engine.jobs) for _ in range(8)]
     for asker in askers:
@@ -277,7 +277,7 @@ def test_a_job_succeeds_despite_random_kills_of_its_controller_and_agents(harnes
         what = chance.choice(["controller", "agent", "run.sh"])
         processes.kill(harness.named(job, what) if what == "run.sh" else harness.roles(job, what))
     ended = harness.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.tell(job)
+    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.describe(job)
     assert ended.recoveries >= 3, "it was killed indeed"
     assert (harness.files(job).workdir(0) / "n").read_text() == "400\n"
     assert not (harness.files(job).workdir(0).parent / "wrong").exists()
@@ -295,7 +295,7 @@ if [ $HOLDFAST_ATTEMPT = 1 ]; then while true; do sleep 0.02; done; fi
 @pytest.mark.parametrize("status", [PREEMPTED_STATUS, 1])
 def test_a_preempted_job_is_notified_and_recovers(harness: JobHarness, status: int) -> None:
     job = harness.submit(TRAPS % status)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
     harness.engine.preempt(job.id, lead_s=60)
     ended = harness.wait(job)
@@ -308,7 +308,7 @@ def test_a_preempted_job_is_notified_and_recovers(harness: JobHarness, status: i
 
 def test_a_job_without_a_handler_is_killed_at_the_end_of_the_lead(harness: JobHarness) -> None:
     job = harness.submit("trap '' TERM\n" + WAITS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
     harness.engine.preempt(job.id, lead_s=0.2)
     ended = harness.wait(job)
@@ -334,7 +334,7 @@ def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarne
         (cd /; {sys.executable} {trainer} 2>&1 | tee /dev/null | cat)
         """
     )
-    harness.wait_until_said(job, "ready")
+    harness.wait_for_output(job, "ready")
     harness.engine.preempt(job.id, lead_s=60)
     ended = harness.wait(job)
     assert ended.status is JobStatus.SUCCEEDED
@@ -343,7 +343,7 @@ def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarne
 
 def test_a_preemption_requested_without_a_controller_is_delivered_later(harness: JobHarness) -> None:
     job = harness.submit(TRAPS % PREEMPTED_STATUS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
     harness.kill_controller(job)
     harness.engine.preempt(job.id, lead_s=60)
@@ -352,7 +352,7 @@ def test_a_preemption_requested_without_a_controller_is_delivered_later(harness:
 
 def test_cancelling_notifies_the_job_and_ends_it(harness: JobHarness) -> None:
     job = harness.submit(TRAPS % PREEMPTED_STATUS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.engine.cancel(job.id)
     ended = harness.wait(job)
     assert (ended.status, ended.attempt) == (JobStatus.CANCELLED, 1)
@@ -365,7 +365,7 @@ def test_cancelling_notifies_the_job_and_ends_it(harness: JobHarness) -> None:
 
 def test_cancelling_a_job_without_a_handler_ends_it_at_once(harness: JobHarness) -> None:
     job = harness.submit("echo here; sleep 1000")
-    harness.wait_until_said(job, "here")
+    harness.wait_for_output(job, "here")
     harness.engine.cancel(job.id)
     harness.wait(job)
     due = harness.record(job).due
@@ -377,7 +377,7 @@ def test_cancelling_a_job_without_a_handler_ends_it_at_once(harness: JobHarness)
 def test_a_signal_to_the_controller_is_a_notice_to_the_job(harness: JobHarness) -> None:
     """As at a shutdown of the machine. The next command continues the job."""
     job = harness.submit(TRAPS % PREEMPTED_STATUS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
     (controller,) = harness.roles(job, "controller")
     processes.send(controller, signal.SIGTERM)
@@ -389,7 +389,7 @@ def test_a_signal_to_the_controller_is_a_notice_to_the_job(harness: JobHarness) 
 
 def test_a_shell_killed_from_outside_does_not_count_as_an_error(harness: JobHarness) -> None:
     job = harness.submit(WAITS)
-    harness.wait_until_said(job, "attempt 1 is there")
+    harness.wait_for_output(job, "attempt 1 is there")
     processes.kill(harness.named(job, "run.sh"))
     ended = harness.wait(job)
     assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0)
@@ -422,7 +422,7 @@ file_mounts:
     job = harness.submit(
         f"cat here/x {harness.folder}/there/x; echo 1 > here/y; echo 2 > {harness.folder}/bucket/z", head=head
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert "seen seen" in harness.log(job)
     assert not (data / "y").exists(), "what was copied is a copy"
     assert (harness.state / "buckets" / "results" / "z").read_text() == "2\n"
@@ -448,7 +448,7 @@ def test_a_job_launched_by_a_job_outlives_it(harness: JobHarness) -> None:
     (harness.folder / "inner.yaml").write_text("run: |\n  until [ -e go ]; do sleep 0.02; done\n")
     command = f"{sys.executable} -m holdfast.cli launch {harness.folder}/inner.yaml"
     outer = harness.submit(f"{command} && echo launched")
-    assert harness.wait(outer).status is JobStatus.SUCCEEDED, harness.tell(outer)
+    assert harness.wait(outer).status is JobStatus.SUCCEEDED, harness.describe(outer)
     inner = harness.wait(harness.engine.job(outer.id + 1), JobStatus.RUNNING)
     (harness.files(inner).workdir(0) / "go").touch()
     ended = harness.wait(inner)

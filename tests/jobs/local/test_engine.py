@@ -82,9 +82,9 @@ def test_several_wakeups_are_cleared_at_once(tmp_path: Path) -> None:
 
 
 def test_records_are_read_back_as_written(tmp_path: Path) -> None:
-    terms = RestartPolicy(2, 3, frozenset({33}))
+    policy = RestartPolicy(2, 3, frozenset({33}))
     with Records(tmp_path / "jobs.db") as records:
-        number = records.reserve("name", SPEC, terms, 1.0)
+        number = records.reserve("name", SPEC, policy, 1.0)
         with pytest.raises(NotFound):
             records.get(number)
         records.complete(number, "task-id")
@@ -96,7 +96,7 @@ def test_records_are_read_back_as_written(tmp_path: Path) -> None:
         assert records.requests(number) == []
     with Records(tmp_path / "jobs.db") as records:
         found = records.get(number)
-    assert (found.life, found.due, found.terms, found.spec) == (life, due, terms, SPEC)
+    assert (found.life, found.due, found.policy, found.spec) == (life, due, policy, SPEC)
     assert (found.task_id, found.step_before, found.started_unix_s, found.ended_unix_s) == (
         "task-id",
         9,

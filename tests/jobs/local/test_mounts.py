@@ -112,7 +112,7 @@ def test_a_named_bucket_is_written_through_a_write_back_directory(harness: JobHa
         head=head,
     )
     ended = harness.wait(job)
-    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), harness.tell(job)
+    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), harness.describe(job)
     bucket = harness.state / "buckets" / "results"
     assert (bucket / "a").read_text() == "1\n"
     assert (bucket / "d" / "b").read_text() == "2\n"
@@ -128,7 +128,7 @@ def test_a_job_is_not_complete_before_its_files_are_in_the_bucket(
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1", head=cached(place))
     with Watcher(place):
-        assert gate.reached.wait(60), harness.tell(job)
+        assert gate.reached.wait(60), harness.describe(job)
         waiting = harness.wait(job, JobStatus.WINDING_DOWN)
         assert "waiting" in waiting.reason
         assert not status_of(harness.files(job).workdir(0) / "out").is_drained
@@ -156,15 +156,15 @@ def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarnes
         head=cached(place),
     )
     with Watcher(place):
-        harness.wait_until_said(job, "ready")
+        harness.wait_for_output(job, "ready")
         harness.wait(job, JobStatus.RUNNING)
         harness.engine.preempt(job.id, lead_s=100)
-        harness.wait_until_said(job, "attempt 2 of job")
+        harness.wait_for_output(job, "attempt 2 of job")
         assert place.names() == {"data-1", "marker-1"}
-        harness.wait_until_said(job, "\n1\n")
+        harness.wait_for_output(job, "\n1\n")
         (harness.files(job).workdir(0) / "go").touch()
         ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.tell(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
     assert place.names() == {"data-1", "marker-1", "data-2", "marker-2"}
 
 
@@ -183,13 +183,13 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
         head=cached(place),
     )
     with Watcher(place):
-        harness.wait_until_said(job, "saved")
+        harness.wait_for_output(job, "saved")
         assert gate.reached.wait(60)
         processes.kill([uploader(harness, job)])
         harness.kill_node(job, 0)
         gate.opened.set()
         ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.tell(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
     assert "\n1\n" in harness.log(job)
     assert place.names() == {"data-1", "marker-1", "data-2", "marker-2"}
 
@@ -200,13 +200,13 @@ def test_a_completed_job_survives_kills_during_its_upload(
     """The job ends correctly without any command."""
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1", head=cached(place))
-    assert gate.reached.wait(60), harness.tell(job)
+    assert gate.reached.wait(60), harness.describe(job)
     harness.wait(job, JobStatus.WINDING_DOWN)
     processes.kill([uploader(harness, job), *harness.roles(job, "controller")])
     harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "another controller")
     gate.opened.set()
     harness.wait_for(job, lambda: harness.record(job).life.status.is_final, "the end")
-    assert harness.record(job).life.status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert harness.record(job).life.status is JobStatus.SUCCEEDED, harness.describe(job)
     assert place.names() == {"data-1", "marker-1"}
 
 
@@ -225,7 +225,7 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
     )
     with Watcher(place):
         for number in range(1, 9):
-            harness.wait_until_said(job, f"saved {6 * number}\n")
+            harness.wait_for_output(job, f"saved {6 * number}\n")
             what = chance.choice(["controller", "mounter", "agent", "uploader", "node"])
             if what == "node":
                 harness.kill_node(job, 0)
@@ -235,7 +235,7 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
                 processes.kill(harness.roles(job, what))
         harness.engine.jobs()
         ended = harness.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.tell(job)
+    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.describe(job)
     assert place.names() == {f"{what}-{number}" for what in ("data", "marker") for number in range(1, 61)}
 
 
@@ -244,7 +244,7 @@ def test_a_failed_job_reports_missing_files_and_still_uploads_them(
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1; exit 5", head=cached(place))
-    assert gate.reached.wait(60), harness.tell(job)
+    assert gate.reached.wait(60), harness.describe(job)
     ended = harness.wait(job)
     assert ended.status is JobStatus.FAILED
     assert "status 5" in ended.reason
@@ -258,7 +258,7 @@ def test_a_cancelled_job_ends_at_once_and_still_uploads_its_files(
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1; sleep 1000", head=cached(place))
-    assert gate.reached.wait(60), harness.tell(job)
+    assert gate.reached.wait(60), harness.describe(job)
     harness.engine.cancel(job.id)
     ended = harness.wait(job)
     assert ended.status is JobStatus.CANCELLED
@@ -284,7 +284,7 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
     harness.wait_for(job, lambda: harness.files(job).node(1, 0).ended.exists(), "the end of the node")
     assert not harness.engine.job(job.id).status.is_final
     (harness.files(job).workdir(0) / "go").touch()
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert {path.name for path in (harness.state / "buckets" / "results").glob("*")} >= {"early", "late"}
 
 
@@ -292,7 +292,7 @@ def test_nodes_share_a_write_back_directory(harness: JobHarness, place: Place) -
     job = harness.submit(
         "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{cached(place)}"
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.tell(job)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert place.names() == {"from-0", "from-1"}
 
 
@@ -303,7 +303,7 @@ def test_a_job_whose_bucket_is_unreachable_does_not_start(
     monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", "http://127.0.0.1:9")
     url = s3.home("x", port=9, timeout="1")
     job = harness.submit("echo never", head=f'file_mounts: {{out: {{source: "{url}", mode: MOUNT_CACHED}}}}')
-    harness.wait_until_said(job, "Trying again.")
+    harness.wait_for_output(job, "Trying again.")
     harness.engine.cancel(job.id)
     assert harness.wait(job).status is JobStatus.CANCELLED
     assert "never" not in harness.log(job)
@@ -326,7 +326,7 @@ def test_a_bucket_is_copied_once_for_all_attempts(
         head=f'file_mounts: {{in: "{source}", one: "{source.replace("?", "/b?")}"}}\nnum_nodes: 1',
     )
     ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.tell(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
     copy = harness.files(job).copies / "0"
     assert (copy / "a" / "large").read_bytes() == large
     assert (copy / "empty").read_bytes() == b""

@@ -40,9 +40,9 @@ class FakeSky:
         self.program = folder / "sky"
         self.program.write_text(PROGRAM.format(folder=folder))
         self.program.chmod(0o755)
-        self.say()
+        self.report()
 
-    def say(self, **facts: object) -> None:
+    def report(self, **facts: object) -> None:
         """Set the queue: job 17, or nothing without arguments."""
         row = {"job_id": 17, "job_name": "gpt-1", **facts}
         (self.folder / "queue.json").write_text(json.dumps([row] if facts else []))
@@ -89,17 +89,17 @@ def test_the_status_is_skypilot_s_until_the_job_has_ended(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
     assert "does not have a job named" in engine.job(number).reason
-    sky.say(status="RUNNING", start_at=5.0)
+    sky.report(status="RUNNING", start_at=5.0)
     running = engine.job(number)
     assert (running.status, running.attempt, running.started_unix_s) == (JobStatus.RUNNING, 1, 5.0)
-    sky.say(status="RECOVERING", recovery_count=1, start_at=5.0)
+    sky.report(status="RECOVERING", recovery_count=1, start_at=5.0)
     assert (engine.job(number).status, engine.job(number).recoveries) == (JobStatus.RECOVERING, 1)
     sky.be("down")
     told = engine.job(number)
     assert (told.status, told.recoveries) == (JobStatus.RECOVERING, 1), "as it was when it was last looked at"
     assert "SkyPilot does not answer" in told.reason
     sky.be("down", yes=False)
-    sky.say(status="SUCCEEDED", recovery_count=2, start_at=5.0, end_at=9.0)
+    sky.report(status="SUCCEEDED", recovery_count=2, start_at=5.0, end_at=9.0)
     ended = engine.job(number)
     assert (ended.status, ended.recoveries, ended.ended_unix_s) == (JobStatus.SUCCEEDED, 2, 9.0)
     num_calls = len(sky.calls())
@@ -113,7 +113,7 @@ def test_a_job_whose_id_was_not_printed_is_found_by_its_name(sky: FakeSky) -> No
     number = submit(engine)
     with pytest.raises(Conflict, match="has not assigned an id"):
         engine.cancel(number)
-    sky.say(status="RUNNING", start_at=1.0)
+    sky.report(status="RUNNING", start_at=1.0)
     engine.cancel(number)
     assert "jobs cancel -y --graceful 17" in sky.calls()
 
@@ -138,7 +138,7 @@ def test_an_unsupported_request_is_reported(sky: FakeSky) -> None:
     number = submit(engine)
     with pytest.raises(Unsupported, match="managed job 17"):
         engine.preempt(number, lead_s=1)
-    sky.say(status="CANCELLED", start_at=1.0, end_at=2.0)
+    sky.report(status="CANCELLED", start_at=1.0, end_at=2.0)
     with pytest.raises(Conflict, match="has already ended"):
         engine.cancel(number)
 
@@ -146,10 +146,10 @@ def test_an_unsupported_request_is_reported(sky: FakeSky) -> None:
 def test_only_a_job_that_has_ended_is_removed(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
-    sky.say(status="RUNNING", start_at=1.0)
+    sky.report(status="RUNNING", start_at=1.0)
     with pytest.raises(Conflict):
         engine.forget(number)
-    sky.say(status="SUCCEEDED", start_at=1.0, end_at=2.0)
+    sky.report(status="SUCCEEDED", start_at=1.0, end_at=2.0)
     engine.forget(number)
     with pytest.raises(NotFound):
         engine.job(number)

@@ -63,7 +63,7 @@ class SlurmHarness:
         """Wait until `what()` returns something true."""
         deadline = time.monotonic() + LIMIT_S
         while not what():
-            assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.tell(job)}"
+            assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.describe(job)}"
             time.sleep(0.1)
 
     def wait(self, job: Job, *statuses: JobStatus, attempt: int | None = None) -> Job:
@@ -73,18 +73,18 @@ class SlurmHarness:
         def stands() -> bool:
             found[0] = self.engine.job(job.id)
             status = found[0].status
-            assert status in statuses or not statuses or not status.is_final, self.tell(job)
+            assert status in statuses or not statuses or not status.is_final, self.describe(job)
             is_there = status in statuses if statuses else status.is_final
             return is_there and attempt in (None, found[0].attempt)
 
         self.wait_for(job, stands, f"{[status.value for status in statuses] or 'the end'}")
         return found[0]
 
-    def wait_until_said(self, job: Job, words: str, times: int = 1, node: int = 0) -> None:
+    def wait_for_output(self, job: Job, words: str, times: int = 1, node: int = 0) -> None:
         """Wait until a node's log has some text a number of times."""
         self.wait_for(job, lambda: self.log(job, node).count(words) >= times, repr(words))
 
-    def tell(self, job: Job) -> str:
+    def describe(self, job: Job) -> str:
         """Return all details of a job, for a failure's message."""
         files = self.files(job)
         paths = [*files.job.logs.glob("*"), files.output, files.job.changed]

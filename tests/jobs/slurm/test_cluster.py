@@ -47,7 +47,7 @@ def test_two_nodes_communicate_and_return_as_the_same_job(slurm: SlurmHarness) -
         WHO="me",
     )
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.recoveries) == (JobStatus.SUCCEEDED, 2, 1), slurm.tell(job)
+    assert (ended.status, ended.attempt, ended.recoveries) == (JobStatus.SUCCEEDED, 2, 1), slurm.describe(job)
     for rank in range(2):
         log = slurm.log(job, rank)
         assert log.count(f"setting up {rank}") == 1
@@ -63,10 +63,12 @@ def test_a_job_of_higher_priority_costs_a_training_no_step(
     wait_for_steps(slurm, job, 7)
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
     ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), slurm.tell(job)
+    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), slurm.describe(
+        job
+    )
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert {attempt for attempt, _ in steps(slurm.folder)} == {1, 2}
-    assert "SIGUSR1" in slurm.files(job).job.changed.read_text() + slurm.tell(job)
+    assert "SIGUSR1" in slurm.files(job).job.changed.read_text() + slurm.describe(job)
     assert (slurm.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
@@ -76,7 +78,7 @@ def test_a_requeue_without_a_signal_before_sigterm_costs_no_step(slurm: SlurmHar
     wait_for_steps(slurm, job, 7)
     command("scontrol", "requeue", slurm.slurm_id(job))
     ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.tell(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
 
 
@@ -93,10 +95,10 @@ def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
         """,
         head=ONE,
     )
-    slurm.wait_until_said(job, "ready")
+    slurm.wait_for_output(job, "ready")
     command("scancel", "--signal=USR1", *options, slurm.slurm_id(job))
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
     assert slurm.log(job).count("told") == 1
 
 
@@ -111,7 +113,7 @@ def test_a_job_near_its_time_limit_is_notified_and_requeued(slurm: SlurmHarness)
         head="config: {slurm: {sbatch_options: {time: 1, signal: USR1@50, cpus_per_task: 1}}}",
     )
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
     assert slurm.log(job).count("told") == 1
     assert "(SIGUSR1)" in slurm.files(job).job.changed.read_text()
 
@@ -122,7 +124,7 @@ def test_a_killed_runner_is_a_lost_node(slurm: SlurmHarness) -> None:
     processes.kill([slurm.runner(job, 1)])
     ended = slurm.wait(job)
     assert (ended.status, ended.attempt, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 2, 0), (
-        slurm.tell(job)
+        slurm.describe(job)
     )
     assert slurm.log(job, 0).count("ready") == 1
 
@@ -130,10 +132,10 @@ def test_a_killed_runner_is_a_lost_node(slurm: SlurmHarness) -> None:
 def test_a_killed_controller_is_replaced(slurm: SlurmHarness) -> None:
     """Its batch script, a shell that waits, requests it from Slurm."""
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=ONE)
-    slurm.wait_until_said(job, "ready")
+    slurm.wait_for_output(job, "ready")
     processes.kill(slurm.roles(job, "controller"))
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
     assert slurm.log(job).count("ready") == 1
 
 
@@ -152,8 +154,8 @@ def test_errors_are_counted_and_the_allocation_is_kept(slurm: SlurmHarness) -> N
         head=head,
     )
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (JobStatus.FAILED, 3, 1), slurm.tell(
-        job
+    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (JobStatus.FAILED, 3, 1), (
+        slurm.describe(job)
     )
     assert "node 0 failed in run with status 3" in ended.reason
     assert "oh no" in ended.reason
@@ -169,11 +171,11 @@ def test_a_failed_setup_has_its_own_status(slurm: SlurmHarness) -> None:
 
 def test_a_cancelled_job_may_save_first(slurm: SlurmHarness) -> None:
     job = slurm.submit(f"trap 'echo saved; exit 75' TERM\n{READY}", head=ONE)
-    slurm.wait_until_said(job, "ready")
+    slurm.wait_for_output(job, "ready")
     slurm.wait(job, JobStatus.RUNNING)
     slurm.engine.cancel(job.id)
     ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.CANCELLED, 1), slurm.tell(job)
+    assert (ended.status, ended.attempt) == (JobStatus.CANCELLED, 1), slurm.describe(job)
     assert slurm.log(job).count("saved") == 1
     with pytest.raises(Conflict, match="has already ended"):
         slurm.engine.cancel(job.id)
@@ -197,10 +199,10 @@ def test_a_pending_job_can_be_cancelled(slurm: SlurmHarness) -> None:
 
 def test_a_cancellation_in_slurm_is_reported_as_such(slurm: SlurmHarness) -> None:
     job = slurm.submit(READY, head=ONE)
-    slurm.wait_until_said(job, "ready")
+    slurm.wait_for_output(job, "ready")
     command("scancel", slurm.slurm_id(job))
     ended = slurm.wait(job)
-    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, "cancelled in Slurm"), slurm.tell(job)
+    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, "cancelled in Slurm"), slurm.describe(job)
 
 
 def test_processes_without_a_handler_for_sigusr1_survive_it(slurm: SlurmHarness) -> None:
@@ -214,12 +216,12 @@ def test_processes_without_a_handler_for_sigusr1_survive_it(slurm: SlurmHarness)
         """,
         head=ONE,
     )
-    slurm.wait_until_said(job, "deaf")
-    slurm.wait_until_said(job, "ready")
+    slurm.wait_for_output(job, "deaf")
+    slurm.wait_for_output(job, "ready")
     os.kill(slurm.runner(job, 0).pid, signal.SIGUSR1)
     for process in processes.descendants(slurm.runner(job, 0).pid, processes.snapshot()):
         processes.send(process, signal.SIGUSR1)
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.tell(job)
+    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
     assert "still there" in slurm.log(job)
 
 

@@ -36,7 +36,8 @@ MESSAGES: list[Message] = [
     NodeRunning(0),
     NodeNoticed(1, "Slurm (SIGUSR1)", 60.0),
     NoticeSent(0, 2),
-    NodeEnded(1, "run", 75, None, False),
+    NodeEnded(1, Outcome(Phase.RUN, 75)),
+    NodeEnded(3, Outcome(Phase.SETUP, killed_by=15, is_stopped=True)),
     NotifyProcesses("holdfast cancel", 1.5),
     KillProcesses(True),
 ]
@@ -85,15 +86,10 @@ def test_messages_are_parsed_however_the_bytes_are_split(messages: list[Message]
     data = b"slurmstepd: hello\n" + b"".join(map(write, messages))
     inbox, found = Inbox(), []
     for cut in [*cuts, len(data)]:
-        found += inbox.take(data[:cut])
+        found += inbox.feed(data[:cut])
         data = data[cut:]
     assert found == messages
     assert inbox.others == ["slurmstepd: hello"]
-
-
-def test_a_message_keeps_the_outcome() -> None:
-    outcome = Outcome(Phase.SETUP, killed_by=15, is_stopped=True)
-    assert NodeEnded.of(3, outcome).outcome() == outcome
 
 
 def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from holdfast.documents import decode_dataclass
 from holdfast.train.tuning import batch_findings, findings
 from holdfast.train.tuning.findings import TrialResult
 from holdfast.train.tuning.measurements import (
@@ -20,8 +21,6 @@ from holdfast.train.tuning.measurements import (
     StepMeasurements,
     StepTiming,
     SyncMeasurements,
-    from_plain,
-    to_plain,
 )
 from holdfast.train.tuning.verdict import CompileVerdict, measure_throughput
 
@@ -58,9 +57,9 @@ def verdict(variant: str, speed_up: float) -> CompileVerdict:
 
 def test_measurements_survive_json() -> None:
     steps = dataclasses.replace(STEPS, lengths=RowLengths(((1, 2), (3,)), (4, 4)))
-    assert from_plain(StepMeasurements, json.loads(json.dumps(to_plain(steps)))) == steps
+    assert decode_dataclass(StepMeasurements, json.dumps(dataclasses.asdict(steps)), "steps") == steps
     syncs = SyncMeasurements("cpu", 10, (sync(), dataclasses.replace(sync(), inside=OTHER)))
-    assert from_plain(SyncMeasurements, json.loads(json.dumps(to_plain(syncs)))) == syncs
+    assert decode_dataclass(SyncMeasurements, json.dumps(dataclasses.asdict(syncs)), "syncs") == syncs
 
 
 def test_a_sync_in_every_step_is_a_finding() -> None:

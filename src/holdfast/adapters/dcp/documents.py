@@ -16,10 +16,10 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import part, values
 from holdfast.format.agreement import agree
 from holdfast.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
-from holdfast.format.cuts import Box
-from holdfast.format.layout import Piece, check_name
+from holdfast.format.layout import Shard, check_name
 from holdfast.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.format.part import DataFile
+from holdfast.format.partitioning import Region
 from holdfast.state.tensors import NAMES
 
 INDEX = "@dcp"
@@ -75,23 +75,20 @@ class ValueIndex:
 def make_catalog(plans: Sequence[SavePlan]) -> bytes:
     """Return the catalog that the parts of all ranks share.
 
-    Returns:
-        The text from `catalog.catalog_text`.
-
     Raises:
         InvalidInput: a name is reserved, or the ranks' regions do not cover a tensor exactly once.
         Unsupported: a dtype cannot be saved, or one rank has several regions of a tensor.
     """
-    found: dict[str, tuple[Piece, list[tuple[int, Box]]]] = {}
+    found: dict[str, tuple[Shard, list[tuple[int, Region]]]] = {}
     for rank, plan in enumerate(plans):
-        for _, piece in planned_pieces(plan, rank):
-            first, rows = found.setdefault(piece.name, (piece, []))
-            _check_same_tensor(first, rows, piece, rank)
-            rows.append((rank, Box(piece.offsets, piece.lengths)))
+        for _, shard in planned_shards(plan, rank):
+            first, rows = found.setdefault(shard.name, (shard, []))
+            _check_same_tensor(first, rows, shard, rank)
+            rows.append((rank, Region(shard.offsets, shard.sizes)))
     tensors: dict[str, Tensor] = {}
-    for name, (piece, rows) in found.items():
-        cut = find_rule(piece.shape, rows)
-        tensors[name] = Tensor(piece.dtype, piece.shape, cut, tuple(rank for rank, _ in rows))
+    for name, (shard, rows) in found.items():
+        partitioning = find_rule(shard.shape, rows)
+        tensors[name] = Tensor(shard.dtype, shard.shape, partitioning, tuple(rank for rank, _ in rows))
     text = catalog_text(Catalog(tensors, {}))
     try:
         agree((text,), (0,) * len(plans))
@@ -100,26 +97,26 @@ def make_catalog(plans: Sequence[SavePlan]) -> bytes:
     return text
 
 
-def _check_same_tensor(first: Piece, rows: Sequence[tuple[int, Box]], piece: Piece, rank: int) -> None:
-    if (first.dtype, first.shape) != (piece.dtype, piece.shape):
+def _check_same_tensor(first: Shard, rows: Sequence[tuple[int, Region]], shard: Shard, rank: int) -> None:
+    if (first.dtype, first.shape) != (shard.dtype, shard.shape):
         raise InvalidInput(
-            f"Ranks have different tensors {piece.name}: rank {rows[0][0]} has "
-            f"{first.dtype}{list(first.shape)}, rank {rank} has {piece.dtype}{list(piece.shape)}. Nothing "
+            f"Ranks have different tensors {shard.name}: rank {rows[0][0]} has "
+            f"{first.dtype}{list(first.shape)}, rank {rank} has {shard.dtype}{list(shard.shape)}. Nothing "
             "was written.",
             rank=rank,
-            key=piece.name,
+            key=shard.name,
         )
 
 
-def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
-    """Return the pieces that a rank writes, in the order of the catalog.
+def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[WriteItem, Shard]]:
+    """Return the shards that a rank writes, in the order of the catalog.
 
     Raises:
         Unsupported: the planner has dropped or changed an item.
     """
     by_name = {item.index.fqn: item for item in plan.items if item.type != WriteItemType.BYTE_IO}
-    items: list[tuple[WriteItem, Piece]] = []
-    for name, tensor, box in parse_catalog(catalog, "the catalog of this save").written_by(rank):
+    items: list[tuple[WriteItem, Shard]] = []
+    for name, tensor, region in parse_catalog(catalog, "the catalog of this save").written_by(rank):
         if name not in by_name:
             raise Unsupported(
                 f"Rank {rank} should write {name}, but its planner's finish_plan() has dropped it. The save "
@@ -127,38 +124,38 @@ def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[Writ
                 rank=rank,
                 key=name,
             )
-        items.append((by_name[name], Piece(name, tensor.dtype, tensor.shape, box.offsets, box.lengths)))
+        items.append((by_name[name], Shard(name, tensor.dtype, tensor.shape, region.offsets, region.sizes)))
     return items
 
 
-def planned_pieces(plan: SavePlan, rank: int) -> list[tuple[WriteItem, Piece]]:
+def planned_shards(plan: SavePlan, rank: int) -> list[tuple[WriteItem, Shard]]:
     """Return the tensors that a rank is to write. Empty shards of tensors with elements are left out.
 
     Raises:
         InvalidInput: a name is reserved.
         Unsupported: a dtype cannot be saved, or one rank has several regions of a tensor.
     """
-    found: dict[str, tuple[WriteItem, Piece]] = {}
+    found: dict[str, tuple[WriteItem, Shard]] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
             continue
-        piece = _piece(item)
-        check_name(piece.name)
-        if not piece.num_bytes and 0 not in piece.shape:
+        shard = _shard(item)
+        check_name(shard.name)
+        if not shard.num_bytes and 0 not in shard.shape:
             continue
-        if piece.name in found:
+        if shard.name in found:
             raise Unsupported(
-                f"Rank {rank} is to write two regions of {piece.name}, at {list(piece.offsets)} and at "
-                f"{list(found[piece.name][1].offsets)}. A rank can write one region of a tensor. Nothing was "
+                f"Rank {rank} is to write two regions of {shard.name}, at {list(shard.offsets)} and at "
+                f"{list(found[shard.name][1].offsets)}. A rank can write one region of a tensor. Nothing was "
                 "written.",
                 rank=rank,
-                key=piece.name,
+                key=shard.name,
             )
-        found[piece.name] = item, piece
+        found[shard.name] = item, shard
     return list(found.values())
 
 
-def _piece(item: WriteItem) -> Piece:
+def _shard(item: WriteItem) -> Shard:
     data, name = item.tensor_data, item.index.fqn
     assert data is not None
     dtype = NAMES.get(data.properties.dtype)
@@ -168,7 +165,7 @@ def _piece(item: WriteItem) -> Piece:
             "Nothing was written.",
             key=name,
         )
-    return Piece(name, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return Shard(name, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
 
 
 def encode_values(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
@@ -209,12 +206,8 @@ def make_part(
     """Return the part document of a rank.
 
     Args:
-        claim: identity of the save.
-        rank: rank of the part.
         catalog: catalog from `make_catalog`.
-        starts: first byte of each of the rank's pieces, in the order of the catalog.
-        file: size and hashes of the data file.
-        encoded: values of the rank as tagged JSON.
+        starts: first byte of each of the rank's shards, in the order of the catalog.
     """
     draft = part.draft(
         run=claim.run,

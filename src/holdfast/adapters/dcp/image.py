@@ -10,20 +10,18 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format.layout import FileLayout, Piece
+from holdfast.format.layout import FileLayout, Shard
 from holdfast.state.tensors import PLAIN, torch_dtype
 
 
 @torch.no_grad()
-def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Piece]], layout: FileLayout) -> memoryview:
+def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Shard]], layout: FileLayout) -> memoryview:
     """Copy tensors into a new buffer with the bytes of a data file.
 
     Each is resolved, copied and released in turn.
 
     Args:
-        planner: planner that resolves the tensors.
         items: tensors to copy, in the order of the layout's starts.
-        layout: layout of the data file.
 
     Raises:
         Unsupported: a tensor does not have plain memory.
@@ -36,15 +34,15 @@ def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Piece]], layout
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory[: len(layout.header)] = layout.header
     image = torch.frombuffer(memory, dtype=torch.uint8)
-    for (item, piece), start in zip(items, layout.starts, strict=True):
-        source = _check(planner.resolve_data(item), piece)
-        target = image[start : start + piece.num_bytes].view(torch_dtype(piece.dtype)).view(piece.lengths)
+    for (item, shard), start in zip(items, layout.starts, strict=True):
+        source = _check(planner.resolve_data(item), shard)
+        target = image[start : start + shard.num_bytes].view(torch_dtype(shard.dtype)).view(shard.sizes)
         target.copy_(source.detach())
     return memoryview(memory)
 
 
-def _check(source: object, piece: Piece) -> torch.Tensor:
-    name = piece.name
+def _check(source: object, shard: Shard) -> torch.Tensor:
+    name = shard.name
     if type(source) not in PLAIN or not isinstance(source, torch.Tensor):
         kind = type(source)
         raise Unsupported(
@@ -54,9 +52,9 @@ def _check(source: object, piece: Piece) -> torch.Tensor:
     if source.layout is not torch.strided or source.is_meta:
         reason = "the meta device" if source.is_meta else f"layout {source.layout}"
         raise Unsupported(f"{name} cannot be saved: it does not have dense memory ({reason}).", key=name)
-    if source.dtype is not torch_dtype(piece.dtype) or tuple(source.shape) != piece.lengths:
+    if source.dtype is not torch_dtype(shard.dtype) or tuple(source.shape) != shard.sizes:
         raise InvalidInput(
-            f"{name} was planned as {piece.dtype}{list(piece.lengths)} and is now "
+            f"{name} was planned as {shard.dtype}{list(shard.sizes)} and is now "
             f"{source.dtype}{list(source.shape)}. It was changed during the save, which was cancelled.",
             key=name,
         )

@@ -29,9 +29,9 @@ from holdfast.adapters.dcp.target import Target
 from holdfast.callsite import warn
 from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, RetryLater
 from holdfast.format import values as value_format
-from holdfast.format.cuts import Box
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
+from holdfast.format.partitioning import Region
 from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import candidates
 from holdfast.home.newest import list_patiently, usable
@@ -246,11 +246,15 @@ def _tensors(opened: _Opened) -> Iterator[tuple[str, TensorStorageMetadata]]:
         if found is None:
             continue
         dtype, shape = found
-        boxes = [Box.whole(shape)] if tensor.cut is None else [box for _, box in tensor.cut.boxes(shape)]
+        regions = (
+            [Region.whole(shape)]
+            if tensor.partitioning is None
+            else [region for _, region in tensor.partitioning.regions(shape)]
+        )
         chunks = {
-            box.offsets: ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
-            for box in boxes
-            if box.num_items or 0 in shape
+            region.offsets: ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+            for region in regions
+            if region.num_items or 0 in shape
         }
         properties = TensorProperties(dtype=torch_dtype(dtype))
         yield name, TensorStorageMetadata(properties, torch.Size(shape), list(chunks.values()))
@@ -277,29 +281,29 @@ def _jobs(parts: Parts, targets: Iterable[tuple[ReadItem, torch.Tensor]]) -> lis
     """Return the reads of each file."""
     wanted: dict[tuple[int, bool], list[Want]] = {}
     for item, target in targets:
-        name, box = _saved_box(parts.manifest, item)
-        if not box.num_items:
+        name, region = _saved_region(parts.manifest, item)
+        if not region.num_items:
             continue
-        # Each item has one piece, because items are made from the boxes in the metadata.
-        for found in parts.pieces_of(name, 0, box):
-            key = found.rank, found.piece.frozen
-            wanted.setdefault(key, []).extend(_wants(parts.part(found.rank), found, box, target))
+        # Each item has one shard, because items are made from the regions in the metadata.
+        for found in parts.shards_of(name, 0, region):
+            key = found.rank, found.shard.frozen
+            wanted.setdefault(key, []).extend(_wants(parts.part(found.rank), found, region, target))
     return [Job(parts.part(rank), wants, frozen) for (rank, frozen), wants in wanted.items()]
 
 
-def _saved_box(manifest: Manifest, item: ReadItem) -> tuple[str, Box]:
-    """Return the saved tensor and the box of it that an item reads."""
+def _saved_region(manifest: Manifest, item: ReadItem) -> tuple[str, Region]:
+    """Return the saved tensor and the region of it that an item reads."""
     index = item.storage_index
-    inside, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    inside, sizes = tuple(item.storage_offsets), tuple(item.lengths)
     chunk = (0,) * len(inside) if index.offset is None else tuple(index.offset)
     offsets = tuple(a + b for a, b in zip(chunk, inside, strict=True))
-    return manifest.tied.get(index.fqn, index.fqn), Box(offsets, lengths)
+    return manifest.tied.get(index.fqn, index.fqn), Region(offsets, sizes)
 
 
-def _wants(part: Part, found: Located, box: Box, target: torch.Tensor) -> Iterator[Want]:
-    max_gap_bytes = Job(part, (), found.piece.frozen).file.chunk_bytes
-    offsets = tuple(a - b for a, b in zip(box.offsets, found.box.offsets, strict=True))
+def _wants(part: Part, found: Located, region: Region, target: torch.Tensor) -> Iterator[Want]:
+    max_gap_bytes = Job(part, (), found.shard.frozen).file.chunk_bytes
+    offsets = tuple(a - b for a, b in zip(region.offsets, found.region.offsets, strict=True))
     for at, num_bytes, sink in make_sinks(
-        found.piece, offsets, box.lengths, target, max_gap_bytes=max_gap_bytes
+        found.shard, offsets, region.sizes, target, max_gap_bytes=max_gap_bytes
     ):
         yield Want(found.start + at, num_bytes, sink)

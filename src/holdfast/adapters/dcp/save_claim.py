@@ -42,9 +42,6 @@ def claim_save(store: Store, step: int, *, world_size: int, trainer: int) -> Sav
     after it.
 
     Args:
-        store: the home.
-        step: step to save.
-        world_size: number of ranks that save.
         trainer: process id of the trainer, which may be another process than this one.
 
     Raises:
@@ -112,8 +109,4 @@ def _is_own(store: Store, number: int, world_size: int, trainer: int) -> bool:
     return (found.host, found.pid, found.world_size) == (socket.gethostname(), trainer, world_size)
 
 
-def _clear() -> None:
-    _claimed.clear()
-
-
-os.register_at_fork(after_in_child=_clear)
+os.register_at_fork(after_in_child=_claimed.clear)

@@ -1,4 +1,4 @@
-"""Sinks that read a region of a saved piece into a tensor of any kind."""
+"""Sinks that read a region of a saved shard into a tensor of any kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from holdfast.adapters.dcp.spans import Span, spans, strides_of
 from holdfast.errors import InvalidInput
 from holdfast.format.dtypes import ITEM_BYTES
-from holdfast.format.layout import Piece
+from holdfast.format.layout import Shard
 from holdfast.restore.fill import TensorSink
 from holdfast.restore.read import Sink
 from holdfast.state.tensors import torch_dtype
@@ -48,42 +48,39 @@ class GatherSink:
                 return
         assert self._buffer is not None
         with torch.no_grad():
-            self._target.copy_(self._buffer.as_strided(self._span.lengths, self._strides))
+            self._target.copy_(self._buffer.as_strided(self._span.sizes, self._strides))
         self._buffer = self._sink = None
 
 
 def make_sinks(
-    piece: Piece,
+    shard: Shard,
     offsets: tuple[int, ...],
-    lengths: tuple[int, ...],
+    sizes: tuple[int, ...],
     target: torch.Tensor,
     *,
     max_gap_bytes: int,
 ) -> Iterator[tuple[int, int, Sink]]:
-    """Yield (byte in the piece, number of bytes, sink) for every span of a region.
+    """Yield (byte in the shard, number of bytes, sink) for every span of a region.
 
     Args:
-        piece: saved piece to read.
-        offsets: start of the region in the piece.
-        lengths: shape of the region.
         target: tensor that receives the region, of the same shape.
         max_gap_bytes: maximum gap that is read rather than skipped.
 
     Raises:
         InvalidInput: the target has another shape.
     """
-    if tuple(target.shape) != lengths:
+    if tuple(target.shape) != sizes:
         raise InvalidInput(
-            f"{piece.name} has shape {list(lengths)}, but the tensor to load it into {list(target.shape)}.",
-            key=piece.name,
+            f"{shard.name} has shape {list(sizes)}, but the tensor to load it into {list(target.shape)}.",
+            key=shard.name,
         )
-    if not math.prod(lengths):
+    if not math.prod(sizes):
         return
-    item_bytes, dtype = ITEM_BYTES[piece.dtype], torch_dtype(piece.dtype)
-    strides = strides_of(piece.lengths)
-    for span in spans(piece.lengths, offsets, lengths, max_gap_bytes // item_bytes):
+    item_bytes, dtype = ITEM_BYTES[shard.dtype], torch_dtype(shard.dtype)
+    strides = strides_of(shard.sizes)
+    for span in spans(shard.sizes, offsets, sizes, max_gap_bytes // item_bytes):
         part = target
-        for dim, (at, length) in enumerate(zip(span.at, span.lengths, strict=True)):
+        for dim, (at, length) in enumerate(zip(span.at, span.sizes, strict=True)):
             part = part.narrow(dim, at, length)
         is_direct = span.is_dense and part.is_cpu and part.dtype is dtype and part.is_contiguous()
         sink = TensorSink(part) if is_direct else GatherSink(span, strides, dtype, part)

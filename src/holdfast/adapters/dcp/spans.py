@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Range of a row-major tensor that begins and ends with elements of a wanted box.
+    """Range of a row-major tensor that begins and ends with elements of a wanted region.
 
-    `at` and `lengths` are the part of the wanted box in it, relative to that box. Within the span, its
+    `at` and `sizes` are the part of the wanted region in it, relative to that region. Within the span, its
     elements have the strides of the tensor.
     """
 
     start: int  # element of the tensor
     num_items: int
     at: tuple[int, ...]
-    lengths: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
     def is_dense(self) -> bool:
         """True if the span contains only wanted elements."""
-        return self.num_items == math.prod(self.lengths)
+        return self.num_items == math.prod(self.sizes)
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -34,23 +34,20 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def spans(
-    shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], max_gap: int
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], max_gap: int
 ) -> Iterator[Span]:
-    """Yield the spans of a box that is not empty.
+    """Yield the spans of a region that is not empty.
 
     Args:
-        shape: shape of the row-major tensor.
-        offsets: start of the box in it.
-        lengths: shape of the box.
         max_gap: maximum gap, in elements, that is read rather than skipped.
     """
-    yield from _split(strides_of(shape), offsets, lengths, (0,) * len(shape), 0, max_gap)
+    yield from _split(strides_of(shape), offsets, sizes, (0,) * len(shape), 0, max_gap)
 
 
 def _split(
     strides: tuple[int, ...],
     offsets: tuple[int, ...],
-    lengths: tuple[int, ...],
+    sizes: tuple[int, ...],
     at: tuple[int, ...],
     dim: int,
     max_gap: int,
@@ -59,21 +56,19 @@ def _split(
 
     Gaps of inner dimensions are never larger, so the recursion ends at a small one.
     """
-    while dim < len(lengths) and lengths[dim] == 1:
+    while dim < len(sizes) and sizes[dim] == 1:
         dim += 1
-    inner = 1 + sum(
-        (n - 1) * stride for n, stride in zip(lengths[dim + 1 :], strides[dim + 1 :], strict=True)
-    )
-    if dim >= len(lengths) or strides[dim] - inner <= max_gap:
+    inner = 1 + sum((n - 1) * stride for n, stride in zip(sizes[dim + 1 :], strides[dim + 1 :], strict=True))
+    if dim >= len(sizes) or strides[dim] - inner <= max_gap:
         start = sum((a + o) * stride for a, o, stride in zip(at, offsets, strides, strict=True))
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
-        yield Span(start, extent, at, lengths)
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        yield Span(start, extent, at, sizes)
         return
-    for index in range(lengths[dim]):
+    for index in range(sizes[dim]):
         yield from _split(
             strides,
             offsets,
-            (*lengths[:dim], 1, *lengths[dim + 1 :]),
+            (*sizes[:dim], 1, *sizes[dim + 1 :]),
             (*at[:dim], index, *at[dim + 1 :]),
             dim + 1,
             max_gap,

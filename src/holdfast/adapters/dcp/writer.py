@@ -152,7 +152,7 @@ class HoldfastWriter(StorageWriter):
         if save.rank == 0:
             encoded[documents.INDEX] = save.index
         items = documents.items_to_write(save.catalog, plan, save.rank)
-        layout = lay_out([piece for _, piece in items], save.rank)
+        layout = lay_out([shard for _, shard in items], save.rank)
         store = open_store(self._target.home)
         step, attempt, rank = save.claim.step, save.claim.attempt, save.rank
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
@@ -161,7 +161,7 @@ class HoldfastWriter(StorageWriter):
         history = History(store, save.writer)
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)
         done: Future[list[WriteResult]] = Future()
-        sizes = {item.index: piece.num_bytes for item, piece in items}
+        sizes = {item.index: shard.num_bytes for item, shard in items}
         done.set_result([WriteResult(item.index, sizes.get(item.index, 0), None) for item in plan.items])
         return done
 

@@ -127,7 +127,7 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
 
     def create(self, info: Any) -> None:
         """Begin a checkpoint. `info` is a tag, or has an attribute `tag`."""
-        self._checkpoint = Checkpoint(_tag_of(info), EXPLICIT)
+        self._checkpoint = Checkpoint(str(getattr(info, "tag", info)), EXPLICIT)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save the state for `path`. Files without a tag, such as a 16-bit model, are saved with torch.
@@ -178,7 +178,3 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
                 return found
             found = search()
         return found if found is not None and found.tag else None
-
-
-def _tag_of(info: Any) -> str:
-    return str(getattr(info, "tag", info))

@@ -57,11 +57,7 @@ class CompleteTag:
 
 
 class Session:
-    """Session that saves to and loads from one home. Any thread may use it.
-
-    Args:
-        settings: settings from `init`.
-    """
+    """Session that saves to and loads from one home. Any thread may use it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

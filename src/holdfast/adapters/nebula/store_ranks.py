@@ -10,6 +10,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from typing_extensions import override
 
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.format.messages import pack, unpack
@@ -42,22 +43,16 @@ class StoreRanks(RankGroup):
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
 
+    @override
     def gather(self, value: _T) -> list[_T]:
-        """Gather a value from every rank.
-
-        Blocks: until every rank has called it.
-        """
         if self.world_size == 1:
             return [value]
         key = self._next()
         self._store.set(f"{key}/{self.rank}", pack(value).decode())
         return [self._value(f"{key}/{rank}", rank) for rank in range(self.world_size)]
 
+    @override
     def share(self, value: _T) -> _T:
-        """Send a value from rank 0 to all ranks.
-
-        Blocks: until rank 0 has called it.
-        """
         if self.world_size == 1:
             return value
         key = self._next()
@@ -101,18 +96,10 @@ class StoreRanks(RankGroup):
     def barrier_and_close(self) -> None:
         """Do nothing: ranks do not wait for each other at a store."""
 
+    @override
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
-        """Refuse to send a tensor.
-
-        Raises:
-            Unsupported: always.
-        """
         raise Unsupported("Ranks that communicate by a store cannot exchange tensors.")
 
+    @override
     def receive(self, data: torch.Tensor, source: int) -> dist.Work:
-        """Refuse to receive a tensor.
-
-        Raises:
-            Unsupported: always.
-        """
         raise Unsupported("Ranks that communicate by a store cannot exchange tensors.")

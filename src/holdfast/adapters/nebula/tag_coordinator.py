@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from holdfast.documents import decode_dataclass, decode_object
+from holdfast.environment import read_integer
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.format.hashes import digest
 
@@ -52,7 +52,6 @@ class TagCoordinator:
     Without a group, they are in this process's memory.
 
     Args:
-        home: home of the run.
         number: number of earlier coordinators for this home in this process, equal on every rank.
     """
 
@@ -157,9 +156,9 @@ def world() -> tuple[int, int]:
     """
     if is_grouped():
         return dist.get_rank(), dist.get_world_size()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
         raise InvalidInput(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group, so the ranks "
+            f"WORLD_SIZE is {world_size}, but there is no process group, so the ranks "
             "cannot agree on a checkpoint. Nothing was saved. Call "
             "torch.distributed.init_process_group() before the first save."
         )
@@ -170,7 +169,7 @@ def own_rank() -> int:
     """Return this process's rank, which is also valid before a process group exists."""
     if is_grouped():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return read_integer("RANK", 0)
 
 
 def _connection(store: Store) -> Store:

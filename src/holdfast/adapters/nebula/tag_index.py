@@ -280,8 +280,7 @@ class TagIndex:
             is_empty = not any(tagged.meta(i)["partitions"] for i in range(checkpoint.world_size))
         except (LookupError, TypeError) as error:
             raise Corrupt(
-                f"The metadata of step {step} of attempt {attempt} is damaged: {error!r}.",
-                step=step,
+                f"The metadata of step {step} of attempt {attempt} is damaged: {error!r}.", step=step
             ) from error
         return None if is_empty else tagged
 
@@ -314,9 +313,7 @@ def make_metadata(
     """Return a part's metadata of its tag and partitions.
 
     Args:
-        tag: tag of the checkpoint.
         label: path by which a framework refers to it, or None.
-        rank: rank of training.
         partitions: key and packed value of each partition, by name.
     """
     entries = {

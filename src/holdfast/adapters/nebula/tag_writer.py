@@ -36,9 +36,7 @@ class TagWriter:
     """Writer of one line of checkpoints for a group of ranks.
 
     Args:
-        settings: home, nearer tier and interval.
         local: folder of the nearer tier, or None.
-        memory_bytes: memory limit of this process.
         members: ranks of training that save.
     """
 

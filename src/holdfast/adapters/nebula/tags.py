@@ -50,7 +50,6 @@ def next_step(tag: str, last: int | None) -> int:
     """Return the step of a new tag: the step in its name if that is new, or else the next number.
 
     Args:
-        tag: tag that is saved.
         last: previous step, or None.
     """
     named = named_step(tag)
@@ -65,7 +64,6 @@ def goes_back(tag: str, last: int | None, loaded: int | None) -> bool:
     Loading an older checkpoint and continuing with new steps is not going back.
 
     Args:
-        tag: tag that is saved.
         last: step that was saved last.
         loaded: step that was loaded since then, or None.
     """

@@ -23,7 +23,6 @@ class Trials:
     """Runs a command several times, one after the other.
 
     Args:
-        command: command line of the script.
         folder: folder for the homes, traces and logs of all trials.
         timeout_s: time limit of each trial.
         on_progress: called with a line after each trial.
@@ -47,7 +46,6 @@ class Trials:
 
         Args:
             homes: name of its homes, which an earlier trial may have used.
-            what: short description of the trial.
             plan: fields of `holdfast.checkpointer.trial.TrialPlan`, without the folder.
             is_killed: whether the plan kills the script.
 

@@ -79,13 +79,7 @@ def _split(line: str) -> list[str]:
 
 
 def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[Kind, list[Candidate]]:
-    """Return the candidates for an argument of a command.
-
-    Args:
-        command: name of the command.
-        before: its arguments before the last one.
-        last: the argument to complete.
-    """
+    """Return the candidates for an argument of a command."""
     if command not in COMMANDS:
         return "words", []
     actions = arguments_of(command)
@@ -157,13 +151,7 @@ def _options(actions: Sequence[argparse.Action]) -> list[Candidate]:
 def _complete_value(
     action: argparse.Action, last: str, values: dict[str, str]
 ) -> tuple[Kind, list[Candidate]]:
-    """Return the values of an argument.
-
-    Args:
-        action: the argument.
-        last: its value so far.
-        values: values of other arguments by name.
-    """
+    """Return the values of an argument."""
     if action.choices is not None:
         return "words", [Candidate(str(choice)) for choice in action.choices]
     kind = VALUES.get(action.dest)

@@ -22,7 +22,6 @@ class Child:
     """A running training.
 
     Args:
-        name: name in messages.
         options: its command line.
         on_step: called with step and loss after each step, in another thread.
         on_line: called with each line that it writes to stderr, in another thread.

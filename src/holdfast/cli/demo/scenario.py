@@ -9,37 +9,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import holdfast
 from holdfast.cli.demo.child import Child
 from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
-from holdfast.cli.history import Event, read_events
+from holdfast.cli.history import Event
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.format import names, run
 from holdfast.home.listing import candidates, list_home
 from holdfast.keeper.lockfile import running_keepers
+from holdfast.report.events import read_lines
 from holdfast.store import open_store
+
+if TYPE_CHECKING:
+    from holdfast.cli.demo.screen import Screen
 
 NUM_SAVES = 12
 """Number of saves of an uninterrupted run, which determines the steps of the failures."""
 _KEEPERS_LIMIT_S = 60.0
-
-
-class Screen(Protocol):
-    """Output of the scenario. Its methods are called by several threads."""
-
-    def show_event(self, text: str) -> None:
-        """Show an event."""
-        ...
-
-    def show_output(self, line: str) -> None:
-        """Show a line that a training has written to stderr."""
-        ...
-
-    def show_step(self, name: str, step: int, loss: float) -> None:
-        """Show the progress of a training."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +87,7 @@ class Scenario:
         folder: empty folder for all files.
         home: URL of an empty home in a bucket. The survivor then has its local folder in `folder`, and each
             failure deletes it.
-        steps: number of steps of the training.
         num_bytes: approximate size of a checkpoint.
-        screen: output for progress.
     """
 
     def __init__(
@@ -259,7 +245,7 @@ class Scenario:
             damage=damage,
             raw_writes=tuple(self.raw_writes),
             done_step=None,
-            events=read_events(store)[0],
+            events=read_lines(store)[0],
         )
         with contextlib.suppress(HoldfastError):  # then its claim fails
             outcome.done_step = run.parse(run.Done, store.get(names.DONE), names.DONE).step

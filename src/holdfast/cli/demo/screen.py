@@ -26,11 +26,9 @@ _SHARE_VARIES = (
 
 
 class Screen:
-    """Output with progress bars on a terminal, and with occasional lines otherwise.
+    """Output with progress bars on a terminal, and with occasional lines otherwise. Threads may share it.
 
     Args:
-        file: stream to write to.
-        steps: number of steps of both trainings.
         home: folder of the demo, shortened in messages.
     """
 

@@ -76,18 +76,14 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> None:
 
 
 class LocalController(Controller):
-    """Controller of a job on this machine, which holds the job's lock.
-
-    Args:
-        records: records of all jobs.
-        folder: folder of the job.
-        number: id of the job.
-    """
+    """Controller of a job on this machine, which holds the job's lock."""
 
     def __init__(self, records: Records, folder: JobFolder, number: int) -> None:
         self._records = records
         self._record = record = records.get(number)
-        super().__init__(folder, record.terms, record.life, timers=record.due, step_before=record.step_before)
+        super().__init__(
+            folder, record.policy, record.life, timers=record.due, step_before=record.step_before
+        )
         self._is_terminated = False
         self._nodes = self._new_nodes()
         self._teardown = Teardown(folder, self.state.attempt)
@@ -152,12 +148,12 @@ class LocalController(Controller):
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
-        self._nodes.look(self._timers.kill_unix_s)
-        return NoticeDelivered(self.state.attempt, self._nodes.tell(source, deadline_unix_s))
+        self._nodes.poll(self._timers.kill_unix_s)
+        return NoticeDelivered(self.state.attempt, self._nodes.notify(source, deadline_unix_s))
 
     @override
     def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
-        self._nodes.look(since_unix_s)  # a node that has exited by now did so by itself
+        self._nodes.poll(since_unix_s)  # a node that has exited by now did so by itself
         self._nodes.kill(with_keepers=with_keepers)
 
     @override
@@ -181,7 +177,7 @@ class LocalController(Controller):
     @override
     def _node_events(self) -> Iterator[JobEvent]:
         attempt = self.state.attempt
-        self._nodes.look(self._timers.kill_unix_s)
+        self._nodes.poll(self._timers.kill_unix_s)
         if self.state.status is not JobStatus.RUNNING and self._nodes.have_run:
             yield NodesRunning(attempt)
         outcomes = self._nodes.outcomes()

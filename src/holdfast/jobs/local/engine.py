@@ -54,9 +54,9 @@ class LocalEngine(RecordedEngine):
         validate_sources(task)
         now_s = time.time()
         spec = _spec(task)
-        terms = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
+        policy = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
         with self._records() as records:
-            number = records.reserve(task.name, spec, terms, now_s)
+            number = records.reserve(task.name, spec, policy, now_s)
             folder = job_folder(self._state, number)
             try:
                 write_scripts(task, folder, _base_environment())

@@ -35,14 +35,7 @@ class _Node:
 
 
 class Nodes:
-    """Nodes of an attempt. A new controller finds their state in their folders.
-
-    Args:
-        folder: folder of the job.
-        task_id: task id of the job.
-        attempt: number of the attempt.
-        num_nodes: number of nodes.
-    """
+    """Nodes of an attempt. A new controller finds their state in their folders."""
 
     def __init__(self, folder: JobFolder, task_id: str, attempt: int, num_nodes: int) -> None:
         self._folder = folder
@@ -87,7 +80,7 @@ class Nodes:
         """Return descriptors that become readable when an agent exits."""
         return [node.fd for node in self._nodes if node.fd is not None]
 
-    def look(self, killed_unix_s: float | None) -> None:
+    def poll(self, killed_unix_s: float | None) -> None:
         """Update the outcome of each node.
 
         Args:
@@ -98,16 +91,16 @@ class Nodes:
         """
         for node in self._nodes:
             if node.outcome is None:
-                self._look_at(node, killed_unix_s)
+                self._poll_node(node, killed_unix_s)
 
-    def _look_at(self, node: _Node, killed_unix_s: float | None) -> None:
+    def _poll_node(self, node: _Node, killed_unix_s: float | None) -> None:
         is_alive = locks.is_held(node.folder.lock)  # first, as the outcome is written under the lock
         if is_alive and node.agent is None:
             node.agent = _agent(node.folder)
             node.fd = _pidfd(node.agent)
         outcome = read_outcome(node.folder.ended)
         if outcome is None and not is_alive:
-            outcome = Outcome(_phase(node.folder))
+            outcome = Outcome(Phase.RUN if node.folder.running.exists() else Phase.SETUP)
         if outcome is None:
             return
         if not outcome.is_success and not outcome.is_lost and _is_after(node.folder.ended, killed_unix_s):
@@ -131,7 +124,7 @@ class Nodes:
 
     # -- end -------------------------------------------------------------------------------------------------
 
-    def tell(self, source: str, deadline_unix_s: float) -> int:
+    def notify(self, source: str, deadline_unix_s: float) -> int:
         """Send every node a notice, as a file and SIGTERM. Return how many processes handle SIGTERM."""
         word = Notice(source, deadline_unix_s=deadline_unix_s)
         for node in self._nodes:
@@ -179,7 +172,7 @@ def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     beside = NodeFolder(making)
     plan.write(beside.plan)
     lock = locks.acquire(beside.lock)
-    assert lock is not None, "no other process knows this folder"
+    assert lock is not None, "no other process has this folder"
     making.rename(folder.path)  # from here on the node exists, with its lock held
     try:
         return spawn("agent", folder.path, log=Path(plan.log), lock=lock)
@@ -218,7 +211,3 @@ def _let_go(node: _Node) -> None:
 def _is_after(path: Path, unix_s: float | None) -> bool:
     """Return True if the file was modified at or after `unix_s`, within timestamp resolution."""
     return unix_s is not None and path.stat().st_mtime >= unix_s - 0.01
-
-
-def _phase(folder: NodeFolder) -> Phase:
-    return Phase.RUN if folder.running.exists() else Phase.SETUP

@@ -26,23 +26,23 @@ def write_scripts(task: Task, folder: JobFolder, base: dict[str, str]) -> None:
     for name, text in (("setup", task.setup), ("run", task.run)):
         if text:
             write_atomic(folder.script(name), text if text.endswith("\n") else text + "\n")
-    told = {"base": base, "task": {**task.envs, **task.secrets}}
-    write_atomic(folder.environment, json.dumps(told))
+    environment = {"base": base, "task": {**task.envs, **task.secrets}}
+    write_atomic(folder.environment, json.dumps(environment))
 
 
 def make_specs(record: JobRecord, life: JobState, folder: JobFolder) -> list[NodeSpec]:
     """Return the specifications of an attempt's nodes, by rank.
 
     Args:
-        record: record of the job.
         life: current state, with the attempt and its reason.
-        folder: folder of the job.
     """
-    told = read_environment(folder)
-    return [_plan(record, life, folder, rank, told) for rank in range(record.spec.num_nodes)]
+    environment = read_environment(folder)
+    return [_plan(record, life, folder, rank, environment) for rank in range(record.spec.num_nodes)]
 
 
-def _plan(record: JobRecord, life: JobState, folder: JobFolder, rank: int, told: Environment) -> NodeSpec:
+def _plan(
+    record: JobRecord, life: JobState, folder: JobFolder, rank: int, environment: Environment
+) -> NodeSpec:
     spec = record.spec
     notice = folder.node(life.attempt, rank).notice
     node = Node(
@@ -56,7 +56,7 @@ def _plan(record: JobRecord, life: JobState, folder: JobFolder, rank: int, told:
         user=spec.user,
         notice=str(notice),
         progress=str(folder.progress),
-        grace_s=record.terms.grace_s,
+        grace_s=record.policy.grace_s,
     )
     gpus = spec.gpus[rank]
     needs_setup = spec.has_setup and not folder.set_up(rank).exists()
@@ -69,9 +69,9 @@ def _plan(record: JobRecord, life: JobState, folder: JobFolder, rank: int, told:
         log=str(folder.log(rank)),
         bell=str(folder.bell),
         notice=str(notice),
-        environment=run_environment(node, told.base, told.task, gpus=gpus),
-        setup_environment=setup_environment(node, told.base, told.task, gpus=gpus),
-        grace_s=record.terms.grace_s,
+        environment=run_environment(node, environment.base, environment.task, gpus=gpus),
+        setup_environment=setup_environment(node, environment.base, environment.task, gpus=gpus),
+        grace_s=record.policy.grace_s,
     )
 
 

@@ -6,43 +6,25 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import find_unsupported_keys
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported_keys
 
 _CHOICE = "ignored: there is no choice of machines; kept for other engines"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
-    "event_callback": "not called",
-    "managed_secrets": "not fetched",
-    "inputs": "not used",
-    "outputs": "not used",
-    "volumes": "no volumes are created; kept for other engines",
-    "volume_mounts": "no volumes are created; kept for other engines",
-    "api_server_access": "there is no API server",
+    **UNUSED_KEYS,
+    **dict.fromkeys(CHOICE_KEYS, _CHOICE),
     "config": "settings of clouds and clusters; kept for other engines",
-    "resources.cloud": _CHOICE,
-    "resources.region": _CHOICE,
-    "resources.zone": _CHOICE,
     "resources.infra": _CHOICE,
     "resources.cpus": "neither checked nor limited",
     "resources.memory": "neither checked nor limited",
     "resources.accelerators": "not checked; SKYPILOT_NUM_GPUS_PER_NODE has the number per node",
-    "resources.instance_type": _CHOICE,
     "resources.use_spot": "nothing is bought; `holdfast preempt` simulates a preemption",
     "resources.job_recovery.strategy": "ignored: there is only one machine",
-    "resources.disk_size": "no disk is created; kept for other engines",
-    "resources.disk_tier": "no disk is created; kept for other engines",
     "resources.network_tier": "nodes communicate over the loopback interface",
-    "resources.local_disk": _CHOICE,
-    "resources.max_hourly_cost": "nothing is bought",
-    "resources.ports": "ports are neither opened nor closed",
     "resources.labels": "no machine is labelled",
-    "resources.accelerator_args": _CHOICE,
     "resources.image_id": "commands run on this machine as it is",
     "resources.autostop": "this machine is not stopped",
     "resources.priority": "jobs do not wait for each other",
     "resources.priority_class": "jobs do not wait for each other",
-    "resources.any_of": _CHOICE,
-    "resources.ordered": _CHOICE,
-    "resources.volumes": "no volumes are created; kept for other engines",
 }
 
 

@@ -35,7 +35,6 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     """Run the node's commands. The caller holds the node's lock.
 
     Args:
-        folder: folder of the node.
         replaces_controller: start a new controller on this machine when the job's has died.
 
     Blocks: as long as the node's commands run.
@@ -53,7 +52,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     watch = PeerWatch(job, replaces_controller=replaces_controller)
     with Path(plan.log).open("ab", buffering=0) as log:
         if read_mount_specs(job):
-            watch.hold = MountLease(folder.path.parent, Path(plan.log))
+            watch.lease = MountLease(folder.path.parent, Path(plan.log))
         outcome = _work(plan, folder, log.fileno(), watch)
     write_outcome(folder.ended, outcome)
     wake(Path(plan.bell))
@@ -63,26 +62,25 @@ class PeerWatch:
     """Watch of the processes that a node needs: controller and mounter.
 
     Args:
-        job: folder of the job.
         replaces_controller: see `serve`.
     """
 
     def __init__(self, job: JobFolder, *, replaces_controller: bool) -> None:
         self._job = job
         self._replaces_controller = replaces_controller
-        self.hold: MountLease | None = None
+        self.lease: MountLease | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Replace a dead controller or mounter."""
         if self._replaces_controller and not locks.is_held(self._job.lock):
             start_controller(self._job)
-        if self.hold is not None:
-            self.hold.look()
+        if self.lease is not None:
+            self.lease.poll()
 
 
 def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:
     os.write(log, f"{plan.headline}\n".encode())
-    if watch.hold is not None and (why := watch.hold.wait_until_there(watch.look)):
+    if watch.lease is not None and (why := watch.lease.wait_until_there(watch.poll)):
         os.write(log, f"holdfast: the job cannot start: {why}\n".encode())
         return Outcome(Phase.SETUP, code=_NO_MOUNTS)
     if plan.setup is not None:
@@ -102,7 +100,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
         _become_shell(plan, phase, log)
     outcome = _outcome(phase, _wait_for(pid, watch))
     if _may_still_save(outcome, Path(plan.notice)):
-        _wait_for_rest(plan.grace_s)
+        processes.wait_exited(_rest(), plan.grace_s)
     _sweep()
     return outcome
 
@@ -134,7 +132,7 @@ def _wait_for(pid: int, watch: PeerWatch) -> int:
     try:
         while not poll.poll(_LOOK_S * 1000):
             _reap_others(pid)
-            watch.look()
+            watch.poll()
     finally:
         os.close(fd)
     return os.waitpid(pid, 0)[1]
@@ -157,10 +155,6 @@ def _may_still_save(outcome: Outcome, notice: Path) -> bool:
     if outcome.is_success:
         return False
     return outcome.killed_by in _TOLD_BY or outcome.code == PREEMPTED_STATUS or notice.exists()
-
-
-def _wait_for_rest(timeout_s: float) -> None:
-    processes.wait_exited(_rest(), timeout_s)
 
 
 def _rest() -> list[Process]:

@@ -24,12 +24,6 @@ _POLL_S = 0.02
 def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
     """Remove a job. First completes removals that were interrupted.
 
-    Args:
-        records: records of all jobs.
-        state: folder of all jobs.
-        number: id of the job.
-        force: remove the job even if it has files that are not in their bucket.
-
     Raises:
         NotFound: the job does not exist.
         Conflict: the job has not ended, some of its processes are running, or files would be lost.

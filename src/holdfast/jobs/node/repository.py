@@ -30,7 +30,6 @@ def clone(repository: Repository, to: Path) -> str:
     """Clone a repository with its history into a folder, and return the commit.
 
     Args:
-        repository: repository, with a ref.
         to: folder that does not exist yet.
 
     Raises:

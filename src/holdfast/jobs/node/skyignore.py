@@ -89,11 +89,11 @@ def _git(folder: Path, *words: str) -> list[str] | None:
         )
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"git did not answer within {_LIMIT_S:.0f} s in {folder}.") from error
-    said = os.fsdecode(done.stderr).strip()
-    if done.returncode and ("not a git repository" in said or "work tree" in said):
+    output = os.fsdecode(done.stderr).strip()
+    if done.returncode and ("not a git repository" in output or "work tree" in output):
         return None
     if done.returncode:
         raise RetryLater(
-            f"git could not list the ignored files of {folder}: {said}. Add a .skyignore file to avoid git."
+            f"git could not list the ignored files of {folder}: {output}. Add a .skyignore file to avoid git."
         )
     return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]

@@ -22,21 +22,18 @@ def spawn(
     folder: Path,
     *,
     log: Path,
+    lock: int,
     entry: str = "holdfast.jobs.node",
-    lock: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> int:
     """Start a process, and return its pid. It has no terminal.
 
     Args:
         role: role, as the entry module expects.
-        folder: folder that it works on.
         log: file for its output.
-        entry: module to run.
         lock: descriptor of a lock that it holds from the start.
         environment: all its variables. Default: those of this process.
     """
-    handed = [(os.POSIX_SPAWN_DUP2, lock, locks.INHERITED_FD)] if lock is not None else []
     return os.posix_spawn(
         sys.executable,
         command(entry, role, str(folder)),
@@ -45,7 +42,7 @@ def spawn(
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
-            *handed,
+            (os.POSIX_SPAWN_DUP2, lock, locks.INHERITED_FD),
         ],
         setsid=True,  # a closed terminal or Ctrl-C does not reach it
         setsigmask=[],
@@ -53,28 +50,36 @@ def spawn(
     )
 
 
-def start_controller(folder: JobFolder) -> bool:
-    """Start a controller, unless one is running. It holds its lock from the start.
-
-    Returns:
-        True if it was started.
-    """
-    lock = locks.acquire(folder.lock)
-    if lock is None:
+def spawn_once(
+    role: str,
+    folder: Path,
+    *,
+    log: Path,
+    lock: Path,
+    entry: str = "holdfast.jobs.node",
+    environment: Mapping[str, str],
+) -> bool:
+    """Start a process that holds a lock, unless one does already. Return True if it was started."""
+    fd = locks.acquire(lock)
+    if fd is None:
         return False
-    state = folder.path.parents[1]
     try:
-        spawn(
-            "controller",
-            folder.path,
-            log=folder.controller_log,
-            entry="holdfast.jobs.local",
-            lock=lock,
-            environment={**os.environ, STATE: str(state)},
-        )
+        spawn(role, folder, log=log, lock=fd, entry=entry, environment=environment)
     finally:
-        os.close(lock)
+        os.close(fd)
     return True
+
+
+def start_controller(folder: JobFolder) -> bool:
+    """Start a controller, unless one is running. Return True if it was started."""
+    return spawn_once(
+        "controller",
+        folder.path,
+        log=folder.controller_log,
+        lock=folder.lock,
+        entry="holdfast.jobs.local",
+        environment={**os.environ, STATE: str(folder.path.parents[1])},
+    )
 
 
 def own_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

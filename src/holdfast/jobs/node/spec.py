@@ -67,8 +67,7 @@ def read_environment(job: JobFolder) -> Environment:
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
     """Write the outcome of a node."""
-    told = {"phase": outcome.phase.value, "code": outcome.code, "killed_by": outcome.killed_by}
-    write_atomic(path, json.dumps(told))
+    write_atomic(path, json.dumps(asdict(outcome)))
 
 
 def read_outcome(path: Path) -> Outcome | None:

@@ -42,7 +42,8 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
         if task.repository is not None and rank == 0:
             commit = clone(task.repository, to)
-            _tell(folder, f"workdir is {task.repository.url} at commit {commit}")
+            with folder.log(0).open("a") as log:
+                log.write(f"holdfast: workdir is {task.repository.url} at commit {commit}\n")
         elif task.repository is not None:
             shutil.copytree(folder.workdir(0), to, symlinks=True)
         elif source is not None:
@@ -63,8 +64,3 @@ def copy_without_ignored(source: Path, to: Path) -> None:
         return [*no_files(folder, names), *(name for name in names if str(here / name) in left_out)]
 
     shutil.copytree(source, to, symlinks=True, ignore=leave_out)
-
-
-def _tell(folder: JobFolder, text: str) -> None:
-    with folder.log(0).open("a") as log:
-        log.write(f"holdfast: {text}\n")

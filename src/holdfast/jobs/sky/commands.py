@@ -61,8 +61,8 @@ def launch(name: str, path: Path, secrets: Mapping[str, str]) -> str | None:
 
     Blocks: until SkyPilot has uploaded files and started its controller, which takes minutes the first time.
     """
-    said = _run(launch_words(name, str(path), secrets), secrets, timeout_s=_LAUNCH_S)
-    found = _JOB_ID.search(said)
+    output = _run(launch_words(name, str(path), secrets), secrets, timeout_s=_LAUNCH_S)
+    found = _JOB_ID.search(output)
     return None if found is None else found[1]
 
 
@@ -106,7 +106,7 @@ def _run(
     words: list[str], environment: Mapping[str, str] | None = None, *, timeout_s: float = _SHORT_S
 ) -> str:
     command = [program(), *words]
-    told = f"sky {' '.join(words)}"
+    command_line = f"sky {' '.join(words)}"
     try:
         done = subprocess.run(
             command,
@@ -118,10 +118,10 @@ def _run(
             env=_environment(environment),
         )
     except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"`{told}` did not finish within {timeout_s:.0f} s.") from error
+        raise RetryLater(f"`{command_line}` did not finish within {timeout_s:.0f} s.") from error
     if done.returncode:
-        said = _COLOURS.sub("", done.stderr.strip() or done.stdout.strip())[-1500:]
-        raise RetryLater(f"`{told}` exited with {done.returncode}:\n{said}")
+        output = _COLOURS.sub("", done.stderr.strip() or done.stdout.strip())[-1500:]
+        raise RetryLater(f"`{command_line}` exited with {done.returncode}:\n{output}")
     return _COLOURS.sub("", done.stdout)
 
 

@@ -23,13 +23,7 @@ _OWN_ID = f'export SKYPILOT_TASK_ID="${TASK_ID}"  # the same after every recover
 
 
 def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
-    """Return the task with a document for SkyPilot.
-
-    Args:
-        task: the user's task.
-        task_id: Holdfast's id of the job.
-        job: number of the job.
-    """
+    """Return the task with a document for SkyPilot."""
     document: dict[str, Any] = copy.deepcopy(dict(task.document))
     document["run"] = _OWN_ID + task.run
     if task.setup:
@@ -46,7 +40,8 @@ def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
     document["resources"] = _with_free_status(document.get("resources") or {})
     document["config"] = _with_hook(document.get("config") or {}, notice)
     if task.file_mounts:
-        document["file_mounts"] = _in_order(document["file_mounts"])
+        mounts = document["file_mounts"]
+        document["file_mounts"] = {target: _one_after_the_other(spec) for target, spec in mounts.items()}
     return dataclasses.replace(task, document=document)
 
 
@@ -87,11 +82,6 @@ def _with_hook(config: Mapping[str, Any], notice: str) -> dict[str, Any]:
     run = f"touch {notice}\nsleep {HOOK_S - 5}"  # the machine is released when the hook exits
     hook = {"run": run, "events": ["preemption"], "timeout": HOOK_S}
     return {**config, "hooks": [*(config.get("hooks") or []), hook]}
-
-
-def _in_order(mounts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return mounts whose write-back caches upload one file after the other, unless configured otherwise."""
-    return {target: _one_after_the_other(spec) for target, spec in mounts.items()}
 
 
 def _one_after_the_other(spec: Any) -> Any:

@@ -58,9 +58,9 @@ class SkyEngine(RecordedEngine):
         spec = JobSpec(
             task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
         )
-        terms = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
+        policy = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
         with self._records() as records:
-            number = records.reserve(task.name, spec, terms, now_s, engine=self.name)
+            number = records.reserve(task.name, spec, policy, now_s, engine=self.name)
             task_id = create_task_id(task.name, number, now_s)
             path = job_folder(self._state, number).path / "task.yaml"
             try:

@@ -6,6 +6,8 @@ from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.task.model import FileMount, MountMode, Task
 from holdfast.jobs.unsupported_keys import value_at
 
+_RECOVERY = "status 75 is added to recover_on_exit_codes: training has saved and wants to be restarted"
+_HOOK = "a hook is added that forwards preemption events to the training (Kubernetes, first node)"
 _NOT_DURABLE = (
     "files reach the bucket some time after they were written, and are lost if the machine is preempted "
     "before that; give the bucket's URL to the training as its home instead"
@@ -16,9 +18,9 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return keys with a surprising meaning, and keys that Holdfast adds."""
     found = [
         UnsupportedKey(
-            "resources.job_recovery", _line(task, "resources.job_recovery", "resources"), _recovery()
+            "resources.job_recovery", _line(task, "resources.job_recovery", "resources"), _RECOVERY
         ),
-        UnsupportedKey("config.hooks", _line(task, "config.hooks", "config"), _hook()),
+        UnsupportedKey("config.hooks", _line(task, "config.hooks", "config"), _HOOK),
         UnsupportedKey(
             "run", _line(task, "run"), "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
         ),
@@ -29,14 +31,6 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
         if mount.mode is MountMode.MOUNT_CACHED
     ]
     return sorted(found, key=lambda found_key: found_key.line)
-
-
-def _recovery() -> str:
-    return "status 75 is added to recover_on_exit_codes: training has saved and wants to be restarted"
-
-
-def _hook() -> str:
-    return "a hook is added that forwards preemption events to the training (Kubernetes, first node)"
 
 
 def _cached(mount: FileMount) -> str:

@@ -50,11 +50,11 @@ def submit(script: Path) -> str:
     inherited = [name for name in environment if name.startswith("SLURM_") and name != "SLURM_CONF"]
     for name in inherited:  # launched from within a job, whose nodes and limits do not apply
         del environment[name]
-    said = _run(["sbatch", "--parsable", str(script)], environment)
-    return said.strip().split(";")[0]
+    output = _run(["sbatch", "--parsable", str(script)], environment)
+    return output.strip().split(";")[0]
 
 
-def look(ids: Sequence[str]) -> dict[str, Queued]:
+def query_queue(ids: Sequence[str]) -> dict[str, Queued]:
     """Return the states of jobs. Jobs that Slurm has forgotten are left out.
 
     Raises:
@@ -64,24 +64,24 @@ def look(ids: Sequence[str]) -> dict[str, Queued]:
         return {}
     words = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(ids)}"]
     try:
-        said = _run(words)
+        output = _run(words)
     except RetryLater as error:
         if "Invalid job id" not in str(error):
             raise
-        said = ""
-    rows = [line.split("|", 2) for line in said.splitlines() if line.count("|") >= 2]
+        output = ""
+    rows = [line.split("|", 2) for line in output.splitlines() if line.count("|") >= 2]
     return {number: Queued(state, reason) for number, state, reason in rows}
 
 
-def look_back(number: str) -> str | None:
+def query_accounting(number: str) -> str | None:
     """Return a job's final state from the accounting, or None."""
     try:
-        said = _run(
+        output = _run(
             ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}"]
         )
     except (RetryLater, Unsupported):
         return None
-    lines = said.split()
+    lines = output.split()
     return lines[0] if lines else None
 
 
@@ -132,8 +132,8 @@ def addresses(nodelist: str) -> tuple[str, ...]:
         RetryLater: Slurm did not answer.
     """
     names = _run(["scontrol", "show", "hostnames", nodelist]).split()
-    told = _run(["scontrol", "--oneliner", "show", "node", nodelist])
-    known = dict(_name_and_address(line.split()) for line in told.splitlines() if line.strip())
+    output = _run(["scontrol", "--oneliner", "show", "node", nodelist])
+    known = dict(_name_and_address(line.split()) for line in output.splitlines() if line.strip())
     return tuple(_resolve(known.get(name) or name) for name in names)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,25 +17,14 @@ from typing import TypeVar
 from typing_extensions import override
 
 from holdfast.entry import command
+from holdfast.environment import read_integer
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRequest
-from holdfast.jobs.slurm import commands
+from holdfast.jobs.slurm import commands, messages
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
-from holdfast.jobs.slurm.messages import (
-    Inbox,
-    KillProcesses,
-    Message,
-    NodeEnded,
-    NodeNoticed,
-    NodeRunning,
-    NoticeSent,
-    NotifyProcesses,
-    RunnerStarted,
-    write,
-)
 from holdfast.jobs.slurm.runner import KILL_WAIT_S
 from holdfast.jobs.state_machine import (
     AttemptExited,
@@ -84,11 +72,7 @@ def supervise(folder: JobFolder) -> int:
 
 
 class SlurmController(Controller):
-    """Controller of a Slurm job, the only process that writes the job's state.
-
-    Args:
-        files: files of the job.
-    """
+    """Controller of a Slurm job, the only process that writes the job's state."""
 
     def __init__(self, files: JobFiles) -> None:
         self._files = files
@@ -96,14 +80,14 @@ class SlurmController(Controller):
         self._stored = files.read_state()
         super().__init__(files.job, self._job.terms, self._stored.life, step_before=self._stored.step_before)
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
-        self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self._restart = read_integer("SLURM_RESTART_COUNT", 0)
         self._step: _Step | None = None
         self._num_listening: dict[int, int] = {}  # by node: processes that handle the notice
         self._running: set[int] = set()  # nodes that have started `run`
         self._has_messages = False  # a node has sent a message in this attempt
         self._signals: list[int] = []
         self._is_requeued = False
-        self._woken, self._waker = socket.socketpair()
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @override
     def _begin(self) -> None:
@@ -119,11 +103,9 @@ class SlurmController(Controller):
 
     def _install_signals(self) -> None:
         """Record signals, and wake the loop with each."""
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _: self._signals.append(number))
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
 
     @override
     def _is_leaving(self) -> bool:
@@ -173,7 +155,7 @@ class SlurmController(Controller):
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
         if self._step is not None:
-            self._step.send(NotifyProcesses(source, deadline_unix_s))
+            self._step.send(messages.NotifyProcesses(source, deadline_unix_s))
         return None  # the nodes reply with messages
 
     @override
@@ -216,20 +198,20 @@ class SlurmController(Controller):
         if self._step.has_ended:
             yield from self._end_attempt()
 
-    def _event_of_message(self, message: Message) -> JobEvent | None:
+    def _event_of_message(self, message: messages.Message) -> JobEvent | None:
         attempt, num_nodes = self.state.attempt, self._job.num_nodes
-        if isinstance(message, NodeRunning):
+        if isinstance(message, messages.NodeRunning):
             self._running.add(message.node)
             return NodesRunning(attempt) if len(self._running) == num_nodes else None
-        if isinstance(message, NodeNoticed):
+        if isinstance(message, messages.NodeNoticed):
             return None if self.state.is_noticed else NoticeReceived(message.lead_s, message.source)
-        if isinstance(message, NoticeSent):
+        if isinstance(message, messages.NoticeSent):
             self._num_listening[message.node] = message.num_listening
             is_complete = len(self._num_listening.keys() | self.state.outcomes.keys()) == num_nodes
             return NoticeDelivered(attempt, sum(self._num_listening.values())) if is_complete else None
-        if isinstance(message, NodeEnded):
-            return NodeExited(attempt, message.node, message.outcome())
-        if not isinstance(message, RunnerStarted):
+        if isinstance(message, messages.NodeEnded):
+            return NodeExited(attempt, message.node, message.outcome)
+        if not isinstance(message, messages.RunnerStarted):
             _log.warning("unexpected message: %s", message)
         return None
 
@@ -266,12 +248,12 @@ class SlurmController(Controller):
     @override
     def _wait(self) -> None:
         poll = select.poll()
-        poll.register(self._woken.fileno(), select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
         if self._step is not None:
             poll.register(self._step.fd, select.POLLIN)
         poll.poll(_POLL_S * 1000)
         with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
+            os.read(self._woken, 4096)
 
 
 class _Step:
@@ -304,8 +286,8 @@ class _Step:
         assert self._srun.stdin is not None
         assert self._srun.stdout is not None
         self._in, self._out = self._srun.stdin, self._srun.stdout
-        self._inbox = Inbox()
-        self._killed: KillProcesses | None = None
+        self._inbox = messages.Inbox()
+        self._killed: messages.KillProcesses | None = None
         self.has_ended = False
         """True once no runner is left."""
 
@@ -314,7 +296,7 @@ class _Step:
         """Descriptor that is readable when a node has sent a message."""
         return self._out.fileno()
 
-    def receive(self) -> Iterator[Message]:
+    def receive(self) -> Iterator[messages.Message]:
         """Yield the nodes' messages since the last call."""
         if not select.select([self._out], [], [], 0)[0]:
             return
@@ -322,19 +304,19 @@ class _Step:
         if not data:
             self._srun.wait()
             self.has_ended = True
-        yield from self._inbox.take(data)
+        yield from self._inbox.feed(data)
         for line in self._inbox.others:
             sys.stderr.write(f"{line}\n")
         self._inbox.others.clear()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Send a message to all nodes."""
         with contextlib.suppress(OSError):
-            os.write(self._in.fileno(), write(message))
+            os.write(self._in.fileno(), messages.write(message))
 
     def kill(self, *, with_keepers: bool) -> None:
         """Send the nodes a request to kill their processes, once."""
-        request = KillProcesses(with_keepers)
+        request = messages.KillProcesses(with_keepers)
         if request != self._killed:
             self._killed = request
             self.send(request)
@@ -346,7 +328,7 @@ class _Step:
 
 
 def _is_running(slurm_id: str) -> bool:
-    found = commands.look([slurm_id]).get(slurm_id)
+    found = commands.query_queue([slurm_id]).get(slurm_id)
     return found is not None and found.state == "RUNNING"
 
 

@@ -89,13 +89,13 @@ class SlurmEngine(RecordedEngine):
         spec = JobSpec(
             task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
         )
-        terms = _terms(task)
+        policy = _policy(task)
         with self._records() as records:
-            number = records.reserve(task.name, spec, terms, now_s, engine=self.name)
+            number = records.reserve(task.name, spec, policy, now_s, engine=self.name)
             task_id = create_task_id(task.name, number, now_s)
             files = self._files(number)
             try:
-                self._put_together(task, number, task_id, spec, terms)
+                self._put_together(task, number, task_id, spec, policy)
             except (OSError, shutil.Error) as error:
                 shutil.rmtree(files.job.path, ignore_errors=True)
                 raise RetryLater(
@@ -111,7 +111,7 @@ class SlurmEngine(RecordedEngine):
         return self.job(number)
 
     def _put_together(
-        self, task: Task, number: int, task_id: str, spec: JobSpec, terms: RestartPolicy
+        self, task: Task, number: int, task_id: str, spec: JobSpec, policy: RestartPolicy
     ) -> None:
         """Write all files that the job needs on its nodes."""
         files = self._files(number)
@@ -130,7 +130,7 @@ class SlurmEngine(RecordedEngine):
                 num_gpus=spec.num_gpus,
                 has_setup=spec.has_setup,
                 user=spec.user,
-                terms=terms,
+                terms=policy,
                 task_environment={**task.envs, **task.secrets},
             )
         )
@@ -163,7 +163,7 @@ class SlurmEngine(RecordedEngine):
             if slurm_id and not stories[number].life.status.is_final
         ]
         try:
-            queued, trouble = commands.look(open_ids), ""
+            queued, trouble = commands.query_queue(open_ids), ""
         except (RetryLater, Unsupported) as error:
             queued, trouble = {}, str(error)
         return [
@@ -202,7 +202,7 @@ class SlurmEngine(RecordedEngine):
             return dataclasses.replace(life, reason="not in Slurm's queue yet, or sbatch was interrupted")
         if queued is None:
             story = files.read_state()  # the job may have ended between the two queries
-            state = commands.look_back(slurm_id)
+            state = commands.query_accounting(slurm_id)
             life, queued = story.life, None if state is None else Queued(state, "")
         is_cancelled = any(one.kind == "cancel" for one in files.requests())
         return current_state(life, queued, is_cancelled=is_cancelled, output=str(files.output))
@@ -238,7 +238,7 @@ class SlurmEngine(RecordedEngine):
         return JobFiles(job_folder(self._state, number))
 
 
-def _terms(task: Task) -> RestartPolicy:
+def _policy(task: Task) -> RestartPolicy:
     return RestartPolicy(
         task.num_nodes,
         task.recovery.max_restarts,

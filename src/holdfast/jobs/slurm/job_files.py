@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
-from holdfast.documents import decode_object, read_dataclass
+from holdfast.documents import decode_dataclass, decode_object
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.spec import MAX_OWN_BYTES
-from holdfast.jobs.records import JobRequest, format_policy, format_state, parse_policy, parse_state
+from holdfast.jobs.records import JobRequest
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.linux.files import write_atomic
 
@@ -58,8 +58,7 @@ class JobFiles:
 
     def write_job(self, job: SubmittedJob) -> None:
         """Write the submitted job, readable only by its owner, as it contains secrets."""
-        document = {**asdict(job), "terms": format_policy(job.terms)}
-        write_atomic(self._facts, json.dumps(document))
+        write_atomic(self._facts, json.dumps(asdict(job), default=sorted))  # sets become lists
         # Created early: another node's file system may cache for long that a file does not exist.
         self._asked.touch(mode=0o600)
         self.job.changed.touch()
@@ -67,17 +66,12 @@ class JobFiles:
 
     def read_job(self) -> SubmittedJob:
         """Return the submitted job."""
-        document = decode_object(
-            self._facts.read_bytes(), str(self._facts), max_bytes=MAX_OWN_BYTES, any_text=True
-        )
-        terms = asdict(parse_policy(document.text("terms")))
-        body = {**document.members, "terms": {**terms, "free_codes": sorted(terms["free_codes"])}}
-        return read_dataclass(SubmittedJob, body, str(self._facts))
+        text, what = self._facts.read_bytes(), str(self._facts)
+        return decode_dataclass(SubmittedJob, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
 
     def write_state(self, state: SlurmJobState) -> None:
         """Write the state of the job."""
-        members = {name: getattr(state, name) for name in SlurmJobState.__dataclass_fields__}
-        write_atomic(self._story, json.dumps({**members, "life": format_state(state.life)}))
+        write_atomic(self._story, json.dumps(asdict(state)))
 
     def read_state(self) -> SlurmJobState:
         """Return the state of the job.
@@ -86,10 +80,7 @@ class JobFiles:
             Internal: the document is invalid.
         """
         try:
-            document = decode_object(self._story.read_bytes(), str(self._story), any_text=True)
-            life = parse_state(document.text("life"))
-            others = {name: value for name, value in document.members.items() if name != "life"}
-            return replace(read_dataclass(SlurmJobState, others, str(self._story)), life=life)
+            return decode_dataclass(SlurmJobState, self._story.read_bytes(), str(self._story), any_text=True)
         except (OSError, Corrupt) as error:
             raise Internal(f"{self._story} is not a valid state of a job: {error}") from error
 

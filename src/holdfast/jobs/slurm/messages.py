@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from holdfast.documents import decode_object, read_dataclass
 from holdfast.errors import Corrupt
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +48,7 @@ class NodeEnded:
     """Outcome of a node."""
 
     node: int
-    phase: str
-    code: int | None
-    killed_by: int | None
-    is_stopped: bool
-
-    @classmethod
-    def of(cls, node: int, outcome: Outcome) -> NodeEnded:
-        """Return the message for an outcome."""
-        return cls(node, outcome.phase.value, outcome.code, outcome.killed_by, outcome.is_stopped)
-
-    def outcome(self) -> Outcome:
-        """Return the outcome in the message."""
-        return Outcome(Phase(self.phase), self.code, self.killed_by, self.is_stopped)
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +67,7 @@ class KillProcesses:
 
 
 Message = RunnerStarted | NodeRunning | NodeNoticed | NoticeSent | NodeEnded | NotifyProcesses | KillProcesses
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        RunnerStarted,
-        NodeRunning,
-        NodeNoticed,
-        NoticeSent,
-        NodeEnded,
-        NotifyProcesses,
-        KillProcesses,
-    )
-}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def write(message: Message) -> bytes:
@@ -105,7 +83,7 @@ class Inbox:
         self.others: list[str] = []
         """Lines that are not messages: output of srun or a site's own programs."""
 
-    def take(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -120,9 +98,6 @@ def _read(line: bytes) -> Message | None:
     try:
         members = decode_object(line, "a line", any_text=True).members
         kind = _KINDS.get(str(members.pop("holdfast", "")))
-        found = None if kind is None else read_dataclass(kind, members, "a message")
-        if isinstance(found, NodeEnded):
-            found.outcome()
-    except (Corrupt, ValueError):
+        return None if kind is None else read_dataclass(kind, members, "a message")
+    except Corrupt:
         return None
-    return found

@@ -14,22 +14,9 @@ GRACE_S = 60
 """Default time before the end at which Slurm sends its notice."""
 FURTHER = "config.slurm.sbatch_options"
 """Key of a task file for more options, which SkyPilot's parser accepts."""
-_OURS = frozenset(
-    {
-        *("job-name", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error", "input", "open-mode"),
-        *(
-            "requeue",
-            "no-requeue",
-            "comment",
-            "array",
-            "wrap",
-            "wait",
-            "parsable",
-            "hold",
-            "export",
-            "kill-on",
-        ),
-    }
+_OURS = (
+    *("job-name", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error", "input", "open-mode"),
+    *("requeue", "no-requeue", "comment", "array", "wrap", "wait", "parsable", "hold", "export", "kill-on"),
 )
 _SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?)?\+?", re.I)

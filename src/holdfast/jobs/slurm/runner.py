@@ -13,24 +13,15 @@ import time
 from pathlib import Path
 
 from holdfast.entry import command
+from holdfast.environment import read_integer
 from holdfast.jobs.environment import Node, run_environment, setup_environment, tag
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
-from holdfast.jobs.slurm.messages import (
-    Inbox,
-    KillProcesses,
-    Message,
-    NodeEnded,
-    NodeNoticed,
-    NodeRunning,
-    NoticeSent,
-    NotifyProcesses,
-    RunnerStarted,
-    write,
-)
+from holdfast.jobs.slurm.messages import Inbox, Message, write
 from holdfast.linux.processes import adopt_orphans, die_with_parent
 from holdfast.linux.wakeup_pipe import WakeupPipe
 from holdfast.notice.file import write_notice
@@ -82,21 +73,19 @@ class _Runner:
     def __init__(self, folder: JobFolder, attempt: int, addresses: list[str]) -> None:
         self._folder, self._attempt = folder, attempt
         self._facts = JobFiles(folder).read_job()
-        self._rank = int(os.environ.get("SLURM_NODEID", "0"))
+        self._rank = read_integer("SLURM_NODEID", 0)
+        num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._facts.num_gpus)
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         # Not in the job's folder, whose file system may not support pipes.
         self._room = tempfile.TemporaryDirectory(prefix="holdfast-node-")
-        self._wakeup = WakeupPipe(Path(self._room.name) / "bell")
-        self._plan = _plan(self._facts, folder, attempt, self._rank, addresses, self._bell_path)
+        bell = Path(self._room.name) / "bell"
+        self._wakeup = WakeupPipe(bell)
+        self._plan = _plan(self._facts, folder, attempt, self._rank, addresses, num_gpus, str(bell))
         self._inbox = Inbox()
-        self._is_told = self._is_killed = self._has_run = False
+        self._is_notified = self._is_killed = self._has_run = False
         self._kills_keepers = False
         self._agent: int | None = None
         self._signals: list[int] = []
-
-    @property
-    def _bell_path(self) -> str:
-        return str(Path(self._room.name) / "bell")
 
     def close(self) -> None:
         self._wakeup.close()
@@ -106,29 +95,23 @@ class _Runner:
         """Until the agent and all keepers are gone."""
         for number in _HEARD:
             # A handler and not SIG_IGN, which child processes would inherit.
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda number, _: self._signals.append(number))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
-        woken, wakes = socket.socketpair()
-        woken.setblocking(False)
-        wakes.setblocking(False)
-        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)
         adopt_orphans()  # keepers are reparented to the runner when the agent exits
-        self._say(RunnerStarted(self._rank))
+        self._send(messages.RunnerStarted(self._rank))
         sweep(self._folder, self._attempt)
         self._start()
         poll = select.poll()
-        for fd in (0, woken.fileno(), self._wakeup.fd):
+        for fd in (0, self._wakeup.fd):
             poll.register(fd, select.POLLIN)
         while not self._has_ended():
             for fd, _ in poll.poll(_LOOK_S * 1000):
-                if fd == 0 and not self._take_orders():
+                if fd == 0 and not self._handle_requests():
                     poll.unregister(0)
-                elif fd == woken.fileno():
-                    woken.recv(4096)
             self._wakeup.clear()
-            self._look()
-        outcome = self._outcome()
-        self._say(NodeEnded.of(self._rank, outcome))
+            self._poll()
+        self._send(messages.NodeEnded(self._rank, self._outcome()))
         self._let_keepers_finish()
 
     # -- the agent ------------------------------------------------------------------------------------------
@@ -169,43 +152,40 @@ class _Runner:
             return Outcome(outcome.phase, outcome.code, outcome.killed_by, is_stopped=True)
         return outcome
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while self._signals:
             self._on_notice(self._signals.pop(0))
         if not self._has_run and self._node.running.exists():
             self._has_run = True
-            self._say(NodeRunning(self._rank))
+            self._send(messages.NodeRunning(self._rank))
         if self._is_killed and (left := self._left()):
             processes.kill(left)
 
     # -- notices and orders ----------------------------------------------------------------------------------
 
-    def _on_signal(self, number: int, _: object) -> None:
-        self._signals.append(number)
-
     def _on_notice(self, number: int) -> None:
         lead_s = self._facts.terms.grace_s if number == signal.SIGUSR1 else KILL_WAIT_S
         source = f"Slurm ({signal.Signals(number).name})"
-        self._tell(NotifyProcesses(source, time.time() + lead_s))
-        self._say(NodeNoticed(self._rank, source, lead_s))
+        self._notify(messages.NotifyProcesses(source, time.time() + lead_s))
+        self._send(messages.NodeNoticed(self._rank, source, lead_s))
 
-    def _take_orders(self) -> bool:
+    def _handle_requests(self) -> bool:
         """Handle the controller's requests. Return False if the controller is gone."""
         data = os.read(0, 1 << 16)
-        for message in self._inbox.take(data):
-            if isinstance(message, NotifyProcesses):
-                self._say(NoticeSent(self._rank, self._tell(message)))
-            elif isinstance(message, KillProcesses):
+        for message in self._inbox.feed(data):
+            if isinstance(message, messages.NotifyProcesses):
+                self._send(messages.NoticeSent(self._rank, self._notify(message)))
+            elif isinstance(message, messages.KillProcesses):
                 self._is_killed = True
                 self._kills_keepers = message.with_keepers
         return bool(data)
 
-    def _tell(self, message: NotifyProcesses) -> int:
+    def _notify(self, message: messages.NotifyProcesses) -> int:
         """Send the node's processes the notice, once, as many programs abort on a second SIGTERM."""
         listening = processes.topmost_handlers(self._agent) if self._agent is not None else []
-        if self._is_told:
+        if self._is_notified:
             return len(listening)
-        self._is_told = True
+        self._is_notified = True
         word = Notice(message.source, deadline_unix_s=message.deadline_unix_s)
         with contextlib.suppress(OSError):
             write_notice(self._node.notice, word)
@@ -228,13 +208,19 @@ class _Runner:
         if not self._kills_keepers:
             processes.wait_exited(keepers, self._facts.terms.grace_s)
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner
             os.write(1, write(message))
 
 
 def _plan(
-    facts: SubmittedJob, folder: JobFolder, attempt: int, rank: int, addresses: list[str], bell: str
+    facts: SubmittedJob,
+    folder: JobFolder,
+    attempt: int,
+    rank: int,
+    addresses: list[str],
+    num_gpus: int,
+    bell: str,
 ) -> NodeSpec:
     notice = folder.attempt(attempt) / str(rank) / "notice"
     node = Node(
@@ -244,7 +230,7 @@ def _plan(
         attempt=attempt,
         rank=rank,
         addresses=tuple(addresses),
-        num_gpus=int(os.environ.get("SLURM_GPUS_ON_NODE") or facts.num_gpus),
+        num_gpus=num_gpus,
         user=facts.user,
         notice=str(notice),
         progress=str(folder.progress),

@@ -50,11 +50,11 @@ def _ended(life: JobState, queued: Queued | None, *, is_cancelled: bool, output:
     if is_cancelled or (queued is not None and queued.state.startswith("CANCELLED")):
         reason = "cancelled" if is_cancelled else "cancelled in Slurm"
         return dataclasses.replace(life, status=JobStatus.CANCELLED, is_active=False, reason=reason)
-    heard = (
+    cause = (
         "the job's controller did not record how it ended"
         if life.attempt
         else "its nodes sent no message: is the folder on a file system that they share "
         "(HOLDFAST_STATE), and Python at the same path there?"
     )
-    reason = f"{state}, and {heard} (see {output})"
+    reason = f"{state}, and {cause} (see {output})"
     return dataclasses.replace(life, status=JobStatus.FAILED_CONTROLLER, is_active=False, reason=reason)

@@ -8,40 +8,21 @@ from typing import Any
 from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.slurm.options import FURTHER, memory_mib
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import find_unsupported_keys, value_at
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported_keys, value_at
 
 _CHOICE = "Slurm chooses the nodes; kept for other engines"
-_VOLUME = "no volumes are created; kept for other engines"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
-    "event_callback": "not called",
-    "managed_secrets": "not fetched",
-    "inputs": "not used",
-    "outputs": "not used",
-    "volumes": _VOLUME,
-    "volume_mounts": _VOLUME,
-    "api_server_access": "there is no API server",
-    "resources.cloud": _CHOICE,
-    "resources.region": _CHOICE,
-    "resources.zone": _CHOICE,
-    "resources.instance_type": _CHOICE,
+    **UNUSED_KEYS,
+    **dict.fromkeys(CHOICE_KEYS, _CHOICE),
     "resources.use_spot": "Slurm has no spot machines; choose a preemptible partition, "
     f"as infra: slurm/CLUSTER/PARTITION or in {FURTHER}",
     "resources.job_recovery.strategy": "Slurm's queue chooses the nodes",
-    "resources.disk_size": "no disk is created; kept for other engines",
-    "resources.disk_tier": "no disk is created; kept for other engines",
     "resources.network_tier": "the cluster's network as it is",
-    "resources.local_disk": _CHOICE,
-    "resources.max_hourly_cost": "nothing is bought",
-    "resources.ports": "ports are neither opened nor closed",
     "resources.labels": "no machine is labelled",
-    "resources.accelerator_args": _CHOICE,
     "resources.image_id": f"commands run on the nodes as they are; for containers see {FURTHER}",
     "resources.autostop": "no machine is stopped",
     "resources.priority": f"not passed on; use sbatch's own option, see {FURTHER}",
     "resources.priority_class": f"not passed on; use sbatch's own option, see {FURTHER}",
-    "resources.any_of": _CHOICE,
-    "resources.ordered": _CHOICE,
-    "resources.volumes": _VOLUME,
 }
 
 

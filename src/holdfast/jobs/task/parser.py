@@ -15,7 +15,7 @@ from holdfast.jobs.task.schema import TASK
 from holdfast.jobs.task.shape import Problem
 from holdfast.jobs.task.variables import fill_in, parse_variables, variable_problems
 
-_MAX_TOLD = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def parse_task(text: str, name: str, overrides: Overrides | None = None) -> Task
     root = _only_document(parse_documents(text, name), name)
     problems = list(_all_problems(root, given))
     if problems:
-        raise InvalidInput(_told(problems, name))
+        raise InvalidInput(_format_problems(problems, name))
     return _task(root, name, given)
 
 
@@ -107,11 +107,11 @@ def _resource_problems(resources: Value | None) -> Iterator[Problem]:
             yield Problem(asked.line, f"{where}.accelerators", read)
 
 
-def _told(problems: list[Problem], name: str) -> str:
+def _format_problems(problems: list[Problem], name: str) -> str:
     ordered = sorted(set(problems), key=lambda one: (one.line, one.where, one.what))
-    lines = [f"{name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_TOLD]]
-    if len(ordered) > _MAX_TOLD:
-        lines.append(f"and {len(ordered) - _MAX_TOLD} more")
+    lines = [f"{name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_LISTED]]
+    if len(ordered) > _MAX_LISTED:
+        lines.append(f"and {len(ordered) - _MAX_LISTED} more")
     head = "The task file has errors. Nothing was started."
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
@@ -195,11 +195,7 @@ def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:
 
 
 def _normalised(
-    root: Value,
-    name: str,
-    envs: Mapping[str, str],
-    secrets: Mapping[str, str],
-    accelerators: Accelerators,
+    root: Value, name: str, envs: Mapping[str, str], secrets: Mapping[str, str], accelerators: Accelerators
 ) -> dict[str, Any]:
     """Return the document for other engines: the user's file without forms that only Holdfast supports."""
     kept = {str(key): value for key, value in root.plain.items() if value is not None}

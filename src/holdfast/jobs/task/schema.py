@@ -36,9 +36,7 @@ STORAGE: Mapping[str, Shape] = {
     "persistent": FLAG,
     "mode": Scalar((str,), "a mode", allowed=MODES),
     "type": Scalar(
-        (str,),
-        "a type",
-        allowed=("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW"),
+        (str,), "a type", allowed=("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW")
     ),
     "config": Keys({"mount_cached": Anything(), "mount": Anything()}),
     "_is_sky_managed": FLAG,

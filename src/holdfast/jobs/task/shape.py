@@ -124,8 +124,8 @@ class Either(Shape):
 
     @override
     def describe(self) -> str:
-        said = [shape.describe() for shape in self.shapes if shape is not NOTHING]
-        return " or ".join(dict.fromkeys(said))
+        names = [shape.describe() for shape in self.shapes if shape is not NOTHING]
+        return " or ".join(dict.fromkeys(names))
 
 
 def _is_near(shape: Shape, value: Value) -> bool:

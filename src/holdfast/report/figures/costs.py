@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
+from holdfast.report import style
 from holdfast.report.interruptions import Interruption
-from holdfast.report.style import (
-    DOWN,
-    INK,
-    REDO,
-    RESTORE,
-    SPAN_AXIS,
-    Figure,
-    Spec,
-    color_by,
-    format_seconds,
-    format_time,
-    make_chart,
-    make_figure,
-    span_ticks,
-)
+from holdfast.report.style import Figure, Spec
 from holdfast.report.summary import RunSummary
 from holdfast.units import plural
 
 _MAX_BARS = 40
-_PARTS = {"repeated": REDO, "down": DOWN, "restoring": RESTORE}
+_PARTS = {"repeated": style.REDO, "down": style.DOWN, "restoring": style.RESTORE}
 _TEXT = (
     "The cost lasts from the moment when training first reached the step that it later resumed from, until "
     "it trained again. Repeated: from that moment to the last event of the attempt. Down: from there to the "
@@ -40,11 +27,11 @@ def costs(summary: RunSummary) -> Figure | None:
     text = _TEXT
     if len(drawn) < len(summary.interruptions):
         text += f" Of {len(summary.interruptions)} interruptions, the {_MAX_BARS} most expensive are drawn."
-    return make_figure(
+    return style.make_figure(
         "costs",
-        "What each interruption cost",
+        "Cost of each interruption",
         text,
-        make_chart(_layers(drawn), height=28 * len(drawn) + 4, legend_columns=3),
+        style.make_chart(_layers(drawn), height=28 * len(drawn) + 4, legend_columns=3),
         (
             "last event (UTC)",
             "attempt",
@@ -70,7 +57,7 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
             "part": part,
             "order": order,
             "s": took_s,
-            "took": format_seconds(took_s),
+            "took": style.format_seconds(took_s),
         }
         for one in drawn
         for order, (part, took_s) in enumerate(
@@ -78,7 +65,8 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
         )
     ]
     sums = [
-        {"which": labels[one.after], "s": one.cost_s, "took": format_seconds(one.cost_s)} for one in drawn
+        {"which": labels[one.after], "s": one.cost_s, "took": style.format_seconds(one.cost_s)}
+        for one in drawn
     ]
     longest = max(one.cost_s for one in drawn)
     row = {
@@ -88,8 +76,8 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
         "axis": {"title": "attempts", "labelFontSize": 13, "ticks": False},
     }
     scale = {"domain": [0, longest or 1], "range": [0, {"expr": "max(40, width - 90)"}]}
-    axis = {"title": None, "labelExpr": SPAN_AXIS, "values": span_ticks(longest)}
-    lines = {"repeated": "var(--redo)", "down": "var(--down)", "restoring": RESTORE}
+    axis = {"title": None, "labelExpr": style.SPAN_AXIS, "values": style.span_ticks(longest)}
+    lines = {"repeated": "var(--redo)", "down": "var(--down)", "restoring": style.RESTORE}
     return [
         {
             "data": {"values": values},
@@ -97,15 +85,15 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
             "encoding": {
                 "x": {"field": "s", "type": "quantitative", "stack": "zero", "scale": scale, "axis": axis},
                 "y": row,
-                "fill": color_by("part", _PARTS),
-                "stroke": color_by("part", lines),
+                "fill": style.color_by("part", _PARTS),
+                "stroke": style.color_by("part", lines),
                 "order": {"field": "order"},
                 "tooltip": [{"field": "part"}, {"field": "took"}],
             },
         },
         {
             "data": {"values": sums},
-            "mark": {"type": "text", "align": "left", "dx": 5, "fill": INK},
+            "mark": {"type": "text", "align": "left", "dx": 5, "fill": style.INK},
             "encoding": {"x": {"field": "s", "type": "quantitative"}, "y": row, "text": {"field": "took"}},
         },
     ]
@@ -124,15 +112,15 @@ def _row(one: Interruption) -> tuple[str | int | None, ...]:
     if one.num_failed_starts:
         remarks.append(f"{plural(one.num_failed_starts, 'start')} in between without further events")
     return (
-        format_time(one.last_seen_unix_s),
+        style.format_time(one.last_seen_unix_s),
         f"{one.before} to {one.after}",
         one.kind,
         one.last_step,
         one.restored_step,
         lost,
-        format_seconds(one.redo_s),
-        format_seconds(one.down_s),
-        format_seconds(one.restore_s),
-        format_seconds(one.cost_s),
+        style.format_seconds(one.redo_s),
+        style.format_seconds(one.down_s),
+        style.format_seconds(one.restore_s),
+        style.format_seconds(one.cost_s),
         "; ".join(filter(None, remarks)) or None,
     )

@@ -5,18 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from holdfast.report import style
 from holdfast.report.curves import Curve, Point
-from holdfast.report.style import (
-    INK,
-    KEPT,
-    Figure,
-    Spec,
-    color_by,
-    log_ticks,
-    make_chart,
-    make_figure,
-    thin_out,
-)
+from holdfast.report.style import Figure, Spec
 from holdfast.report.summary import RunSummary
 
 MAX_CURVES = 8
@@ -44,7 +35,7 @@ def curves(summary: RunSummary) -> list[Figure]:
 
 
 def _figure(curve: Curve, number: int, left_out: str) -> Figure:
-    counted, every = thin_out(curve.counted)
+    counted, every = style.thin_out(curve.counted)
     if every > 1 and counted[-1] != curve.counted[-1]:
         counted.append(curve.counted[-1])
     text = _TEXT if every == 1 else f"{_TEXT} Of the steps, one of every {every} is drawn."
@@ -53,27 +44,27 @@ def _figure(curve: Curve, number: int, left_out: str) -> Figure:
         text += f" Discarded values: {num_lost}."
     if left_out:
         text += f" Not drawn: {left_out}; `holdfast history --metrics` has them."
-    return make_figure(
+    return style.make_figure(
         f"curve-{number}",
         f"{curve.name}, step by step",
         text,
-        make_chart(_layers(curve, counted), height=260),
+        style.make_chart(_layers(curve, counted), height=260),
         ("step", "attempt", curve.name),
         [(one.step, one.attempt, f"{one.value:.6g}") for one in curve.counted],
     )
 
 
 def _layers(curve: Curve, counted: Sequence[Point]) -> list[Spec]:
-    lost = [_mark(one, _LOST) for stretch in curve.lost for one in thin_out(stretch)[0]]
+    lost = [_mark(one, _LOST) for stretch in curve.lost for one in style.thin_out(stretch)[0]]
     starts = _starts(curve.counted)
     x = {"field": "step", "type": "quantitative", "axis": {"title": "step"}, "scale": {"zero": False}}
     y = {"field": "value", "type": "quantitative", **_axis(curve)}
-    looks = {_COUNTS: KEPT, _LOST: "var(--redo)"} if lost else {_COUNTS: KEPT}
-    stroke = color_by("what", looks, legend=bool(lost))
+    looks = {_COUNTS: style.KEPT, _LOST: "var(--redo)"} if lost else {_COUNTS: style.KEPT}
+    stroke = style.color_by("what", looks, legend=bool(lost))
     tooltip = [{"field": name} for name in ("step", "value", "attempt", "what")]
     layers: list[Spec] = []
     if len(starts) > 1:
-        rule = {"type": "rule", "strokeDash": [3, 3], "stroke": INK, "opacity": 0.4}
+        rule = {"type": "rule", "strokeDash": [3, 3], "stroke": style.INK, "opacity": 0.4}
         layers.append({"data": {"values": starts}, "mark": rule, "encoding": {"x": x}})
     if lost:
         # An attempt may be discarded in several stretches, which are separate lines.
@@ -83,10 +74,10 @@ def _layers(curve: Curve, counted: Sequence[Point]) -> list[Spec]:
     values = [_mark(one, _COUNTS) for one in counted]
     line: Spec = {"type": "line", "strokeWidth": 1.7}
     if len(values) <= _MAX_DOTS:  # a single value has no line
-        line["point"] = {"size": 20, "filled": True, "fill": KEPT}
+        line["point"] = {"size": 20, "filled": True, "fill": style.KEPT}
     layers.append({"data": {"values": values}, "mark": line, "encoding": {"x": x, "y": y, "stroke": stroke}})
     # Targets for tooltips: a line has a tooltip for its first step only.
-    spots = {"type": "point", "filled": True, "fill": INK, "size": 50, "opacity": 0}
+    spots = {"type": "point", "filled": True, "fill": style.INK, "size": 50, "opacity": 0}
     encoding = {"x": x, "y": y, "tooltip": tooltip}
     layers.append({"data": {"values": [*lost, *values]}, "mark": spots, "encoding": encoding})
     if 1 < len(starts) <= _MAX_LABELS:
@@ -115,6 +106,6 @@ def _axis(curve: Curve) -> Spec:
     points = [*curve.counted, *(one for stretch in curve.lost for one in stretch)]
     values = [one.value for one in points if math.isfinite(one.value)]
     if values and min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
-        ticks = log_ticks(min(values), max(values))
+        ticks = style.log_ticks(min(values), max(values))
         return {"scale": {"type": "log"}, "axis": {"title": None, "values": ticks, "format": "~g"}}
     return {"scale": {"zero": False}, "axis": {"title": None}}

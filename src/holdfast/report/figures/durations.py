@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import math
 
+from holdfast.report import style
 from holdfast.report.saves import SaveRecord
-from holdfast.report.style import (
-    BLOCKED,
-    KEPT,
-    ON_THE_WAY,
-    SPAN_AXIS,
-    Cell,
-    Figure,
-    Spec,
-    color_by,
-    format_seconds,
-    format_size,
-    format_time,
-    make_chart,
-    make_figure,
-    span_log_ticks,
-    thin_out,
-    time_axis,
-    to_ms,
-)
+from holdfast.report.style import Cell, Figure, Spec
 from holdfast.report.summary import RunSummary
 
 _LOOKS = {
-    "save() blocked the loop": (BLOCKED, "square"),
+    "save() blocked the loop": (style.BLOCKED, "square"),
     "staged after": ("var(--staged)", "diamond"),
     "durable in memory after": ("var(--memory)", "triangle-down"),
-    "durable in local after": (ON_THE_WAY, "triangle-up"),
-    "durable in home after": (KEPT, "circle"),
+    "durable in local after": (style.ON_THE_WAY, "triangle-up"),
+    "durable in home after": (style.KEPT, "circle"),
 }
 _TEXT = (
     "Each save, on a logarithmic scale. Staged: from then on, neither further training nor a crash of the "
@@ -43,14 +26,14 @@ def durations(summary: RunSummary) -> Figure | None:
     """Return the figure, or None without saves."""
     if not summary.saves:
         return None
-    saves, every = thin_out(summary.saves)
+    saves, every = style.thin_out(summary.saves)
     values = [
         {
-            "t": to_ms(save.started_unix_s),
+            "t": style.to_ms(save.started_unix_s),
             "s": took_s,
             "what": what,
             "step": save.step,
-            "took": format_seconds(took_s),
+            "took": style.format_seconds(took_s),
         }
         for save in saves
         for what, took_s in _measures(save).items()
@@ -59,11 +42,11 @@ def durations(summary: RunSummary) -> Figure | None:
     used = {one["what"] for one in values}
     looks = {what: look for what, look in _LOOKS.items() if what in used}
     text = _TEXT if every == 1 else f"{_TEXT} One of every {every} saves is drawn."
-    return make_figure(
+    return style.make_figure(
         "durations",
-        "How long saves took",
+        "Durations of saves",
         text,
-        make_chart([_layer(summary, values, looks)], height=260, legend_columns=1) if values else None,
+        style.make_chart([_layer(summary, values, looks)], height=260, legend_columns=1) if values else None,
         (
             "time (UTC)",
             "attempt",
@@ -91,15 +74,15 @@ def _layer(summary: RunSummary, values: list[Spec], looks: dict[str, tuple[str, 
     shortest, longest = min(one["s"] for one in values), max(one["s"] for one in values)
     low, high = 10.0 ** math.floor(math.log10(shortest)), 10.0 ** math.ceil(math.log10(longest))
     scale = {"type": "log", "domain": [low, high if high > low else low * 10]}
-    axis = {"title": None, "labelExpr": SPAN_AXIS, "values": span_log_ticks(low, high)}
+    axis = {"title": None, "labelExpr": style.SPAN_AXIS, "values": style.span_log_ticks(low, high)}
     return {
         "data": {"values": values},
         "mark": {"type": "point", "filled": True, "size": 55, "opacity": 0.9},
         "encoding": {
-            "x": time_axis("t", summary),
+            "x": style.time_axis("t", summary),
             "y": {"field": "s", "type": "quantitative", "scale": scale, "axis": axis},
-            "fill": color_by("what", {what: look[0] for what, look in looks.items()}),
-            "shape": color_by("what", {what: look[1] for what, look in looks.items()}),
+            "fill": style.color_by("what", {what: look[0] for what, look in looks.items()}),
+            "shape": style.color_by("what", {what: look[1] for what, look in looks.items()}),
             "tooltip": [{"field": "step"}, {"field": "what"}, {"field": "took"}],
         },
     }
@@ -107,12 +90,12 @@ def _layer(summary: RunSummary, values: list[Spec], looks: dict[str, tuple[str, 
 
 def _rows(save: SaveRecord) -> list[tuple[Cell, ...]]:
     start = (
-        format_time(save.started_unix_s),
+        style.format_time(save.started_unix_s),
         save.attempt,
         save.step,
-        format_size(save.num_bytes),
-        format_seconds(save.blocked_s),
-        format_seconds(save.staged_s),
+        style.format_size(save.num_bytes),
+        style.format_seconds(save.blocked_s),
+        style.format_seconds(save.staged_s),
     )
     if not save.copies:
         return [(*start, None, None, None, None, save.outcome)]
@@ -120,9 +103,9 @@ def _rows(save: SaveRecord) -> list[tuple[Cell, ...]]:
         (
             *start,
             copy.tier,
-            format_seconds(copy.write_s),
-            f"{format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None,
-            format_seconds(copy.durable_s),
+            style.format_seconds(copy.write_s),
+            f"{style.format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None,
+            style.format_seconds(copy.durable_s),
             save.outcome if copy.durable_unix_s is None else "durable",
         )
         for copy in save.copies

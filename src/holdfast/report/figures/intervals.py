@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import math
 
+from holdfast.report import style
 from holdfast.report.save_interval import BestInterval, lost_share
-from holdfast.report.style import (
-    INK,
-    SPAN_AXIS,
-    Cell,
-    Figure,
-    Spec,
-    format_seconds,
-    format_share,
-    log_ticks,
-    make_chart,
-    make_figure,
-    span_log_ticks,
-)
+from holdfast.report.style import Cell, Figure, Spec
 from holdfast.report.summary import IntervalAdvice, RunSummary
 from holdfast.units import plural
 
@@ -37,11 +26,11 @@ def intervals(summary: RunSummary) -> Figure | None:
         return None
     bests = [advice.own] if advice.own else list(advice.assumed)
     layers = _layers(advice, bests) if bests else []
-    return make_figure(
+    return style.make_figure(
         "intervals",
-        "How often it should have saved",
+        "Best time between saves",
         f"{_verdict(advice)}\n\n{_HOW}",
-        make_chart(layers, height=260, legend_columns=1) if layers else None,
+        style.make_chart(layers, height=260, legend_columns=1) if layers else None,
         (
             "mean time between failures",
             "best interval (Young)",
@@ -55,38 +44,44 @@ def intervals(summary: RunSummary) -> Figure | None:
 
 def _verdict(advice: IntervalAdvice) -> str:
     lower_s, upper_s = advice.mtbf_bounds_s
-    own_s = f"It saved every {format_seconds(advice.interval_s)} on average. " if advice.interval_s else ""
+    own_s = (
+        f"It saved every {style.format_seconds(advice.interval_s)} on average. " if advice.interval_s else ""
+    )
     if advice.own is None:
-        up = f" in {format_seconds(advice.up_s)} of training"
-        bound = f" With 95 % confidence it is more than {format_seconds(lower_s)}." if advice.up_s > 0 else ""
+        up = f" in {style.format_seconds(advice.up_s)} of training"
+        bound = (
+            f" With 95 % confidence it is more than {style.format_seconds(lower_s)}."
+            if advice.up_s > 0
+            else ""
+        )
         return (
             f"{own_s}There was no failure{up}, so the mean time between failures is unknown, and with it the "
             f"best interval.{bound} The chart shows the best interval for several assumed values."
         )
-    own, mtbf = advice.own, format_seconds(advice.mtbf_s)
+    own, mtbf = advice.own, style.format_seconds(advice.mtbf_s)
     bounds = ""
     if upper_s is not None:
-        bounds = f" (90 % confidence: {format_seconds(lower_s)} to {format_seconds(upper_s)})"
+        bounds = f" (90 % confidence: {style.format_seconds(lower_s)} to {style.format_seconds(upper_s)})"
     verdict = (
-        f"{own_s}Daly's best interval is {format_seconds(own.daly_s)}, Young's "
-        f"{format_seconds(own.young_s)}, for a mean time between failures of {mtbf}{bounds}, from "
-        f"{plural(advice.num_failures, 'failure')} in {format_seconds(advice.up_s)} of training."
+        f"{own_s}Daly's best interval is {style.format_seconds(own.daly_s)}, Young's "
+        f"{style.format_seconds(own.young_s)}, for a mean time between failures of {mtbf}{bounds}, from "
+        f"{plural(advice.num_failures, 'failure')} in {style.format_seconds(advice.up_s)} of training."
     )
     if advice.lost_share is not None and math.isfinite(advice.lost_share):
         verdict += (
-            f" Expected loss to saving and failing: {format_share(advice.lost_share)} of training at the "
-            f"run's interval, {format_share(own.lost_share)} at the best one. Restarts come on top."
+            f" Expected loss to saving and failing: {style.format_share(advice.lost_share)} of training at "
+            f"the run's interval, {style.format_share(own.lost_share)} at the best one. Restarts come on top."
         )
     if advice.durable_s is not None and own.daly_s < advice.durable_s:
         verdict += (
-            f" A save takes {format_seconds(advice.durable_s)} to be durable in the nearest tier, so shorter "
-            "intervals are useless: save as soon as the last save is durable."
+            f" A save takes {style.format_seconds(advice.durable_s)} to be durable in the nearest tier, so "
+            "shorter intervals are useless: save as soon as the last save is durable."
         )
     return verdict
 
 
 def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
-    names = [f"failures every {format_seconds(best.mtbf_s)}" for best in bests]
+    names = [f"failures every {style.format_seconds(best.mtbf_s)}" for best in bests]
     middle = [best.daly_s for best in bests] + ([advice.interval_s] if advice.interval_s else [])
     low, high = max(1e-4, min(middle) / 12), max(middle) * 12
     values: list[Spec] = []
@@ -104,8 +99,8 @@ def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
         "scale": {"type": "log", "domain": [low, high], "nice": False},
         "axis": {
             "title": "time between saves",
-            "labelExpr": SPAN_AXIS,
-            "values": span_log_ticks(low, high),
+            "labelExpr": style.SPAN_AXIS,
+            "values": style.span_log_ticks(low, high),
         },
     }
     least, most = min(one["lost"] for one in values) / 2.5, max(one["lost"] for one in values) * 1.2
@@ -116,7 +111,7 @@ def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
         "axis": {
             "title": "lost share of training",
             "labelExpr": "format(datum.value * 100, '.2~r') + ' %'",
-            "values": log_ticks(least, most),
+            "values": style.log_ticks(least, most),
         },
     }
     scale = {"domain": names, "range": list(_COLOURS[: len(names)])}
@@ -138,18 +133,18 @@ def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
 def _marks(advice: IntervalAdvice, bests: list[BestInterval], x: Spec, y: Spec) -> list[Spec]:
     """Return marks at the run's own interval and at the minimum of each curve."""
     points = [
-        {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {format_seconds(best.daly_s)}"}
+        {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {style.format_seconds(best.daly_s)}"}
         for best in bests
     ]
     place = {"x": x, "y": y}
     words = {**place, "text": {"field": "name"}}
     marks: list[tuple[Spec, Spec]] = [
-        ({"type": "point", "filled": True, "fill": INK, "size": 70, "opacity": 1}, place),
+        ({"type": "point", "filled": True, "fill": style.INK, "size": 70, "opacity": 1}, place),
         (
             {"type": "text", "dy": 16, "stroke": "var(--card)", "strokeWidth": 4},
             words,
         ),  # keeps the label readable
-        ({"type": "text", "dy": 16, "fill": INK}, words),
+        ({"type": "text", "dy": 16, "fill": style.INK}, words),
     ]
     was = _actual(advice.interval_s, x) if advice.interval_s else []
     return [
@@ -163,9 +158,9 @@ def _actual(interval_s: float, x: Spec) -> list[Spec]:
     low, high = x["scale"]["domain"]
     is_right = interval_s > math.sqrt(low * high)
     side = {"align": "right", "dx": -4} if is_right else {"align": "left", "dx": 4}
-    data = {"values": [{"at": interval_s, "name": f"actual: {format_seconds(interval_s)}"}]}
-    rule = {"type": "rule", "stroke": INK, "strokeDash": [3, 3]}
-    label = {"type": "text", **side, "dy": 6, "y": 0, "fill": INK}
+    data = {"values": [{"at": interval_s, "name": f"actual: {style.format_seconds(interval_s)}"}]}
+    rule = {"type": "rule", "stroke": style.INK, "strokeDash": [3, 3]}
+    label = {"type": "text", **side, "dy": 6, "y": 0, "fill": style.INK}
     return [
         {"data": data, "mark": rule, "encoding": {"x": x}},
         {"data": data, "mark": label, "encoding": {"x": x, "text": {"field": "name"}}},
@@ -177,11 +172,11 @@ def _rows(advice: IntervalAdvice) -> list[tuple[Cell, ...]]:
     bests += [("assumed", one) for one in advice.assumed]
     return [
         (
-            f"{whose}: {format_seconds(one.mtbf_s)}",
-            format_seconds(one.young_s),
-            format_seconds(one.daly_s),
+            f"{whose}: {style.format_seconds(one.mtbf_s)}",
+            style.format_seconds(one.young_s),
+            style.format_seconds(one.daly_s),
             f"{max(1, round(one.daly_s / advice.step_s))}" if advice.step_s else None,
-            format_share(one.lost_share),
+            style.format_share(one.lost_share),
         )
         for whose, one in bests
     ]

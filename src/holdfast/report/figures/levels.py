@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.report.style import (
-    BYTES_AXIS,
-    KEPT,
-    MAX_MARKS,
-    ON_THE_WAY,
-    Figure,
-    Spec,
-    color_by,
-    format_size,
-    format_time,
-    make_chart,
-    make_figure,
-    time_axis,
-    to_ms,
-)
+from holdfast.report import style
+from holdfast.report.style import Figure, Spec
 from holdfast.report.summary import RunSummary
 from holdfast.report.tier_levels import tiers_in
 from holdfast.units import plural
 
-_COLOURS = {"memory": "var(--memory)", "local": ON_THE_WAY, "home": KEPT}
+_COLOURS = {"memory": "var(--memory)", "local": style.ON_THE_WAY, "home": style.KEPT}
 _DASHES: dict[str, list[int]] = {"memory": [2, 3], "local": [8, 4], "home": [1, 0]}
 _TEXT = (
     "Bytes of complete checkpoints, from commits, drains and deletions. Deletions without an event, such as "
@@ -34,18 +21,18 @@ def levels(summary: RunSummary) -> Figure | None:
     if not summary.levels or summary.last_unix_s is None:
         return None
     tiers = tiers_in(summary.levels)
-    drawn = summary.levels[-MAX_MARKS:]
+    drawn = summary.levels[-style.MAX_MARKS :]
     values = [
         {
-            "t": to_ms(level.unix_s),
+            "t": style.to_ms(level.unix_s),
             "bytes": level.num_bytes,
             "tier": level.tier,
-            "what": f"{plural(level.num_checkpoints, 'checkpoint')}, {format_size(level.num_bytes)}",
+            "what": f"{plural(level.num_checkpoints, 'checkpoint')}, {style.format_size(level.num_bytes)}",
         }
         for level in drawn
     ]
     last = {level.tier: level for level in drawn}
-    end = to_ms(summary.end_unix_s or drawn[-1].unix_s)
+    end = style.to_ms(summary.end_unix_s or drawn[-1].unix_s)
     values += [
         {"t": end, "bytes": level.num_bytes, "tier": tier, "what": "at the end"}
         for tier, level in last.items()
@@ -53,19 +40,19 @@ def levels(summary: RunSummary) -> Figure | None:
     text = _TEXT
     if summary.home_contents is not None:
         held = (
-            format_size(summary.home_contents.num_bytes)
+            style.format_size(summary.home_contents.num_bytes)
             if summary.home_contents.num_checkpoints
             else "nothing"
         )
         text += f" At present home holds {held} (checkpoints: {summary.home_contents.num_checkpoints})."
-    return make_figure(
+    return style.make_figure(
         "levels",
-        "How much each tier held",
+        "Checkpoints in each tier",
         text,
-        make_chart([_layer(summary, values, tiers)], height=200, legend_columns=3),
+        style.make_chart([_layer(summary, values, tiers)], height=200, legend_columns=3),
         ("time (UTC)", "tier", "checkpoints", "size"),
         [
-            (format_time(one.unix_s), one.tier, one.num_checkpoints, format_size(one.num_bytes))
+            (style.format_time(one.unix_s), one.tier, one.num_checkpoints, style.format_size(one.num_bytes))
             for one in summary.levels
         ],
     )
@@ -78,9 +65,13 @@ def _layer(summary: RunSummary, values: list[Spec], tiers: list[str]) -> Spec:
         "data": {"values": values},
         "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
         "encoding": {
-            "x": time_axis("t", summary),
-            "y": {"field": "bytes", "type": "quantitative", "axis": {"title": None, "labelExpr": BYTES_AXIS}},
-            "stroke": color_by("tier", looks),
+            "x": style.time_axis("t", summary),
+            "y": {
+                "field": "bytes",
+                "type": "quantitative",
+                "axis": {"title": None, "labelExpr": style.BYTES_AXIS},
+            },
+            "stroke": style.color_by("tier", looks),
             "strokeDash": {"field": "tier", "type": "nominal", "scale": dashes, "sort": tiers},
             "tooltip": [{"field": "tier"}, {"field": "what"}],
         },

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.report.style import (
-    BAD,
-    INK,
-    KEPT,
-    Figure,
-    Spec,
-    color_by,
-    format_seconds,
-    format_time,
-    make_chart,
-    make_figure,
-    thin_out,
-    time_axis,
-    to_ms,
-)
+from holdfast.report import style
+from holdfast.report.style import Figure, Spec
 from holdfast.report.summary import RunSummary
 
 _DURABLE, _LOST = "durable save", "failed save"
@@ -32,7 +19,7 @@ def progress(summary: RunSummary) -> Figure | None:
     attempts = [attempt for attempt in summary.attempts if attempt.has_trained]
     if not attempts:
         return None
-    saves, _ = thin_out(summary.saves)
+    saves, _ = style.thin_out(summary.saves)
     line: list[Spec] = []
     for attempt in attempts:
         own = [(save.started_unix_s, save.step) for save in saves if save.attempt == attempt.number]
@@ -41,22 +28,23 @@ def progress(summary: RunSummary) -> Figure | None:
             (attempt.last_seen_unix_s, attempt.last_step),
         ]
         line += [
-            {"t": to_ms(t), "step": step, "attempt": attempt.number} for t, step in sorted([*own, *ends])
+            {"t": style.to_ms(t), "step": step, "attempt": attempt.number}
+            for t, step in sorted([*own, *ends])
         ]
     points = [
         {
-            "t": to_ms(save.started_unix_s),
+            "t": style.to_ms(save.started_unix_s),
             "step": save.step,
             "what": _DURABLE if save.durable else _LOST,
             "detail": f"step {save.step}, attempt {save.attempt}: {save.outcome}",
         }
         for save in saves
     ]
-    return make_figure(
+    return style.make_figure(
         "progress",
-        "How far training was",
+        "Progress of training",
         _TEXT,
-        make_chart(_layers(summary, line, points), height=240, legend_columns=1),
+        style.make_chart(_layers(summary, line, points), height=240, legend_columns=1),
         (
             "attempt",
             "started (UTC)",
@@ -69,11 +57,11 @@ def progress(summary: RunSummary) -> Figure | None:
         [
             (
                 attempt.number,
-                format_time(attempt.started_unix_s),
+                style.format_time(attempt.started_unix_s),
                 attempt.num_ranks,
                 attempt.restored_step,
-                format_seconds(attempt.restore_s) if attempt.restored_step is not None else None,
-                format_time(attempt.last_seen_unix_s),
+                style.format_seconds(attempt.restore_s) if attempt.restored_step is not None else None,
+                style.format_time(attempt.last_seen_unix_s),
                 attempt.last_step,
             )
             for attempt in summary.attempts
@@ -82,13 +70,13 @@ def progress(summary: RunSummary) -> Figure | None:
 
 
 def _layers(summary: RunSummary, line: list[Spec], points: list[Spec]) -> list[Spec]:
-    known = {_DURABLE: (KEPT, "circle"), _LOST: (BAD, "cross")}
+    known = {_DURABLE: (style.KEPT, "circle"), _LOST: (style.BAD, "cross")}
     looks = {what: look for what, look in known.items() if any(one["what"] == what for one in points)}
-    x, y = time_axis("t", summary), {"field": "step", "type": "quantitative", "axis": {"title": "step"}}
+    x, y = style.time_axis("t", summary), {"field": "step", "type": "quantitative", "axis": {"title": "step"}}
     return [
         {
             "data": {"values": line},
-            "mark": {"type": "line", "stroke": INK, "strokeWidth": 1.5},
+            "mark": {"type": "line", "stroke": style.INK, "strokeWidth": 1.5},
             "encoding": {"x": x, "y": y, "detail": {"field": "attempt"}},
         },
         {
@@ -97,8 +85,8 @@ def _layers(summary: RunSummary, line: list[Spec], points: list[Spec]) -> list[S
             "encoding": {
                 "x": x,
                 "y": y,
-                "fill": color_by("what", {what: look[0] for what, look in looks.items()}),
-                "shape": color_by("what", {what: look[1] for what, look in looks.items()}),
+                "fill": style.color_by("what", {what: look[0] for what, look in looks.items()}),
+                "shape": style.color_by("what", {what: look[1] for what, look in looks.items()}),
                 "tooltip": [{"field": "detail", "title": "save"}],
             },
         },

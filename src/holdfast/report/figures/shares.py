@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.report.style import (
-    BLOCKED,
-    DOWN,
-    KEPT,
-    REDO,
-    RESTORE,
-    SPAN_AXIS,
-    Figure,
-    color_by,
-    format_seconds,
-    format_share,
-    make_chart,
-    make_figure,
-    span_ticks,
-)
+from holdfast.report import style
+from holdfast.report.style import Figure
 from holdfast.report.summary import RunSummary
 
 _TEXT = (
@@ -33,27 +20,28 @@ def shares(summary: RunSummary) -> Figure | None:
     if whole_s <= 0:
         return None
     kinds = {
-        "kept": (times.kept_s, KEPT),
-        "save()": (times.blocked_s, BLOCKED),
-        "repeated": (times.redo_s, REDO),
-        "down": (times.down_s, DOWN),
-        "restoring": (times.restore_s, RESTORE),
+        "kept": (times.kept_s, style.KEPT),
+        "save()": (times.blocked_s, style.BLOCKED),
+        "repeated": (times.redo_s, style.REDO),
+        "down": (times.down_s, style.DOWN),
+        "restoring": (times.restore_s, style.RESTORE),
     }
     values = [
-        {"kind": kind, "s": took_s, "label": f"{format_seconds(took_s)}, {format_share(took_s / whole_s)}"}
+        {
+            "kind": kind,
+            "s": took_s,
+            "label": f"{style.format_seconds(took_s)}, {style.format_share(took_s / whole_s)}",
+        }
         for kind, (took_s, _) in kinds.items()
     ]
     bars = {
         "mark": {"type": "bar", "height": {"band": 0.62}},
         "encoding": {
-            "fill": color_by("kind", {kind: look for kind, (_, look) in kinds.items()}, legend=False)
+            "fill": style.color_by("kind", {kind: look for kind, (_, look) in kinds.items()}, legend=False)
         },
     }
     # Next to the bar if there is room, otherwise on it with its own background.
-    labels = {
-        "mark": {"type": "text", "align": "left", "dx": 5},
-        "encoding": {"text": {"field": "label"}},
-    }
+    labels = {"mark": {"type": "text", "align": "left", "dx": 5}, "encoding": {"text": {"field": "label"}}}
     longest = max(one["s"] for one in values)
     shared = {
         "y": {
@@ -72,13 +60,16 @@ def shares(summary: RunSummary) -> Figure | None:
             "field": "s",
             "type": "quantitative",
             "scale": {"domain": [0, longest * 1.01], "range": [0, {"expr": "max(40, width - 150)"}]},
-            "axis": {"title": None, "labelExpr": SPAN_AXIS, "values": span_ticks(longest)},
+            "axis": {"title": None, "labelExpr": style.SPAN_AXIS, "values": style.span_ticks(longest)},
         },
     }
     spec = {
-        **make_chart([bars, labels], height=30 * len(values)),
+        **style.make_chart([bars, labels], height=30 * len(values)),
         "data": {"values": values},
         "encoding": shared,
     }
-    rows = [(one["kind"], format_seconds(one["s"]), format_share(one["s"] / whole_s)) for one in values]
-    return make_figure("shares", "Where the time went", _TEXT, spec, ("what", "took", "share"), rows)
+    rows = [
+        (one["kind"], style.format_seconds(one["s"]), style.format_share(one["s"] / whole_s))
+        for one in values
+    ]
+    return style.make_figure("shares", "Time by kind", _TEXT, spec, ("what", "took", "share"), rows)

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
+from holdfast.report import style
 from holdfast.report.events import HOME
 from holdfast.report.saves import SaveRecord
 from holdfast.report.spans import Span
-from holdfast.report.style import (
-    BAD,
-    BLOCKED,
-    DOWN,
-    INK,
-    KEPT,
-    ON_THE_WAY,
-    REDO,
-    RESTORE,
-    Figure,
-    Spec,
-    color_by,
-    format_seconds,
-    format_size,
-    format_time,
-    make_chart,
-    make_figure,
-    thin_out,
-    time_axis,
-    to_ms,
-)
+from holdfast.report.style import Figure, Spec
 from holdfast.report.summary import RunSummary, kept_spans
 
 _MAX_LABELS = 12  # of attempts; more would overlap
 _LANES = {
-    "kept": KEPT,
-    "repeated": REDO,
-    "down": DOWN,
-    "restoring": RESTORE,
-    "save()": BLOCKED,
-    "to memory": ON_THE_WAY,
-    "to local": ON_THE_WAY,
-    "to home": ON_THE_WAY,
-    "draining": ON_THE_WAY,
-    "problems": BAD,
+    "training": style.KEPT,
+    "repeated": style.REDO,
+    "down": style.DOWN,
+    "restoring": style.RESTORE,
+    "save()": style.BLOCKED,
+    "to memory": style.ON_THE_WAY,
+    "to local": style.ON_THE_WAY,
+    "to home": style.ON_THE_WAY,
+    "draining": style.ON_THE_WAY,
+    "problems": style.BAD,
 }
 _TEXT = (
-    "Each row is one kind of time. Kept: training that counts. Repeated: training discarded by an "
+    "Each row is one kind of time. Training: steps that count. Repeated: steps lost to an "
     "interruption. Down: from the last event of an attempt to the claim of the next one, including "
     "unrecorded steps, the outage, and the start of the processes. Restoring: until training resumed. "
     "save(): time that saving took from the training loop. To home: a save on its way until it is durable. "
@@ -55,20 +36,20 @@ def timeline(summary: RunSummary) -> Figure | None:
     """Return the figure, or None without events."""
     if summary.started_unix_s is None:
         return None
-    saves, every = thin_out(summary.saves)
+    saves, every = style.thin_out(summary.saves)
     bars = _training(summary) + _saving(saves) + _drains(summary)
     problems = [
-        {"lane": "problems", "from": to_ms(event.unix_s), "what": f"{event.kind}: {event.detail[:200]}"}
+        {"lane": "problems", "from": style.to_ms(event.unix_s), "what": f"{event.kind}: {event.detail[:200]}"}
         for event in summary.problems[-1000:]
     ]
     used = {bar["lane"] for bar in bars} | {one["lane"] for one in problems}
     lanes = {lane: look for lane, look in _LANES.items() if lane in used}
     text = _TEXT if every == 1 else f"{_TEXT} Of the saves, one of every {every} is drawn."
-    return make_figure(
+    return style.make_figure(
         "timeline",
-        "What happened when",
+        "Timeline",
         text,
-        make_chart(_layers(summary, lanes, bars, problems), height=26 * len(lanes)),
+        style.make_chart(_layers(summary, lanes, bars, problems), height=26 * len(lanes)),
         ("time (UTC)", "attempt", "what", "step", "took", "detail"),
         _rows(summary),
     )
@@ -85,17 +66,17 @@ def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], proble
     tooltip = [{"field": "what", "title": "what"}, {"field": "took", "title": "took"}]
     starts = [
         {
-            "from": to_ms(attempt.started_unix_s),
+            "from": style.to_ms(attempt.started_unix_s),
             "what": f"attempt {attempt.number}",
             "label": str(attempt.number),
         }
         for attempt in summary.attempts
     ]
-    x = time_axis("from", summary, grid=False)
+    x = style.time_axis("from", summary, grid=False)
     layers: list[Spec] = [
         {
             "data": {"values": starts},
-            "mark": {"type": "rule", "strokeDash": [3, 3], "stroke": INK, "opacity": 0.6},
+            "mark": {"type": "rule", "strokeDash": [3, 3], "stroke": style.INK, "opacity": 0.6},
             "encoding": {"x": x, "tooltip": [{"field": "what", "title": "start"}]},
         },
         {
@@ -106,8 +87,8 @@ def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], proble
                 "x": {**x, "scale": {"type": "utc", "nice": False}},
                 "x2": {"field": "to"},
                 "y": row,
-                "fill": color_by("lane", lanes, legend=False),
-                "stroke": color_by(
+                "fill": style.color_by("lane", lanes, legend=False),
+                "stroke": style.color_by(
                     "lane", {lane: _line_of(look) for lane, look in lanes.items()}, legend=False
                 ),
                 "tooltip": tooltip,
@@ -115,7 +96,7 @@ def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], proble
         },
     ]
     if problems:
-        mark = {"type": "point", "shape": "cross", "size": 90, "angle": 45, "filled": True, "fill": BAD}
+        mark = {"type": "point", "shape": "cross", "size": 90, "angle": 45, "filled": True, "fill": style.BAD}
         encoding = {"x": x, "y": row, "tooltip": tooltip[:1]}
         layers.append({"data": {"values": problems}, "mark": mark, "encoding": encoding})
     if len(starts) <= _MAX_LABELS:
@@ -127,13 +108,13 @@ def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], proble
 
 def _line_of(fill: str) -> str:
     """Return the plain colour around a fill."""
-    return {REDO: "var(--redo)", DOWN: "var(--down)"}.get(fill, fill)
+    return {style.REDO: "var(--redo)", style.DOWN: "var(--down)"}.get(fill, fill)
 
 
 def _training(summary: RunSummary) -> list[Spec]:
     losses = summary.losses
     lanes = {
-        "kept": kept_spans(summary),
+        "training": kept_spans(summary),
         "repeated": losses.redone,
         "down": losses.down,
         "restoring": losses.restoring,
@@ -144,7 +125,7 @@ def _training(summary: RunSummary) -> list[Spec]:
 def _saving(saves: list[SaveRecord]) -> list[Spec]:
     bars: list[Spec] = []
     for save in saves:
-        what = f"step {save.step}, attempt {save.attempt}, {format_size(save.num_bytes)}"
+        what = f"step {save.step}, attempt {save.attempt}, {style.format_size(save.num_bytes)}"
         if save.returned_unix_s is not None:
             bars.append(
                 _bar("save()", (save.returned_unix_s - (save.blocked_s or 0.0), save.returned_unix_s), what)
@@ -158,12 +139,12 @@ def _saving(saves: list[SaveRecord]) -> list[Spec]:
 
 
 def _drains(summary: RunSummary) -> list[Spec]:
-    drains, _ = thin_out(summary.drains)
+    drains, _ = style.thin_out(summary.drains)
     return [
         _bar(
             "draining",
             (one.unix_s - one.seconds, one.unix_s),
-            f"step {one.step}, {format_size(one.num_bytes)}",
+            f"step {one.step}, {style.format_size(one.num_bytes)}",
         )
         for one in drains
     ]
@@ -172,10 +153,10 @@ def _drains(summary: RunSummary) -> list[Spec]:
 def _bar(lane: str, span: Span, what: str) -> Spec:
     return {
         "lane": lane,
-        "from": to_ms(span[0]),
-        "to": to_ms(span[1]),
+        "from": style.to_ms(span[0]),
+        "to": style.to_ms(span[1]),
         "what": what,
-        "took": format_seconds(span[1] - span[0]),
+        "took": style.format_seconds(span[1] - span[0]),
     }
 
 
@@ -184,10 +165,10 @@ def _rows(summary: RunSummary) -> list[tuple[str | int | None, ...]]:
     for attempt in summary.attempts:
         where = "from scratch" if attempt.restored_step is None else f"from step {attempt.restored_step}"
         what = f"started {where}" if attempt.has_trained else "started, without further events"
-        took = format_seconds(attempt.restore_s) if attempt.restore_s else None
+        took = style.format_seconds(attempt.restore_s) if attempt.restore_s else None
         detail = attempt.remark or (f"on {attempt.host}" if attempt.host else None)
         row = (
-            format_time(attempt.started_unix_s),
+            style.format_time(attempt.started_unix_s),
             attempt.number,
             what,
             attempt.restored_step,
@@ -196,9 +177,9 @@ def _rows(summary: RunSummary) -> list[tuple[str | int | None, ...]]:
         )
         rows.append((attempt.started_unix_s, row))
     for one in summary.interruptions:
-        detail = one.end or f"{format_seconds(one.cost_s)} lost"
+        detail = one.end or f"{style.format_seconds(one.cost_s)} lost"
         row = (
-            format_time(one.last_seen_unix_s),
+            style.format_time(one.last_seen_unix_s),
             one.before,
             f"last event ({one.kind})",
             one.last_step,
@@ -207,17 +188,17 @@ def _rows(summary: RunSummary) -> list[tuple[str | int | None, ...]]:
         )
         rows.append((one.last_seen_unix_s, row))
     for event in (*summary.problems, *summary.drains):
-        took = format_seconds(event.seconds) if event.seconds else None
-        row = (format_time(event.unix_s), event.attempt, event.kind, event.step, took, event.detail)
+        took = style.format_seconds(event.seconds) if event.seconds else None
+        row = (style.format_time(event.unix_s), event.attempt, event.kind, event.step, took, event.detail)
         rows.append((event.unix_s, row))
     for save in summary.saves:
         copy = next((copy for copy in save.copies if copy.tier == HOME), None)
-        took = format_seconds(copy.durable_s) if copy and copy.durable_s is not None else None
+        took = style.format_seconds(copy.durable_s) if copy and copy.durable_s is not None else None
         what = "saved" if save.durable else f"save {save.outcome}"
         rows.append(
             (
                 save.started_unix_s,
-                (format_time(save.started_unix_s), save.attempt, what, save.step, took, save.detail),
+                (style.format_time(save.started_unix_s), save.attempt, what, save.step, took, save.detail),
             )
         )
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]

@@ -28,7 +28,6 @@ class StepBenchmark:
         step: one complete training step on a batch.
         make_batch: a function from a size to a batch.
         training: everything that the step changes.
-        device: the device of the model.
         limit_bytes: memory that the steps may take there.
     """
 

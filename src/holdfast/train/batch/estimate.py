@@ -37,7 +37,8 @@ def estimate_peak(
         raise Unsupported(f"the step communicates with other ranks or uses {len(devices)} devices")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with _eager(), _quiet(), _fakes_for(training, mode), mode:
+        # Compiling for fake tensors would be wasted.
+        with torch.compiler.set_stance("force_eager"), _quiet(), _fakes_for(training, mode), mode:
             batch = make(size)
             tracker = MemTracker()
             tracker.track_external(*training.modules, *training.optimizers, *tensors_of(batch))
@@ -52,16 +53,6 @@ def estimate_peak(
     (device,) = devices
     peak = sum(one["Total"] for place, one in snapshot.items() if place == device)
     return peak + count_bytes(training.tensors, device)
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled modules eagerly during the block. Compiling for fake tensors would be wasted."""
-    if hasattr(torch.compiler, "set_stance"):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
 
 
 @contextlib.contextmanager

@@ -6,13 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
 from holdfast.log import get_logger
-from holdfast.ranks import RankGroup, Ranks
+from holdfast.ranks import RankGroup, Ranks, values_of
 from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
 from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.learning_rates import format_rates, plan_accumulation, scale_rates
@@ -25,6 +25,7 @@ from holdfast.train.batch.training_state import TrainingState, collect_training_
 from holdfast.units import format_bytes, parse_bytes, parse_duration, plural
 
 _log = get_logger("train")
+_T = TypeVar("_T")
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _RANKS_TIMEOUT_S = 3600.0
@@ -240,16 +241,17 @@ class _Finder:
             seconds of a step.
         """
         if expected_free_bytes is not None:
-            can_try = self._agreed(
-                lambda: self._benchmark.can_allocate(self._limit_bytes - expected_free_bytes)
-            )
-            if not all(self._ranks.gather(can_try)):
+            expected_bytes = self._limit_bytes - expected_free_bytes
+            if not all(self._on_all(lambda: self._benchmark.can_allocate(expected_bytes))):
                 self._probes[size] = Probe(size, None, False)
                 return None, 0.0
-        started_s = time.perf_counter()
-        peak = self._agreed(lambda: self._benchmark.measure_peak(size))
-        step_s = (time.perf_counter() - started_s) / STEPS_PER_PROBE
-        measured = self._ranks.gather((peak, self._limit_bytes, step_s))
+
+        def measure() -> tuple[int | None, int, float]:
+            started_s = time.perf_counter()
+            peak = self._benchmark.measure_peak(size)
+            return peak, self._limit_bytes, (time.perf_counter() - started_s) / STEPS_PER_PROBE
+
+        measured = self._on_all(measure)
         peaks = [one for one, _, _ in measured if one is not None]
         free = [limit - one for one, limit, _ in measured if one is not None]
         free_bytes = min(free) if len(peaks) == len(measured) else None
@@ -279,27 +281,18 @@ class _Finder:
 
     def _slowest(self, size: int, timed_steps: int) -> float | None:
         """Return the seconds of a step on the slowest rank. None if memory ran out on some rank."""
-        times = self._ranks.gather(self._agreed(lambda: self._benchmark.measure_step_s(size, timed_steps)))
+        times = self._on_all(lambda: self._benchmark.measure_step_s(size, timed_steps))
         measured = [one for one in times if one is not None]
         return max(measured) if len(measured) == len(times) else None
 
-    def _agreed(self, measure: Callable[[], Any]) -> Any:
-        """Return `measure()`. If it fails on any rank, raise on every rank instead of waiting for it."""
-        failure: Exception | None = None
-        value = None
-        try:
-            value = measure()
-        except Exception as error:  # noqa: BLE001 - raised below, after the other ranks received it
-            failure = error
-        errors = self._ranks.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(errors):
-            if text is not None:
-                raise RetryLater(
-                    f"fit_batch() stopped because the step failed on rank {rank}: {text}", rank=rank
-                )
-        return value
+    def _on_all(self, measure: Callable[[], _T]) -> list[_T]:
+        """Return `measure()` of all ranks. If it fails on one, every rank raises and none waits for it."""
+        outcomes = self._ranks.agree(measure)
+        failed = [one for one in outcomes if one.error is not None]
+        if failed and outcomes[self._ranks.rank].error is None:
+            rank, why = failed[0].rank, failed[0].error
+            raise RetryLater(f"fit_batch() stopped because the step failed on rank {rank}: {why}", rank=rank)
+        return values_of(outcomes, self._ranks.rank, "failed")
 
 
 def _format_peak(probe: Probe | None) -> str:

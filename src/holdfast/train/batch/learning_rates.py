@@ -70,11 +70,7 @@ def scale_rates(
         )
     factor = batch_size / tuned_batch_size
     linear = ScaledRate(
-        "linear",
-        rate * factor,
-        "SGD",
-        "Goyal et al. 2017, arXiv 1706.02677",
-        "warm up over the first epochs",
+        "linear", rate * factor, "SGD", "Goyal et al. 2017, arXiv 1706.02677", "warm up over the first epochs"
     )
     root = ScaledRate(
         "square root",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from holdfast import host_memory
+from holdfast.environment import read_integer
 
 # Probes do not show fragments that build up over hours, or other processes that grow a little.
 _SHARE_OF_DEVICE = 0.97
@@ -20,7 +19,6 @@ def find_memory_limit(device: torch.device, used_bytes: int, *, num_sharing: int
     control group, whichever is less, divided by the ranks of this host, less 10 %.
 
     Args:
-        device: the device of the model.
         used_bytes: bytes that the training state takes there now.
         num_sharing: ranks that share the host's memory. Default: LOCAL_WORLD_SIZE, as torchrun sets it.
     """
@@ -28,5 +26,5 @@ def find_memory_limit(device: torch.device, used_bytes: int, *, num_sharing: int
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int((free + torch.cuda.memory_reserved(device)) * _SHARE_OF_DEVICE)
-    sharing = num_sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    sharing = num_sharing or read_integer("LOCAL_WORLD_SIZE", 1, minimum=1)
     return int(host_memory.available_bytes() / sharing * _SHARE_OF_HOST) + used_bytes

@@ -19,8 +19,6 @@ class Search:
 
     Args:
         start: the size to try first.
-        min_size: the smallest size to try.
-        max_size: the largest size to try.
         slope: bytes per sample, if an estimate exists.
     """
 
@@ -52,7 +50,6 @@ class Search:
         """Record the outcome of an attempt.
 
         Args:
-            size: the size that was tried.
             free_bytes: bytes left free at the peak, negative beyond the limit, None if the attempt failed.
         """
         if free_bytes is None or free_bytes < 0:

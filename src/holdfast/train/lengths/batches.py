@@ -186,8 +186,6 @@ def batch_bounds(
     """Return start and end of each batch of an epoch, from `taken` units on.
 
     Args:
-        num_units: units in the epoch.
-        batch_size: units in a batch.
         min_units: the fewest units of a batch.
         drop_last: drop units that do not fill a batch.
         taken: units in earlier batches: a multiple of `batch_size`, or the end of one of the last two.

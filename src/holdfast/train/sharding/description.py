@@ -97,17 +97,11 @@ class Description:
         return kept + sum(freed[-2:])  # the next one is gathered while one computes
 
     def __str__(self) -> str:
-        return _draw(self)
+        notes = (f"  note: {note}" for note in self.notes)
+        return "\n".join([*_head(self), *_lines(self.root, "", "", is_root=True), *notes])
 
 
 # -- as text -------------------------------------------------------------------------------------------------
-
-
-def _draw(description: Description) -> str:
-    """Return the description as text: a head, and the tree of units."""
-    return "\n".join(
-        [*_head(description), *_lines(description.root, "", "", is_root=True), *_notes(description)]
-    )
 
 
 def _head(found: Description) -> Iterator[str]:
@@ -176,7 +170,3 @@ def _runs(nodes: Sequence[ModuleNode]) -> Iterator[tuple[ModuleNode, str]]:
         )
         yield nodes[start], label
         start = end
-
-
-def _notes(found: Description) -> Iterator[str]:
-    return (f"  note: {note}" for note in found.notes)

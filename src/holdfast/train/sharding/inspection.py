@@ -37,7 +37,7 @@ def describe(model: nn.Module) -> Description:
         name.replace("._checkpoint_wrapped_module", ""): _unit(module, is_root=not name)
         for name, module in states.items()
     }
-    first = _first_group(states.values())
+    first = next((group for module in states.values() for group in _groups(module)), None)
     mesh: Any = None if first is None else first.mesh_info.mesh
     plain = {id(p): p for p in model.parameters()} if first is None else _outside(model, states.values())
     plain_bytes = sum(p.nbytes for p in plain.values())
@@ -103,7 +103,7 @@ class _Tree:
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(parameter), []).append(_plain(name))
+            self._names.setdefault(id(parameter), []).append(name.replace("_checkpoint_wrapped_module.", ""))
         self._counted: set[int] = set()
         self.root = self._node("", model, "", is_root=True)
 
@@ -177,10 +177,6 @@ def _compute_dtype(modules: Iterable[Any]) -> torch.dtype | None:
     return None if first is None else first.mp_policy.param_dtype
 
 
-def _first_group(modules: Iterable[Any]) -> Any:
-    return next((group for module in modules for group in _groups(module)), None)
-
-
 def _outside(model: nn.Module, modules: Iterable[Any]) -> dict[int, torch.Tensor]:
     """Return the parameters outside of all units."""
     held = [one for module in modules for group in _groups(module) for one in group.fsdp_params]
@@ -201,7 +197,3 @@ def _kind(module: nn.Module) -> str:
         if isinstance(module, FSDPModule)
         else type(module).__name__
     )
-
-
-def _plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")

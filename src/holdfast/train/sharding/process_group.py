@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from holdfast.environment import read_integer
 from holdfast.errors import InvalidInput, Unsupported
 
 
@@ -19,8 +19,6 @@ class ProcessGroupInfo:
     """The process group from the view of one rank.
 
     Args:
-        rank: this rank's number.
-        num_ranks: number of ranks in the group.
         device: device type to compute on, such as "cpu" or "cuda".
         backend: backend for tensors of that device, such as "gloo" or "nccl".
     """
@@ -109,9 +107,9 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def _make_group_of_one(device: str | None) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
         raise InvalidInput(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group exists, so this rank would "
+            f"WORLD_SIZE is {world_size} but no process group exists, so this rank would "
             "train alone. Call torch.distributed.init_process_group() before holdfast.shard()."
         )
     backend = "gloo" if device in (None, "cpu") else None  # None: one for each device

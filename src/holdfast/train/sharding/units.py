@@ -19,16 +19,7 @@ _WRAPPED = "_checkpoint_wrapped_module."
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """Options of all units, validated.
-
-    Args:
-        reshard_after_forward: free gathered parameters after the forward pass.
-        dtype: dtype of forward and backward. None computes in the parameters' dtype.
-        cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        activation_checkpointing: recompute the activations of blocks in backward.
-        compile: compile each block separately.
-        prefetch: number of units to gather ahead. 0 leaves it to FSDP.
-    """
+    """Options of all units, validated."""
 
     reshard_after_forward: bool
     dtype: torch.dtype | None
@@ -44,11 +35,7 @@ def make_units(
     """Shard the named modules and then the model, in place.
 
     Args:
-        model: a model that is not sharded yet.
         names: names of its blocks, inner ones before outer ones.
-        layout: the ranks that share a copy.
-        device: device type to compute on.
-        options: options of the units.
 
     Ranks: collective.
     """

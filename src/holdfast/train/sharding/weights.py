@@ -81,10 +81,7 @@ def choose_source(
     Call it before the model is sharded: the source refers to rank 0's full tensors.
 
     Args:
-        model: this rank's model, not sharded yet.
-        digests: digests of all ranks.
         weights: the caller's argument. Only rank 0's counts.
-        rank: this rank's number.
 
     Raises:
         InvalidInput: the models differ, the model is on meta without weights, or the weights do not fit.
@@ -120,8 +117,6 @@ def materialize(model: nn.Module, device: str, *, cpu_offload: bool) -> None:
     """Allocate the tensors on meta of a sharded model, without values.
 
     Args:
-        model: a sharded model.
-        device: device type to compute on.
         cpu_offload: allocate parameters in host memory instead.
 
     Ranks: not collective.
@@ -144,10 +139,7 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
     At any time a rank holds one full tensor besides its own shards.
 
     Args:
-        model: a sharded model with allocated tensors.
-        source: the source from `choose_source`.
         device: device type that the process group supports.
-        rank: this rank's number.
 
     Raises:
         HoldfastError: rank 0 could not read a tensor. Every rank raises.
@@ -299,10 +291,10 @@ def _copy_shard(live: torch.Tensor, whole: torch.Tensor) -> None:
     if sharding is None:
         live.copy_(whole)
         return
-    box = sharding.box_of(dist.get_rank())
-    if box is not None:
-        region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
-        local_of(live).copy_(whole[region])
+    region = sharding.region_of(dist.get_rank())
+    if region is not None:
+        slices = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+        local_of(live).copy_(whole[slices])
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

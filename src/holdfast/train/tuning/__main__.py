@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import sys
@@ -17,7 +18,7 @@ from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.compile_watcher import CompileWatcher
 from holdfast.train.tuning.graph_watcher import GraphWatcher
 from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
-from holdfast.train.tuning.measurements import SourceLine, to_plain
+from holdfast.train.tuning.measurements import SourceLine
 from holdfast.train.tuning.profile_run import RunSpec, read_spec, write_result
 from holdfast.train.tuning.sync_watcher import SyncWatcher
 from holdfast.train.tuning.timing_watcher import TimingWatcher
@@ -44,7 +45,7 @@ def main(own: Path) -> int:
     def receive(facts: Any) -> None:
         results.append(facts)
         if is_first:
-            write_result(own, {"facts": to_plain(facts)})
+            write_result(own, {"facts": dataclasses.asdict(facts)})
 
     tracker = StepTracker(_watcher(spec, loaders, compiled_at), loaders, on_result=receive)
     tracker.start()

@@ -87,13 +87,7 @@ def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) ->
 
 
 def find_batch(steps: StepMeasurements, now: TrialResult, trials: Sequence[TrialResult]) -> list[Finding]:
-    """Find the smallest batch size that is clearly faster than the current one.
-
-    Args:
-        steps: measurements of unmodified steps.
-        now: the current batch size.
-        trials: larger ones, measured in real runs.
-    """
+    """Find the smallest batch size that is clearly faster than the current one."""
     loader = steps.loader
     ran = [one for one in (now, *trials) if not one.failure]
     chosen = choose(ran)
@@ -127,10 +121,7 @@ def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts
     """Return the advice on the learning rate for another batch size, or on accumulation instead.
 
     Args:
-        optimizer: class name of the optimizer.
-        rate: the current learning rate.
         batch: the current batch size of the loader.
-        chosen: the new batch size.
         parts: batches that are accumulated per optimizer step now.
     """
     factor = chosen / batch

@@ -33,6 +33,7 @@ class CompileWatcher(StepWatcher):
         self._variant = variant
         self._is_own = variant.startswith("own")
         self._num_pairs = num_pairs
+        self.num_steps = 2 * (num_pairs + 3)
         self._times: dict[bool, list[float]] = {False: [], True: []}
         self._whole: list[float] = []
         self._compiling: list[float] = []
@@ -40,11 +41,6 @@ class CompileWatcher(StepWatcher):
         self._is_compiled = False
         self._elements = 0
         self._undo = contextlib.ExitStack()
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps to watch. It grows while new shapes cause compilation."""
-        return 2 * (self._num_pairs + 3 + len(self._compiling))
 
     @override
     def begin(self, training: TrainingInfo) -> None:
@@ -85,6 +81,7 @@ class CompileWatcher(StepWatcher):
         peak, used = self._clock.peak_bytes(), self._started_bytes
         if self._is_compiled and self._has_compiled() and self._may_wait():
             self._compiling.append(total_spent_s)
+            self.num_steps += 2
         elif number > 2:
             self._times[self._is_compiled].append(seconds / max(1, self._elements))
             if not self._is_compiled:

@@ -31,18 +31,13 @@ class GraphWatcher(StepWatcher):
     """
 
     def __init__(self, num_steps: int, *, compiles_itself: bool) -> None:
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._compiles_itself = compiles_itself
         self._explained: set[int] = set()
         self._breaks: dict[SourceLine, GraphBreak] = {}
         self._num_graphs = 0
         self._failure = ""
         self._number = 1
-
-    @property
-    @override
-    def num_steps(self) -> int:
-        return self._num_steps
 
     @override
     def begin(self, training: TrainingInfo) -> None:

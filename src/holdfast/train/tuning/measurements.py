@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-from collections.abc import Mapping
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,25 +163,3 @@ class CompileMeasurements:
     compiled_bytes: int | None
     losses: tuple[float, ...] = ()
     failure: str = ""
-
-
-def to_plain(value: Any) -> Any:
-    """Return a dataclass as plain values for JSON."""
-    return dataclasses.asdict(value)
-
-
-def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
-    """Return the dataclass from plain values."""
-    hints = get_type_hints(kind)
-    fields = {name: _value_from_plain(hints[name], value) for name, value in data.items() if name in hints}
-    return kind(**fields)
-
-
-def _value_from_plain(hint: Any, value: Any) -> Any:
-    if value is None:
-        return None
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (one for one in get_args(hint) if one is not type(None))
-    if get_origin(hint) is tuple:
-        return tuple(_value_from_plain(get_args(hint)[0], one) for one in value)
-    return from_plain(hint, value) if dataclasses.is_dataclass(hint) else value  # type: ignore[arg-type]

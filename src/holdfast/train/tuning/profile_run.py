@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.documents import decode_dataclass, read_dataclass
 from holdfast.entry import command
 from holdfast.environment import PREEMPTION, PROGRESS, SANDBOX
 from holdfast.errors import InvalidInput
-from holdfast.train.tuning.measurements import from_plain
+from holdfast.linux.files import write_atomic
 
 T = TypeVar("T")
 _TAIL_LINES = 15
@@ -140,7 +141,7 @@ class ProfileRuns:
         # The result counts, not the exit status: a gloo rank may abort after its work is done.
         result = read_result(own)
         if result is not None and "facts" in result:
-            return from_plain(kind, result["facts"])
+            return read_dataclass(kind, result["facts"], "the result of a profile run")
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         if result is not None:
             raise RunFailed(f"{result['failure']}\n{tail}".rstrip())
@@ -150,15 +151,12 @@ class ProfileRuns:
 
 def read_spec(own: Path) -> RunSpec:
     """Read the specification in a run's folder."""
-    data = json.loads((own / "spec.json").read_text())
-    return RunSpec(**{**data, "args": tuple(data["args"])})
+    return decode_dataclass(RunSpec, (own / "spec.json").read_text(), "the specification of a profile run")
 
 
 def write_result(own: Path, result: Mapping[str, Any]) -> None:
     """Write the result atomically."""
-    temporary = own / f".result.{os.getpid()}"
-    temporary.write_text(json.dumps(result))
-    temporary.replace(own / "result.json")
+    write_atomic(own / "result.json", json.dumps(result), is_durable=False)
 
 
 def read_result(own: Path) -> dict[str, Any] | None:

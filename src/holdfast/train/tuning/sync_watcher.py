@@ -74,17 +74,12 @@ class SyncWatcher(StepWatcher):
     """
 
     def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._hits: dict[tuple[str, SourceLine], _Hits] = {}
         self._number = 1
         self._depth = 0
         self._mode = _Mode(self._observe)
         self._on_device: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    @property
-    @override
-    def num_steps(self) -> int:
-        return self._num_steps
 
     @override
     def begin(self, training: TrainingInfo) -> None:

@@ -30,7 +30,7 @@ class TimingWatcher(StepWatcher):
     """
 
     def __init__(self, num_steps: int, loaders: LoaderMonitor, *, compiled_at: list[SourceLine]) -> None:
-        self._num_steps = num_steps + _WARM_UP
+        self.num_steps = num_steps + _WARM_UP
         self._loaders = loaders
         self._compiled_at = compiled_at
         self._steps: list[StepTiming] = []
@@ -39,11 +39,6 @@ class TimingWatcher(StepWatcher):
         self._widths: list[int] = []
         self._given: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
         self._items = self._elements = 0
-
-    @property
-    @override
-    def num_steps(self) -> int:
-        return self._num_steps
 
     @override
     def begin(self, training: TrainingInfo) -> None:

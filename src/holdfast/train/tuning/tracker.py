@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +37,8 @@ class TrainingInfo:
 class StepWatcher(abc.ABC):
     """Measurement of some steps of a training, for one question."""
 
-    @property
-    @abc.abstractmethod
-    def num_steps(self) -> int:
-        """Number of steps to watch, after the first one."""
+    num_steps: int
+    """Number of steps to watch, after the first one."""
 
     @abc.abstractmethod
     def begin(self, training: TrainingInfo) -> None:
@@ -62,8 +61,6 @@ class StepTracker:
     """Tracker that drives a watcher over the optimizer steps of this process.
 
     Args:
-        watcher: the watcher of the steps.
-        loaders: the monitor of the data loaders.
         on_result: receives the measurements once the watcher has enough.
     """
 
@@ -131,9 +128,6 @@ class StepTracker:
             target = (
                 one.module if isinstance(one.module, torch._dynamo.OptimizedModule) else unwrap(one.module)
             )
-            through = _through(self._watcher, one)
-            self._calls.enter_context(intercept_calls(target, through))
-
-
-def _through(watcher: StepWatcher, one: OutermostModule) -> Callable[[Call], Call]:
-    return lambda call: watcher.intercept(one, call)
+            self._calls.enter_context(
+                intercept_calls(target, functools.partial(self._watcher.intercept, one))
+            )

@@ -42,7 +42,7 @@ def exists(url: str) -> bool:
 
 
 def download(
-    url: str, to: Path, *, tell: Callable[[str], None], is_wanted: Callable[[], bool] = lambda: True
+    url: str, to: Path, *, log: Callable[[str], None], is_wanted: Callable[[], bool] = lambda: True
 ) -> None:
     """Download an object, or a folder with all objects below a URL, to a path.
 
@@ -51,8 +51,7 @@ def download(
 
     Args:
         url: prefix of a bucket, or one object.
-        to: path of the file or folder.
-        tell: called with progress messages.
+        log: called with progress messages.
         is_wanted: polled, and stops the download by returning False.
 
     Raises:
@@ -65,20 +64,18 @@ def download(
     done = to.with_name(f"{to.name}.done")
     if done.exists():
         return
-    Download(url, to, tell, is_wanted).run()
+    Download(url, to, log, is_wanted).run()
     write_atomic(done, json.dumps({"url": url, "unix_s": time.time()}))
 
 
 class Download:
     """Download in progress; see `download`."""
 
-    def __init__(
-        self, url: str, to: Path, tell: Callable[[str], None], is_wanted: Callable[[], bool]
-    ) -> None:
-        self._url, self._to, self._tell, self._is_wanted = url, to, tell, is_wanted
+    def __init__(self, url: str, to: Path, log: Callable[[str], None], is_wanted: Callable[[], bool]) -> None:
+        self._url, self._to, self._log, self._is_wanted = url, to, log, is_wanted
         self._beside = to.with_name(f"{to.name}.part")
         self._num_bytes = 0
-        self._told_s = time.monotonic()
+        self._logged_s = time.monotonic()
         self._counting = threading.Lock()
 
     def run(self) -> None:
@@ -93,7 +90,7 @@ class Download:
             (self._to.parent if is_one else self._to).mkdir(exist_ok=True)
             missing = [entry for entry in entries if _size(targets[entry.name]) != entry.num_bytes]
             self._check_room(sum(entry.num_bytes for entry in missing))
-            self._bring(store, missing, targets, total)
+            self._download_all(store, missing, targets, total)
             self._check(entries, targets)
         except OSError as error:
             if isinstance(error, NotFound):
@@ -102,7 +99,7 @@ class Download:
         finally:
             shutil.rmtree(self._beside, ignore_errors=True)
         seconds = time.monotonic() - began_s
-        self._tell(
+        self._log(
             f"copied {self._url} to {self._to}: {plural(len(entries), 'file')}, "
             f"{format_bytes(total)}, {seconds:.1f} s"
         )
@@ -128,17 +125,19 @@ class Download:
                 f"{format_bytes(free)} are free on its disk. Nothing was copied. Free space, or use a mount."
             )
 
-    def _bring(self, store: Store, entries: list[ObjectInfo], targets: dict[str, Path], total: int) -> None:
+    def _download_all(
+        self, store: Store, entries: list[ObjectInfo], targets: dict[str, Path], total: int
+    ) -> None:
         self._num_bytes = total - sum(entry.num_bytes for entry in entries)
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-copy") as pool:
             jobs = [
-                pool.submit(self._bring_one, store, entry, self._beside / str(number), targets[entry.name])
+                pool.submit(self._download_one, store, entry, self._beside / str(number), targets[entry.name])
                 for number, entry in enumerate(entries)
             ]
             try:
                 while (left := wait(jobs, timeout=0.2).not_done) and not _failed(jobs):
                     self._check_wanted()
-                    self._say_how_far(len(entries), len(left), total)
+                    self._log_progress(len(entries), len(left), total)
                 for job in jobs:
                     if job.done():
                         job.result()
@@ -150,15 +149,15 @@ class Download:
         if not self._is_wanted():
             raise RetryLater(f"The copy of {self._url} was stopped: no process waits for it any more.")
 
-    def _say_how_far(self, num_files: int, num_left: int, total: int) -> None:
-        if time.monotonic() - self._told_s >= _REPORT_S:
-            self._told_s = time.monotonic()
-            self._tell(
+    def _log_progress(self, num_files: int, num_left: int, total: int) -> None:
+        if time.monotonic() - self._logged_s >= _REPORT_S:
+            self._logged_s = time.monotonic()
+            self._log(
                 f"copying {self._url}: {num_files - num_left} of {plural(num_files, 'file')}, "
                 f"{format_bytes(self._num_bytes)} of {format_bytes(total)}"
             )
 
-    def _bring_one(self, store: Store, entry: ObjectInfo, beside: Path, target: Path) -> None:
+    def _download_one(self, store: Store, entry: ObjectInfo, beside: Path, target: Path) -> None:
         room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))
         with beside.open("wb") as file:
             for start in range(0, entry.num_bytes, _BLOCK_BYTES):

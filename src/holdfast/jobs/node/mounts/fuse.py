@@ -39,7 +39,7 @@ def unmount_below(folder: Path) -> None:
 
 
 def _unmount(path: Path) -> None:
-    said = []
+    errors = []
     for words in (["fusermount3", "-uz"], ["fusermount", "-uz"], ["umount", "-l"]):
         if shutil.which(words[0]) is None:
             continue
@@ -48,5 +48,5 @@ def _unmount(path: Path) -> None:
         )
         if path not in mounted_below(path):
             return
-        said.append(done.stderr.strip())
-    raise Conflict(f"Cannot unmount {path}: {'; '.join(said)}.")
+        errors.append(done.stderr.strip())
+    raise Conflict(f"Cannot unmount {path}: {'; '.join(errors)}.")

@@ -13,7 +13,7 @@ from holdfast.documents import decode_object
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mounter import HOLDERS, LOCK, READY
-from holdfast.jobs.node.spawn import spawn
+from holdfast.jobs.node.spawn import spawn_once
 from holdfast.jobs.node.spec import read_environment
 from holdfast.linux import locks
 
@@ -67,7 +67,7 @@ class MountLease:
             time.sleep(_POLL_S)
         return result.get("error")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Replace a mounter that was killed."""
         if time.monotonic() >= self._again_s and self._start():
             self._num_starts += 1
@@ -79,25 +79,20 @@ class MountLease:
 
     def _result(self) -> dict[str, str] | None:
         try:
-            told = decode_object((self._folder / READY).read_bytes(), READY, any_text=True)
+            document = decode_object((self._folder / READY).read_bytes(), READY, any_text=True)
         except FileNotFoundError:
             return None
-        return {name: told.text(name) for name in told.members}
+        return {name: document.text(name) for name in document.members}
 
     def _start(self) -> bool:
         """Start a mounter, unless one is running. Return True if it was started."""
-        lock = locks.acquire(self._folder / LOCK)
-        if lock is None:
-            return False
-        try:
-            environment = job_environment(self._job)
-            spawn("mounter", self._folder, log=self._log, lock=lock, environment=environment)
-        finally:
-            os.close(lock)
-        return True
+        lock = self._folder / LOCK
+        return not locks.is_held(lock) and spawn_once(
+            "mounter", self._folder, log=self._log, lock=lock, environment=job_environment(self._job)
+        )
 
 
 def job_environment(job: JobFolder) -> dict[str, str]:
     """Return the environment for a job's mounts, which contains the job's credentials."""
-    told = read_environment(job)
-    return {name: value for name, value in {**told.base, **told.task}.items() if name != TAG}
+    document = read_environment(job)
+    return {name: value for name, value in {**document.base, **document.task}.items() if name != TAG}

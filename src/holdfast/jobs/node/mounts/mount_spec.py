@@ -39,10 +39,10 @@ def write_mount_specs(folder: JobFolder, specs: list[MountSpec]) -> None:
 def read_mount_specs(folder: JobFolder) -> list[MountSpec]:
     """Return the specifications of a job's mounts."""
     try:
-        told = decode(_document(folder).read_bytes(), "the mounts of a job", any_text=True)
+        document = decode(_document(folder).read_bytes(), "the mounts of a job", any_text=True)
     except FileNotFoundError:
         return []
-    return list(read_as(tuple[MountSpec, ...], told, "the mounts of a job"))
+    return list(read_as(tuple[MountSpec, ...], document, "the mounts of a job"))
 
 
 def caches(folder: JobFolder) -> list[MountSpec]:

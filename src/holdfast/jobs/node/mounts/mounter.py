@@ -48,17 +48,17 @@ def serve(folder: Path) -> None:
         owner = records.get(int(job.path.name)).task_id
     mounter = Mounter(folder, read_mount_specs(job), int(folder.parent.name), owner)
     try:
-        mounter.bring()
+        mounter.mount_all()
         mounter.keep()
     except HoldfastError as error:
-        say(str(error))
+        log_line(str(error))
         write_atomic(folder / READY, json.dumps({"error": str(error)}))
     finally:
         mounter.close()
         wake(job.bell)
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Write a line to the log of the node that started this process."""
     sys.stdout.write(f"holdfast: {time.strftime('%F %T')} {text}\n")
     sys.stdout.flush()
@@ -68,9 +68,6 @@ class Mounter:
     """Mounter, which holds the mounter's lock.
 
     Args:
-        folder: folder of the mounter.
-        specs: specifications of the mounts.
-        attempt: number of the attempt.
         owner: task id of the job, which owns the write-back directories.
     """
 
@@ -84,7 +81,7 @@ class Mounter:
         # A FIFO that never had a writer does not report that it has none.
         os.close(os.open(folder / HOLDERS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
-    def bring(self) -> None:
+    def mount_all(self) -> None:
         """Mount everything, and record that it is ready.
 
         Raises:
@@ -93,10 +90,12 @@ class Mounter:
         for spec in self._specs:
             began_s = time.monotonic()
             if spec.kind is not MountKind.COPY:  # a copy reports its own progress
-                say(f"mounting {spec.place} at {spec.key}")
-            self._patiently(lambda spec=spec: self._bring_one(spec))
+                log_line(f"mounting {spec.place} at {spec.key}")
+            self._patiently(lambda spec=spec: self._mount_one(spec))
             if spec.kind is not MountKind.COPY:
-                say(f"mounted {spec.place} at {spec.key} in {format_duration(time.monotonic() - began_s)}")
+                log_line(
+                    f"mounted {spec.place} at {spec.key} in {format_duration(time.monotonic() - began_s)}"
+                )
         write_atomic(self._folder / READY, "{}")
 
     def keep(self) -> None:
@@ -111,11 +110,11 @@ class Mounter:
                     troubles.pop(spec, None)
                     continue
                 try:
-                    say(f"{spec.place} is no longer mounted at {spec.key}, mounting it again")
-                    self._bring_one(spec)
+                    log_line(f"{spec.place} is no longer mounted at {spec.key}, mounting it again")
+                    self._mount_one(spec)
                 except HoldfastError as error:
                     if troubles.get(spec) != str(error):
-                        say(str(error))
+                        log_line(str(error))
                     troubles[spec] = str(error)
 
     def close(self) -> None:
@@ -132,20 +131,20 @@ class Mounter:
         poll.register(self._holders_fd, 0)  # reports only the end of the last holder
         return not poll.poll(timeout_s * 1000)
 
-    def _patiently(self, bring: Callable[[], None]) -> None:
+    def _patiently(self, mount: Callable[[], None]) -> None:
         give_up_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                return bring()
+                return mount()
             except RetryLater as error:
                 if not self.is_wanted() or time.monotonic() > give_up_s:
                     raise
-                say(f"{error} Trying again.")
+                log_line(f"{error} Trying again.")
                 self.is_wanted(_PAUSE_S)
 
-    def _bring_one(self, spec: MountSpec) -> None:
+    def _mount_one(self, spec: MountSpec) -> None:
         if spec.kind is MountKind.COPY:
-            download(spec.place, Path(spec.path), tell=say, is_wanted=self.is_wanted)
+            download(spec.place, Path(spec.path), log=log_line, is_wanted=self.is_wanted)
         elif spec.kind is MountKind.CACHE:
             self._mount_cache(spec)
         else:

@@ -36,7 +36,6 @@ class BucketMount:
     upload. So files must be written sequentially.
 
     Args:
-        spec: specification of the mount.
         log: file for rclone's output.
     """
 
@@ -77,7 +76,7 @@ class BucketMount:
             except FileNotFoundError as error:
                 raise Unsupported("rclone is no longer installed. Install it again.") from error
         self._wait(is_wanted)
-        self._look(is_wanted)
+        self._check_readable(is_wanted)
 
     def close(self) -> None:
         """Unmount, and end rclone.
@@ -101,7 +100,7 @@ class BucketMount:
         # It unmounts when it receives the signal.
         return dying_with_parent([*words, *options, *read_only], signal.SIGTERM)
 
-    def _look(self, is_wanted: Callable[[], bool]) -> None:
+    def _check_readable(self, is_wanted: Callable[[], bool]) -> None:
         """Check that the mount can be read. rclone contacts the bucket only then."""
         found: list[str] = []
 
@@ -123,10 +122,10 @@ class BucketMount:
             self.close()
             raise RetryLater(
                 f"{self._spec.place} was mounted at {self._path} but cannot be read: {why}. rclone's output: "
-                f"{self._said()}"
+                f"{self._output_tail()}"
             )
 
-    def _said(self) -> str:
+    def _output_tail(self) -> str:
         return self._log.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
 
     def _wait(self, is_wanted: Callable[[], bool]) -> None:
@@ -139,7 +138,7 @@ class BucketMount:
                 how = "is not ready" if status is None else f"ended with status {status}"
                 raise RetryLater(
                     f"Cannot mount {self._spec.place} at {self._path}: rclone {how}. Its output: "
-                    f"{self._said()}"
+                    f"{self._output_tail()}"
                 )
             time.sleep(_POLL_S)
 
@@ -148,7 +147,6 @@ def rclone_environment(address: Address, environment: Mapping[str, str]) -> dict
     """Return the environment of an rclone for a store.
 
     Args:
-        address: address to mount.
         environment: variables with credentials, as for `open_store`.
     """
     found = {**environment, **settings(address, environment)}

@@ -32,17 +32,16 @@ def write_links(folder: JobFolder, links: list[Link]) -> None:
 def read_links(folder: JobFolder) -> list[Link]:
     """Return the links of a job."""
     try:
-        told = decode(_document(folder).read_bytes(), "the links of a job", any_text=True)
+        document = decode(_document(folder).read_bytes(), "the links of a job", any_text=True)
     except FileNotFoundError:
         return []
-    return list(read_as(tuple[Link, ...], told, "the links of a job"))
+    return list(read_as(tuple[Link, ...], document, "the links of a job"))
 
 
 def create_links(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: Path) -> None:
     """Create all links of a job that do not exist yet.
 
     Args:
-        folder: folder of the job.
         is_in_use: returns True if another running job needs the link at a path.
         state: folder of all jobs. Unused links into it may be replaced.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -13,8 +12,8 @@ from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.lease import job_environment
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import LOCK
-from holdfast.jobs.node.mounts.upload_watcher import UNSENT, Unsent, read_unsent, upload_status
-from holdfast.jobs.node.spawn import spawn
+from holdfast.jobs.node.mounts.upload_watcher import UNSENT, read_unsent, upload_status
+from holdfast.jobs.node.spawn import spawn_once
 from holdfast.linux import locks
 
 _PORTER_LIMIT_S = 15.0
@@ -26,12 +25,7 @@ _PAUSE_S = 1.0
 
 
 class Teardown:
-    """Unmounts an attempt's mounts, and waits for uploads of write-back directories.
-
-    Args:
-        folder: folder of the job.
-        attempt: attempt that has ended.
-    """
+    """Unmounts an attempt's mounts, and waits for uploads of write-back directories."""
 
     def __init__(self, folder: JobFolder, attempt: int) -> None:
         self._folder = folder
@@ -92,7 +86,9 @@ class Teardown:
         if until_unix_s is not None and time.time() >= until_unix_s:
             return True
         if unsent is not None and unsent.is_hopeless and until_unix_s is None:
-            raise Conflict(f"The job has completed its work, but {_never(unsent)}")
+            raise Conflict(
+                f"The job has completed its work, but some of its files cannot be uploaded: {unsent.told}"
+            )
         self._start_upload_watcher()
         return False
 
@@ -111,15 +107,10 @@ class Teardown:
             return
         self._again_s = time.monotonic() + _PAUSE_S
         self._path.mkdir(parents=True, exist_ok=True)
-        lock = locks.acquire(self._path / "upload_watcher.lock")
-        if lock is None:
-            return
-        try:
-            environment = job_environment(self._folder)
-            spawn("upload_watcher", self._path, log=self._folder.log(0), lock=lock, environment=environment)
-        finally:
-            os.close(lock)
-
-
-def _never(unsent: Unsent) -> str:
-    return f"some of its files cannot be uploaded: {unsent.told}"
+        spawn_once(
+            "upload_watcher",
+            self._path,
+            log=self._folder.log(0),
+            lock=self._path / "upload_watcher.lock",
+            environment=job_environment(self._folder),
+        )

@@ -15,7 +15,7 @@ from holdfast.documents import decode_dataclass
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
-from holdfast.jobs.node.mounts.mounter import mount_write_back, say
+from holdfast.jobs.node.mounts.mounter import log_line, mount_write_back
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import database
@@ -63,43 +63,43 @@ def serve(path: Path) -> None:
     with Records(database(folder.path.parents[1])) as records:
         owner = records.get(int(folder.path.name)).task_id
 
-    talk = _Talk()
+    status_log = _StatusLog()
 
-    def tell(unsent: Unsent) -> None:
-        talk.tell(unsent)
+    def notify(unsent: Unsent) -> None:
+        status_log.log(unsent)
         write_unsent(path / UNSENT, unsent)
         wake(folder.bell)
 
-    upload_watcher = UploadWatcher(folder, owner, int(path.name), tell)
+    upload_watcher = UploadWatcher(folder, owner, int(path.name), notify)
     try:
-        upload_watcher.run(_Wish(folder, int(path.name)).is_there)
+        upload_watcher.run(_UploadNeed(folder, int(path.name)).is_needed)
     finally:
         upload_watcher.close()
 
 
-class _Talk:
+class _StatusLog:
     """Reporter in the job's log: every few seconds while files are missing, and when all are uploaded."""
 
     def __init__(self) -> None:
         self._again_s = 0.0
         self._was_missing = False
 
-    def tell(self, unsent: Unsent) -> None:
+    def log(self, unsent: Unsent) -> None:
         if unsent.is_settled and self._was_missing:
-            say(unsent.told or "all files of the job are in its bucket")
+            log_line(unsent.told or "all files of the job are in its bucket")
         elif not unsent.is_settled and time.monotonic() >= self._again_s:
             self._was_missing, self._again_s = True, time.monotonic() + _TALK_S
-            say(unsent.told)
+            log_line(unsent.told)
 
 
-class _Wish:
+class _UploadNeed:
     """Check whether an attempt's uploads are still needed."""
 
     def __init__(self, folder: JobFolder, attempt: int) -> None:
         self._folder, self._attempt = folder, attempt
         self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
 
-    def is_there(self, after_s: float) -> bool:
+    def is_needed(self, after_s: float) -> bool:
         time.sleep(after_s)
         if self._folder.attempt(self._attempt + 1).exists():
             return False  # the next attempt's mounter takes over
@@ -142,15 +142,15 @@ class UploadWatcher:
     """Upload of all write-back directories of a job.
 
     Args:
-        folder: folder of the job.
-        owner: owner id of the mounts.
         attempt: attempt for which a directory is mounted if its uploader is dead.
-        tell: called with each new status.
+        on_status: called with each new status.
     """
 
-    def __init__(self, folder: JobFolder, owner: str, attempt: int, tell: Callable[[Unsent], None]) -> None:
+    def __init__(
+        self, folder: JobFolder, owner: str, attempt: int, on_status: Callable[[Unsent], None]
+    ) -> None:
         self._caches = [_Cache(spec, owner, attempt) for spec in caches(folder)]
-        self._tell = tell
+        self._on_status = on_status
 
     def run(self, is_wanted: Callable[[float], bool]) -> Unsent:
         """Upload until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
@@ -160,20 +160,20 @@ class UploadWatcher:
 
         Blocks: until then.
         """
-        look_s = _CHECK_S
+        pause_s = _CHECK_S
         unsent = Unsent(is_settled=False, is_hopeless=False, told="")
-        while is_wanted(look_s if unsent.told else 0.0):
+        while is_wanted(pause_s if unsent.told else 0.0):
             began_s = time.monotonic()
             for cache in self._caches:
-                cache.see_to(lambda: is_wanted(0.0))
+                cache.keep_uploading(lambda: is_wanted(0.0))
             now = _sum(self._caches)
             if now != unsent:
-                self._tell(now)
+                self._on_status(now)
             unsent = now
             if unsent.is_settled or unsent.is_hopeless:
                 break
             # A scan of very many files takes long, and must not use a whole core.
-            look_s = min(_LONGEST_CHECK_S, max(_CHECK_S, 5 * (time.monotonic() - began_s)))
+            pause_s = min(_LONGEST_CHECK_S, max(_CHECK_S, 5 * (time.monotonic() - began_s)))
         return unsent
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class _Cache:
         self._again_s, self._num_failures = 0.0, 0
         self._is_hopeless = False
 
-    def see_to(self, is_wanted: Callable[[], bool]) -> None:
+    def keep_uploading(self, is_wanted: Callable[[], bool]) -> None:
         """Start an uploader if files are missing and none is running."""
         try:
             status = self._status()
@@ -210,7 +210,7 @@ class _Cache:
         except HoldfastError as error:
             self._trouble, self._is_hopeless = str(error), True
 
-    def look(self) -> Unsent:
+    def poll(self) -> Unsent:
         """Return the status of the directory's uploads."""
         try:
             status = self._status()
@@ -243,7 +243,7 @@ def _is_settled(status: DirectoryStatus) -> bool:
 
 
 def _sum(found: list[_Cache]) -> Unsent:
-    seen = [cache.look() for cache in found]
+    seen = [cache.poll() for cache in found]
     return Unsent(
         is_settled=all(one.is_settled for one in seen),
         is_hopeless=any(one.is_hopeless for one in seen),

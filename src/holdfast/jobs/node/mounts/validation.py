@@ -22,10 +22,6 @@ _FUSE = Path("/dev/fuse")
 def validate(task: Task, state: Path) -> None:
     """Check that all mounts of a task can be created.
 
-    Args:
-        task: task with mounts.
-        state: folder of all jobs.
-
     Raises:
         Unsupported: this machine lacks a required program or feature.
         NotFound: a source does not exist.

@@ -1,4 +1,4 @@
-"""Slabs cover every tensor once, in order, and are read with bounded memory, whatever the cut."""
+"""Slices cover every tensor once, in order, and are read with bounded memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import Corrupt
 from holdfast.format import names
-from holdfast.format.cuts import Box
-from holdfast.restore.boxes import item_offset
-from holdfast.restore.slabs import cut_in_slabs
+from holdfast.format.partitioning import Region
+from holdfast.restore.byte_ranges import item_offset
+from holdfast.restore.slices import split_into_slices
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from making import make_checkpoint, make_home, raw_bytes
@@ -24,49 +24,49 @@ shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
 @given(shapes, st.sampled_from([1, 2, 4, 8]), st.integers(8, 400))
-def test_slabs_are_consecutive_runs_of_the_tensor(
+def test_slices_are_consecutive_and_cover_the_tensor(
     shape: tuple[int, ...], item_bytes: int, limit_bytes: int
 ) -> None:
-    """Laid end to end they are the tensor's elements in row-major order, none over the limit."""
+    """Concatenated they are the tensor's elements in row-major order, none over the limit."""
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     found = []
-    for box in cut_in_slabs(shape, item_bytes, limit_bytes):
-        assert box.num_items * item_bytes <= limit_bytes
+    for region in split_into_slices(shape, item_bytes, limit_bytes):
+        assert region.num_items * item_bytes <= limit_bytes
         part = numbers
-        for dim, (at, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+        for dim, (at, length) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             part = part.narrow(dim, at, length)
         found += part.flatten().tolist()
     assert found == list(range(math.prod(shape)))
 
 
 @given(st.data())
-def test_what_a_slab_shares_with_a_box_is_one_run_of_it(data: st.DataObject) -> None:
+def test_the_overlap_of_a_slice_and_a_region_is_contiguous_in_the_region(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple))
     starts = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    box = Box(
+    region = Region(
         starts,
         tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True)),
     )
     numbers = torch.full(shape, -1)
-    region = numbers
-    for dim, (at, length) in enumerate(zip(*box, strict=True)):
-        region = region.narrow(dim, at, length)
-    region.copy_(torch.arange(box.num_items).reshape(box.lengths))
-    for slab in cut_in_slabs(shape, 1, data.draw(st.integers(1, 50))):
-        common = slab.overlap(box)
+    view = numbers
+    for dim, (at, length) in enumerate(zip(*region, strict=True)):
+        view = view.narrow(dim, at, length)
+    view.copy_(torch.arange(region.num_items).reshape(region.sizes))
+    for one in split_into_slices(shape, 1, data.draw(st.integers(1, 50))):
+        common = one.overlap(region)
         if common is None:
             continue
         part = numbers
         for dim, (at, length) in enumerate(zip(*common, strict=True)):
             part = part.narrow(dim, at, length)
-        first = item_offset(common, box)
+        first = item_offset(common, region)
         assert part.flatten().tolist() == list(range(first, first + common.num_items))
 
 
 @pytest.mark.parametrize("frozen", [(), ("w",), ("bias", "none")])
-@pytest.mark.parametrize("slab_bytes", [8, 100, 1 << 20])
+@pytest.mark.parametrize("slice_bytes", [8, 100, 1 << 20])
 def test_split_tied_frozen_and_per_rank_tensors_come_in_order(
-    slab_bytes: int, frozen: tuple[str, ...]
+    slice_bytes: int, frozen: tuple[str, ...]
 ) -> None:
     store = MemoryStore()
     make_home(store)
@@ -82,14 +82,14 @@ def test_split_tied_frozen_and_per_rank_tensors_come_in_order(
         (None, {"w": whole, "bias": bias, "rng": torch.zeros(3)}),
     ):
         found: dict[str, bytes] = {}
-        for slab in checkpoint.slabs(keys, rank=1, slab_bytes=slab_bytes):
-            assert slab.start == len(found.get(slab.name, b""))
-            found[slab.name] = found.get(slab.name, b"") + bytes(slab.view)
+        for one in checkpoint.slices(keys, rank=1, slice_bytes=slice_bytes):
+            assert one.start == len(found.get(one.name, b""))
+            found[one.name] = found.get(one.name, b"") + bytes(one.view)
         assert found == {name: raw_bytes(tensor) for name, tensor in expected.items()}
         assert list(found) == list(expected)
 
 
-def test_damage_is_found_before_the_slab_is_given(tmp_path: Path) -> None:
+def test_damage_is_found_before_the_slice_is_returned(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     make_home(store)
     make_checkpoint(
@@ -101,6 +101,6 @@ def test_damage_is_found_before_the_slab_is_given(tmp_path: Path) -> None:
     path.write_bytes(data)
     seen = []
     with pytest.raises(Corrupt, match="b"):
-        seen += [slab.name for slab in holdfast.open(store).slabs(slab_bytes=1 << 16)]
+        seen += [one.name for one in holdfast.open(store).slices(slice_bytes=1 << 16)]
     checkpoint = holdfast.open(store)
-    assert [slab.name for slab in checkpoint.slabs(["a"], slab_bytes=1 << 16)] == ["a", "a"]
+    assert [one.name for one in checkpoint.slices(["a"], slice_bytes=1 << 16)] == ["a", "a"]

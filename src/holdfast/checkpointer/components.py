@@ -1,0 +1,91 @@
+"""Components of a Checkpointer that all its attempts share: tiers, ranks, pipeline, cadence, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpointer.cadence import Cadence, HomeCadence
+from holdfast.checkpointer.done_marker import DoneMarker
+from holdfast.checkpointer.metrics import Metrics
+from holdfast.checkpointer.options import Options
+from holdfast.checkpointer.pipeline import Pipeline
+from holdfast.checkpointer.tiers import Tiers
+from holdfast.compiled import CompiledCode
+from holdfast.log import get_logger
+from holdfast.ranks import RankGroup, Ranks
+from holdfast.state import State
+from holdfast.state.loader_watch import watch_loaders
+from holdfast.state.review import refuse_snapshots
+
+_log = get_logger("checkpointer")
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Components of a Checkpointer that outlive its attempts."""
+
+    options: Options
+    tiers: Tiers
+    ranks: RankGroup
+    pipeline: Pipeline
+    cadence: Cadence
+    metrics: Metrics
+    done: DoneMarker
+    compiled: CompiledCode | None
+
+    @classmethod
+    def make(cls, options: Options, state: MutableMapping[str, Any], group: RankGroup | None) -> Components:
+        """Return the components of one Checkpointer.
+
+        Args:
+            options: its options.
+            state: objects to save, by name.
+            group: ranks that save together; None for all of torch.distributed's process group.
+
+        Raises:
+            InvalidInput: an option or an entry of `state` cannot be used.
+            Unsupported: other processes cannot reach the home.
+        """
+        tiers = Tiers(
+            options.home,
+            options.local,
+            keep_in_memory_s=options.memory.keep_for_s,
+            restore_patience_s=options.reads.patience_s,
+        )
+        compiled = _compiled(tiers, options)
+        refuse_snapshots(state)
+        watch_loaders()  # here, since its scan would make the first save slow
+        objects = State(state, world=None if group is None else (group.rank, group.world_size))
+        ranks: RankGroup = group or Ranks(timeout_s=options.limits.rank_timeout_s)
+        metrics, now_s = Metrics(), time.monotonic()
+        pipeline = Pipeline(
+            objects,
+            ranks,
+            metrics,
+            memory_bytes=options.memory.limit_bytes,
+            skips_when_full=options.memory.skips_when_full(is_far=tiers.is_far),
+        )
+        cadence = Cadence(
+            options.policies,
+            HomeCadence(tiers.home_every, now_s=now_s),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            now_s=now_s,
+        )
+        done = DoneMarker(tiers.home_store, rank=ranks.rank)
+        return cls(options, tiers, ranks, pipeline, cadence, metrics, done, compiled)
+
+    def show(self, text: str) -> None:
+        """Log a line for the user on rank 0, unless the option `quiet` is set."""
+        if self.ranks.rank == 0 and not self.options.quiet:
+            _log.info(text)
+
+
+def _compiled(tiers: Tiers, options: Options) -> CompiledCode | None:
+    cache = options.compile_cache
+    if cache is None:
+        return None
+    return CompiledCode(tiers.home_store, tiers.home, limit_bytes=cache.limit_bytes, trust_home=cache.trust)

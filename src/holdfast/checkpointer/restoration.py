@@ -1,0 +1,168 @@
+"""Restore of one attempt, with its records in home; some wait for the claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpointer.components import Components
+from holdfast.checkpointer.tiers import Base
+from holdfast.format.manifest import Manifest
+from holdfast.home.skipped import Skipped
+from holdfast.keeper import Keeper
+from holdfast.restore.request import Request, Restored
+from holdfast.restore.resume import restore_newest
+from holdfast.state import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Checkpoint and state entries that a restore is asked for."""
+
+    step: int | None
+    strict: bool
+    only: Collection[str] | None
+    rename: Mapping[str, str] | Callable[[str], str] | None
+    best: bool = False
+
+
+class Restoration:
+    """Restore of an attempt, before its claim or after it.
+
+    Attributes:
+        has_run: `run` was called.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self.has_run = False
+        self._found: Restored | None = None
+        self._components = components
+        self._tiers, self._ranks = components.tiers, components.ranks
+        # Skipped and restored checkpoints that are to be marked in home after the claim.
+        self._marks: list[tuple[Sequence[Skipped], tuple[int, int] | None]] = []
+
+    @property
+    def base(self) -> Base:
+        """Basis of the attempt's claim."""
+        found = self._found
+        return Base(None) if found is None else Base((found.attempt, found.step), frozenset(found.seen))
+
+    def run(
+        self, selection: Selection, keeper: Keeper | None, *, run: str | None, local_ranks: tuple[int, ...]
+    ) -> Restored | None:
+        """Restore the newest checkpoint that verifies, or the selected one.
+
+        Args:
+            selection: checkpoint and state entries.
+            keeper: this rank's; None before the claim.
+            run: id of the run, if it is known.
+            local_ranks: ranks that share this one's local folder.
+
+        Ranks: collective.
+        """
+        if keeper is None and self._tiers.local is not None:
+            self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
+        is_node_local = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
+
+        def mark(skipped: Sequence[Skipped], restored: tuple[int, int] | None) -> None:
+            if restored is None or keeper is not None:
+                # Also without a claim if nothing was restored: the next start may be another process.
+                self._mark(skipped, restored, run=run, is_node_local=is_node_local)
+            else:
+                self._marks.append((skipped, restored))
+
+        options = self._components.options
+        with self._tiers.reading() as store:
+            request = Request(
+                store,
+                self._loader(selection),
+                self._ranks,
+                step=selection.step,
+                best=options.keep if selection.best else None,
+                num_threads=options.reads.threads,
+                share_reads=options.reads.shared,
+                source_rank=options.reads.source_rank,
+                own_local=self._tiers.local_store if is_node_local else None,
+                may_commit=keeper is not None,
+                show=self._components.show,
+                patience_s=self._tiers.restore_patience_s,
+                mark=mark,
+            )
+            self._found = restore_newest(request)
+        self.has_run = True
+        if keeper is not None:
+            self._complete(keeper)
+        return self._found
+
+    def _loader(self, selection: Selection) -> Callable[[Manifest, Sequence[Mapping[str, Any]]], Load]:
+        def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
+            own, *others = values
+            return self._components.pipeline.objects.load(
+                manifest.tensors,
+                manifest.tied,
+                own,
+                others=others,
+                strict=selection.strict,
+                only=selection.only,
+                rename=selection.rename,
+                own_rank=manifest.world_size == self._ranks.world_size,
+            )
+
+        return load
+
+    def end_claim(self, keeper: Keeper) -> None:
+        """Write the records that had to wait for the claim.
+
+        Ranks: collective.
+        """
+        self._ranks.first_of(range(self._ranks.world_size), lambda: self._write_marks(keeper))
+        self._complete(keeper)
+
+    def _write_marks(self, keeper: Keeper) -> None:
+        """Mark in home what was skipped before the claim, so that retention keeps it."""
+        while self._marks:
+            self._mark(*self._marks[0], run=keeper.config.run, is_node_local=keeper.config.is_node_local)
+            self._marks.pop(0)
+
+    def _mark(
+        self,
+        skipped: Sequence[Skipped],
+        restored: tuple[int, int] | None,
+        *,
+        run: str | None,
+        is_node_local: bool,
+    ) -> None:
+        self._tiers.mark(skipped, restored, run=run, rank=self._ranks.rank, is_node_local=is_node_local)
+
+    def _complete(self, keeper: Keeper) -> None:
+        """Record what the attempt continues, and complete commits, which only a claimed attempt may."""
+        found = self._found
+        if self.has_run:
+            self._tiers.end_held()
+        if found is None:
+            return
+        if self._ranks.rank == 0:
+            for step, attempt, url in (
+                *found.finished,
+                *self._tiers.finish_commits(keeper.config.run, found.whole),
+            ):
+                detail = f"attempt {attempt}, which ended before it could write the manifest"
+                keeper.record("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
+        if self._tiers.local is not None:
+            keeper.drain_checkpoint(found.attempt, found.step)  # its own attempt may not have drained it
+        if keeper.config.is_node_local:
+            keeper.mark_complete(found.attempt, found.step)
+        keeper.record_restored(
+            step=found.step,
+            num_bytes=found.num_bytes,
+            seconds=found.seconds,
+            detail="; ".join((f"attempt {found.attempt}", *describe_skipped(found))),
+            tier=self._tiers.name_of(found.sources),
+        )
+
+
+def describe_skipped(found: Restored) -> list[str]:
+    """Return a line for each checkpoint that a restore skipped or repaired."""
+    skipped = [f"skipped step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.skipped]
+    return [*skipped, *found.recovered_from]

@@ -1,0 +1,308 @@
+"""Training of this process: its steps, saves, restores and end, over all attempts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import NoReturn, SupportsFloat
+
+from holdfast.callsite import warn
+from holdfast.checkpointer.attempt import Attempt
+from holdfast.checkpointer.call_guard import CallGuard
+from holdfast.checkpointer.components import Components
+from holdfast.checkpointer.position import Position
+from holdfast.checkpointer.restoration import Selection
+from holdfast.checkpointer.status_lines import show_restored, show_what_is_left, warn_of_doubts
+from holdfast.checkpointer.trial import Trial
+from holdfast.compiled import CLOSE_LIMIT_S
+from holdfast.errors import PREEMPTED_STATUS, HoldfastError, InvalidInput, Preempted, SaveWarning
+from holdfast.keeper import Save
+from holdfast.notice import NoticeWatcher
+from holdfast.process_exit import hard_exit, hard_exit_at_exit
+from holdfast.state import stepping
+
+
+class Training:
+    """Training of this process, between the calls of a Checkpointer.
+
+    Attributes:
+        attempt: current attempt. Going back to a checkpoint replaces it.
+        position: newest completed step of the loop.
+        preempted: reason why the run has to stop, agreed by all ranks; None while it need not.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self.attempt = Attempt(components)
+        self.position = Position(self._mark)
+        self.preempted: str | None = None
+        self._saved = Position(self._mark)
+        """Step of the last save, as long as training has not changed the state since."""
+        self._components = components
+        self._pipeline, self._cadence = components.pipeline, components.cadence
+        self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
+        self._selection: Selection | None = None  # of a `restore` that `begin_loop` repeats
+        self._trial = Trial.of_environment()
+        self._calls = CallGuard()
+        self._has_reviewed = False
+        # An exception that was being handled here already does not make the end of a loop disorderly.
+        self._around = id(sys.exc_info()[1])
+        preemption = components.options.preemption
+        self.notices = NoticeWatcher(preemption.sources)
+        self._watches_signals = preemption.signals and self.notices.watch_signals()
+        self.notices.poll_clouds()
+
+    def _mark(self) -> object:
+        """Return a value that changes with the state."""
+        return self._pipeline.stager.num_steps, self._pipeline.objects.marks()
+
+    @property
+    def is_open(self) -> bool:
+        """True until the end, in the process that made it."""
+        return self._calls.is_open
+
+    def guard(self, name: str, *, alone: bool = False) -> AbstractContextManager[None]:
+        """Return the context for a call of the Checkpointer; see `CallGuard.guard`."""
+        return self._calls.guard(name, alone=alone)
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def begin_loop(self, total: int) -> int:
+        """Claim the home, restore, and return the first step of a loop."""
+        self._calls.check()
+        if self._watches_signals:
+            self.notices.watch_signals()
+        self.attempt.begin(restores_later=True)
+        step = self._restore_again() or 0
+        self._cadence.restart(step, time.monotonic())
+        show_what_is_left(self._components, step, total)
+        self._pipeline.watch_optimizers()
+        return step
+
+    def _restore_again(self) -> int | None:
+        """Restore, as the caller has asked for it since the last save, if at all."""
+        asked = self._selection if self.attempt.saves.last is None else None
+        selection = Selection(None, True, None, None) if asked is None else replace(asked, only=None)
+        with self.guard("restore()", alone=True):
+            found = self.restore(selection)
+        self._selection = None
+        return found
+
+    def end_step(self, step: int) -> bool:
+        """Record that a step is complete; return True if all ranks save it."""
+        attempt, self._metrics.num_done = self.attempt, step
+        is_due, is_preempted = attempt.step_sync.exchange(step, attempt.keeper, self.notices)
+        attempt.warn_if_overdue()
+        if is_preempted and self.preempted is None:
+            self.preempted = self.notices.reason or "another rank's notice"
+        if not self._pipeline.has_plan:
+            self._pipeline.prepare_in_background()
+        self._cadence.begin_step(time.monotonic())
+        if self._trial is not None:
+            is_due = self._trial.reach(step, is_due=is_due, wait=attempt.wait)
+        self.position.reach(step)
+        return is_due
+
+    def record(self, step: int | None, values: Mapping[str, SupportsFloat]) -> None:
+        """Record metrics of a step; of the one that is running if it is None."""
+        of_save = self._saved.step_now() if step is None else None
+        step = self._metrics.num_done + 1 if step is None else step
+        if of_save is None:
+            self._saved.clear()
+        if self._trial is not None:
+            self._trial.note("recorded", {name: repr(float(one)) for name, one in values.items()}, step)
+        if self._ranks.rank == 0:
+            self._metrics.add(step, values, of_save=of_save)
+            if self.attempt.keeper is not None:
+                self._metrics.flush_if_due(self.attempt.keeper)
+
+    def leave(self, *, is_orderly: bool | None) -> None:
+        """Save at the end of a loop that was left early.
+
+        Args:
+            is_orderly: it was not left by an exception; None if that is not known, and `close` decides.
+        """
+        if not self.is_open:
+            return
+        self.notices.release_signals()
+        if is_orderly is None:
+            return
+        try:
+            with self.guard("the save at the end of the loop"):
+                if is_orderly and (save := self._save_rest()) is not None:
+                    save.wait_staged()  # the process may end at once
+        except HoldfastError as error:  # an error raised here would be lost with the generator
+            warn(f"The last steps of the loop were not saved: {error}", SaveWarning)
+        self.position.clear()
+
+    def stop(self, step: int) -> NoReturn:
+        """End a preempted run: wait until everything is durable, then raise SystemExit."""
+        with self.guard("the save after a preemption notice"):
+            self._save_last(step)
+            self.attempt.wait()
+        reason = self.preempted or "notice"
+        self.attempt.note_end(f"preempted ({reason})")
+        self._components.show(f"preempted ({reason}); step {step} is durable")
+        self.close(None)
+        if self._ranks.world_size > 1:  # gloo's threads may abort this rank, which would look like a crash
+            hard_exit_at_exit(PREEMPTED_STATUS)
+        raise Preempted(step, reason)
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, to_home: bool) -> Save:
+        """Save the present state as the checkpoint of `step`."""
+        if (optimizer := stepping()) is not None:
+            raise InvalidInput(
+                f"save({step}) was called in the middle of {optimizer}.step(), by a signal handler or by "
+                "the step itself, when only some parameters have been updated. Nothing was saved. Save "
+                "between two steps: let the handler set a flag that the loop checks.",
+                step=step,
+            )
+        if self._trial is not None:
+            self._trial.begin_save(step, wait=self.attempt.wait)
+        save = self._save(step, must=False, to_home=to_home)
+        self.position.follow(step)
+        if self._trial is not None and self._trial.is_last(step):
+            self.attempt.wait()
+            self._release(None, goodbye=True)
+            hard_exit(0)
+        return save
+
+    def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
+        save = self.attempt.save(step, must=must, to_home=to_home)
+        if self._ranks.rank == 0:
+            self._saved.reach(step)
+        if not (self._has_reviewed or save.skipped):
+            self._has_reviewed = True
+            if self._trial is not None:
+                self._trial.note("doubts", [asdict(doubt) for doubt in self._pipeline.objects.review()])
+            else:
+                warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)
+        return save
+
+    def _save_last(self, step: int) -> None:
+        """Save `step` unless it is saved; a save of it that turns out to be torn is repeated."""
+        self._pipeline.stager.wait()
+        if not self.attempt.saves.has(step):
+            self._save(step, must=True)
+
+    def _save_rest(self) -> Save | None:
+        """Save the steps since the last save, if they were counted."""
+        last, step = self.attempt.saves.last, self.position.step_now()
+        newest = last.step if last is not None else self.attempt.base_step or 0
+        if step is None and self.position.step is not None:
+            self._components.show(
+                f"training has gone on after step {self.position.step}, and up to which step is not known; "
+                f"the newest save is that of step {newest}. Call finish(step) to save the end"
+            )
+        if step is None or (step <= newest and not self._can_repeat(step)):
+            return None
+        return self._save(step, must=True)
+
+    def _can_repeat(self, step: int) -> bool:
+        """Return True if the last save is of `step`, was torn and may be repeated."""
+        self._pipeline.stager.wait()
+        saves = self.attempt.saves
+        is_last = saves.last is not None and saves.last.step == step
+        return is_last and saves.must_repeat and self._ranks.world_size == 1
+
+    # -- restores --------------------------------------------------------------------------------------------
+
+    def restore(self, selection: Selection) -> int | None:
+        """Restore the newest checkpoint that verifies, or the selected one."""
+        if self.attempt.saves.last is not None:
+            self.attempt = self.attempt.go_back()  # checkpoints of both must not mix
+        found = self.attempt.restore(selection)
+        self._selection = selection
+        if found is None:
+            return None
+        show_restored(self._components, found)
+        self.position.clear()  # the state is no longer that of the step which a loop has reached
+        self._metrics.restart(found.step)
+        self._saved.clear()
+        if self._trial is not None:
+            self._trial.note("restored", found.step)
+        self._cadence.restart(found.step, time.monotonic())
+        self.attempt.report_progress(found.step)
+        return found.step
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def finish(self, step: int | None) -> None:
+        """Save the last step, wait until it is durable, and mark the run as finished."""
+        step = self._last_step() if step is None else step
+        if step != self.attempt.base_step:
+            self._save_last(step)
+        self.attempt.wait()
+        self.attempt.note_end("finished")
+        if not self._is_marked(step):
+            config = self.attempt.begin().config  # only a claimed attempt may write the marker
+            self._done.write(config.run, config.attempt, step)
+        self.position.clear()
+        self.notices.release_signals()
+
+    def _is_marked(self, step: int) -> bool:
+        """Return True if the run is marked as finished at `step`; before the claim, on all ranks."""
+        is_marked = self._done.step == step
+        return is_marked if self.attempt.keeper is not None else self._ranks.share(is_marked)
+
+    def _last_step(self) -> int:
+        """Return the step of the present state.
+
+        Raises:
+            InvalidInput: it is not known.
+        """
+        step, last = self.position.step_now(), self.attempt.saves.last
+        if step is None and self.position.step is None:
+            step = last.step if last is not None else self.attempt.base_step
+        if step is None:
+            raise InvalidInput(
+                "finish(): the last step is not known, since training has gone on after the newest call of "
+                "should_save(), or never called it. Nothing was done. Write finish(step)."
+            )
+        return step
+
+    def close(self, timeout_s: float | None, *, is_orderly: bool | None = None) -> None:
+        """Wait until everything saved is durable, and let the keeper end.
+
+        Args:
+            timeout_s: longest wait; None for no limit.
+            is_orderly: save the last step too; by default unless an exception is being handled.
+        """
+        if not self.is_open:
+            return
+        if is_orderly is None:
+            is_orderly = id(sys.exc_info()[1]) == self._around
+        with self.guard("close()"):
+            try:
+                if is_orderly:
+                    self._save_rest()
+                self._pipeline.stager.wait()
+                self.attempt.wait(timeout_s)
+                self.attempt.note_end("closed")
+                self._ranks.barrier_and_close()
+            except BaseException:
+                self._release(timeout_s, goodbye=False)
+                raise
+            self._release(timeout_s, goodbye=True)
+
+    def abandon(self, reason: str) -> None:
+        """End without waiting; the keeper completes what was staged."""
+        if self.is_open:
+            self.attempt.note_end(reason)
+            self._release(timeout_s=0.0, goodbye=False)
+
+    def _release(self, timeout_s: float | None, *, goodbye: bool) -> None:
+        """Release everything that this object holds; the keeper ends when it is done."""
+        self._calls.close()
+        self.notices.close()
+        self._pipeline.stager.close()
+        compiled, keeper = self._components.compiled, self.attempt.keeper
+        if compiled is not None:
+            compiled.close(min(CLOSE_LIMIT_S, CLOSE_LIMIT_S if timeout_s is None else timeout_s))
+        if keeper is not None:
+            keeper.close(timeout_s, frees_memory=goodbye)
+        self._pipeline.arenas.close()

@@ -1,0 +1,83 @@
+"""Environment variables of launchers: integers that are none raise an error with name and value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.adapters.nebula.tag_coordinator import own_rank, world
+from holdfast.environment import read_integer
+from holdfast.errors import InvalidInput
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.slurm.controller import SlurmController
+from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
+from holdfast.jobs.slurm.runner import run_node
+from holdfast.jobs.state_machine import RestartPolicy
+from holdfast.ranks import Ranks
+from holdfast.train.batch.memory_limit import find_memory_limit
+from holdfast.train.sharding.process_group import ensure_process_group
+
+
+def test_an_integer_is_read_and_an_empty_value_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    assert read_integer("SLURM_NODEID", 7) == 7
+    for value, expected in (("", 7), (" 3 ", 3), ("0", 0)):
+        monkeypatch.setenv("SLURM_NODEID", value)
+        assert read_integer("SLURM_NODEID", 7) == expected
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "1.5", "0x2", "\u0663", "1_000", "9" * 5000, "2(x3)"])
+def test_another_value_is_an_error_with_its_name_and_the_expected_one(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("SLURM_NODEID", value)
+    with pytest.raises(
+        InvalidInput, match=r"SLURM_NODEID is .*, expected an integer of at least 0"
+    ) as raised:
+        read_integer("SLURM_NODEID", 0)
+    assert repr(value[:100]) in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_a_value_below_the_minimum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    with pytest.raises(InvalidInput, match="WORLD_SIZE is '0', expected an integer of at least 1"):
+        read_integer("WORLD_SIZE", 1, minimum=1)
+
+
+READERS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "Checkpointer": ("WORLD_SIZE", lambda: Ranks(timeout_s=1.0)),
+    "holdfast.shard": ("WORLD_SIZE", lambda: ensure_process_group("cpu")),
+    "Nebula": ("WORLD_SIZE", world),
+    "Nebula's rank": ("RANK", own_rank),
+    "batch size": ("LOCAL_WORLD_SIZE", lambda: find_memory_limit(torch.device("cpu"), 0)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_variables_of_torchrun_are_checked(monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    name, read = READERS[reader]
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(InvalidInput, match=f"{name} is 'many'"):
+        read()
+
+
+STARTS: dict[str, Callable[[JobFolder], Any]] = {
+    "SLURM_NODEID": lambda folder: run_node(folder, 1, ["127.0.0.1"]),
+    "SLURM_GPUS_ON_NODE": lambda folder: run_node(folder, 1, ["127.0.0.1"]),
+    "SLURM_RESTART_COUNT": lambda folder: SlurmController(JobFiles(folder)),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_variables_of_slurm_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    folder = JobFolder(tmp_path)
+    job = SubmittedJob(3, "n", "id", 1, 0, False, "me", RestartPolicy(2, 1, frozenset(), grace_s=9.0), {})
+    JobFiles(folder).write_job(job)
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(InvalidInput, match=f"{name} is 'many'"):
+        STARTS[name](folder)

@@ -54,6 +54,7 @@ class Attempt:
         self.step_sync = StepSync(components, self.saves)
         self._restoration = Restoration(components)
         self._early_notes: list[dict[str, Any]] = []  # events for the history, until the claim
+        self._early_deletions: list[int] = []  # steps, until the claim
         self._guarantee: str | None = None
         self._has_noted_end = False
 
@@ -93,7 +94,10 @@ class Attempt:
         self.keeper = keeper = Keeper(config, released=self._pipeline.release)
         for note in self._early_notes:
             keeper.record(**note)
+        for step in self._early_deletions:
+            keeper.delete(step)
         self._early_notes.clear()
+        self._early_deletions.clear()
         if self._components.compiled is not None:
             start_uploads(
                 self._components.compiled, self._ranks, attempt=claim.number, notify=self._note_compiled
@@ -191,6 +195,13 @@ class Attempt:
         keeper.record("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
         cadence.save(step, time.monotonic())
         return save
+
+    def delete(self, step: int) -> None:
+        """Have the checkpoints of `step` deleted once a newer one is complete."""
+        if self.keeper is None:
+            self._early_deletions.append(step)  # only a claimed attempt may delete
+        else:
+            self.keeper.delete(step)
 
     def _check_step(self, step: int) -> None:
         """Check that a save of `step` may follow the last one."""

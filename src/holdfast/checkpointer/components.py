@@ -35,14 +35,17 @@ class Components:
     metrics: Metrics
     done: DoneMarker
     compiled: CompiledCode | None
+    has_state: bool  # otherwise each save brings its own
 
     @classmethod
-    def make(cls, options: Options, state: MutableMapping[str, Any], group: RankGroup | None) -> Components:
+    def make(
+        cls, options: Options, state: MutableMapping[str, Any] | None, group: RankGroup | None
+    ) -> Components:
         """Return the components of one Checkpointer.
 
         Args:
             options: its options.
-            state: objects to save, by name.
+            state: objects to save, by name; None if each save brings its own.
             group: ranks that save together; None for all of torch.distributed's process group.
 
         Raises:
@@ -56,9 +59,11 @@ class Components:
             restore_patience_s=options.reads.patience_s,
         )
         compiled = _compiled(tiers, options)
-        refuse_snapshots(state)
+        refuse_snapshots(state or {})
         watch_loaders()  # here, since its scan would make the first save slow
-        objects = State(state, world=None if group is None else (group.rank, group.world_size))
+        objects = State(
+            {} if state is None else state, world=None if group is None else (group.rank, group.world_size)
+        )
         ranks: RankGroup = group or Ranks(timeout_s=options.limits.rank_timeout_s)
         metrics, now_s = Metrics(), time.monotonic()
         pipeline = Pipeline(
@@ -76,7 +81,9 @@ class Components:
             now_s=now_s,
         )
         done = DoneMarker(tiers.home_store, rank=ranks.rank)
-        return cls(options, tiers, ranks, pipeline, cadence, metrics, done, compiled)
+        return cls(
+            options, tiers, ranks, pipeline, cadence, metrics, done, compiled, has_state=state is not None
+        )
 
     def show(self, text: str) -> None:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""

@@ -45,7 +45,8 @@ class Checkpointer:
         home: folder or URL that holds this run's checkpoints, or a `Home`; one run, one home.
         state: objects to save: modules, optimizers, anything with `state_dict`/`load_state_dict`, tensors,
             generators, and plain values. `restore` writes plain values back into this mapping.
-            The random number generators of python, numpy and torch are always included.
+            The random number generators of python, numpy and torch are always included. Without it each
+            `save` brings its own, and `load` returns it; the loop is yours then.
         every: when to save: steps (500), a duration ("10m"), "auto" (as often as 1 % of the time allows),
             or a policy.
         keep: number of newest checkpoints to keep, a `Keep`, or None for all.
@@ -74,7 +75,7 @@ class Checkpointer:
     def __init__(
         self,
         home: str | os.PathLike[str] | Home,
-        state: MutableMapping[str, Any],
+        state: MutableMapping[str, Any] | None = None,
         *,
         every: int | str | datetime.timedelta | Every = 500,
         keep: int | Keep | None = 3,
@@ -112,6 +113,11 @@ class Checkpointer:
         return self._training.preempted
 
     @property
+    def restored_step(self) -> int | None:
+        """Step that this start of the run continues; None if it began from nothing."""
+        return self._training.attempt.base_step
+
+    @property
     def num_skipped(self) -> int:
         """Number of saves that were skipped because no staging memory was free."""
         return self._components.pipeline.num_skipped
@@ -146,6 +152,7 @@ class Checkpointer:
         Ranks: collective; every rank runs the same steps.
         """
         total, around = parse_step(total, "steps()"), sys.exc_info()[1]
+        self._check_state("steps()")
         step = self._training.begin_loop(total)
         while step < total:
             self._training.position.reach(step, is_counted=True)
@@ -193,6 +200,7 @@ class Checkpointer:
         Ranks: collective; every rank calls it after every step.
         Blocks: as `should_save` and `save`.
         """
+        self._check_state("step_done()")
         step = self._components.metrics.num_done + 1
         if self.should_save(step):
             self.save(step)
@@ -225,14 +233,17 @@ class Checkpointer:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, to_home: bool = False) -> Save:
-        """Save the present state as the checkpoint of `step`.
+    def save(self, step: int, state: Mapping[str, Any] | None = None, *, to_home: bool = False) -> Save:
+        """Save the present state, or the given one, as the checkpoint of `step`.
 
         Returns once everything is copied that may change before the next optimizer step. Parameters and
         optimizer state are copied in the background; the optimizer's next `step()` waits for that copy.
 
         Args:
             step: optimizer steps completed; more than at the save before.
+            state: objects to save if the Checkpointer was made without a state: tensors and values, nested
+                as you like, and live objects. You may change it after the call, but for what optimizers in
+                it own. A plain tensor belongs to its rank, see `replicated`; DTensors are saved in parts.
             to_home: copy it to home whether or not that is due; equal on every rank.
 
         Raises:
@@ -250,7 +261,52 @@ class Checkpointer:
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
         with self._training.guard("save()", alone=True):
-            return self._training.save(parse_step(step, "save()"), to_home=to_home)
+            step = parse_step(step, "save()")
+            if self._components.has_state and state is None:
+                return self._training.save(step, to_home=to_home)
+            return self._training.save_given(step, self._check_given(step, state), to_home=to_home)
+
+    def _check_given(self, step: int, state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        if self._components.has_state:
+            raise InvalidInput(
+                f"save({step}, state) goes with a Checkpointer that was made without a state. This one saves "
+                f"the state that it was made with: call save({step}). Nothing was written.",
+                step=step,
+            )
+        if not isinstance(state, Mapping):
+            raise InvalidInput(
+                f"This Checkpointer was made without a state, so save({step}) needs it: save({step}, state), "
+                f"with a dict; got {type(state).__name__}. Nothing was written.",
+                step=step,
+            )
+        return state
+
+    def _check_state(self, call: str) -> None:
+        """Check that the Checkpointer can save without being given a state."""
+        if not self._components.has_state:
+            raise InvalidInput(
+                f"{call} needs the state, and this Checkpointer was made without one. Give it one, "
+                "Checkpointer(home, state), or call should_save(step) and save(step, state) in your own loop."
+            )
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of `step`, as soon as a newer one is complete.
+
+        For trainers that choose by themselves what to keep, with `keep=None`. The newest checkpoint stays
+        until it is no longer the newest, so a crash at any moment leaves one to resume from.
+
+        Args:
+            step: step of a checkpoint of this run, in home and in the local folder, of any attempt.
+
+        Raises:
+            InvalidInput: `step` is not a whole number from 0.
+
+        Ranks: every rank calls it; not collective.
+        Blocks: no. What could not be deleted is tried again after the next save.
+        """
+        step = parse_step(step, "delete()")
+        with self._training.guard("delete()"):
+            self._training.attempt.delete(step)
 
     def prepare(self) -> None:
         """Prepare the staging memory, so that the first save is as quick as later ones.
@@ -260,15 +316,9 @@ class Checkpointer:
         Blocks: for about 1 s per GB of memory that the machine has not touched before, and as long to put
             the state into huge pages.
         """
+        self._check_state("prepare()")
         with self._training.guard("prepare()"):
             self._components.pipeline.prepare()
-
-    def forget(self) -> None:
-        """Release the memory of the last saved objects before the next save does.
-
-        For states that are made for one save and removed from the mapping after it.
-        """
-        self._components.pipeline.objects.forget()
 
     def send_home(self, step: int) -> None:
         """Copy an older save of this attempt from `local` to home, in the background.
@@ -360,19 +410,93 @@ class Checkpointer:
         Blocks: until the state is restored.
         """
         with self._training.guard("restore()", alone=True):
-            step = None if step is None else parse_step(step, "restore()")
-            if best:
-                self._check_best(step)
+            if not self._components.has_state:
+                raise InvalidInput(
+                    "restore() fills the state of the Checkpointer, and this one was made without. Nothing "
+                    "was read. Call load(), load(into=state), or continue_from()."
+                )
+            step = self._parse_choice("restore()", step, best=best)
             return self._training.restore(Selection(step, strict, only, rename, best))
 
-    def _check_best(self, step: int | None) -> None:
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        into: MutableMapping[str, Any] | None = None,
+        best: bool = False,
+        strict: bool = True,
+        only: Collection[str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        rng: bool = False,
+    ) -> MutableMapping[str, Any] | None:
+        """Load the newest checkpoint that verifies, for a Checkpointer that was made without a state.
+
+        The next saves continue from it.
+
+        Args:
+            step: load this step and no other.
+            into: objects to fill, as for the state of a Checkpointer: tensors and live objects in place, each
+                rank its parts of DTensors; values are replaced in the mapping. By default the content is
+                returned in new memory, whole tensors on the CPU.
+            best: see `restore`.
+            strict: refuse a checkpoint whose names differ from those of `into`.
+            only: top-level keys to load.
+            rename: saved names to names in `into`; see `restore`.
+            rng: also restore the random number generators of python, numpy and torch.
+
+        Returns:
+            `into`, or a new dict; None if the home holds no checkpoint. `restored_step` is its step.
+
+        Raises:
+            HoldfastError: as `restore`.
+
+        Ranks: collective; all ranks load the same checkpoint.
+        Blocks: until it is loaded.
+        """
+        with self._training.guard("load()", alone=True):
+            if self._components.has_state:
+                raise InvalidInput(
+                    "load() goes with a Checkpointer that was made without a state. Nothing was read. Call "
+                    "restore(), or holdfast.open(home).load_into(state) to only look."
+                )
+            if rename is not None and into is None:
+                raise InvalidInput("load(rename=...) needs into=, the objects with the new names.")
+            step = self._parse_choice("load()", step, best=best)
+            target: MutableMapping[str, Any] = {} if into is None else into
+            selection = Selection(step, strict, only, rename, best, is_new=into is None, with_rng=rng)
+            return target if self._training.load(selection, target) else None
+
+    def continue_from(self, step: int | None = None) -> int | None:
+        """Continue the run from its newest checkpoint, or that of `step`, without loading it.
+
+        For objects that already have the content of that checkpoint, or shall not get it.
+
+        Returns:
+            The step; None if the home holds no checkpoint.
+
+        Raises:
+            HoldfastError: as `restore`.
+
+        Ranks: collective.
+        Blocks: for the checkpoint's documents.
+        """
+        with self._training.guard("continue_from()", alone=True):
+            step = None if step is None else parse_step(step, "continue_from()")
+            return self._training.restore(Selection(step, True, (), None, with_rng=False))
+
+    def _parse_choice(self, call: str, step: int | None, *, best: bool) -> int | None:
+        """Check the choice of a checkpoint, and return its step, if given."""
+        if not best:
+            return None if step is None else parse_step(step, call)
+        name = call.removesuffix("()")
         if step is not None:
-            raise InvalidInput("restore() takes step= or best=True, not both.")
+            raise InvalidInput(f"{call} takes step= or best=True, not both.")
         if self._components.options.keep.metric is None:
             raise InvalidInput(
-                "restore(best=True) needs a metric: give the Checkpointer "
+                f"{name}(best=True) needs a metric: give the Checkpointer "
                 'keep=Keep(best=1, metric="loss", mode="min"), and call record(loss=...).'
             )
+        return None
 
     # -- ending ----------------------------------------------------------------------------------------------
 

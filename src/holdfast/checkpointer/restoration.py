@@ -25,6 +25,8 @@ class Selection:
     only: Collection[str] | None
     rename: Mapping[str, str] | Callable[[str], str] | None
     best: bool = False
+    is_new: bool = False  # into new tensors and values
+    with_rng: bool = True  # with the random number generators of the process
 
 
 class Restoration:
@@ -98,7 +100,20 @@ class Restoration:
     def _loader(self, selection: Selection) -> Callable[[Manifest, Sequence[Mapping[str, Any]]], Load]:
         def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
             own, *others = values
-            return self._components.pipeline.objects.load(
+            objects, is_own_rank = (
+                self._components.pipeline.objects,
+                manifest.world_size == self._ranks.world_size,
+            )
+            if selection.is_new:
+                return objects.load_new(
+                    manifest.tensors,
+                    manifest.tied,
+                    own,
+                    only=selection.only,
+                    with_rng=selection.with_rng,
+                    own_rank=is_own_rank,
+                )
+            return objects.load(
                 manifest.tensors,
                 manifest.tied,
                 own,
@@ -106,7 +121,8 @@ class Restoration:
                 strict=selection.strict,
                 only=selection.only,
                 rename=selection.rename,
-                own_rank=manifest.world_size == self._ranks.world_size,
+                with_rng=selection.with_rng,
+                own_rank=is_own_rank,
             )
 
         return load

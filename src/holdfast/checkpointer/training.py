@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import NoReturn, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
 from holdfast.callsite import warn
 from holdfast.checkpointer.attempt import Attempt
@@ -97,7 +97,7 @@ class Training:
         attempt.warn_if_overdue()
         if is_preempted and self.preempted is None:
             self.preempted = self.notices.reason or "another rank's notice"
-        if not self._pipeline.has_plan:
+        if self._components.has_state and not self._pipeline.has_plan:
             self._pipeline.prepare_in_background()
         self._cadence.begin_step(time.monotonic())
         if self._trial is not None:
@@ -152,6 +152,11 @@ class Training:
 
     # -- saves -----------------------------------------------------------------------------------------------
 
+    def save_given(self, step: int, state: Mapping[str, Any], *, to_home: bool) -> Save:
+        """Save other objects than those of the Checkpointer; the references to them are released."""
+        with self._pipeline.objects.lent(dict(state)):
+            return self.save(step, to_home=to_home)
+
     def save(self, step: int, *, to_home: bool) -> Save:
         """Save the present state as the checkpoint of `step`."""
         if (optimizer := stepping()) is not None:
@@ -186,11 +191,20 @@ class Training:
     def _save_last(self, step: int) -> None:
         """Save `step` unless it is saved; a save of it that turns out to be torn is repeated."""
         self._pipeline.stager.wait()
-        if not self.attempt.saves.has(step):
-            self._save(step, must=True)
+        if self.attempt.saves.has(step):
+            return
+        if not self._components.has_state:
+            raise InvalidInput(
+                f"Step {step} was not saved, and this Checkpointer was made without a state to save. Nothing "
+                f"was written. Call save({step}, state) first.",
+                step=step,
+            )
+        self._save(step, must=True)
 
     def _save_rest(self) -> Save | None:
         """Save the steps since the last save, if they were counted."""
+        if not self._components.has_state:
+            return None
         last, step = self.attempt.saves.last, self.position.step_now()
         newest = last.step if last is not None else self.attempt.base_step or 0
         if step is None and self.position.step is not None:
@@ -228,6 +242,11 @@ class Training:
         self._cadence.restart(found.step, time.monotonic())
         self.attempt.report_progress(found.step)
         return found.step
+
+    def load(self, selection: Selection, into: MutableMapping[str, Any]) -> bool:
+        """Load the newest checkpoint that verifies, or the selected one; return False without any."""
+        with self._pipeline.objects.lent(into):
+            return self.restore(selection) is not None
 
     # -- the end ---------------------------------------------------------------------------------------------
 

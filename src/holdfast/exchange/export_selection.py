@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.exchange.prefixes import is_under, select
+from holdfast.exchange.prefixes import select
 from holdfast.format.layout import Shard
+from holdfast.format.nesting import is_under
 from holdfast.restore.checkpoint import Checkpoint
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from holdfast.errors import InvalidInput
 from holdfast.exchange.home_writer import refuse_existing_home, write_home
-from holdfast.exchange.prefixes import is_under, select
+from holdfast.exchange.prefixes import select
 from holdfast.exchange.source import Source
 from holdfast.exchange.source_kinds import detect_kind, open_source
-from holdfast.exchange.trees import prune
+from holdfast.format.nesting import is_under, prune
 from holdfast.store import Store, open_store
 
 AUTO = "auto"

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from holdfast.errors import InvalidInput, NotFound
-
-
-def is_under(name: str, prefix: str) -> bool:
-    """Return True if a name is `prefix` or below it: "a.b" and "a.b.c" are under "a.b", "a.bc" is not."""
-    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+from holdfast.format.nesting import is_under
 
 
 def select(names: Iterable[str], only: Iterable[str] | None, what: str) -> list[str]:

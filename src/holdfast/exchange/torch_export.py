@@ -7,7 +7,8 @@ from typing import Any
 
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.exchange.torch_archive import ArchivedTensor, write_archive
-from holdfast.exchange.trees import make_plain, rename_top_level, unflatten
+from holdfast.exchange.trees import make_plain, rename_top_level
+from holdfast.format.nesting import unflatten
 from holdfast.restore.atomic_output import atomic_file
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
@@ -31,6 +32,34 @@ class Deleted:
     was_complete: bool
 
 
+class Unwanted:
+    """Steps whose checkpoints a trainer has asked to delete, until they are."""
+
+    def __init__(self) -> None:
+        self._added: collections.deque[int] = collections.deque()  # by any thread, since the last search
+        self._steps: set[int] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """True if a step has not been deleted yet."""
+        return bool(self._added or self._steps)
+
+    def add(self, step: int) -> None:
+        """Add a step. Threads may call this."""
+        self._added.append(step)
+
+    def find(self, saved: Iterable[CheckpointId], newest: CheckpointId) -> set[CheckpointId]:
+        """Return the checkpoints of these steps that are older than the newest one."""
+        while self._added:
+            self._steps.add(self._added.popleft())
+        return {one for one in saved if one[1] in self._steps and one < newest}
+
+    def drop(self, *, before: CheckpointId, except_for: Collection[CheckpointId]) -> None:
+        """Drop the steps that were found before a checkpoint, and are deleted now."""
+        left = {before[1], *(step for _, step in except_for)}
+        self._steps = {step for step in self._steps if step in left or step > before[1]}
+
+
 class Retention:
     """Retention of one home by one policy. Reads each manifest once.
 
@@ -51,12 +80,17 @@ class Retention:
         self._was_complete: set[CheckpointId] = set()  # whose deletion has begun, and may be repeated
         self._readable: set[CheckpointId] = set()
         self._metrics: dict[CheckpointId, Mapping[str, float] | None] = {}  # None: unreadable
+        self._unwanted = Unwanted()
         self._has_cleaned_up = False
 
     @property
     def is_due(self) -> bool:
         """True if a new checkpoint may make others superfluous."""
-        return self.keep.last is not None or not self._has_cleaned_up
+        return self.keep.last is not None or not self._has_cleaned_up or self._unwanted.is_due
+
+    def add_unwanted(self, step: int) -> None:
+        """Also delete the checkpoints of a step that are older than the newest. Threads may call this."""
+        self._unwanted.add(step)
 
     def note_metrics(self, found: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Record the metrics that were just written for a checkpoint."""
@@ -86,6 +120,7 @@ class Retention:
         doomed = self._superfluous(complete - skipped, newest, ancestors, files)
         oldest_kept = newest if self.keep.last is not None else (newest[0], -1)
         doomed |= {found for found in files if found not in complete and found < oldest_kept}
+        doomed |= self._unwanted.find(files, newest)
         refusals = _newest_refusals(files, newest[0])
         for found in sorted(doomed - spared):
             its_names = files[found]
@@ -101,6 +136,7 @@ class Retention:
                 self._metrics.pop(found, None)
                 yield Deleted(*found, was_complete=found in self._was_complete)
             self._was_complete.discard(found)
+        self._unwanted.drop(before=newest, except_for=in_work)
         self._has_cleaned_up = True
 
     def _refuse_incomplete(self, found: CheckpointId, its_names: Sequence[str]) -> None:
@@ -168,6 +204,11 @@ class ShareRetention:
         self.store = store
         self.keep = keep
         self._is_mine = is_mine
+        self._unwanted = Unwanted()
+
+    def add_unwanted(self, step: int) -> None:
+        """Also delete the checkpoints of a step that are older than the newest. Threads may call this."""
+        self._unwanted.add(step)
 
     def apply(self, complete: CheckpointId, needed: Collection[CheckpointId]) -> Iterator[Deleted]:
         """Delete what the policy does not keep, now that `complete` is complete.
@@ -187,9 +228,11 @@ class ShareRetention:
         kept = self.keep.kept(line.current) | {complete} | set(needed) | skipped
         doomed = set(line.current) | {one for one in line.superseded if one[1] <= complete[1]}
         half_done = {one for one in files if one not in saved and one < complete}
-        for one in sorted((doomed | half_done) - kept):
+        unwanted = self._unwanted.find(saved, complete) - skipped - set(needed)
+        for one in sorted((doomed | half_done) - kept | unwanted):
             delete_files(self.store, files[one], on_deleted=lambda _: failpoint("keeper.retain"))
             yield Deleted(*one, was_complete=one in saved)
+        self._unwanted.drop(before=complete, except_for=needed)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:
         if facts.kind == "skipped":

@@ -18,6 +18,8 @@ from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.save import Save
 from holdfast.keeper.supervisor import KeeperOwner, Supervisor
 
+_MAX_DELETIONS = 1000
+"""Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
 _MAX_UNSAVED = 64
 """Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
 
@@ -70,6 +72,7 @@ class Keeper(KeeperOwner):
         self._arenas_in_use: set[int] = set()
         self._complete: messages.MarkComplete | None = None  # the last one sent
         self._best: tuple[messages.DrainBest, ...] = ()  # the last one sent, after the last one that was due
+        self._deletions = deque[messages.DeleteStep](maxlen=_MAX_DELETIONS)
         self._unsaved: deque[messages.TrainerMessage] = deque(maxlen=_MAX_UNSAVED)  # since the last save
         self._supervisor = Supervisor(config, self)
         self._lock = self._supervisor.lock
@@ -169,6 +172,13 @@ class Keeper(KeeperOwner):
             best = messages.DrainBest(tuple(steps), is_due)
             self._best = (*(one for one in self._best if one.is_due and not is_due), best)
             self._supervisor.send(best)
+
+    def delete(self, step: int) -> None:
+        """Have the checkpoints of a step deleted once a newer one is complete."""
+        with self._lock:
+            message = messages.DeleteStep(step)
+            self._deletions.append(message)
+            self._supervisor.send(message)
 
     def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Replace the metrics of a save that was submitted before."""
@@ -277,7 +287,7 @@ class Keeper(KeeperOwner):
             self._supervisor.send(message)
         for step in self._towards_home:
             self.drain_checkpoint(self.config.attempt, step)
-        for message in (*self._best, self._complete):
+        for message in (*self._deletions, *self._best, self._complete):
             if message is not None:
                 self._supervisor.send(message)
         return len(self._submitted)

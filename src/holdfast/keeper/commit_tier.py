@@ -174,6 +174,11 @@ class CommitTier:
         if self._config.rank == 0 and self._newest is not None and self._retention.is_due:
             self._retention_thread.request()
 
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of a step, once a newer one is complete."""
+        self._retention.add_unwanted(step)
+        self.retain_again()
+
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
         """Record the metrics of a save for retention.
 

@@ -105,6 +105,10 @@ class HomeTier:
         self._retention.note_metrics(checkpoint, metrics)
         self._drain.update_metrics(*checkpoint)
 
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of a step, after the next drain or at the end."""
+        self._retention.add_unwanted(step)
+
     def close(self, newest: CheckpointId | None = None) -> None:
         """Complete all drains.
 
@@ -116,6 +120,8 @@ class HomeTier:
         if newest is not None:
             self._drain.submit(*newest)
         self._drain.close()
+        if self._config.rank == 0 and self._newest is not None and self._retention.is_due:
+            self._retain(self._newest.step)  # for steps that were to be deleted after the last drain
 
     def _on_drained(self, drained: Drained) -> None:
         """Report the outcome of a drain. Runs in the drain's thread."""
@@ -125,8 +131,9 @@ class HomeTier:
             checkpoint = drained.attempt, drained.step
             self._on_arrived(checkpoint)  # first: after the report the trainer may end this process
             self._reports.arrived_home(checkpoint, num_bytes=drained.num_bytes, seconds=drained.seconds)
+            self._note_newest(drained)
             if self._config.rank == 0 and self._retention.is_due:
-                self._retain(drained)
+                self._retain(drained.step)
         elif isinstance(error, Conflict):
             self._reports.failed(drained.step, error)
         elif drained.is_over:
@@ -136,10 +143,14 @@ class HomeTier:
             self._is_failing = True
             self._reports.drain_delayed(drained.step, error)
 
-    def _retain(self, drained: Drained) -> None:
+    def _note_newest(self, drained: Drained) -> None:
         newest = self._newest  # one of the best may be drained after it
         if newest is None or (drained.attempt, drained.step) > (newest.attempt, newest.step):
-            self._newest = newest = drained
-        with self._reports.retention_errors(drained.step, "home"):
+            self._newest = drained
+
+    def _retain(self, step: int) -> None:
+        newest = self._newest
+        assert newest is not None
+        with self._reports.retention_errors(step, "home"):
             old = self._retention.apply((newest.attempt, newest.step), newest.ancestors, set())
             delete_old(self._store, old, self._reports, "home")

@@ -31,6 +31,7 @@ _PLAIN = (
     messages.DropSave,
     messages.DrainCheckpoint,
     messages.DrainBest,
+    messages.DeleteStep,
     messages.UpdateMetrics,
     messages.MarkComplete,
     messages.RecordEvent,
@@ -41,6 +42,7 @@ Received: TypeAlias = (
     | messages.DropSave
     | messages.DrainCheckpoint
     | messages.DrainBest
+    | messages.DeleteStep
     | messages.UpdateMetrics
     | messages.MarkComplete
     | messages.RecordEvent

@@ -97,6 +97,13 @@ class DrainBest:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteStep:
+    """Step whose checkpoints are deleted once a newer one is complete."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateMetrics:
     """Metrics of a save, in place of those submitted with it."""
 
@@ -269,6 +276,7 @@ TrainerMessage: TypeAlias = (
     | DropSave
     | DrainCheckpoint
     | DrainBest
+    | DeleteStep
     | UpdateMetrics
     | MarkComplete
     | RecordEvent

@@ -78,6 +78,10 @@ class Topology(ABC):
         return  # every save is in home
 
     @abstractmethod
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of a step in each tier, once a newer one is complete there."""
+
+    @abstractmethod
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
         """Record the metrics of a save. `is_late` if they have changed since it was persisted."""
 
@@ -147,6 +151,10 @@ class HomeOnly(Topology):
         self._tier.drop(drop)
 
     @override
+    def delete(self, step: int) -> None:
+        self._tier.delete(step)
+
+    @override
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
         self._tier.note_metrics(step, metrics, is_late=is_late)
 
@@ -208,6 +216,11 @@ class SharedLocal(Topology):
     @override
     def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
         self._home.set_best({(self._attempt, step) for step in steps}, is_due=is_due)
+
+    @override
+    def delete(self, step: int) -> None:
+        self._home.delete(step)
+        self._tier.delete(step)
 
     @override
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
@@ -278,6 +291,13 @@ class NodeLocal(Topology):
     @override
     def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
         self._home.set_best({(self._config.attempt, step) for step in steps}, is_due=is_due)
+
+    @override
+    def delete(self, step: int) -> None:
+        self._home.delete(step)
+        self._retention.add_unwanted(step)
+        if self._complete is not None:
+            self._retention_thread.request()
 
     @override
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:

@@ -138,6 +138,8 @@ class Worker:
                 self._topology.drain(item.id)
             case messages.DrainBest():
                 self._topology.set_best(item.steps, is_due=item.is_due)
+            case messages.DeleteStep():
+                self._topology.delete(item.step)
             case messages.UpdateMetrics():
                 self._late_metrics[item.step] = messages.decode_metrics(item.metrics)
             case messages.MarkComplete():

@@ -70,7 +70,7 @@ def _plan_objects(
 ) -> Load:
     own, *others = (parts.part(saved).values for saved in parts.structures(source))
     return State(objects).load(
-        parts.manifest.tensors,
+        parts.tensors_for(source),
         parts.manifest.tied,
         own,
         others=others,
@@ -92,7 +92,7 @@ def _plan_tensors(
 ) -> Load:
     """Plan the fill of a state dict. Its names are those of the checkpoint without the prefix `key`."""
     prefix = "" if key is None else f"{key}."
-    plan = LoadPlan(parts.manifest.tensors, parts.manifest.tied, {}, renamer(rename), rank=rank)
+    plan = LoadPlan(parts.tensors_for(rank), parts.manifest.tied, {}, renamer(rename), rank=rank)
     for name, tensor in tensors.items():
         label = prefix + name
         if label in plan.saved_names:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
 from holdfast.format.layout import Shard
-from holdfast.format.manifest import EACH, Manifest
+from holdfast.format.manifest import EACH, Manifest, Tensor
 from holdfast.format.part import Part
 from holdfast.format.partitioning import Region
 from holdfast.home.documents import read_part
@@ -135,6 +135,21 @@ class Parts:
             return tensor.dtype, tensor.shape
         held = self._shards_in(self.holder(name, rank)).get(name)
         return None if held is None else (held[0].dtype, held[0].shape)
+
+    def tensors_for(self, rank: int) -> dict[str, Tensor]:
+        """Return the manifest's tensors by name, per-rank ones with the dtype and shape of a rank's.
+
+        Raises:
+            HoldfastError: as `shape_of`.
+        """
+        tensors = self.manifest.tensors
+        shapes = {name: self.shape_of(name, rank) for name, one in tensors.items() if one.owner == EACH}
+        own = {
+            name: replace(tensors[name], dtype=shape[0], shape=shape[1])
+            for name, shape in shapes.items()
+            if shape is not None
+        }
+        return {**tensors, **own}
 
     def _shards_in(self, rank: int) -> dict[str, tuple[Shard, int]]:
         if rank not in self._shards:

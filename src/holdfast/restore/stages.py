@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import InvalidInput
@@ -124,9 +124,10 @@ class Stages:
 
     def plan(self) -> list[str]:
         """Plan the reads. Returns overwritten tensors that this checkpoint does not hold."""
-        opened = self._open
-        self._loading = self._request.load(opened.manifest, self._values)
-        self._jobs = plan_fill(opened.manifest, self._loading.targets, self._source(), opened.parts)
+        opened, source = self._open, self._source()
+        own = replace(opened.manifest, tensors=opened.parts.tensors_for(source))
+        self._loading = self._request.load(own, self._values)
+        self._jobs = plan_fill(opened.manifest, self._loading.targets, source, opened.parts)
         return sorted(self._touched - self._loading.targets.keys())[:100]
 
     def read(self) -> None:

@@ -147,6 +147,10 @@ class LoadPlan:
         self.missing.append(key)
         return True
 
+    def leave(self, key: str) -> None:
+        """Leave out a saved top-level key with its tensors, which then are not unexpected."""
+        self.used.update(name for live, name in self.saved_names.items() if _is_under(live, [key]))
+
     def add_step(self, phase: Phase, step: Callable[[], None]) -> None:
         """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
         self.steps.append((phase, step))

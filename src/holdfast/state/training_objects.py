@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from holdfast.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.state.holders import Gather, HolderAgreement, RankInventory, TensorInfo, agree
 from holdfast.state.load import Load, LoadPlan, Phase, leftover, mismatch, renamer
 from holdfast.state.modules import ModuleEntry
+from holdfast.state.new_content import plan_new
 from holdfast.state.objects import (
     GeneratorEntry,
     StatefulEntry,
@@ -130,9 +132,15 @@ class State:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
         return find_resume_risks({key: entry.value for key, entry in self._current().items()})
 
-    def forget(self) -> None:
-        """Release the memory of the last capture. Otherwise it stays in use until the next one."""
-        self._table, self._entries = None, {}
+    @contextlib.contextmanager
+    def lent(self, objects: MutableMapping[str, Any]) -> Iterator[None]:
+        """Use other objects within a context, and release them afterwards."""
+        own, self._objects = self._objects, objects
+        self._table = None
+        try:
+            yield
+        finally:
+            self._objects, self._table, self._entries = own, None, {}
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers whose steps change tensors in `CapturedState.owned`."""
@@ -167,6 +175,7 @@ class State:
         strict: bool = True,
         only: Collection[str] | None = None,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        with_rng: bool = True,
         own_rank: bool = True,
     ) -> Load:
         """Plan how the live state is filled from a checkpoint. Nothing live is changed.
@@ -182,6 +191,7 @@ class State:
             only: top-level keys (live names) to restore; all of them by default.
             rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
                 tensors, of top-level keys and of parameters inside an optimizer's state.
+            with_rng: restore the process-wide random number generators, unless `only` leaves them out.
             own_rank: `values` were saved by this very rank. Otherwise RNG states are not restored; seeds are
                 derived from them, so that no two ranks draw the same numbers.
 
@@ -200,7 +210,9 @@ class State:
         for key, entry in _ordered(entries):
             if wanted is None or key in wanted:
                 entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
-        if wanted is None or rng.KEY in wanted:
+        if not with_rng:
+            plan.leave(rng.KEY)
+        elif wanted is None or rng.KEY in wanted:
             _plan_rng(plan, *self._world(), own_rank=own_rank)
         agreement = self._agreed()
         held = (agreement.names, agreement.keys) if not agreement.is_alike else None
@@ -208,6 +220,40 @@ class State:
         if strict and (plan.missing or extra):
             raise mismatch(plan.missing, extra)
         return Load(plan, extra)
+
+    def load_new(
+        self,
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        values: Mapping[str, Any],
+        *,
+        only: Collection[str] | None = None,
+        with_rng: bool = False,
+        own_rank: bool = True,
+    ) -> Load:
+        """Plan a load of all values and whole tensors into new memory, by key into the mapping of the state.
+
+        A value is rebuilt as it was saved. Tensors of a module come under its key, as in its state_dict();
+        those of an optimizer by the name of their parameter.
+
+        Args:
+            tensors: the checkpoint's tensors by name.
+            tied: its aliases.
+            values: encoded values of the part that is chosen for this rank.
+            only: top-level keys to load; all of them by default.
+            with_rng: restore the process-wide random number generators too.
+            own_rank: see `load`.
+
+        Raises:
+            InvalidInput: the checkpoint does not have a key of `only`.
+            Unsupported: this torch does not have a dtype.
+        """
+        self._table = None
+        plan = LoadPlan(tensors, tied, values, renamer(None), rank=self._world()[0])
+        plan_new(plan, self._objects, _chosen(plan, only))
+        if with_rng:
+            _plan_rng(plan, *self._world(), own_rank=own_rank)
+        return Load(plan, [])
 
     def _wanted(self, only: Collection[str] | None) -> set[str] | None:
         if only is None:
@@ -340,6 +386,21 @@ def _is_stale(entry: StateEntry) -> bool:
     if not isinstance(value, torch.optim.Optimizer) or not has_step_hooks(value):
         return False
     return is_plain(value) is not isinstance(entry, _PLAIN_OPTIMIZERS)
+
+
+def _chosen(plan: LoadPlan, only: Collection[str] | None) -> list[str]:
+    """Return the keys of a checkpoint that are loaded: those of `only`, or all but the generators'."""
+    saved = [key for key in plan.saved_keys() if key != rng.KEY]
+    if only is None:
+        return saved
+    wanted = [only] if isinstance(only, str) else list(only)
+    if missing := sorted(set(wanted).difference(saved)):
+        raise InvalidInput(
+            f"only= names {missing}, which the checkpoint does not have. Its keys: {saved}. Nothing was "
+            "loaded.",
+            key=missing[0],
+        )
+    return wanted
 
 
 def _check_key(key: Any) -> None:

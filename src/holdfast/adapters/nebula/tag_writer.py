@@ -49,7 +49,6 @@ class TagWriter:
         self.saves: dict[int, Save] = {}
         self._settings = settings
         self._memory_bytes = memory_bytes
-        self._state: dict[str, Any] = {}
         self._checkpointer: Checkpointer | None = None
 
     def begin(self, plan: TagPlan, ranks: StoreRanks) -> None:
@@ -74,7 +73,7 @@ class TagWriter:
                 self.local = None
                 self._open(plan, ranks)
         else:
-            self._checkpointer.restore(plan.base, only=())
+            self._checkpointer.continue_from(plan.base)
         self.last = plan.base
 
     def _open(self, plan: TagPlan, ranks: StoreRanks) -> None:
@@ -84,7 +83,6 @@ class TagWriter:
                 self._settings.home,
                 every=None if interval_s is None else datetime.timedelta(seconds=interval_s),
             ),
-            self._state,
             keep=None,
             local=None if self.local is None else Local(self.local, keep=self._settings.keep_local),
             memory=self._memory_bytes,
@@ -93,7 +91,7 @@ class TagWriter:
             preemption=Preemption(signals=False),
             limits=Limits(rank_timeout=RANKS_S),
         )
-        made.restore(plan.base, only=())  # loads nothing; the next saves continue from this base
+        made.continue_from(plan.base)
         self._checkpointer = made
 
     def write(self, plan: TagPlan, state: dict[str, Any]) -> Save:
@@ -105,16 +103,12 @@ class TagWriter:
             HoldfastError: as in `Checkpointer.save`.
         """
         assert self._checkpointer is not None
-        self._state.update({key: per_rank(value) for key, value in state.items()})
-        try:
-            save = self._checkpointer.save(plan.step, to_home=plan.to_home)
-            self.last = plan.step
-            self.saves[plan.step] = save
-            with contextlib.suppress(HoldfastError):  # the next call raises it, like every failed save
-                save.wait_staged()
-        finally:
-            self._state.clear()
-            self._checkpointer.forget()
+        marked = {key: per_rank(value) for key, value in state.items()}
+        save = self._checkpointer.save(plan.step, marked, to_home=plan.to_home)
+        self.last = plan.step
+        self.saves[plan.step] = save
+        with contextlib.suppress(HoldfastError):  # the next call raises it, like every failed save
+            save.wait_staged()
         for step in sorted(self.saves)[:-_KEPT_SAVES]:
             del self.saves[step]
         return save

@@ -1,0 +1,42 @@
+"""Content of a checkpoint as new tensors and values, without live objects that it could fill."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, MutableMapping
+from typing import Any
+
+from holdfast.format.nesting import insert, is_under
+from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.tree import insert_tensors, references
+
+
+def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
+    """Plan to put the saved values of some top-level keys into a mapping, with whole tensors in new memory.
+
+    Args:
+        plan: receives the tensors to read, and the step that fills `target`.
+        target: receives the values. Nothing in it is changed before all tensors are filled.
+        keys: top-level keys that the checkpoint has.
+    """
+    trees = {key: plan.values(key) for key in keys}
+    referenced = [name for tree in trees.values() for name in references(tree)]
+    implied = _implied(plan, keys, set(referenced))
+    for name in (*referenced, *implied):
+        plan.read_new(name)
+
+    def finish() -> None:
+        new = {key: insert_tensors(tree, plan.tensor) for key, tree in trees.items()}
+        for name in implied:
+            insert(new, name, plan.tensor(name))
+        target.update(new)
+
+    plan.add_step(Phase.VALUE, finish)
+
+
+def _implied(plan: LoadPlan, keys: Collection[str], referenced: Collection[str]) -> list[str]:
+    """Return the tensors that no value refers to: those of modules and optimizers."""
+    return [
+        name
+        for name in plan.saved_names
+        if name not in referenced and any(is_under(name, key) for key in keys)
+    ]

@@ -79,7 +79,7 @@ class Topology(ABC):
 
     @abstractmethod
     def delete(self, step: int) -> None:
-        """Delete the checkpoints of a step in each tier, once a newer one is complete there."""
+        """Delete the checkpoints of a step in each tier that has a newer one."""
 
     @abstractmethod
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:

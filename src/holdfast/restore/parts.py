@@ -137,7 +137,7 @@ class Parts:
         return None if held is None else (held[0].dtype, held[0].shape)
 
     def tensors_for(self, rank: int) -> dict[str, Tensor]:
-        """Return the manifest's tensors by name, per-rank ones with the dtype and shape of a rank's.
+        """Return the manifest's tensors by name, per-rank ones as a rank has saved them.
 
         Raises:
             HoldfastError: as `shape_of`.

@@ -1,4 +1,4 @@
-"""Content of a checkpoint as new tensors and values, without live objects that it could fill."""
+"""Content of a checkpoint as new tensors and values, without live objects to fill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from holdfast.state.tree import insert_tensors, references
 
 
 def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
-    """Plan to put the saved values of some top-level keys into a mapping, with whole tensors in new memory.
+    """Plan to put the saved values of some keys into a mapping.
+
+    Their tensors are whole, and in new memory.
 
     Args:
         plan: receives the tensors to read, and the step that fills `target`.

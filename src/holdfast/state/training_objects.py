@@ -231,7 +231,9 @@ class State:
         with_rng: bool = False,
         own_rank: bool = True,
     ) -> Load:
-        """Plan a load of all values and whole tensors into new memory, by key into the mapping of the state.
+        """Plan a load of all values and whole tensors into new memory.
+
+        It puts them into the mapping of the state, by key.
 
         A value is rebuilt as it was saved. Tensors of a module come under its key, as in its state_dict();
         those of an optimizer by the name of their parameter.

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-END_TIMEOUT_S = 120
+END_TIMEOUT_S = 600
+"""Limit of each wait: only what hangs reaches it, on however busy a machine."""
 PRELOADED = (
     "numpy",
     "torch.distributed.checkpoint",

@@ -38,8 +38,8 @@ _PACKAGE = {
     "dependencies": {"azurite": AZURITE_VERSION},
     "overrides": {"applicationinsights": "3.16.0"},
 }
-START_LIMIT_S = 60.0
-_NUM_STARTS = 3  # another process may take the port between its choice and its use
+START_LIMIT_S = 300.0
+_reserved: list[socket.socket] = []
 
 # The public account of Azure's emulators.
 _AZURE_ACCOUNT = "devstoreaccount1"
@@ -190,15 +190,14 @@ def _in_wheel(path: str) -> str | None:
 def _running(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[int, int]]:
     """Run a server and yield its port and pid. `{port}` is replaced in arguments and variables."""
     with tempfile.TemporaryFile() as output:
-        for _ in range(_NUM_STARTS):
-            port = free_port()
-            process = start([word.format(port=port) for word in argv], _at_port(env, port), output)
-            try:
-                if _listens(process, port):
-                    yield port, process.pid
-                    return
-            finally:
-                end(process)
+        port = reserve_port()
+        process = start([word.format(port=port) for word in argv], _at_port(env, port), output)
+        try:
+            if _listens(process, port):
+                yield port, process.pid
+                return
+        finally:
+            end(process)
         output.seek(0)
         raise RetryLater(f"{argv[0]} did not start: {output.read()[-2000:].decode(errors='replace')}")
 
@@ -246,10 +245,17 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that is free at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+def reserve_port(host: str = "127.0.0.1") -> int:
+    """Reserve a port until this process ends, for a server that is started later.
+
+    A port that is only looked up may be given to another process before the server has it. So a socket stays
+    bound to it: the kernel chooses it for no other socket, and a server with SO_REUSEADDR can listen on it.
+    """
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind((host, 0))
+    _reserved.append(one)
+    return one.getsockname()[1]
 
 
 def _make_container(port: int) -> None:

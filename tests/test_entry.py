@@ -18,7 +18,7 @@ from jobs.harness import JobHarness
 
 PACKAGE = Path(holdfast.__file__).parent
 NAMES = ("xxhash", "logging", "json", "sqlite3", "yaml", "obstore", "numpy", "ctypes", "subprocess", "queue")
-LIMIT_S = 300
+LIMIT_S = 600
 _TRAIN = """
 import torch
 from beside import SIZE

@@ -148,7 +148,7 @@ def save_async(rank: int, home: Path, kind: str) -> dict[str, Any]:
     with torch.no_grad():
         for tensor in state["model"].values():
             tensor.zero_()
-    saved.result(timeout=120)
+    saved.result(timeout=600)
     dcp.save({"later": torch.ones(2)}, storage_writer=HoldfastWriter(home, step=7))
     return kept
 

@@ -170,7 +170,7 @@ def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
     """Return the exit status of another process that saves `step`, killed at a failpoint if given."""
     child = sharded.CONTEXT.Process(target=sharded.save_in_one_process, args=(home, step, kill_at))
     child.start()
-    child.join(60)
+    child.join(600)
     return child.exitcode
 
 

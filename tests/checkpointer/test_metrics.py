@@ -171,7 +171,7 @@ def test_a_killed_keeper_loses_no_number_that_a_checkpoint_needs(tmp_path: Path)
                 save.wait_staged()
                 if step % 2:
                     os.kill(keeper.pid, signal.SIGKILL)
-                save.wait_durable(60)
+                save.wait_durable(600)
 
     with pytest.warns(holdfast.SaveWarning, match="died"):
         train()

@@ -19,7 +19,7 @@ from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, SaveWar
 from holdfast.policy import EverySteps, EveryTime
 from stage.training import WIDTH, make_checkpointer, make_model, snapshot, train
 
-WAIT_S = 20.0
+WAIT_S = 600.0
 
 
 @pytest.fixture

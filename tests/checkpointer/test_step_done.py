@@ -72,6 +72,6 @@ def test_steps_of_the_home_include_those_of_earlier_attempts(home: Path) -> None
     with make_checkpointer(home, state, keep=None) as ckpt:
         ckpt.restore(step=10)
         assert ckpt.latest_step() == 30
-        ckpt.save(15).wait_durable(20)
+        ckpt.save(15).wait_durable(600)
         assert ckpt.latest_step() == 15
         assert 30 in ckpt.all_steps()

@@ -14,7 +14,7 @@ from forked import forking
 from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 280.0
+LIMIT_S = 600.0
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 START = """

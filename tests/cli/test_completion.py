@@ -158,7 +158,7 @@ def test_bash_completes_on_tab(
         os.close(person)
 
 
-def receive_until(terminal: int, expected: str, limit_s: float = 30.0) -> str:
+def receive_until(terminal: int, expected: str, limit_s: float = 600.0) -> str:
     """Return what a terminal shows, up to an expected text or the time limit."""
     shown, deadline = "", time.monotonic() + limit_s
     while expected not in shown and (left_s := deadline - time.monotonic()) > 0:

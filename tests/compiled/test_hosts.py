@@ -20,7 +20,7 @@ def start(home: Path, folder: Path) -> None:
     words = [sys.executable, *launcher, str(HERE / "hosts.py"), str(home), str(folder)]
     folder.mkdir()
     env = {**os.environ, "TMPDIR": str(folder)}  # else headers that others have compiled here would be sent
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -20,7 +20,7 @@ from holdfast.compiled.index import FOLDER, PackName, parse_name
 from holdfast.store import open_store
 
 HERE = Path(__file__).parent
-LIMIT_S = 240
+LIMIT_S = 600
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 

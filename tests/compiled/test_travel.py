@@ -57,7 +57,7 @@ def upload_new(one: CacheUploader, directory: Directory, *, is_last: bool = Fals
 
 def arrive(store: Store, folder: Path) -> dict[str, bytes]:
     """What a new machine gets."""
-    load(store, KEY, FACTS, Directory(folder), limit_s=60)
+    load(store, KEY, FACTS, Directory(folder), limit_s=600)
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -112,7 +112,7 @@ def test_files_that_could_not_be_downloaded_are_uploaded_again(home: Store, tmp_
     upload_new(uploader(home), directory)
     (pack,) = (tmp_path / "home" / "compiled" / KEY).glob("*.pack")
     pack.unlink()
-    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
+    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=600)
     assert loaded.lacking == {"a", "b"}
     assert len(loaded.problems) == 1
     assert upload_new(uploader(home, 2, lacking=loaded.lacking), directory).num_files == 2
@@ -125,7 +125,7 @@ def test_an_older_copy_replaces_a_damaged_newer_one(home: Store, tmp_path: Path)
     upload_new(uploader(home, 2, lacking={"a"}), directory)
     (newer,) = (tmp_path / "home" / "compiled" / KEY).glob("a0002-*.pack")
     newer.write_bytes(b"x" * newer.stat().st_size)
-    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
+    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=600)
     assert (loaded.there, loaded.lacking) == ({"a"}, set())
     assert "damaged" in loaded.problems[0]
 
@@ -134,7 +134,7 @@ def test_an_index_of_another_environment_is_skipped(home: Store, tmp_path: Path)
     CacheUploader(home, KEY, {"cpu": "another"}, attempt=1, rank=0, limit_bytes=1 << 20).upload(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
-    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=60)
+    loaded = load(home, KEY, FACTS, Directory(tmp_path / "there"), limit_s=600)
     assert loaded.there == set()
     assert "differs in cpu" in loaded.problems[0]
 
@@ -204,12 +204,12 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatc
     cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=False)
     cache.begin(attempt=1, rank=0, turn=0)
     cache.upload_soon()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     cache.close(timeout_s=0.01)
     gate.opened.set()
     for thread in threading.enumerate():
         if thread.name == "holdfast-compiled":
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive()
 
 

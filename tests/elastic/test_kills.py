@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from elastic.trainer import Forkserver
-from faults.playground import Playground, free_port
+from faults.playground import ENDLESS, Playground, kill
 from nursery import Child
+from servers import reserve_port
 
 pytestmark = [pytest.mark.ranks, pytest.mark.fsdp2_on_cpu]
 
@@ -34,7 +35,7 @@ def playground(tmp_path: Path) -> Iterator[Playground]:
 
 def finish_ranks(playground: Playground, *options: str) -> list[Child]:
     """Run two ranks to the end."""
-    children = playground.start_ranks(2, free_port(), *options)
+    children = playground.start_ranks(2, reserve_port(), *options)
     for child in children:
         status = child.wait()
         assert status == 0, f"ended with {status}:\n{child.said()}"
@@ -70,8 +71,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_rank_killed_and_the_other_alive(playground: Playground, uninterrupted: str, victim: int) -> None:
-    children = playground.start_ranks(2, free_port(), *SLOWLY)
+    children = playground.start_ranks(2, reserve_port(), *SLOWLY, *ENDLESS)
     playground.wait_for_steps(7)
+    playground.wait_for(playground.complete, "a checkpoint")
     children[victim].kill()
     assert children[victim].wait() == -signal.SIGKILL
     end([children[1 - victim]])
@@ -83,11 +85,12 @@ def test_one_rank_killed_and_the_other_alive(playground: Playground, uninterrupt
 def test_killed_keepers_stop_no_training(
     playground: Playground, uninterrupted: str, num_keepers: int
 ) -> None:
-    children = playground.start_ranks(2, free_port(), *SLOWLY)
+    children = playground.start_ranks(2, reserve_port(), "--pause-at", "5", "--pause-at", "11")
     for num_steps in (5, 11):
         playground.wait_for_steps(num_steps)
         for keeper in playground.keepers()[:num_keepers]:
-            keeper.kill()
+            kill(keeper)
+        playground.let_go(num_steps)
     assert [child.wait() for child in children] == [0, 0], [child.said() for child in children]
     assert playground.final() == uninterrupted
     playground.wait_for_keepers()
@@ -96,7 +99,7 @@ def test_killed_keepers_stop_no_training(
 
 @pytest.mark.slow
 def test_a_trainer_and_all_keepers_killed_together(playground: Playground, uninterrupted: str) -> None:
-    children = playground.start_ranks(2, free_port(), *SLOWLY)
+    children = playground.start_ranks(2, reserve_port(), *SLOWLY, *ENDLESS)
     playground.wait_for(playground.complete, "a checkpoint")
     children[0].kill()
     assert playground.kill_keepers()
@@ -128,7 +131,7 @@ def test_a_rank_killed_between_two_effects(
     playground: Playground, uninterrupted: str, victim: int, point: str, tmp_path: Path
 ) -> None:
     mark = tmp_path / "killed"
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
     kill = {"HOLDFAST_KILL_AT": f"{point}:3", "HOLDFAST_KILL_MARK": str(mark)}
     children = []
     for rank in range(2):
@@ -150,12 +153,12 @@ def test_a_rank_killed_between_two_effects(
 def check_random_kills(playground: Playground, expected: str, seed: int, num_kills: int) -> None:
     draw = random.Random(seed)
     for _ in range(num_kills):
-        children = playground.start_ranks(2, free_port(), *SLOWLY, "--every", "1")
+        children = playground.start_ranks(2, reserve_port(), *SLOWLY, "--every", "1")
         wanted = playground.num_steps() + draw.randint(1, 3)
         playground.wait_for_steps(wanted, children[0])
         playground.pause(draw.random() * 0.02)
         if draw.random() < 0.5:
-            draw.choice([*playground.keepers(), *children]).kill()
+            kill(draw.choice([*playground.keepers(), *children]))
         if draw.random() < 0.3:
             playground.kill_keepers()
         draw.choice(children).kill()

@@ -1,7 +1,7 @@
 """A small deterministic run under FSDP2 on every rank of its world, as a process of its own.
 
-It appends one line per completed step to HOME/../progress.log and, when finished, writes the digest of its
-whole final state to HOME/../final.txt. Its data come from the saved generators, so that a run that was
+It appends one line per completed step to LOGS/progress.log and, when finished, writes the digest of its
+whole final state to LOGS/final.txt. Its data come from the saved generators, so that a run that was
 interrupted must end with the weights of one that was not.
 """
 
@@ -73,8 +73,10 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("home", type=Path)
     parser.add_argument("total", type=int)
+    parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
+    parser.add_argument("--pause-at", type=int, default=[], action="append")
     args = parser.parse_args(words)
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -99,9 +101,11 @@ def main(words: list[str]) -> None:
         every=args.every,
         keep=3,
         memory="64MiB",
-        limits=holdfast.Limits(commit_timeout="20s"),
+        limits=holdfast.Limits(commit_timeout="60s"),
     ) as ckpt:
         for step in ckpt.steps(args.total):
+            while step in args.pause_at and not (args.logs / f"go-{step}").exists():
+                pause.wait(0.005)
             loss = model(torch.randn(16, WIDTH) + random.random()).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -109,9 +113,9 @@ def main(words: list[str]) -> None:
             scheduler.step()
             pause.wait(args.step_s)
             if rank == 0:
-                with (args.home.parent / "progress.log").open("a") as log:
+                with (args.logs / "progress.log").open("a") as log:
                     log.write(f"{step + 1}\n")
-    _write_digest(args.home.parent / "final.txt", model, optimizer)
+    _write_digest(args.logs / "final.txt", model, optimizer)
     holdfast.hard_exit(0)
 
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 150
+LIMIT_S = 600
 FORKSERVER = multiprocessing.get_context("forkserver")
 # Torch is imported once for all processes of all tests.
 FORKSERVER.set_forkserver_preload(

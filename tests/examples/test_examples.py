@@ -18,7 +18,7 @@ from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
-LIMIT_S = 180
+LIMIT_S = 600
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

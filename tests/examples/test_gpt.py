@@ -20,7 +20,7 @@ from holdfast.train.lengths import PackedBatches
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "examples" / "gpt"
-LIMIT_S = 280
+LIMIT_S = 600
 STEPS = 18
 SMALL = ("--steps", STEPS, "--every", 5, "--batch", 8, "--length", 64, "--bytes", 60_000)
 

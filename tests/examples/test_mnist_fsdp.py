@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "examples" / "mnist_fsdp" / "train.py"
-LIMIT_S = 300
+LIMIT_S = 600
 SHORT = ("--data", "digits", "--side", "8", "--epochs", "2", "--no-dropout", "--every", "10")
 STEPS = 44  # two epochs of 1437 images in batches of 64
 

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "t5_summarize"
-LIMIT_S = 300
+LIMIT_S = 600
 SMALL = ("--most", "160", "--epochs", "3", "--batch", "8", "--dropout", "0", "--every", "10", "--test", "6")
 
 pytest.importorskip("transformers", reason="needs the extra `examples`")

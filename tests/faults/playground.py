@@ -17,6 +17,8 @@ from holdfast.store import open_store
 from nursery import END_TIMEOUT_S, Child, Nursery
 
 TOTAL = 24
+ENDLESS = ("--pause-at", str(TOTAL - 1))
+"""Options of a trainer that does not end before it is killed, however late that happens."""
 TRAINER = Path(__file__).resolve().parent / "trainer.py"
 
 
@@ -37,7 +39,7 @@ class Playground:
         """Start one trainer."""
         self.num_started += 1
         output = self.folder / f"output-{self.num_started}.txt"
-        arguments = [str(TRAINER), str(self.home), str(total), *options]
+        arguments = [str(TRAINER), str(self.home), str(total), "--logs", str(self.folder), *options]
         env = {**os.environ, "HOLDFAST_RUNTIME_DIR": str(self.runtime), **env}
         return self.nursery.start(arguments, output, env=env)
 
@@ -55,16 +57,17 @@ class Playground:
         assert status == 0, f"ended with {status}:\n{child.said()}"
         return child
 
+    def let_go(self, step: int) -> None:
+        """Let trainers go on that pause at a step."""
+        (self.folder / f"go-{step}").touch()
+
     def keepers(self) -> list[psutil.Process]:
         """The living keepers of this home."""
         return keepers_of(self.runtime)
 
     def kill_keepers(self) -> int:
         """SIGKILL every keeper; how many there were."""
-        keepers = self.keepers()
-        for keeper in keepers:
-            keeper.kill()
-        return len(keepers)
+        return sum(map(kill, self.keepers()))
 
     # -- waiting --------------------------------------------------------------------------------------------
 
@@ -105,6 +108,11 @@ class Playground:
         """(attempt, step) of every checkpoint that counts as complete in home or `place`, newest first."""
         return list(candidates(list_home(open_store(str(place or self.home)))))
 
+    def has_event(self, event: str, place: Path | None = None) -> bool:
+        """Return True if the history in home or `place` has an event of this kind."""
+        logs = (place or self.home).glob("history/*.jsonl")
+        return any(f'"event":"{event}"' in log.read_text() for log in logs)
+
     def check_all_complete_verify(self, place: Path | str | None = None) -> int:
         """Every checkpoint that home or `place` calls complete verifies; how many there are.
 
@@ -137,6 +145,15 @@ class Playground:
         assert self.check_all_complete_verify() > 0
 
 
+def kill(process: psutil.Process | Child) -> bool:
+    """SIGKILL a process, unless it has ended already."""
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
 def keepers_of(runtime: Path) -> list[psutil.Process]:
     """The living keepers that leave their traces in a runtime folder."""
     mine = f"HOLDFAST_RUNTIME_DIR={runtime}".encode()
@@ -150,15 +167,6 @@ def keepers_of(runtime: Path) -> list[psutil.Process]:
         except (OSError, psutil.NoSuchProcess):
             continue  # it ended while we looked
     return found
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def name_of(status: int) -> str:

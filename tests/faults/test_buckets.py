@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from faults.playground import TOTAL, Playground
+from faults.playground import ENDLESS, TOTAL, Playground
 from holdfast.format import names
 from holdfast.store import Store, open_store
 from holdfast.testing.fault_proxy import FaultProxy
@@ -63,7 +63,7 @@ def test_a_host_that_is_lost_leaves_the_bucket(
     playground: Playground, bucket: Bucket, uninterrupted: str, way: str
 ):
     """Trainer and keeper killed, the local folder gone: another host finishes, from what the bucket has."""
-    child = playground.start("--step-s", "0.02", *bucket.options(way), total=TOTAL, **bucket.env)
+    child = playground.start("--step-s", "0.02", *ENDLESS, *bucket.options(way), **bucket.env)
     playground.wait_for(lambda: playground.complete(bucket.url) or not child.ended.empty(), "a checkpoint")
     playground.kill_keepers()
     child.kill()
@@ -82,13 +82,16 @@ def test_a_host_that_is_lost_leaves_the_bucket(
 @pytest.mark.parametrize("way", EACH_WAY)
 def test_training_goes_on_while_the_bucket_does_not_answer(playground: Playground, bucket: Bucket, way: str):
     """503 to everything, for longer than a request is tried: steps are made, saves skipped or kept nearby."""
-    options = ("--step-s", "0.01", "--memory", "1MB", *bucket.options(way))
-    child = playground.start(*options, total=600, **bucket.env)
+    pauses = ("--pause-at", "10", "--pause-at", "260")
+    child = playground.start(*pauses, "--memory", "1MB", *bucket.options(way), total=600, **bucket.env)
     playground.wait_for(lambda: playground.complete(bucket.url), "a checkpoint in the bucket")
     bucket.proxy.inject("503", times=None)
-    seen = playground.num_steps()
-    playground.wait_for(lambda: playground.num_steps() > seen + 250, "steps without a bucket")
+    playground.let_go(10)
+    playground.wait_for_steps(260)  # without a local folder, the memory is full long before
+    if way == "tiered":
+        playground.wait_for(lambda: playground.has_event("drain-failed", playground.local), "a failed drain")
     bucket.proxy.clear()
+    playground.let_go(260)
     assert child.wait() == 0, child.said()
     assert playground.complete(bucket.url)[0] == (1, 600)
     assert playground.check_all_complete_verify(bucket.url) > 0
@@ -116,7 +119,7 @@ def test_a_bucket_that_loses_an_object_of_the_newest_falls_back(
     playground: Playground, bucket: Bucket, uninterrupted: str, kind: str
 ):
     """The older checkpoint is found, and the run still ends right."""
-    child = playground.start("--step-s", "0.01", *bucket.options(), **bucket.env)
+    child = playground.start("--step-s", "0.01", *ENDLESS, *bucket.options(), **bucket.env)
     playground.wait_for(lambda: len(playground.complete(bucket.url)) > 1, "two checkpoints")
     child.kill()
     child.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import shutil
@@ -12,11 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.playground import TOTAL, Playground, free_port, keepers_of
+from faults.playground import TOTAL, Playground, keepers_of, kill
 from holdfast.format import names
 from holdfast.home.listing import list_home
 from holdfast.store import open_store
 from nursery import Child
+from servers import reserve_port
 
 pytestmark = pytest.mark.ranks
 HOSTS = (0, 1)
@@ -40,7 +40,7 @@ class Hosts:
 
     def start(self, *options: str, total: int = TOTAL) -> list[Child]:
         """Start a rank on each host."""
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
         local = str(self.playground.folder / "local-{rank}")
         self.children = [
             self.playground.start(
@@ -74,8 +74,7 @@ class Hosts:
 
     def kill_keepers(self, host: int) -> None:
         for keeper in self.keepers(host):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                keeper.kill()
+            kill(keeper)
 
     def wait_for_keepers(self) -> None:
         self.playground.wait_for(lambda: not any(map(self.keepers, HOSTS)), "the keepers to end")
@@ -110,7 +109,7 @@ def train_and_kill(
     hosts: Hosts, is_enough: Callable[[], object], *options: str, **kill: tuple[int, ...]
 ) -> None:
     """Train some steps, wait until enough has happened, then kill both trainers."""
-    hosts.start("--hang-at", "9", *options)
+    hosts.start("--pause-at", "9", *options)
     hosts.playground.wait_for(is_enough, "enough")
     hosts.kill(**kill)
 
@@ -202,15 +201,17 @@ def test_a_host_that_is_behind_keeps_the_other_from_deleting_what_both_have(
 @pytest.mark.slow
 def test_training_goes_on_while_home_is_away(hosts: Hosts):
     """Local saves go on on both hosts, old ones are deleted there, and the drain catches up."""
-    children = hosts.start("--step-s", "0.01", total=150)
+    children = hosts.start("--pause-at", "10", total=150)
     playground = hosts.playground
     playground.wait_for(playground.complete, "a checkpoint in home")
     away = playground.folder / "away"
     playground.home.rename(away)
     seen = hosts.steps(1)[0]
+    playground.let_go(10)
     playground.wait_for(lambda: min(hosts.steps(host)[0] for host in HOSTS) > seen + 20, "local saves")
     # The oldest may be the one that came home last.
     playground.wait_for(lambda: min(hosts.steps(host)[-2] for host in HOSTS) > seen, "old ones to go")
+    playground.wait_for(lambda: playground.has_event("drain-failed", hosts.local(0)), "a failed drain")
     away.rename(playground.home)
     assert [child.wait() for child in children] == [0, 0], children[0].said()
     assert "Home cannot be reached" in children[0].said()

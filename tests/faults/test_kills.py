@@ -87,10 +87,10 @@ def test_the_next_attempt_waits_for_a_keeper_that_is_still_at_work(playground: P
 
 def test_a_dead_keeper_is_told_and_replaced(playground: Playground, uninterrupted: str):
     """The next save says that the keeper died, and training ends as if nothing had happened."""
-    child = playground.start("--step-s", "0.02")
-    playground.wait_for(playground.keepers, "a keeper")
+    child = playground.start("--pause-at", "4")
     playground.wait_for_steps(4)
     assert playground.kill_keepers() == 1
+    playground.let_go(4)
     assert child.wait() == 0, child.said()
     assert "died (SIGKILL)" in child.said()
     assert playground.final() == uninterrupted

@@ -15,6 +15,7 @@ import pytest
 
 import holdfast
 from faults.playground import Playground
+from holdfast.errors import PREEMPTED_STATUS
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_full_disk_keeps_earlier_checkpoints_and_stops_the_run_only_after_seve
 ):
     """Each checkpoint has 71 kB; keep=100 fills the disk."""
     playground.home = small_disk / "home"
-    child = playground.start("--keep", "100", "--every", "1", "--step-s", "0.05", total=60)
+    child = playground.start("--keep", "100", "--every", "1", "--step-s", "0.05", total=100_000)
     assert child.wait() == 1, child.said()
     playground.wait_for_keepers()
     said = child.said()
@@ -56,20 +57,24 @@ def test_space_that_comes_back_lets_the_run_go_on(playground: Playground, small_
     """A disk that is full for a while costs saves, not the run."""
     playground.home = small_disk / "home"
     ballast = small_disk / "ballast"
-    child = playground.start("--keep", "2", "--every", "4", "--step-s", "0.05", total=40)
+    options = ("--keep", "2", "--every", "4", "--step-s", "0.05", "--failed-saves", "1000000")
+    child = playground.start(*options, "--pause-at", "6", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
-    fill_up(ballast)
-    playground.wait_for(lambda: "SaveWarning" in child.said() or not child.ended.empty(), "a warning")
+    fill_up(ballast)  # with no older checkpoint whose deletion would make space
+    playground.let_go(6)
+    playground.wait_for(lambda: "No space left" in child.said() or not child.ended.empty(), "a warning")
+    assert playground.complete() == [(1, 4)]
     ballast.unlink()
-    assert child.wait() == 0, child.said()
-    assert "No space left" in child.said()
-    assert playground.complete()[0][1] == 40
+    playground.wait_for(lambda: playground.complete()[0][1] > 4 or not child.ended.empty(), "a checkpoint")
+    child.kill(signal.SIGTERM)
+    assert child.wait() == PREEMPTED_STATUS, child.said()
+    assert playground.complete()[0][1] == playground.num_steps()
     assert playground.check_all_complete_verify() == 2
 
 
 def test_a_home_that_vanishes_is_told_and_not_written_through(playground: Playground):
     """A mount point that has gone away must not be filled with checkpoints nobody will find."""
-    child = playground.start("--every", "1", "--step-s", "0.05", total=200)
+    child = playground.start("--every", "1", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
     away = playground.folder / "away"
     playground.home.rename(away)
@@ -94,7 +99,7 @@ def test_a_read_only_home_is_refused_at_once(playground: Playground, small_disk:
 
 def test_a_home_that_becomes_read_only_keeps_what_it_has(playground: Playground, small_disk: Path):
     playground.home = small_disk / "home"
-    child = playground.start("--every", "1", "--step-s", "0.05", total=200)
+    child = playground.start("--every", "1", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
     subprocess.check_call(["mount", "-o", "remount,ro", str(small_disk)])
     assert child.wait() == 1, child.said()
@@ -151,7 +156,7 @@ def test_two_runs_started_in_the_same_moment_take_different_attempts(playground:
 
 def test_a_stopped_trainer_that_comes_back_cannot_commit(playground: Playground):
     """SIGSTOP, a new attempt, SIGCONT: the old one is fenced although it never saw it coming."""
-    first = playground.start("--every", "2", "--step-s", "0.02", total=400)
+    first = playground.start("--every", "2", "--step-s", "0.02", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
     first.kill(signal.SIGSTOP)
     second = playground.finish("--take-over", "--every", "2", total=30)
@@ -214,7 +219,7 @@ def test_the_example_of_a_plain_process_works_without_a_main_guard(tmp_path: Pat
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from faults.playground import Playground, free_port
+from faults.playground import ENDLESS, Playground, kill
 from nursery import Child
+from servers import reserve_port
 
 pytestmark = pytest.mark.ranks
 
 
 def finish_ranks(playground: Playground, *options: str) -> list[Child]:
     """Run two ranks to the end."""
-    children = playground.start_ranks(2, free_port(), *options)
+    children = playground.start_ranks(2, reserve_port(), *options)
     for child in children:
         status = child.wait()
         assert status == 0, f"ended with {status}:\n{child.said()}"
@@ -58,8 +59,9 @@ def test_each_rank_writes_its_share_and_no_tensor_is_written_twice(playground: P
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_killed(playground: Playground, uninterrupted_ranks: str, victim: int):
     """The launcher ends the other one; both come back at one step."""
-    children = playground.start_ranks(2, free_port(), "--step-s", "0.01")
+    children = playground.start_ranks(2, reserve_port(), "--step-s", "0.01", *ENDLESS)
     playground.wait_for_steps(7)
+    playground.wait_for(playground.complete, "a checkpoint")
     children[victim].kill()
     assert children[victim].wait() == -signal.SIGKILL
     end([children[1 - victim]])
@@ -83,7 +85,7 @@ def test_a_rank_killed_between_two_effects(
 ):
     """A checkpoint that lacks a rank's part is never seen; one whose parts are all there is never lost."""
     mark = tmp_path / "killed"
-    port = free_port()
+    port = reserve_port()
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     kill = {"HOLDFAST_KILL_AT": f"{point}:3", "HOLDFAST_KILL_MARK": str(mark)}
     env = [{"RANK": str(rank), **world, **(kill if rank == victim else {})} for rank in range(2)]
@@ -103,12 +105,12 @@ def test_a_rank_killed_between_two_effects(
 def check_random_rank_kills(playground: Playground, expected: str, seed: int, num_kills: int) -> None:
     draw = random.Random(seed)
     for _ in range(num_kills):
-        children = playground.start_ranks(2, free_port(), "--step-s", "0.01", "--every", "1")
+        children = playground.start_ranks(2, reserve_port(), "--step-s", "0.01", "--every", "1")
         wanted = playground.num_steps() + draw.randint(1, 3)
         playground.wait_for_steps(wanted, children[0])
         playground.pause(draw.random() * 0.02)
         if draw.random() < 0.5:
-            draw.choice([*playground.keepers(), *children]).kill()
+            kill(draw.choice([*playground.keepers(), *children]))
         if draw.random() < 0.3:
             playground.kill_keepers()
         draw.choice(children).kill()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from faults.playground import TOTAL, Playground, free_port
+from faults.playground import ENDLESS, TOTAL, Playground
+from servers import reserve_port
 
-HOLD = ("--hold", "60s")
+HOLD = ("--hold", "10m")
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def local(playground: Playground) -> tuple[str, str]:
 
 def kill_after(playground: Playground, num_steps: int, *options: str) -> None:
     """SIGKILL a trainer when it has made that many steps."""
-    child = playground.start("--step-s", "0.01", *options)
+    child = playground.start("--step-s", "0.01", *ENDLESS, *options)
     playground.wait_for_steps(num_steps, child)
     child.kill()
     assert child.wait() == -signal.SIGKILL, child.said()
@@ -82,7 +83,7 @@ def test_a_dead_keeper_leaves_the_local_disk(
 
 def test_a_lost_host_leaves_home(playground: Playground, uninterrupted: str, local: tuple[str, str]):
     """Keepers and local disk gone: the newest that home calls complete is restored."""
-    child = playground.start("--step-s", "0.01", *local, "--home-every", "4", *HOLD)
+    child = playground.start("--step-s", "0.01", *ENDLESS, *local, "--home-every", "4", *HOLD)
     playground.wait_for(playground.complete, "a checkpoint in home")
     child.kill()
     child.wait()
@@ -123,12 +124,13 @@ def test_only_what_is_due_goes_home_and_the_last_always(playground: Playground, 
 
 def test_training_goes_on_while_home_is_away(playground: Playground, local: tuple[str, str]):
     """Home vanishes and comes back: local saves go on, somebody is told, and the drain catches up."""
-    child = playground.start(*local, "--step-s", "0.01", total=200)
+    child = playground.start(*local, "--pause-at", "10", total=200)
     playground.wait_for(playground.complete, "a checkpoint in home")
     away = playground.folder / "away"
     playground.home.rename(away)
-    seen = playground.complete(playground.local)[0][1]
-    playground.wait_for(lambda: playground.complete(playground.local)[0][1] > seen + 10, "local saves")
+    playground.let_go(10)
+    playground.wait_for(lambda: playground.complete(playground.local)[0][1] > 20, "local saves")
+    playground.wait_for(lambda: playground.has_event("drain-failed", playground.local), "a failed drain")
     away.rename(playground.home)
     assert child.wait() == 0, child.said()
     assert "Home cannot be reached" in child.said()
@@ -151,13 +153,13 @@ def test_home_that_stays_away_is_an_error_in_the_end(playground: Playground, loc
 
 def test_ranks_drain_together(playground: Playground, local: tuple[str, str]):
     """Two ranks: each brings its own files home, rank 0 the manifest, and a killed world comes back."""
-    children = playground.start_ranks(2, free_port(), *local, "--step-s", "0.01", *HOLD)
+    children = playground.start_ranks(2, reserve_port(), *local, "--step-s", "0.01", *ENDLESS, *HOLD)
     playground.wait_for_steps(7, children[0])
     for child in children:
         child.kill()
     for child in children:
         child.wait()
-    second = playground.start_ranks(2, free_port(), *local)
+    second = playground.start_ranks(2, reserve_port(), *local)
     assert [child.wait() for child in second] == [0, 0], second[0].said()
     assert "from memory" in second[0].said()
     assert playground.complete()[0][1] == TOTAL

@@ -1,7 +1,7 @@
-"""A small deterministic training run as its own process: `python trainer.py HOME TOTAL [options]`.
+"""A small deterministic training run as its own process: `trainer.py HOME TOTAL --logs LOGS [options]`.
 
-It appends one line per completed step to HOME/../progress.log and, when finished, writes the digest of its
-final state to HOME/../final.txt. Its data depend on the step alone and on the saved generators, so that a run
+It appends one line per completed step to LOGS/progress.log and, when finished, writes the digest of its
+final state to LOGS/final.txt. Its data depend on the step alone and on the saved generators, so that a run
 that was interrupted must end with the weights of one that was not.
 """
 
@@ -30,15 +30,17 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("home", type=Path)
     parser.add_argument("total", type=int)
+    parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--every", default="2")
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
-    parser.add_argument("--hang-at", type=int, help="make so many steps, and then none any more")
-    parser.add_argument("--commit-timeout", default="20s")
+    parser.add_argument("--pause-at", type=int, default=[], action="append", help="see `pause`")
+    parser.add_argument("--commit-timeout", default="60s")
+    parser.add_argument("--failed-saves", type=int, default=3)
     parser.add_argument("--local", help="{rank} in it stands for this rank's number")
     parser.add_argument("--keep-local", type=int, default=2)
-    parser.add_argument("--bucket", help="URL of the home; HOME then only says where the logs go")
+    parser.add_argument("--bucket", help="URL of the home, instead of HOME")
     parser.add_argument("--memory", default="64MiB")
     parser.add_argument("--home-every", type=int)
     parser.add_argument("--wait-home", action="store_true", help="wait until home has each save that is due")
@@ -83,6 +85,12 @@ def set_clock(offset_s: float) -> None:
     time.time = lambda: now() + offset_s
 
 
+def pause(go: Path) -> None:
+    """Wait until the test makes a file; a test that never does can kill this process whenever it likes."""
+    while not go.exists():
+        time.sleep(0.005)
+
+
 def has_manifest(home: Path, step: int) -> bool:
     return any((home / f"step-{step:08d}").glob("manifest-*"))
 
@@ -119,11 +127,11 @@ def main() -> None:
         local=args.local and holdfast.Local(args.local.format(rank=rank), keep=args.keep_local),
         take_over=args.take_over,
         memory=holdfast.Memory(args.memory, keep_for=args.hold),
-        limits=holdfast.Limits(commit_timeout=args.commit_timeout),
+        limits=holdfast.Limits(commit_timeout=args.commit_timeout, failed_saves=args.failed_saves),
     ) as ckpt:
         for step in ckpt.steps(args.total):
-            if step == args.hang_at:
-                signal.pause()
+            if step in args.pause_at:
+                pause(args.logs / f"go-{step}")
             if args.wait_home and step and step % args.home_every == 0:
                 while not has_manifest(args.home, step):  # the test that started this process has a limit
                     time.sleep(0.01)
@@ -137,10 +145,10 @@ def main() -> None:
             ckpt.record(loss=loss, lr=scheduler.get_last_lr()[0])
             time.sleep(args.step_s)
             if rank == 0:
-                with (args.home.parent / "progress.log").open("a") as log:
+                with (args.logs / "progress.log").open("a") as log:
                     log.write(f"{step + 1}\n")
     if rank == 0:
-        (args.home.parent / "final.txt").write_text(digest({"model": model, "optimizer": optimizer}))
+        (args.logs / "final.txt").write_text(digest({"model": model, "optimizer": optimizer}))
     holdfast.hard_exit(0)
 
 

@@ -21,7 +21,7 @@ from holdfast.store.memory import MemoryStore
 from making import RUN_ID, make_checkpoint, make_home, reseal
 from stage.training import make_checkpointer
 
-WAIT_S = 30.0
+WAIT_S = 600.0
 
 
 def save_steps(home: Path, steps: range, **options: Any) -> None:

@@ -21,7 +21,7 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.tail import FolderWatch
 from holdfast.jobs.task.parser import Overrides, parse_task
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 
 
 class JobHarness:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,13 @@ from holdfast.jobs.status import JobStatus
 from holdfast.report import read_summary
 from holdfast.store import open_store
 from jobs.harness import JobHarness
+from servers import reserve_port
 
 TRAINING = Path(__file__).parent / "training.py"
 TOTAL = 60
 EVERY = 5
+PAUSE = ("--pause-at", "40")
+"""Options of a training that cannot end before its job is preempted."""
 RESTARTS = "resources: {job_recovery: {max_restarts_on_errors: 1000}}"
 
 
@@ -37,12 +39,6 @@ def torchrun(folder: Path, port: int, *options: str, total: int = TOTAL) -> str:
         *(str(TRAINING), str(folder / "home"), str(total), "--every", str(EVERY), *options),
     ]
     return " ".join(words)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def steps(folder: Path) -> list[tuple[int, int]]:
@@ -85,9 +81,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], s
 def test_a_preemption_with_notice_costs_no_step(
     harness: JobHarness, uninterrupted: Callable[[int], str]
 ) -> None:
-    job = harness.submit(command(harness.folder, "--step-s", "0.02"))
+    job = harness.submit(command(harness.folder, *PAUSE))
     wait_for_steps(harness, job, 7)
-    harness.engine.preempt(job.id, lead_s=60)
+    harness.engine.preempt(job.id, lead_s=600)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), harness.describe(
         job
@@ -100,7 +96,7 @@ def test_a_preemption_with_notice_costs_no_step(
 def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
     harness: JobHarness, uninterrupted: Callable[[int], str]
 ) -> None:
-    job = harness.submit(command(harness.folder, "--step-s", "0.02"))
+    job = harness.submit(command(harness.folder, *PAUSE))
     harness.wait_for(job, lambda: (harness.engine.job(job.id).step or 0) >= 2 * EVERY, "two saves")
     saved = harness.engine.job(job.id).step or 0
     harness.kill_node(job, 0)
@@ -115,9 +111,9 @@ def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
 @pytest.mark.ranks
 def test_two_nodes_train_together_and_survive_a_notice(harness: JobHarness) -> None:
     """With torchrun on two loopback addresses, whose exit with 1 after a notice is not an error."""
-    job = harness.submit(torchrun(harness.folder, free_port(), "--step-s", "0.02"), head="num_nodes: 2")
+    job = harness.submit(torchrun(harness.folder, reserve_port(), *PAUSE), head="num_nodes: 2")
     wait_for_steps(harness, job, 7)
-    harness.engine.preempt(job.id, lead_s=60)
+    harness.engine.preempt(job.id, lead_s=600)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
         harness.describe(job)
@@ -130,7 +126,7 @@ def test_two_nodes_train_together_and_survive_a_notice(harness: JobHarness) -> N
 @pytest.mark.parametrize("node", [0, 1])
 def test_two_nodes_survive_the_loss_of_one(harness: JobHarness, node: int) -> None:
     """Including the one whose rank commits, while the other's keeper waits for it."""
-    job = harness.submit(torchrun(harness.folder, free_port(), "--step-s", "0.02"), head="num_nodes: 2")
+    job = harness.submit(torchrun(harness.folder, reserve_port(), *PAUSE), head="num_nodes: 2")
     wait_for_steps(harness, job, 13)
     harness.kill_node(job, node)
     ended = harness.wait(job)

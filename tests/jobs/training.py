@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("total", type=int)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--pause-at", type=int, help="wait for a notice, in the first attempt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
@@ -34,9 +35,11 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer}
-    folder = args.home.parent
+    folder, attempt = args.home.parent, os.environ.get("HOLDFAST_ATTEMPT")
     with holdfast.Checkpointer(args.home, state, every=args.every) as ckpt:
         for step in ckpt.steps(args.total):
+            while step == args.pause_at and attempt == "1" and ckpt._training.notices.reason is None:
+                time.sleep(0.005)
             optimizer.zero_grad()
             loss = model(torch.randn(8, 16)).square().mean()
             loss.backward()
@@ -49,7 +52,7 @@ def main() -> None:
                 time.sleep(args.step_s)  # as a step of a greater model would take
             if rank == 0:
                 with (folder / "progress.log").open("a") as log:
-                    log.write(f"{os.environ.get('HOLDFAST_ATTEMPT')} {step + 1}\n")
+                    log.write(f"{attempt} {step + 1}\n")
     if rank == 0:
         (folder / "final.txt").write_text(digest(model, optimizer))
     holdfast.hard_exit()

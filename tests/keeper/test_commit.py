@@ -30,9 +30,10 @@ from holdfast.stage import Arena
 from holdfast.store import Store, open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
+from stage.training import wait_until
 
 
-def make_config(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: float = 20) -> KeeperConfig:
+def make_config(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s: float = 600) -> KeeperConfig:
     return KeeperConfig(
         home=home,
         run="run",
@@ -105,7 +106,7 @@ def test_a_concurrent_commit_of_the_same_save_is_accepted() -> None:
     gate = store.hold("put", matching="manifest")
     first = threading.Thread(target=commit, args=(store, make_config("", 0).writer, 5))
     first.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(600)
     commit(store, make_config("", 1).writer, 5)
     before = store.get(names.manifest(5, 1))
     gate.opened.set()
@@ -160,7 +161,7 @@ def test_two_keepers_make_one_checkpoint_and_both_saves_are_durable(tmp_path: Pa
     saves = [[submit(keeper, rank, step=step) for rank, keeper in enumerate(keepers)] for step in (5, 6, 7)]
     for of_step in saves:
         for save in of_step:
-            save.wait_durable(20)
+            save.wait_durable(600)
     for keeper in keepers:
         keeper.close()
     found = sorted(path.name for path in (tmp_path / "home").glob("step-*/manifest*"))
@@ -169,15 +170,17 @@ def test_two_keepers_make_one_checkpoint_and_both_saves_are_durable(tmp_path: Pa
 
 def test_a_missing_rank_is_named_and_later_saves_succeed(tmp_path: Path) -> None:
     home = str(tmp_path / "home")
-    keepers = [
-        Keeper(make_config(home, rank, commit_timeout_s=0.2), released=lambda _: None) for rank in (0, 1)
-    ]
+    configs = make_config(home, 0, commit_timeout_s=0.2), make_config(home, 1)
+    keepers = [Keeper(config, released=lambda _: None) for config in configs]
     lonely = submit(keepers[0], 0)
     with pytest.raises(RetryLater, match=r"the parts of ranks \[1\] did not arrive"):
-        lonely.wait_durable(20)
+        lonely.wait_durable(600)
     assert lonely.failed is not None
-    for save in [submit(keeper, rank, step=9) for rank, keeper in enumerate(keepers)]:
-        save.wait_durable(20)
+    saves = [submit(keepers[1], 1, step=9)]
+    wait_until((tmp_path / "home" / names.part(9, 1, 1)).exists)  # rank 0 waits for it 0.2 s at most
+    saves.append(submit(keepers[0], 0, step=9))
+    for save in saves:
+        save.wait_durable(600)
     for keeper in keepers:
         keeper.close()
     assert [path.parent.name for path in (tmp_path / "home").glob("step-*/manifest*")] == ["step-00000009"]
@@ -192,7 +195,7 @@ def test_ranks_with_conflicting_tensors_commit_nothing_and_all_raise_the_reason(
     saves = [submit(keepers[0], 0, name="w"), submit(keepers[1], 1, name="w", dtype="BF16")]
     for save in saves:
         with pytest.raises(InvalidInput, match="Ranks disagree about w"):
-            save.wait_durable(20)
+            save.wait_durable(600)
     for keeper in keepers:
         keeper.close()
     assert not list((tmp_path / "home").glob("step-*/manifest*"))
@@ -206,15 +209,15 @@ def test_a_keeper_exits_if_its_save_will_never_be_committed(
     monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.part:1")
     first = Keeper(make_config(home, 0), released=lambda _: None)
     with pytest.raises(HoldfastError):  # every keeper in its place dies at the same point
-        submit(first, 0).wait_durable(60)
+        submit(first, 0).wait_durable(600)
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     assert list((tmp_path / "home").glob("step-*/rank-00000-*.json"))
     config = dataclasses.replace(make_config(home, 1, commit_timeout_s=900.0), linger_s=900.0)
     second = Keeper(config, released=lambda _: None)
     save = submit(second, 1)
-    second.close(timeout_s=60.0)
+    second.close(timeout_s=600.0)
     with pytest.raises(RetryLater, match="rank 0's commit did not arrive"):
-        save.wait_durable(20)
+        save.wait_durable(600)
     first.close(timeout_s=1.0)
     store = open_store(home)
     assert missing_ranks(store, config.writer, 5) == [], "the next attempt can commit it"
@@ -230,7 +233,7 @@ def test_a_save_fails_if_its_keeper_exits_without_a_report(tmp_path: Path) -> No
     keeper.close(timeout_s=0.0)
     os.kill(keeper.pid, signal.SIGKILL)
     with pytest.raises(RetryLater, match=r"exited before it reported|did not arrive"):
-        save.wait_durable(20)
+        save.wait_durable(600)
 
 
 # -- history and protocol ------------------------------------------------------------------------------------

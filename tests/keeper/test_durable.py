@@ -73,7 +73,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
         if name == "store.linked" and threading.current_thread() in slow:
             slow.discard(threading.current_thread())
             visible.set()
-            goes_on.wait(60)
+            goes_on.wait(600)
 
     monkeypatch.setattr(local, "failpoint", failpoint)
 
@@ -82,13 +82,13 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
         slow.add(thread)
         threads.append(thread)
         thread.start()
-        assert visible.wait(60)
+        assert visible.wait(600)
         return thread
 
     yield run
     goes_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
 
 
 def make_tier(home: Path, rank: int, world_size: int) -> CommitTier:

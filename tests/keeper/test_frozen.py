@@ -287,11 +287,11 @@ def submit(keeper: Keeper, step: int, value: float, *, is_unchanged: bool) -> Sa
 
 def test_a_keeper_links_unchanged_files_and_refuses_torn_ones(tmp_path: Path) -> None:
     keeper = Keeper(make_config(str(tmp_path)), released=lambda _: None)
-    submit(keeper, 1, 1.0, is_unchanged=False).wait_durable(20)
-    submit(keeper, 2, 1.0, is_unchanged=True).wait_durable(20)
+    submit(keeper, 1, 1.0, is_unchanged=False).wait_durable(600)
+    submit(keeper, 2, 1.0, is_unchanged=True).wait_durable(600)
     with pytest.raises(InvalidInput, match="Step 3 was dropped"):
-        submit(keeper, 3, 5.0, is_unchanged=True).wait_durable(20)
-    submit(keeper, 4, 5.0, is_unchanged=False).wait_durable(20)
+        submit(keeper, 3, 5.0, is_unchanged=True).wait_durable(600)
+    submit(keeper, 4, 5.0, is_unchanged=False).wait_durable(600)
     keeper.close()
     store = LocalStore(tmp_path)
     for step, value in ((1, 1.0), (2, 1.0), (4, 5.0)):

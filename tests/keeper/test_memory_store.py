@@ -32,7 +32,7 @@ from making import make_checkpoint, make_home
 from nursery import shared
 
 HOME = "/somewhere/run"
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 class Holder:

@@ -93,7 +93,7 @@ def test_a_gcp_preemption_is_returned_as_soon_as_the_value_changes(gcp: GcpServi
     with gcp.changed:
         assert gcp.changed.wait_for(lambda: gcp.num_waiting == 1, 10), "the service holds the request"
     gcp.change("preempted", "TRUE")
-    polling.join(10)
+    polling.join(600)
     assert received
     assert received[0] is not None
     assert received[0].detail == "preempted"
@@ -156,7 +156,7 @@ def test_the_watcher_returns_a_cloud_s_notice(aws: AwsService) -> None:
     aws.documents["spot/instance-action"] = '{"action": "terminate", "time": "2026-06-23T02:30:00Z"}'
     notices.poll_clouds()
     for thread in [one for one in threading.enumerate() if one.name == "holdfast-notice-aws"]:
-        thread.join(10)  # the thread ends with the notice
+        thread.join(600)  # the thread ends with the notice
     assert notices.notice == Notice("aws", "spot terminate", WHEN)
     assert notices.reason == "aws: spot terminate"
     notices.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)

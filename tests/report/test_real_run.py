@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.playground import Playground
+from faults.playground import ENDLESS, Playground
 from holdfast.report import read_summary
 from holdfast.store import open_store
 from nursery import Child, shared
@@ -20,7 +20,7 @@ def playground(tmp_path: Path) -> Playground:
 
 
 def test_the_summary_of_a_killed_run_matches_the_observations(playground: Playground) -> None:
-    child = playground.start("--every", "4", "--step-s", "0.02")
+    child = playground.start("--every", "4", "--step-s", "0.02", *ENDLESS)
     playground.wait_for_steps(14, child)
     child.kill()
     child.wait()

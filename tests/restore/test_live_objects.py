@@ -15,7 +15,7 @@ import holdfast
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from stage.training import make_checkpointer, make_model, train
 
-WAIT_S = 30.0
+WAIT_S = 600.0
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from holdfast.store.tiered import TieredStore
 from making import RUN_ID, make_checkpoint, make_home
 from restore.test_resume import Live, Member, Threads
 
-WAIT_S = 30.0
+WAIT_S = 600.0
 NUMBERS = torch.arange(40_000, dtype=torch.float32)
 HALF = len(NUMBERS) // 2
 

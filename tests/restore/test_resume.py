@@ -69,7 +69,7 @@ class Threads:
 
     def __init__(self, world_size: int) -> None:
         self.size = world_size
-        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.barrier = threading.Barrier(world_size, timeout=600)
         self.slots: list[Any] = [None] * world_size
 
     def member(self, rank: int) -> Member:

@@ -34,9 +34,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         ]
         for child in children:
             child.start()
-        found = dict(answers.get(timeout=60) for _ in children)
+        found = dict(answers.get(timeout=600) for _ in children)
         for child in children:
-            child.join(60)
+            child.join(600)
     return [found[rank] for rank in range(world_size)]
 
 

@@ -143,7 +143,7 @@ def test_a_compiled_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             compute_gradients(model)
             expected[number] = snapshot(state)
             ckpt.save(number)
-            assert gate.reached.wait(60)
+            assert gate.reached.wait(600)
             helper = threading.Timer(0.05, gate.opened.set)  # nothing depends on its length
             helper.start()
             step()
@@ -184,7 +184,7 @@ def test_an_unexpected_change_drops_the_save_with_a_warning(
     gate = CopyGate(monkeypatch)
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         torn = ckpt.save(1)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         with torch.no_grad():
             model.get_parameter("2.weight").mul_(2)
         gate.opened.set()

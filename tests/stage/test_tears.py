@@ -47,7 +47,7 @@ def test_a_write_without_a_version_change_drops_the_save_and_the_next_step_is_sa
     with make_checkpointer(tmp_path / "home", state, every=100, keep=None) as ckpt:
         train(model, state["optimizer"])
         torn = ckpt.save(1)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         model.get_parameter("2.weight").data.clamp_(-0.01, 0.01)
         gate.opened.set()
         with pytest.raises(InvalidInput, match=r"model\.2\.weight was written while it was being copied"):

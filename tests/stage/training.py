@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import holdfast
 from holdfast.stage import stager
 
-WAIT_S = 20.0
+WAIT_S = 600.0
 
 
 class CopyGate:
@@ -68,7 +68,7 @@ def train(model: nn.Module, optimizer: Optimizer, width: int = WIDTH) -> None:
     optimizer.step()
 
 
-def wait_until(is_true: Callable[[], object], limit_s: float = 60.0) -> None:
+def wait_until(is_true: Callable[[], object], limit_s: float = 600.0) -> None:
     """Wait until a condition holds; fail after the limit."""
     deadline = time.monotonic() + limit_s
     while not is_true():

@@ -32,7 +32,7 @@ def _agreed(inventories: list[RankInventory]) -> list[HolderAgreement]:
     """What each rank comes to; each is a thread."""
     world_size = len(inventories)
     told: list[Any] = [None] * world_size
-    meet = threading.Barrier(world_size, timeout=60)
+    meet = threading.Barrier(world_size, timeout=600)
 
     def rank_of(rank: int) -> HolderAgreement:
         def gather(value: Any) -> list[Any]:

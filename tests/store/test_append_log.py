@@ -43,7 +43,7 @@ def test_lines_are_written_in_the_background(place: Place, monkeypatch: pytest.M
     monkeypatch.setattr(append_log, "PAUSE_S", 0.01)
     log = AppendLogs(place.load, place.save)
     log.append("a", b"one\n")
-    assert place.written.wait(60)
+    assert place.written.wait(600)
     assert place.objects["a"] == b"one\n"
 
 
@@ -77,7 +77,7 @@ def test_a_failed_write_is_reported_at_the_next_line_and_retried(
     failure, lines = "", 1
     while not failure:  # each line comes after one more try has failed
         place.tried.clear()
-        assert place.tried.wait(60)
+        assert place.tried.wait(600)
         lines += 1
         try:
             log.append("a", b"%d\n" % lines)

@@ -304,7 +304,7 @@ def test_appended_data_survives_a_normal_exit(home: Home) -> None:
         "import sys; from holdfast.store import open_store; open_store(sys.argv[1]).append('log', b'line\\n')"
     )
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", script, home()], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", script, home()], check=True, timeout=600)
     assert open_store(home()).get("log") == b"line\nline\n"
 
 
@@ -337,7 +337,7 @@ assert store.get("a") == b"x", "the parent continues"
 
 def test_a_fork_after_use_is_refused_and_does_not_hang(home: Home) -> None:
     open_store(home()).put("a", b"x")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, home()], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, home()], check=True, timeout=600)
 
 
 def test_a_spawned_process_uses_the_same_url(home: Home) -> None:
@@ -347,7 +347,7 @@ def test_a_spawned_process_uses_the_same_url(home: Home) -> None:
         "print({'torch', 'numpy'} & set(sys.modules))"
     )
     argv = [sys.executable, "-c", script, open_store(home()).url]
-    done = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "set()"
     assert open_store(home()).get("a") == b"a child"
 
@@ -382,6 +382,6 @@ def test_an_upload_takes_little_memory_beyond_its_buffer(home: Home, way: str) -
     num_bytes = 96 << 20
     url = home(part_bytes=str(PART_BYTES), parallel="2")
     argv = [sys.executable, "-c", MEASURING, url, str(num_bytes), way]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600)
     assert int(done.stdout) < 64 << 20
     assert open_store(url).size("a") == num_bytes

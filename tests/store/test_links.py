@@ -18,7 +18,7 @@ from holdfast.store.local import LocalStore
 from holdfast.testing import StoreSuite
 
 SECRET = b"export TOKEN=not-for-you\n"
-LIMIT_S = 20
+LIMIT_S = 600
 
 
 @pytest.fixture(params=["openat2", "by parts"], autouse=True)

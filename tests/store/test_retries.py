@@ -199,7 +199,7 @@ def test_a_store_that_comes_back_within_the_limit_is_used(home: Home, s3, behind
     with ThreadPoolExecutor(1) as pool:
         put = pool.submit(store.put, "a", b"x")
         with FaultProxy("127.0.0.1", s3.port, listen_on=first.port):
-            put.result(60)
+            put.result(600)
     assert behind.get("a") == b"x"
 
 
@@ -283,10 +283,10 @@ def test_a_put_holds_its_buffer_until_the_store_has_answered(
     )
     with ThreadPoolExecutor(1) as pool:
         put = pool.submit(store.put, "a", data)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         assert not put.done()
         gate.opened.set()
-        put.result(60)
+        put.result(600)
     data[:] = bytes(num_bytes)
     assert behind.get("a") == expected
 

@@ -168,11 +168,11 @@ def test_a_held_response_waits_at_its_gate(client: http.client.HTTPConnection, p
     gate = proxy.hold(method="PUT")
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(fetch, client, "PUT", "/a", b"x")
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         assert len(Handler.seen) == 1
         assert not response.done()
         gate.opened.set()
-        assert response.result(60) == b"x"
+        assert response.result(600) == b"x"
 
 
 def test_closing_ends_stalled_connections(client: http.client.HTTPConnection, proxy: FaultProxy) -> None:
@@ -183,7 +183,7 @@ def test_closing_ends_stalled_connections(client: http.client.HTTPConnection, pr
             threading.Event().wait(0.001)
         proxy.close()
         with pytest.raises((ConnectionError, http.client.HTTPException)):
-            response.result(60)
+            response.result(600)
 
 
 def test_unknown_faults_are_refused(proxy: FaultProxy) -> None:

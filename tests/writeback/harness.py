@@ -16,7 +16,7 @@ from holdfast.writeback import DirectoryStatus, Mount, mount, status_of
 from holdfast.writeback.ownership import FOLDER
 from holdfast.writeback.status import has_uploader
 
-LIMIT_S = 60.0
+LIMIT_S = 600.0
 
 
 def wait_for(what: Callable[[], Any], name: str, describe: Callable[[], str] = str) -> Any:

@@ -18,7 +18,7 @@ def test_a_marker_waits_for_data_that_was_closed_earlier(remote: MountedDirector
     remote.write("shard-0", os.urandom(LARGE))
     remote.write("shard-1", os.urandom(LARGE))
     remote.write("COMMITTED", "1")
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     wait_for(lambda: len(remote.status().waiting) == 3, "all three to be queued")
     assert remote.bucket() == {}
     gate.opened.set()
@@ -59,7 +59,7 @@ def test_deletes_and_renames_keep_their_place_in_the_order(remote: MountedDirect
     remote.write("latest", "data-2")
     (remote.directory / "data-1").unlink()
     remote.write("notes", "x").rename(remote.directory / "notes-renamed")
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     wait_for(lambda: any(one.why == "to be deleted" for one in remote.status().waiting), "the delete")
     # The proxy delays the response, not the object: data-2 may exist, but nothing later.
     assert remote.bucket() == {"data-1": b"old data", "latest": b"data-1", "data-2": b"new data"}
@@ -75,7 +75,7 @@ def test_a_marker_that_is_overwritten_in_place_never_precedes_its_data(
     for step in range(1, 6):
         remote.write(f"data-{step}", os.urandom(200_000))
         remote.write("latest", str(step))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     names = {"latest", *(f"data-{step}" for step in range(1, 6))}
     wait_for(lambda: {one.name for one in remote.status().waiting} == names, "all files to be queued")
     wait_for(lambda: not remote.status().unread, "all versions to be queued")
@@ -99,7 +99,7 @@ def test_data_that_is_overwritten_before_its_upload_still_precedes_its_marker(
     remote.write("first", "x")
     path = remote.write("weights", os.urandom(LARGE))
     remote.write("marker", "weights are there")
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     wait_for(lambda: len(remote.status().waiting) == 3, "the marker to be queued")
     with path.open("r+b", buffering=0) as file:
         file.write(b"new")
@@ -118,7 +118,7 @@ def test_a_file_that_is_written_during_its_upload_does_not_appear_torn(
     gate = proxy.hold(method="PUT", target=r"weights.*partNumber=1")
     num_bytes = 40 << 20  # in 8 parts, few of which are read ahead
     path = remote.write("weights", os.urandom(num_bytes))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     new = os.urandom(num_bytes)
     with path.open("r+b", buffering=0) as file:
         file.write(new[: num_bytes // 2])
@@ -148,12 +148,12 @@ def test_versions_survive_their_files(remote: MountedDirectory, proxy: FaultProx
     remote.write("blocks", "x")
     doomed = remote.write("doomed", os.urandom(LARGE))
     remote.write("marker-1", hashlib.sha256(doomed.read_bytes()).hexdigest())
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(600)
     wait_for(lambda: len(remote.status().waiting) == 3, "the versions to be kept")
     held = proxy.hold(method="PUT", target="marker-1")
     doomed.unlink()
     gate.opened.set()
-    assert held.reached.wait(60)
+    assert held.reached.wait(600)
     found = remote.bucket()
     assert len(found["doomed"]) == LARGE
     held.opened.set()

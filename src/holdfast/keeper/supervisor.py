@@ -23,6 +23,8 @@ _CHECK_S = 1.0
 """Pause between two checks whether the keeper responds."""
 _MAX_SILENT_CHECKS = 20
 """Checks in a row without a response, after which a keeper is replaced."""
+_MAX_START_CHECKS = 300
+"""The same before its first response: on a busy machine or a slow disk, Python itself may start slowly."""
 
 
 class KeeperOwner(ABC):
@@ -135,33 +137,37 @@ class Supervisor:
 
     def _listen(self, child: ChildProcess) -> None:
         """Receive a keeper's messages until it has died or is silent, and replace it."""
-        is_silent = self._receive_all(child)
-        if is_silent:
+        num_checks = self._receive_all(child)
+        if num_checks:
             child.kill()
         death = child.reap()
-        if is_silent:
-            limit = format_duration(_MAX_SILENT_CHECKS * _CHECK_S)
+        if num_checks:
+            limit = format_duration(num_checks * _CHECK_S)
             death = f"did not answer for {limit}, as if it were stopped or frozen, and was killed."
         self._replace(f"The keeper of rank {self._config.rank} (pid {child.pid}) {death}")
 
-    def _receive_all(self, child: ChildProcess) -> bool:
-        """Handle messages until the keeper dies. Return True if it is silent for too long instead."""
-        poll, num_checks = select.poll(), 0
+    def _receive_all(self, child: ChildProcess) -> int:
+        """Handle messages until the keeper dies or is silent for too long.
+
+        Returns:
+            Number of checks without a response; 0 if it has died.
+        """
+        poll, num_checks, has_responded = select.poll(), 0, False
         poll.register(child.end, select.POLLIN)
-        while num_checks < _MAX_SILENT_CHECKS:
+        while num_checks < (_MAX_SILENT_CHECKS if has_responded else _MAX_START_CHECKS):
             # Counts checks instead of reading a clock, as this process may have been stopped itself.
             if poll.poll(_CHECK_S * 1000):
                 message, _ = packets.receive(child.end)
                 if message is None:
-                    return False
-                num_checks = 0
+                    return 0
+                num_checks, has_responded = 0, True
                 if not isinstance(message, Pong):
                     self._owner.receive(message)
             elif self._owner.expects_replies or self._close is not None or child.outbox:
                 num_checks += 1
                 if not child.outbox:
                     child.outbox.send(Ping())
-        return True
+        return num_checks
 
     def _replace(self, death: str) -> None:
         """Start another keeper, and send it everything that the dead one may not have done."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from nursery import shared
+from servers import reserve_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT_S = 300
+LIMIT_S = 600
 
 
 def run(script: str, *args: object, status: int = 0, env: dict[str, str] | None = None) -> str:
@@ -30,10 +30,7 @@ def run_ranks(count: int, *args: object, script: str = "ranks", dies: bool = Fal
         script: name of the script.
         dies: whether rank 1 is killed, and the others with it, as by a launcher.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    folder = Path(tempfile.mkdtemp())
+    folder, port = Path(tempfile.mkdtemp()), str(reserve_port())
     ranks = [
         shared().start(
             _command(script, args),

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.linux import locks
 from jobs.harness import JobHarness
+from servers import reserve_port
 
 FREE = "resources: {job_recovery: {max_restarts_on_errors: 100}}"
 WAITS = """
@@ -66,15 +66,13 @@ def test_the_environment_is_skypilot_s_and_stable_across_recoveries(harness: Job
 
 def test_nodes_can_connect_to_each_other_s_addresses(harness: JobHarness) -> None:
     """Node 1 serves on its own address, and node 0 reads from it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-        port = probe.getsockname()[1]
+    port = reserve_port("127.0.0.2")
     (harness.folder / "serve.py").write_text(
         f"import socket; s = socket.create_server(('127.0.0.2', {port})); s.accept()[0].sendall(b'found')"
     )
     (harness.folder / "ask.py").write_text(
         "import socket, time\n"
-        "for _ in range(1000):\n"
+        "while True:\n"
         f"    try: print(socket.create_connection(('127.0.0.2', {port})).recv(9).decode()); break\n"
         "    except OSError: time.sleep(0.01)\n"
     )

@@ -62,7 +62,7 @@ def test_credentials_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
     task.write_text(f"file_mounts:\n  data: {url}\nrun: 'true'\n")
     words = command("holdfast.cli", "launch", str(task), *(["--dry-run"] if dry else []))
     env = {**os.environ, **KEYS, "HOLDFAST_STATE": str(tmp_path / "state")}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert not _was_called(stranger)
     assert done.returncode != 0
     assert "would send your keys to the endpoint" in done.stderr
@@ -79,7 +79,7 @@ def test_a_dry_run_sends_nothing_even_to_a_trusted_endpoint(tmp_path: Path, stra
         "AWS_ENDPOINT_URL": _endpoint(stranger),
     }
     words = command("holdfast.cli", "launch", str(task), "--dry-run")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert not _was_called(stranger)
 

@@ -128,7 +128,7 @@ def test_a_job_is_not_complete_before_its_files_are_in_the_bucket(
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1", head=cached(place))
     with Watcher(place):
-        assert gate.reached.wait(60), harness.describe(job)
+        assert gate.reached.wait(600), harness.describe(job)
         waiting = harness.wait(job, JobStatus.WINDING_DOWN)
         assert "waiting" in waiting.reason
         assert not status_of(harness.files(job).workdir(0) / "out").is_drained
@@ -184,7 +184,7 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
     )
     with Watcher(place):
         harness.wait_for_output(job, "saved")
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         processes.kill([uploader(harness, job)])
         harness.kill_node(job, 0)
         gate.opened.set()
@@ -200,7 +200,7 @@ def test_a_completed_job_survives_kills_during_its_upload(
     """The job ends correctly without any command."""
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1", head=cached(place))
-    assert gate.reached.wait(60), harness.describe(job)
+    assert gate.reached.wait(600), harness.describe(job)
     harness.wait(job, JobStatus.WINDING_DOWN)
     processes.kill([uploader(harness, job), *harness.roles(job, "controller")])
     harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "another controller")
@@ -244,7 +244,7 @@ def test_a_failed_job_reports_missing_files_and_still_uploads_them(
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1; exit 5", head=cached(place))
-    assert gate.reached.wait(60), harness.describe(job)
+    assert gate.reached.wait(600), harness.describe(job)
     ended = harness.wait(job)
     assert ended.status is JobStatus.FAILED
     assert "status 5" in ended.reason
@@ -258,7 +258,7 @@ def test_a_cancelled_job_ends_at_once_and_still_uploads_its_files(
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1; sleep 1000", head=cached(place))
-    assert gate.reached.wait(60), harness.describe(job)
+    assert gate.reached.wait(600), harness.describe(job)
     harness.engine.cancel(job.id)
     ended = harness.wait(job)
     assert ended.status is JobStatus.CANCELLED

@@ -29,6 +29,7 @@ from holdfast.jobs.node import processes
 from jobs.sky.installed import skypilot
 from jobs.slurm.onebox import OneBox, one_box, own_name
 from jobs.slurm.onebox import missing as missing_of_slurm
+from servers import reserve_port
 
 PACKAGES = "apt-get install --no-install-recommends -y slurm-wlm openssh-server rsync curl"
 SERVER_PORT = 46580
@@ -109,7 +110,7 @@ class SkyBox:
             text=True,
             check=False,
             env=environment,
-            timeout=300,
+            timeout=600,
             stdin=subprocess.DEVNULL,
         )
         assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
@@ -143,9 +144,7 @@ esac
 
     def _start_sshd(self) -> None:
         room = self._room
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = reserve_port()
         for name in ("ssh_key", "host_key"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(room / name)]
             subprocess.run(words, check=True)

@@ -20,7 +20,7 @@ from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 
 
 def command(*words: str) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from servers import reserve_port
+
 PACKAGES = "apt-get install --no-install-recommends -y slurm-wlm"
 GRACE_S = 15
 """Between Slurm's first word and its SIGTERM when a job is preempted."""
@@ -97,7 +99,7 @@ class OneBox:
         key.chmod(0o400)
         subprocess.run(["chown", "-R", "munge", str(self.room / "munge")], check=True)
         host = own_name()
-        port, *ports = _free_ports(1 + len(self._nodes))
+        port, *ports = (reserve_port() for _ in range(1 + len(self._nodes)))
         facts = {"host": host, "room": self.room, "grace": GRACE_S, "kill_wait": KILL_WAIT_S}
         nodes = [
             _NODE.format(name=name, host=host, port=port)
@@ -167,14 +169,6 @@ class OneBox:
             logs = "\n".join(path.read_text()[-2000:] for path in (self.room / "log").glob("*"))
             assert time.monotonic() < deadline, f"waited in vain for {name}:\n{logs}"
             time.sleep(0.1)
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def own_name() -> str:

@@ -17,8 +17,14 @@ from servers import Server, ministack
 ROOT = Path(__file__).parent.parent
 CLOUD_VARIABLES = [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]
 
-# No deadline: these machines are shared, and a slow example is no failure.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No deadline: these machines are shared, and a slow example is no failure. The same examples in every run: a
+# change must not fail by what it did not touch. `pytest --hypothesis-profile explore` draws new ones.
+settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+)
+settings.register_profile(
+    "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000, print_blob=True
+)
 settings.load_profile("suite")
 
 

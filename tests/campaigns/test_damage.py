@@ -1,8 +1,7 @@
-"""A short campaign of damages: random damages of a home, by a fixed seed and by a random one."""
+"""A short campaign of damages, by fixed seeds. `make damage` draws others."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def original() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("seed", [0, random.SystemRandom().randrange(10**6, 10**9)], ids=["fixed", "random"])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_random_damage_never_restores_wrong_bytes(original: Path, seed: int):
     results = list(damage.run(SMALL, original, seed, NUM_CASES, num_workers=1))
     assert len(results) == NUM_CASES

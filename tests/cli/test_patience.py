@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,14 +29,11 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_silent_store_is_reported_and_given_up(
     silent_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    began = time.monotonic()
     assert main(["ls", silent_server, "--patience", "4s"]) == 2
-    seconds = time.monotonic() - began
     result = capsys.readouterr().err
     assert "has not answered for 3" in result
     assert "retrying for up to 4" in result
     assert "limit 4" in result
-    assert seconds < 60, "the usual limit is 300 s"
     assert command_limit.limit_s is None, "and no longer than the command"
 
 

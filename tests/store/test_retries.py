@@ -17,6 +17,7 @@ from holdfast.restore.read import Job, Want, read
 from holdfast.store import Store, open_store
 from holdfast.testing.fault_proxy import FaultProxy
 from making import make_checkpoint
+from servers import reserve_port
 
 PART_BYTES = 5 << 20
 BROKEN = ("503", "500", "429", "reset-before", "reset-request", "reset-after")
@@ -25,8 +26,8 @@ Home = Callable[..., str]
 
 @pytest.fixture
 def store(home: Home, proxy: FaultProxy) -> Store:
-    """A store behind the proxy, with a time limit of one minute."""
-    return open_store(home(port=proxy.port, timeout="60", part_bytes=str(PART_BYTES)))
+    """A store behind the proxy, with a time limit that is not reached."""
+    return open_store(home(port=proxy.port, timeout="600", part_bytes=str(PART_BYTES)))
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_a_server_side_copy_survives(store: Store, behind: Store, proxy: FaultPr
 
 
 def test_a_stalled_request_is_cut_off_and_retried(home: Home, behind: Store, proxy: FaultProxy) -> None:
-    store = open_store(home(port=proxy.port, timeout="60", request_timeout="500ms"))
+    store = open_store(home(port=proxy.port, timeout="600", request_timeout="500ms"))
     proxy.inject("stall", method="PUT", seconds=600)
     proxy.inject("stall", method="GET", seconds=600)
     store.put("a", b"x")
@@ -193,12 +194,11 @@ def test_the_message_names_object_limit_and_cause_and_no_keys(
 
 def test_a_store_that_comes_back_within_the_limit_is_used(home: Home, s3, behind: Store) -> None:  # type: ignore[no-untyped-def]
     """A call that meets a closed port waits for it to open."""
-    first = FaultProxy("127.0.0.1", s3.port)
-    store = open_store(home(port=first.port, timeout="60"))
-    first.close()
+    port = reserve_port()
+    store = open_store(home(port=port, timeout="600"))
     with ThreadPoolExecutor(1) as pool:
         put = pool.submit(store.put, "a", b"x")
-        with FaultProxy("127.0.0.1", s3.port, listen_on=first.port):
+        with FaultProxy("127.0.0.1", s3.port, listen_on=port):
             put.result(600)
     assert behind.get("a") == b"x"
 

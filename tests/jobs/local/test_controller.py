@@ -295,7 +295,7 @@ def test_a_preempted_job_is_notified_and_recovers(harness: JobHarness, status: i
     job = harness.submit(TRAPS % status)
     harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
-    harness.engine.preempt(job.id, lead_s=60)
+    harness.engine.preempt(job.id, lead_s=600)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
     assert "told" in harness.log(job)
@@ -333,7 +333,7 @@ def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarne
         """
     )
     harness.wait_for_output(job, "ready")
-    harness.engine.preempt(job.id, lead_s=60)
+    harness.engine.preempt(job.id, lead_s=600)
     ended = harness.wait(job)
     assert ended.status is JobStatus.SUCCEEDED
     assert "saved" in harness.log(job)
@@ -344,7 +344,7 @@ def test_a_preemption_requested_without_a_controller_is_delivered_later(harness:
     harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
     harness.kill_controller(job)
-    harness.engine.preempt(job.id, lead_s=60)
+    harness.engine.preempt(job.id, lead_s=600)
     assert harness.wait(job).recoveries == 1
 
 
@@ -379,7 +379,7 @@ def test_a_signal_to_the_controller_is_a_notice_to_the_job(harness: JobHarness) 
     harness.wait(job, JobStatus.RUNNING)
     (controller,) = harness.roles(job, "controller")
     processes.send(controller, signal.SIGTERM)
-    assert processes.wait_exited([controller], 60)
+    assert processes.wait_exited([controller], 600)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
     assert "told" in harness.log(job)

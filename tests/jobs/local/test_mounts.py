@@ -158,7 +158,7 @@ def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarnes
     with Watcher(place):
         harness.wait_for_output(job, "ready")
         harness.wait(job, JobStatus.RUNNING)
-        harness.engine.preempt(job.id, lead_s=100)
+        harness.engine.preempt(job.id, lead_s=600)
         harness.wait_for_output(job, "attempt 2 of job")
         assert place.names() == {"data-1", "marker-1"}
         harness.wait_for_output(job, "\n1\n")

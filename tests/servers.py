@@ -274,5 +274,5 @@ def send_request(method: str, url: str, headers: Mapping[str, str] | None = None
     """Send an HTTP request, without the proxies of the environment. Raises if the status is an error."""
     request = urllib.request.Request(url, method=method, headers=dict(headers or {}))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=30):
+    with opener.open(request, timeout=600):
         return

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def mounted(tmp_path: Path):
-    with mount(tmp_path / "work", tmp_path / "bucket", timeout_s=60) as found:
+    with mount(tmp_path / "work", tmp_path / "bucket", timeout_s=600) as found:
         yield found
-    found.close(timeout_s=60)
+    found.close(timeout_s=600)
 
 
 def test_it_waits_until_all_files_are_in_the_bucket(holdfast: Command, mounted: Mount, tmp_path: Path):

@@ -18,7 +18,7 @@ import holdfast
 from elastic.trips import checkpointer
 from layouts import mesh_of, whole
 
-SOON_S = 120
+SOON_S = 600
 
 
 class Adapted(nn.Module):

@@ -53,7 +53,7 @@ def curves(home: Path) -> dict[str, Curve]:
 
 def train(home: Path, *options: str) -> dict[str, float]:
     """Train with the script alone; what it says at its end."""
-    done = shared().run([str(FOLDER / "train.py"), "--output_dir", str(home), *options], timeout_s=300)
+    done = shared().run([str(FOLDER / "train.py"), "--output_dir", str(home), *options], timeout_s=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

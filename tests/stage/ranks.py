@@ -90,7 +90,7 @@ def restore(rank: int, home: Path) -> dict[str, Any]:
 
 def drift_apart(rank: int, home: Path) -> str:
     """Rank 1 counts its steps otherwise."""
-    ckpt = make_checkpointer(home, {"x": torch.ones(1)}, limits=holdfast.Limits(rank_timeout="10s"))
+    ckpt = make_checkpointer(home, {"x": torch.ones(1)}, limits=holdfast.Limits(rank_timeout="10m"))
     try:
         ckpt.should_save(1)
         ckpt.should_save(2 + rank)
@@ -129,7 +129,7 @@ def skip_together(rank: int, home: Path) -> list[str]:
         home, {"x": torch.ones(1000)}, memory=holdfast.Memory("64kB", when_full="skip")
     ) as ckpt:
         ckpt.save(1).wait_durable()
-        held = ckpt._components.pipeline.arenas.acquire(50_000, timeout_s=10) if rank == 1 else None
+        held = ckpt._components.pipeline.arenas.acquire(50_000, timeout_s=600) if rank == 1 else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             states = [ckpt.save(2).state]

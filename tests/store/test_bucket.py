@@ -47,7 +47,7 @@ def azure() -> Iterator[Server]:
 @pytest.fixture
 def azure_store(azure: Server) -> Store:
     """A place that no other test uses."""
-    return open_store(azure.home(f"t{secrets.token_hex(4)}", timeout="20"))
+    return open_store(azure.home(f"t{secrets.token_hex(4)}", timeout="10m"))
 
 
 class TestEssentialsOnAzure:
@@ -106,7 +106,7 @@ def ceph(s3: Server) -> Iterator[Server]:
 class TestObjectStoreOnCeph(StoreSuite):
     @pytest.fixture
     def store(self, ceph: Server) -> Store:
-        return open_store(ceph.home(f"t{secrets.token_hex(4)}", timeout="20"))
+        return open_store(ceph.home(f"t{secrets.token_hex(4)}", timeout="10m"))
 
     def test_a_taken_name_raises_conflict(self, store: Store) -> None:
         store.check()
@@ -224,7 +224,7 @@ def test_folder_objects_of_consoles_are_ignored(home: Home, s3: Server) -> None:
     prefix = home().partition("?")[0].rpartition("/")[2]
     for name in (f"{prefix}/", f"{prefix}/steps/"):
         url = f"{s3.endpoint_url}/test/{name}"
-        urllib.request.urlopen(urllib.request.Request(url, method="PUT", data=b""), timeout=30).close()
+        urllib.request.urlopen(urllib.request.Request(url, method="PUT", data=b""), timeout=600).close()
     store.put("steps/a", b"x")
     assert ObjectInfo("steps/a", 1) in list(store.list())
     assert "" not in {entry.name for entry in store.list()}

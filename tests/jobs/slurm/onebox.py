@@ -25,7 +25,7 @@ GRACE_S = 15
 """Between Slurm's first word and its SIGTERM when a job is preempted."""
 KILL_WAIT_S = 10
 _LOOKS = 5
-_LIMIT_S = 60.0
+_LIMIT_S = 600.0
 
 _CONF = """\
 ClusterName=onebox

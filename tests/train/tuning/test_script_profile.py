@@ -107,7 +107,7 @@ def test_a_missing_script_is_rejected() -> None:
 @pytest.mark.ranks
 def test_several_ranks_are_profiled_together() -> None:
     script = SCRIPTS / "ranks.py"
-    report = profile_script(str(script), questions={"syncs", "compile"}, ranks=2, num_steps=6, timeout_s=200)
+    report = profile_script(str(script), questions={"syncs", "compile"}, ranks=2, num_steps=6, timeout_s=600)
     assert planted(script) <= found(report)
     assert {kind for kind, _ in found(report)} <= {"sync", "compile"}
     assert report.unanswered == ()

@@ -218,6 +218,27 @@ def test_the_best_comes_home_though_it_is_not_due_there(tmp_path: Path) -> None:
         assert ckpt.restore(best=True) == 3
 
 
+def test_the_best_of_a_killed_process_comes_home(tmp_path: Path) -> None:
+    """Its keeper sends it after the newest. The next attempt may delete both from the local folder."""
+    home, local = tmp_path / "home", tmp_path / "local"
+    script = f"""
+import os, signal, torch, holdfast
+keep = holdfast.Keep(last=1, best=1, metric="loss")
+home, local = holdfast.Home({str(home)!r}, every=100), holdfast.Local({str(local)!r}, keep=1)
+with holdfast.Checkpointer(home, {{"w": torch.zeros(100)}}, keep=keep, local=local,
+    preemption=holdfast.Preemption(signals=False)) as ckpt:
+    for step in ckpt.steps(100):
+        ckpt.state["w"].fill_(step + 1)
+        ckpt.record(loss=abs(step + 1 - 3))
+        ckpt.save(step + 1).wait_durable()
+        if step + 1 == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = nursery.shared().run(["-c", script])
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until(lambda: kept(home) == [(1, 3), (1, 5)])
+
+
 def test_the_best_comes_home_from_a_loop_that_only_saves(tmp_path: Path) -> None:
     """One rank knows its values without an exchange."""
     home, local = tmp_path / "home", tmp_path / "local"

@@ -15,9 +15,12 @@ import torch
 import holdfast as api
 from cli.conftest import Command, flip, save
 from holdfast.cli import homes, rm
-from holdfast.errors import Corrupt, RetryLater
+from holdfast.errors import Corrupt, InvalidInput, RetryLater
 from holdfast.format import names, run
+from holdfast.home.commit import refuse
 from holdfast.home.inventory import take_inventory
+from holdfast.home.writer import WriterId
+from holdfast.keeper.commit_tier import was_committed
 from holdfast.store import open_store
 from holdfast.testing import FaultyStore
 
@@ -103,6 +106,21 @@ def test_incomplete_files_are_deleted_after_their_attempt(holdfast: Command, hom
     open_store(home).put(names.DONE, run.document(run.Done("run-one", 2, 300, 0.0)))
     assert holdfast("rm", home, "--incomplete", "--yes").status == 0
     assert "step-00000400" not in remaining(home)
+
+
+@pytest.mark.parametrize("is_refused_before", [False, True])
+def test_a_deleted_incomplete_save_of_a_running_attempt_never_counts_as_a_checkpoint(
+    holdfast: Command, home: Path, is_refused_before: bool
+) -> None:
+    """Another rank, still waiting for its commit, would take it for one that retention has deleted."""
+    store, other = open_store(home), WriterId("run-one", 2, 1, 2)
+    if is_refused_before:
+        refuse(store, other, 400, InvalidInput("rank 0 has no copy", step=400))
+    assert holdfast("rm", home, "--incomplete", "--force", "--yes").status == 0
+    save(home, 500, 2, base=(1, 200))
+    with pytest.raises(InvalidInput, match="no copy" if is_refused_before else "`holdfast rm --force`"):
+        was_committed(store, other, 400)
+    assert files(home / "step-00000400") == {"refused-a0002.json"}
 
 
 def test_unfinished_files_of_a_killed_writer_are_deleted(holdfast: Command, home: Path) -> None:

@@ -38,8 +38,8 @@ def main() -> None:
     folder, attempt = args.home.parent, os.environ.get("HOLDFAST_ATTEMPT")
     with holdfast.Checkpointer(args.home, state, every=args.every) as ckpt:
         for step in ckpt.steps(args.total):
-            while step == args.pause_at and attempt == "1" and ckpt._training.notices.reason is None:
-                time.sleep(0.005)
+            if step == args.pause_at and attempt == "1":
+                wait_for_notice(ckpt)
             optimizer.zero_grad()
             loss = model(torch.randn(8, 16)).square().mean()
             loss.backward()
@@ -56,6 +56,13 @@ def main() -> None:
     if rank == 0:
         (folder / "final.txt").write_text(digest(model, optimizer))
     holdfast.hard_exit()
+
+
+def wait_for_notice(ckpt: holdfast.Checkpointer) -> None:
+    """Pause until a preemption notice arrives, and report durable saves meanwhile, as steps do."""
+    while ckpt._training.notices.reason is None:
+        ckpt._training.attempt.saves.settle()
+        time.sleep(0.005)
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

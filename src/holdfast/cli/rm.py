@@ -20,6 +20,7 @@ from holdfast.cli.tables import format_age, print_json, print_table
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.format import names
 from holdfast.home.attempts import newest_number, note_emptied
+from holdfast.home.commit import refuse
 from holdfast.home.deletion import delete_files
 from holdfast.home.inventory import (
     COMPLETE,
@@ -31,6 +32,7 @@ from holdfast.home.inventory import (
     Row,
     take_inventory,
 )
+from holdfast.home.writer import WriterId
 from holdfast.store import Store
 from holdfast.units import format_bytes, plural
 
@@ -73,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
         )
     store, home = open_home(args.home)
     inventory = take_inventory(store, home, read_run_id(store))
-    rows = _choose(inventory, args, is_done=store.size(names.DONE) is not None)
+    is_done = store.size(names.DONE) is not None
+    rows = _choose(inventory, args, is_done=is_done)
     if args.step is not None and not rows:
         raise NotFound(
             f"{store.url} has no step {args.step} to delete. `holdfast ls --all` lists all steps.",
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.yes and not agrees("delete these checkpoints?"):
             print("nothing was deleted")
             return 0
-        _delete_all(store, inventory, rows)
+        _delete_all(store, inventory, rows, is_done=is_done)
     if args.json:
         deleted = [] if args.dry_run else [row.as_json() for row in rows]
         print_json({"home": store.url, "chosen": [row.as_json() for row in rows], "deleted": deleted})
@@ -113,7 +116,7 @@ def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) ->
                 "would resume from it. Nothing was deleted. Add --force to delete it anyway.",
                 step=newest.step,
             )
-        rows = [row for row in rows if is_done or not _may_be_written(inventory, row)]
+        rows = [row for row in rows if is_done or not _is_kept(inventory, row)]
     return rows[::-1]
 
 
@@ -133,7 +136,12 @@ def _is_chosen(row: Row, args: argparse.Namespace) -> bool:
 
 def _may_be_written(inventory: Inventory, row: Row) -> bool:
     """Return True for incomplete checkpoints of the newest attempt: its keepers may still be writing them."""
-    if row.state != INCOMPLETE or row.attempt < max(inventory.home.attempts, default=0):
+    return row.state == INCOMPLETE and row.attempt >= max(inventory.home.attempts, default=0)
+
+
+def _is_kept(inventory: Inventory, row: Row) -> bool:
+    """Return True for a checkpoint that may still be written, and say so."""
+    if not _may_be_written(inventory, row):
         return False
     print(
         f"holdfast: kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may still "
@@ -143,7 +151,7 @@ def _may_be_written(inventory: Inventory, row: Row) -> bool:
     return True
 
 
-def _delete_all(store: Store, inventory: Inventory, rows: list[Row]) -> None:
+def _delete_all(store: Store, inventory: Inventory, rows: list[Row], *, is_done: bool) -> None:
     chosen = {(row.step, row.attempt) for row in rows}
     complete = {key for key, saved in inventory.home.saved.items() if saved.is_committed}
     is_emptied = bool(complete) and complete <= chosen and inventory.run_id is not None
@@ -152,7 +160,7 @@ def _delete_all(store: Store, inventory: Inventory, rows: list[Row]) -> None:
             is_emptied and row is rows[-1]
         ):  # before the last one is deleted, so that the next start may begin from scratch
             note_emptied(store, inventory.run_id or "", newest_number(store))
-        delete(store, inventory, row)
+        delete(store, inventory, row, must_refuse=not is_done and _may_be_written(inventory, row))
 
 
 def _print_plan(rows: list[Row]) -> None:
@@ -173,8 +181,12 @@ def _print_plan(rows: list[Row]) -> None:
     print_table(columns, cells, right=columns[:3])
 
 
-def delete(store: Store, inventory: Inventory, row: Row) -> None:
+def delete(store: Store, inventory: Inventory, row: Row, *, must_refuse: bool = False) -> None:
     """Delete one checkpoint, and the unfinished files in its folder.
+
+    Args:
+        must_refuse: leave a refusal. A rank of a running attempt that is still waiting for the commit would
+            otherwise take the save for a checkpoint that was deleted.
 
     Raises:
         RetryLater: the store failed. The rest is an incomplete checkpoint, and can be deleted as such.
@@ -182,6 +194,21 @@ def delete(store: Store, inventory: Inventory, row: Row) -> None:
     Blocks: until the removal is durable.
     """
     key = row.step, row.attempt
-    notes = names.refusal(*key), names.metrics(*key), names.skipped(*key)
-    delete_files(store, [*inventory.home.saved[key].names, *notes])
+    found = {
+        *inventory.home.saved[key].names,
+        *(of(*key) for of in (names.refusal, names.metrics, names.skipped)),
+    }
+    if must_refuse:
+        found.discard(names.refusal(*key))
+        _refuse(store, inventory, row)
+    delete_files(store, found)
     store.sweep(f"{names.step_dir(row.step)}/")  # unfinished files of killed writers are not in the listing
+
+
+def _refuse(store: Store, inventory: Inventory, row: Row) -> None:
+    """Write a refusal of an incomplete save, unless a rank has written one."""
+    if store.size(names.refusal(row.step, row.attempt)) is not None:
+        return
+    reason = f"Step {row.step} was not complete when `holdfast rm --force` deleted its files."
+    writer = WriterId(inventory.run_id or "", row.attempt, 0, 1)
+    refuse(store, writer, row.step, InvalidInput(reason, step=row.step))

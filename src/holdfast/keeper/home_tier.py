@@ -113,12 +113,13 @@ class HomeTier:
         """Complete all drains.
 
         Args:
-            newest: checkpoint to drain although it is not due; None for no such checkpoint.
+            newest: checkpoint to drain although it is not due, as well as the best ones; None for neither.
 
         Blocks: until home has everything, or has failed for too long.
         """
         if newest is not None:
             self._drain.submit(*newest)
+            self.set_best(self._best, is_due=True)
         self._drain.close()
         if self._config.rank == 0 and self._newest is not None and self._retention.is_due:
             self._retain(self._newest.step)  # for steps that were to be deleted after the last drain

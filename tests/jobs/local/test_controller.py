@@ -187,6 +187,7 @@ def test_background_processes_of_a_script_are_killed_when_it_exits(harness: JobH
 def test_a_killed_controller_is_replaced_and_its_job_adopted(harness: JobHarness) -> None:
     job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done; echo done")
     harness.wait_for_output(job, "begun")
+    harness.wait(job, JobStatus.RUNNING)
     harness.kill_controller(job)
     assert [one.status for one in harness.engine.jobs()] == [JobStatus.RUNNING]
     harness.wait_for(job, lambda: locks.is_held(harness.files(job).lock), "a new controller")
@@ -333,6 +334,7 @@ def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarne
         """
     )
     harness.wait_for_output(job, "ready")
+    harness.wait(job, JobStatus.RUNNING)
     harness.engine.preempt(job.id, lead_s=600)
     ended = harness.wait(job)
     assert ended.status is JobStatus.SUCCEEDED

@@ -23,7 +23,7 @@ import torch
 import holdfast
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
 from holdfast.keeper import packets, supervisor
-from holdfast.keeper.messages import Pong, RecordEvent, SavePersisted
+from holdfast.keeper.messages import Ping, Pong, RecordEvent, SavePersisted
 from holdfast.keeper.outbox import Outbox
 from stage.training import check_saved, make_checkpointer, wait_until
 
@@ -278,6 +278,32 @@ def test_close_does_not_wait_for_a_stopped_keeper(tmp_path: Path) -> None:
     psutil.Process(pid_of(ckpt)).suspend()
     ckpt.close()
     wait_for_keepers()
+
+
+def test_a_keeper_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine Python itself may take longer to start than a keeper may be silent."""
+    monkeypatch.setattr(supervisor, "_CHECK_S", 0.01)
+    monkeypatch.setattr(supervisor, "_MAX_START_CHECKS", 10**9)
+    go = tmp_path / "go"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    )
+    pings: list[Ping] = []
+
+    def ping() -> Ping:
+        pings.append(Ping())
+        return pings[-1]
+
+    monkeypatch.setattr(supervisor, "Ping", ping)
+    with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+            save = ckpt.save(1)
+        first = pid_of(ckpt)
+        wait_until(lambda: len(pings) > 3 * supervisor._MAX_SILENT_CHECKS)
+        go.touch()
+        save.wait_durable(600)
+        assert pid_of(ckpt) == first
 
 
 @pytest.mark.usefixtures("endless_patience")

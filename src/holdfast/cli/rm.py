@@ -140,7 +140,7 @@ def _may_be_written(inventory: Inventory, row: Row) -> bool:
 
 
 def _is_kept(inventory: Inventory, row: Row) -> bool:
-    """Return True for a checkpoint that may still be written, and say so."""
+    """Return True for a checkpoint that may still be written, and print why it stays."""
     if not _may_be_written(inventory, row):
         return False
     print(

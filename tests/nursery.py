@@ -8,6 +8,7 @@ the imports, which take a fresh interpreter 2 to 5 seconds of processor time.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -42,11 +43,10 @@ class Child:
     ended: queue.Queue[int] = field(default_factory=queue.Queue)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal, if the process is still there."""
-        try:
-            os.kill(self.pid, number)
-        except ProcessLookupError:
-            return
+        """Send a signal, if the process is still there. Its number may be another's after its end."""
+        if self.ended.empty():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = END_TIMEOUT_S) -> int:
         """Exit status; -N if killed by signal N."""

@@ -193,13 +193,17 @@ def _running(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[int,
         port = reserve_port()
         process = start([word.format(port=port) for word in argv], _at_port(env, port), output)
         try:
-            if _listens(process, port):
+            has_started = _listens(process, port)
+            if has_started:
                 yield port, process.pid
-                return
+            status = process.poll()
         finally:
             end(process)
-        output.seek(0)
-        raise RetryLater(f"{argv[0]} did not start: {output.read()[-2000:].decode(errors='replace')}")
+        if not has_started or status is not None:
+            output.seek(0)
+            printed = output.read()[-2000:].decode(errors="replace")
+            verb = "ended" if has_started else "did not start"
+            raise RetryLater(f"{argv[0]} {verb}, with status {status}: {printed}")
 
 
 def _at_port(env: Mapping[str, str], port: int) -> dict[str, str]:

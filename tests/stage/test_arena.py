@@ -131,7 +131,7 @@ def test_close_during_a_preparation_frees_all_memory() -> None:
     gate.set()
     wait_until(lambda: not any(thread.name == "holdfast-prefault" for thread in threading.enumerate()))
     assert arenas.numbers() == []
-    assert memfd_bytes() == before
+    assert memfd_bytes() <= before
 
 
 def test_arenas_that_are_too_small_are_freed_for_a_larger_one() -> None:
@@ -291,7 +291,7 @@ def test_one_save_at_a_time_needs_the_memory_of_one_copy(
         for step in range(2, 6):
             ckpt.save(step).wait_durable()
         assert memfd_bytes() - before <= 1.05 * num_bytes + 100_000, "one arena serves them all"
-    assert memfd_bytes() == before
+    assert memfd_bytes() <= before
 
 
 def test_a_growing_state_does_not_leak_memory_in_either_process(tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ def test_an_unexpected_change_drops_the_save_with_a_warning(
 def test_close_removes_hooks_from_optimizers(tmp_path: Path) -> None:
     """One hook for all of them, before all others while the Checkpointer is there."""
     first, hooks = lambda *_: None, optimizers._global_optimizer_pre_hooks
+    gc.collect()  # Checkpointers that other tests have let go
     user = optimizers.register_optimizer_step_pre_hook(first)
     try:
         with make_checkpointer(tmp_path / "home", {"model": make_model()}):

@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -148,6 +149,20 @@ class ArchivedTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Record of an archive: its name, its size, and a function that yields its bytes."""
+
+    name: str
+    num_bytes: int
+    read: Callable[[], Iterable[bytes | memoryview]]
+
+    @classmethod
+    def of_bytes(cls, name: str, data: bytes) -> Record:
+        """Return a record of some bytes."""
+        return cls(name, len(data), lambda: (data,))
+
+
 def write_archive(
     out: IO[bytes],
     tree: Any,
@@ -165,14 +180,29 @@ def write_archive(
     Returns:
         Size of the archive in bytes.
     """
+    storages = (Record(f"data/{one.key}", one.num_bytes, partial(read, one)) for one in stored)
+    return write_records(out, _pickle(tree), storages)
+
+
+def write_records(out: IO[bytes], pickled: bytes, storages: Iterable[Record]) -> int:
+    """Write a pickle and its storages in the format of `torch.save`.
+
+    Args:
+        out: seekable file, positioned where the archive begins.
+        pickled: pickle that refers to the storages, as `torch.save` writes it.
+        storages: records in the order of the archive; each is written before the next one is asked for.
+
+    Returns:
+        Size of the archive in bytes.
+    """
     view = _ArchiveFile(out)
     with zipfile.ZipFile(view, "w", zipfile.ZIP_STORED) as archive:
-        _write(archive, view, "data.pkl", _pickle(tree))
+        _write(archive, view, "data.pkl", pickled)
         _write(archive, view, "byteorder", b"little")
-        for one in stored:
-            info = _info(view, f"data/{one.key}", one.num_bytes)
+        for one in storages:
+            info = _info(view, one.name, one.num_bytes)
             with archive.open(info, "w", force_zip64=one.num_bytes >= _ZIP64_BYTES) as record:
-                for part in read(one):
+                for part in one.read():
                     record.write(part)
         _write(archive, view, "version", b"3\n")
     return view.seek(0, 2)

@@ -1,0 +1,309 @@
+"""Background saves of Lightning's checkpoints: durable in a home first, then as files of torch.save."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.adapters.lightning.ckpt_file import FileId, read_id, verify_ckpt, write_ckpt
+from holdfast.adapters.lightning.home_content import Facts, HomeContent, make_state
+from holdfast.adapters.lightning.pickled import Pickled
+from holdfast.adapters.lightning.places import HomePlace, is_local
+from holdfast.adapters.lightning.sole_rank import SoleRank
+from holdfast.callsite import warn
+from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer.options import Memory, Preemption
+from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, SaveWarning
+from holdfast.home.listing import candidates, list_home
+from holdfast.keeper import Save, wait_for_orphans
+from holdfast.log import get_logger
+from holdfast.store import open_store
+
+_log = get_logger("lightning")
+_ORPHANS_S = 600.0
+"""Longest wait for the keeper of a dead process, which may be about to complete a checkpoint."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """File to be written from a checkpoint of the home."""
+
+    path: str
+    step: int
+    save: Save | None = None  # None: it was durable before
+    pickled: bytes | None = None  # None: the checkpoint's own
+    is_removed: bool = False
+    error: Exception | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class BackgroundSaver:
+    """Saver of one rank. Each save is staged at once, and written by the keeper and a thread.
+
+    The home holds the newest checkpoint, and those whose files are not written yet.
+
+    Args:
+        place: home of the run, and the files beside it.
+        memory: limit of the staging memory.
+    """
+
+    def __init__(self, place: HomePlace, memory: int | str | Memory) -> None:
+        self.place = place
+        self._memory = memory
+        self._checkpointer: Checkpointer | None = None
+        self._base: int | None = None  # step that the next saves continue
+        self._last = 0  # step of the newest save
+        self._shared: tuple[object, tuple[object, ...], int] | None = None
+        self._jobs: list[_Job] = []  # of the present Checkpointer
+        self._written: set[int] = set()  # steps in the home whose files are written
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save(self, pickled: Pickled, path: str, facts: Facts, *, moment: object = None) -> None:
+        """Save a checkpoint for a path.
+
+        Args:
+            pickled: its content, whose tensors are copied before this returns.
+            path: absolute path or URL of its file.
+            facts: facts about it.
+            moment: equal for saves between which nothing trains. If the tensors are those of the save
+                before, they are saved once.
+
+        Raises:
+            HoldfastError: this save failed, or an earlier one.
+
+        Blocks: for the copy.
+        """
+        checkpointer = self._open()
+        self._warn_of_failures()
+        step = self._shared_step(pickled, moment)
+        save, own = None, pickled.data
+        if step is None:
+            step = max(facts.global_step or 0, self._last + 1)
+            with warnings.catch_warnings():
+                # Positions in the data are part of the checkpoint, so open data loaders are no doubt.
+                warnings.simplefilter("ignore", ResumeWarning)
+                save, own = checkpointer.save(step, make_state(pickled, facts)), None
+            self._last = step
+            self._shared = None if moment is None else (moment, pickled.marks(), step)
+        for job in self._jobs:
+            if job.path == path:
+                job.is_removed = True  # replaced by this one
+        self._add(_Job(path, step, save, own))
+        self._delete_written(checkpointer)
+
+    def _shared_step(self, pickled: Pickled, moment: object) -> int | None:
+        """Return the step of a checkpoint with the same tensors, or None."""
+        if moment is None or self._shared is None:
+            return None
+        of, marks, step = self._shared
+        return step if of == moment and marks == pickled.marks() else None
+
+    def continue_from(self, file: FileId) -> None:
+        """Continue from the checkpoint of a file with the next save."""
+        if self._checkpointer is not None:
+            self._close_checkpointer()
+        self._base = file.step
+
+    def remove(self, path: str) -> bool:
+        """Forget a path whose file is not written yet. Return True if the thread has not begun with it."""
+        found = False
+        for job in self._jobs:
+            if job.path == path and not job.is_removed:
+                job.is_removed = True
+                job.ended.wait()
+                found = True
+        return found
+
+    def is_pending(self, path: str) -> bool:
+        """Return True if a file will be written at this path."""
+        return any(job.path == path and not job.is_removed and not job.ended.is_set() for job in self._jobs)
+
+    def _add(self, job: _Job) -> None:
+        self._jobs.append(job)
+        if self._thread is None or not self._thread.is_alive():
+            self._queue = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=self._work, args=(self._queue,), name="holdfast-lightning", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(job)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _work(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        while (job := jobs.get()) is not None:
+            self._run(job)
+
+    def _run(self, job: _Job) -> None:
+        try:
+            if job.save is not None:
+                job.save.wait_durable()
+            if not job.is_removed:
+                content = HomeContent.open(self.place.home, job.step)
+                self.place.write(job.path, lambda path: write_ckpt(content, path, job.pickled))
+            job.error = None
+        except (HoldfastError, OSError) as error:
+            job.error = error
+        finally:
+            job.ended.set()
+
+    def _warn_of_failures(self) -> None:
+        """Warn about files that could not be written; `wait` tries them again."""
+        for job in self._jobs:
+            if job.ended.is_set() and job.error is not None and job.save is not None and job.save.durable:
+                warn(f"{job.path} is not written yet: {job.error} Its checkpoint is complete.", SaveWarning)
+
+    # -- the home --------------------------------------------------------------------------------------------
+
+    def _open(self) -> Checkpointer:
+        """Return the Checkpointer; a new one continues the run."""
+        if self._checkpointer is not None:
+            return self._checkpointer
+        checkpointer = Checkpointer(
+            self.place.home,
+            keep=None,
+            memory=self._memory,
+            preemption=Preemption("none", signals=False),
+            compile_cache=False,
+            group=SoleRank(),
+            quiet=True,
+        )
+        steps = checkpointer.all_steps()
+        base = self._base if self._base in steps else None
+        self._last = checkpointer.continue_from(base) or 0
+        self._checkpointer = checkpointer
+        self._sort_out()
+        return checkpointer
+
+    def _sort_out(self) -> None:
+        """Have missing files of earlier starts written, and note the checkpoints that are written."""
+        for content in reversed(self.contents()):
+            if content.step != self._last:
+                self._written.add(content.step)
+        for path, content in self._lacking().items():
+            self._written.discard(content.step)
+            self._add(_Job(path, content.step))
+
+    def _lacking(self) -> dict[str, HomeContent]:
+        """Return the newest checkpoint per path without a current file, the oldest first."""
+        found: dict[str, HomeContent] = {}
+        for content in self.contents():
+            found.setdefault(self.place.absolute(content.facts.path), content)
+        return {path: one for path, one in reversed(found.items()) if not self._is_written(path, one)}
+
+    def _is_written(self, path: str, content: HomeContent) -> bool:
+        """Return True if a file exists that is not older than a checkpoint."""
+        if not is_local(path):
+            return self.place.exists(path)
+        file = read_id(Path(path))
+        return file is not None and file.run == content.run and file.age >= (content.attempt, content.step)
+
+    def write_again(self, path: str) -> bool:
+        """Write the file of a path from the home; return False if no checkpoint there verifies.
+
+        Blocks: until the file is durable.
+        """
+        for content in self.contents():
+            if self.place.absolute(content.facts.path) == path:
+                with contextlib.suppress(Corrupt, NotFound):
+                    write_ckpt(content, Path(path))
+                    return True
+        return False
+
+    def newest(self, folder: Path) -> str | None:
+        """Return the file of the newest checkpoint of the home or a folder that verifies.
+
+        Those from which training cannot resume are left out. A missing or damaged file is written again.
+        """
+        found: dict[tuple[tuple[int, int], str], bool] = {}
+        for content in self.contents():
+            if content.facts.is_full:
+                path = self.place.absolute(content.facts.path)
+                found[(content.attempt, content.step), path] = True
+        for path in folder.glob("*.ckpt"):
+            file = None if path.is_symlink() else read_id(path)
+            if file is not None and file.is_full:
+                found.setdefault((file.age, str(path)), False)
+        for (age, path), is_in_home in sorted(found.items(), reverse=True):
+            if self._is_good(Path(path), age) or (is_in_home and self.write_again(path)):
+                return path
+            warn(f"The checkpoint of {path} is damaged, so an older one is used.", SaveWarning)
+        return None
+
+    def _is_good(self, path: Path, age: tuple[int, int]) -> bool:
+        """Return True if a file verifies and is of this age."""
+        try:
+            file = verify_ckpt(path)
+        except (Corrupt, OSError):
+            return False
+        return file is not None and file.age == age
+
+    def contents(self) -> list[HomeContent]:
+        """Return the checkpoints in the home, the newest first. Damaged ones are left out.
+
+        Blocks: while the keeper of a dead process completes its checkpoints.
+        """
+        wait_for_orphans(self.place.home, timeout_s=_ORPHANS_S, notify=_log.info)
+        found = []
+        for attempt, step in candidates(list_home(open_store(self.place.home))):
+            with contextlib.suppress(Corrupt, NotFound):
+                found.append(HomeContent.open(self.place.home, step, attempt))
+        return found
+
+    def _delete_written(self, checkpointer: Checkpointer) -> None:
+        """Delete the checkpoints whose files are written, but for the newest."""
+        waiting = {job.step for job in self._jobs if not job.ended.is_set() or job.error is not None}
+        self._written |= {job.step for job in self._jobs} - waiting
+        for step in sorted(self._written - waiting - {self._last}):
+            checkpointer.delete(step)
+        self._written &= {self._last}
+        self._jobs = [job for job in self._jobs if job.step in waiting or job.step == self._last]
+
+    # -- waits -----------------------------------------------------------------------------------------------
+
+    def wait(self, path: str | None = None) -> None:
+        """Wait until a file, or all files, are written.
+
+        Raises:
+            HoldfastError, OSError: a save failed, or a file could not be written.
+        """
+        for job in list(self._jobs):
+            if path is not None and job.path != path:
+                continue
+            job.ended.wait()
+            if job.error is not None and not job.is_removed:
+                self._run(job)  # once more: the cause may have passed
+            if job.error is not None and not job.is_removed:
+                raise job.error
+
+    def close(self) -> None:
+        """Wait until everything is written, and let the keeper end. A later save opens the home again.
+
+        Raises:
+            HoldfastError, OSError: a save failed, or a file could not be written.
+        """
+        if self._checkpointer is None:
+            return
+        try:
+            self.wait()
+            self._delete_written(self._checkpointer)
+        finally:
+            self._close_checkpointer()
+
+    def _close_checkpointer(self) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        self._base, self._shared = self._last or None, None
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self._jobs, self._written = [], set()
+        if checkpointer is not None:
+            checkpointer.close()

@@ -1,0 +1,294 @@
+"""ModelCheckpoint for Lightning that saves in the background and resumes exactly."""
+
+# The annotations are values and no strings, because LightningCLI reads them.
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from weakref import proxy
+
+from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
+from holdfast.adapters.lightning.places import absolute, home_beside, is_local
+from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO
+from holdfast.adapters.lightning.preempted import Preemptions
+from holdfast.adapters.lightning.resume_point import (
+    KEY,
+    capture_point,
+    complete_batch,
+    finish_batch,
+    restore_point,
+    watch_position,
+)
+from holdfast.callsite import warn
+from holdfast.checkpointer.options import Memory
+from holdfast.errors import PREEMPTED_STATUS, InvalidInput, Preempted, Unsupported
+
+_moments = itertools.count()
+
+
+class HoldfastCheckpoint(ModelCheckpoint):
+    """ModelCheckpoint that saves in the background, survives crashes, and resumes exactly.
+
+    In place of ModelCheckpoint: `Trainer(callbacks=[HoldfastCheckpoint(dirpath="runs/x", save_last=True)])`.
+    To resume, pass `ckpt_path="last"` to `fit`, also at the first start.
+
+    All options of ModelCheckpoint have their meaning. Those that are new:
+
+    Args:
+        home: folder or URL in which each save is durable first; by default `dirpath` with ".holdfast"
+            appended, beside it. One run, one home.
+        memory: limit of the staging memory.
+        preemption: sources of preemption notices: "aws", "gcp", "azure", "file:PATH", several with commas,
+            "none", or "auto" for the cloud of this machine. By default the value of HOLDFAST_PREEMPTION, else
+            "auto". SIGTERM and SIGUSR1 are always notices. Training then saves after the running step, and
+            exits with 75.
+
+    Raises:
+        InvalidInput: the trainer has another CheckpointIO.
+        Unsupported: the strategy writes its shards without a CheckpointIO.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        *,
+        home: str | os.PathLike[str] | None = None,
+        memory: int | str | Memory = "8GiB",
+        preemption: str | None = None,
+    ) -> None:
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+        )
+        self._home, self._memory, self._preemption = home, memory, preemption
+        self._notices: Preemptions | None = None  # while training
+        self._point: dict[str, Any] | None = None  # to be restored before training
+        self._has_batch = False  # the checkpoint was saved at the end of a batch
+        self._unsent: list[tuple[Any, str]] = []  # loggers to be notified once a file is written
+        self._io: HoldfastCheckpointIO | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Key of this callback's state in a checkpoint: that of ModelCheckpoint, so that both read it."""
+        return str(super().state_key).replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    # -- begin -----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Set the trainer's CheckpointIO, and record the position in the data."""
+        super().setup(trainer, pl_module, stage)
+        self._io = self._set_io(trainer)
+        if stage == "fit":
+            watch_position(trainer)
+
+    def _set_io(self, trainer: Any) -> HoldfastCheckpointIO:
+        strategy = trainer.strategy
+        _check_strategy(strategy)
+        found = strategy.checkpoint_io
+        if type(found) is TorchCheckpointIO:
+            home = home_beside(self.dirpath) if self._home is None else absolute(self._home)
+            found = HoldfastCheckpointIO(home, memory=self._memory)
+            strategy.checkpoint_io = found
+        if not isinstance(found, HoldfastCheckpointIO):
+            raise InvalidInput(
+                f"HoldfastCheckpoint saves by a CheckpointIO of its own, and the Trainer has "
+                f"{type(found).__name__}. Nothing was changed. Remove that one from Trainer(plugins=...) or "
+                "from the strategy, or use ModelCheckpoint."
+            )
+        if found.home is None:
+            found.home = home_beside(self.dirpath) if self._home is None else absolute(self._home)
+        found.is_training = lambda: _is_fitting(trainer)
+        return found
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the generators and data positions of a checkpoint until training begins."""
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        self._point = checkpoint.get(KEY)
+        self._has_batch = self._point is not None and trainer.state.fn == "fit" and complete_batch(checkpoint)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the generators and the position in the data."""
+        super().on_train_start(trainer, pl_module)
+        self._notices = Preemptions(self._preemption)
+        self._notices.watch(trainer)
+        point, self._point = self._point, None
+        if self._has_batch:
+            finish_batch(trainer)
+            self._has_batch = False
+        if point is not None and (difference := restore_point(trainer, point)) is not None:
+            warn(difference, UserWarning)
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the generators and data positions of all ranks to a checkpoint."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if KEY not in checkpoint and _is_fitting(trainer):
+            checkpoint[KEY] = capture_point(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Save if it is due, or if a preemption notice has arrived."""
+        with self._moment():
+            super().on_train_batch_end(trainer, *args, **kwargs)
+            self._notify_loggers()
+            if self._notices is not None and self._notices.has_arrived(trainer):
+                self._save_and_stop(trainer, self._notices)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if it is due."""
+        with self._moment():
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if it is due."""
+        with self._moment():
+            super().on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if it is due, and wait until all files are written."""
+        with self._moment():
+            super().on_train_end(trainer, pl_module)
+        self._wait(trainer)
+        if self._notices is not None:
+            self._notices.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save if that is asked for, or if the exception is a preemption."""
+        if isinstance(exception, SystemExit) and isinstance(exception, SIGTERMException):
+            self._save_notice(trainer)
+            exception.code = PREEMPTED_STATUS
+        with self._moment():
+            super().on_exception(trainer, pl_module, exception)
+
+    @contextlib.contextmanager
+    def _moment(self) -> Iterator[None]:
+        """Mark a time without training. Tensors that stay equal in it are saved once."""
+        io = self._io
+        if io is None:
+            yield
+            return
+        io.moment = next(_moments)
+        try:
+            yield
+        finally:
+            io.moment = None
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        """Save a checkpoint. The loggers are notified when its file is written."""
+        trainer.save_checkpoint(filepath, self.save_weights_only)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        if trainer.is_global_zero:
+            self._unsent += [(logger, filepath) for logger in trainer.loggers]
+            self._notify_loggers()
+
+    def _notify_loggers(self) -> None:
+        """Notify the loggers of files that are written: some of them send the file."""
+        waiting = []
+        for logger, path in self._unsent:
+            if self._io is not None and self._io.is_pending(path):
+                waiting.append((logger, path))
+            else:
+                logger.after_save_checkpoint(proxy(self))
+        self._unsent = waiting
+
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:
+        """Return True if a file exists or will be written. All ranks return the same."""
+        is_pending = trainer.is_global_zero and self._io is not None and self._io.is_pending(filepath)
+        if trainer.strategy.reduce_boolean_decision(is_pending, all=False):
+            return True
+        return bool(super().file_exists(filepath, trainer))
+
+    # -- preemption and the end ------------------------------------------------------------------------------
+
+    def _save_and_stop(self, trainer: Any, notices: Preemptions) -> None:
+        self._save_notice(trainer)
+        notices.finish()
+        raise Preempted(trainer.global_step, str(notices.reason))
+
+    def _save_notice(self, trainer: Any) -> None:
+        """Save this step unless it is saved, and wait until its file is written."""
+        if self._last_global_step_saved != trainer.global_step and trainer.global_step > 0:
+            metrics = self._monitor_candidates(trainer)
+            with self._moment():
+                if not self.save_last:
+                    self._save_checkpoint(trainer, self.format_checkpoint_name(metrics))
+                self._save_last_checkpoint(trainer, metrics)
+        self._wait(trainer)
+
+    def _wait(self, trainer: Any) -> None:
+        if trainer.is_global_zero and self._io is not None:
+            self._io.wait()
+            self._notify_loggers()
+        trainer.strategy.barrier()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop watching for preemption notices."""
+        super().teardown(trainer, pl_module, stage)
+        notices, self._notices = self._notices, None
+        if notices is not None:
+            notices.release()
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Return the newest checkpoint that verifies; else the files that ModelCheckpoint finds."""
+        folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))
+        home = home_beside(folder) if self._home is None else absolute(self._home)
+        if is_local(folder) and Path(home).is_dir():
+            newest = HoldfastCheckpointIO(home).newest(absolute(folder))
+            if newest is not None:
+                return {newest}
+        return set(super()._find_last_checkpoints(trainer))
+
+
+def _is_fitting(trainer: Any) -> bool:
+    """Return True from the start of `fit` to its end, also in its validation."""
+    return trainer.state.fn == "fit" and trainer.state.status == "running"
+
+
+def _check_strategy(strategy: Any) -> None:
+    """Check that a strategy saves by its CheckpointIO.
+
+    Raises:
+        Unsupported: it writes shards by itself.
+    """
+    if getattr(strategy, "_state_dict_type", "full") == "sharded":
+        raise Unsupported(
+            f'{type(strategy).__name__}(state_dict_type="sharded") writes its shards without a CheckpointIO, '
+            'so Holdfast cannot save them. Use state_dict_type="full", or ModelCheckpoint.'
+        )
+    if getattr(strategy, "_save_distributed_checkpoint", False):
+        raise Unsupported(
+            f"{type(strategy).__name__} writes its shards without a CheckpointIO, so Holdfast cannot save "
+            f"them. Use {type(strategy).__name__}(save_distributed_checkpoint=False), or ModelCheckpoint."
+        )

@@ -1,0 +1,157 @@
+"""Position in the training data: recorded while batches are read, and reached again exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from holdfast.adapters.lightning.generators import capture_generators, set_generators
+from holdfast.adapters.lightning.packages import CombinedLoader
+from holdfast.log import get_logger
+
+_log = get_logger("lightning")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Position of one rank in a pass over its training data.
+
+    Attributes:
+        num_batches: batches that training has used.
+        at_start: generators when the pass began; None if it begins with the next batch.
+        before_fetched: generators before the fetch of a batch that training has not used yet.
+        loaders: states of the loaders, if each has one; before that fetch.
+    """
+
+    num_batches: int
+    at_start: dict[str, Any] | None = None
+    before_fetched: dict[str, Any] | None = None
+    loaders: tuple[dict[str, Any], ...] = ()
+
+
+class PositionedLoader(CombinedLoader):
+    """CombinedLoader that records its position, and can begin at a recorded one.
+
+    Loaders that have `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader, restore their
+    position themselves. The batches of others are read again, with the generators of that time, and
+    discarded.
+    """
+
+    def __init__(self, loaders: Any, mode: Any) -> None:
+        super().__init__(loaders, mode)
+        self._at_start: dict[str, Any] | None = None
+        self._before: tuple[dict[str, Any], tuple[dict[str, Any], ...]] | None = None  # the last fetch
+        self._num_fetched = 0
+        self._begin_at: DataPosition | None = None
+        self._fetched: list[Any] = []
+
+    @classmethod
+    def around(cls, loader: Any) -> PositionedLoader:
+        """Return a loader, combined as Lightning combines it."""
+        if isinstance(loader, PositionedLoader):
+            return loader
+        if isinstance(loader, CombinedLoader):
+            return cls(loader.iterables, loader._mode)
+        return cls(loader, "max_size_cycle")
+
+    # -- record ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states of the generators of the process and of the loaders."""
+        return {**capture_generators(), "loaders": [one.get_state() for one in self._generators()]}
+
+    def restore(self, states: dict[str, Any]) -> None:
+        """Set the generators of the process and of the loaders."""
+        set_generators(states)
+        for generator, state in zip(self._generators(), states["loaders"], strict=False):
+            generator.set_state(state.cpu())
+
+    def position(self, num_batches: int) -> DataPosition:
+        """Return the position after a number of batches of this pass."""
+        if self._before is not None and self._num_fetched > num_batches:
+            return DataPosition(num_batches, self._at_start, *self._before)
+        return DataPosition(num_batches, self._at_start, None, self._loader_states())
+
+    def _loader_states(self) -> tuple[dict[str, Any], ...]:
+        """Return the states of the loaders; none unless each has one."""
+        states = self._state_dicts()
+        return tuple(states) if len(states) == len(self.flattened) else ()
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators that the loaders own, each once."""
+        found: dict[int, torch.Generator] = {}
+        for loader in self.flattened:
+            samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+            inner = [getattr(one, "sampler", None) for one in samplers]
+            for owner in (loader, *samplers, *inner):
+                generator = getattr(owner, "generator", None)
+                if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
+                    found[id(generator)] = generator
+        return list(found.values())
+
+    # -- reach -----------------------------------------------------------------------------------------------
+
+    def begin_at(self, position: DataPosition) -> None:
+        """Have the next batch be the one that follows a position. The generators stay as they are then."""
+        self._begin_at = position
+
+    def __iter__(self) -> Self:
+        if self._begin_at is not None and self._iterator is not None:
+            return self  # the pass begins with the next batch, after all hooks that draw random numbers
+        self._at_start, self._before = self.capture(), None
+        self._num_fetched, self._fetched = 0, []
+        super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        if self._begin_at is not None:
+            self._begin(self._begin_at)
+        return self._fetched.pop() if self._fetched else self._fetch()
+
+    def _fetch(self) -> Any:
+        if not self._has_length:
+            self._before = self.capture(), self._loader_states()
+        batch = super().__next__()
+        self._num_fetched += 1
+        return batch
+
+    @property
+    def _has_length(self) -> bool:
+        """True if the number of batches is fixed. Lightning does not fetch ahead then."""
+        try:
+            return len(self) != float("inf")
+        except (TypeError, NotImplementedError):
+            return False
+
+    def _begin(self, position: DataPosition) -> None:
+        """Begin a pass, and reach the position."""
+        self._begin_at = None
+        if position.at_start is None:
+            iter(self)
+            return
+        now = self.capture()
+        self.restore(position.at_start)
+        if position.loaders:
+            self._load_state_dicts(list(position.loaders))
+        iter(self)
+        self._at_start = position.at_start
+        self._num_fetched = position.num_batches
+        if not position.loaders:
+            self._read_again(position.num_batches)
+        if position.before_fetched is not None:
+            self.restore(position.before_fetched)
+            self._fetched = [self._fetch()]
+        self.restore(now)
+
+    def _read_again(self, num_batches: int) -> None:
+        if num_batches:
+            _log.info(
+                "reading %d batches again to reach the position in the data; torchdata's StatefulDataLoader "
+                "is there at once",
+                num_batches,
+            )
+        for _ in range(num_batches):
+            super().__next__()

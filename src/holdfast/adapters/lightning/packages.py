@@ -1,0 +1,44 @@
+"""Lightning's classes, from the package that the script uses: `lightning` or `pytorch_lightning`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from holdfast.errors import Unsupported
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class _Missing:
+    """Placeholder for a class of Lightning if it is not installed."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise Unsupported(
+            "Neither lightning nor pytorch_lightning is installed. Install one: "
+            "pip install 'torch-holdfast[lightning]'."
+        )
+
+
+def _choose() -> str | None:
+    """Return the package that is imported already, or else installed: their classes are different."""
+    present = [name for name in _NAMES if importlib.util.find_spec(name.partition(".")[0]) is not None]
+    return next((name for name in present if name in sys.modules), next(iter(present), None))
+
+
+_package = _choose()
+
+
+def _find(part: str, name: str) -> Any:
+    """Return a class of the chosen package."""
+    if _package is None:
+        return _Missing
+    return getattr(importlib.import_module(f"{_package}.{part}"), name)
+
+
+ModelCheckpoint: Any = _find("callbacks", "ModelCheckpoint")
+TorchCheckpointIO: Any = _find("plugins.io", "TorchCheckpointIO")
+CombinedLoader: Any = _find("utilities", "CombinedLoader")
+SIGTERMException: Any = _find("utilities.exceptions", "SIGTERMException")

@@ -1,0 +1,107 @@
+"""Places of a run: its home, and the files beside it, in a local folder or on a remote file system."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
+
+from holdfast.callsite import warn
+from holdfast.format.hashes import digest
+from holdfast.store.address import SCHEMES
+
+_SUFFIX = ".holdfast"
+
+
+def is_local(path: str) -> bool:
+    """Return True for a path, or a URL of this machine's file system."""
+    return get_protocol(path) in ("file", "local")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return an absolute path without a protocol, or a URL as it is."""
+    text = os.fspath(path)
+    if not is_local(text):
+        return text
+    return str(Path(text.removeprefix("file://").removeprefix("local://")).absolute())
+
+
+def home_beside(folder: str | os.PathLike[str]) -> str:
+    """Return the default home of the checkpoints in a folder: its name with ".holdfast", beside it.
+
+    For a file system that cannot hold a home, it is a folder of this user on this machine.
+    """
+    place = absolute(folder).rstrip("/")
+    if is_local(place) or get_protocol(place) in SCHEMES:
+        return f"{place}{_SUFFIX}"
+    parent = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser().absolute()
+    home = parent / "holdfast" / "lightning" / f"{digest(place.encode())}{_SUFFIX}"
+    warn(
+        f"{place} is on a file system that cannot hold a home, which every save needs first. It is {home} on "
+        'this machine: another one cannot continue an interrupted save. Choose one with home="...".',
+        UserWarning,
+    )
+    return str(home)
+
+
+@dataclass(frozen=True, slots=True)
+class HomePlace:
+    """Home of a run, and its files.
+
+    Attributes:
+        home: absolute path or URL of the home.
+        storage_options: options of the file system of remote files, as for fsspec.
+    """
+
+    home: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Folder that contains the home."""
+        return str(PurePosixPath(self.home).parent) if is_local(self.home) else self.home.rpartition("/")[0]
+
+    def relative(self, path: str) -> str:
+        """Return a path relative to the home's folder, if it is in there."""
+        start = self.folder.rstrip("/") + "/"
+        return path.removeprefix(start) if path.startswith(start) else path
+
+    def absolute(self, path: str) -> str:
+        """Return the path that `relative` was called with."""
+        is_whole = path.startswith("/") or "://" in path
+        return path if is_whole else f"{self.folder.rstrip('/')}/{path}"
+
+    def exists(self, path: str) -> bool:
+        """Return True if a file exists."""
+        if is_local(path):
+            return Path(path).is_file()
+        fs, name = self._file_system(path)
+        return bool(fs.isfile(name))
+
+    def write(self, path: str, write: Callable[[Path], None]) -> None:
+        """Write a file, which appears when it is complete.
+
+        Args:
+            path: absolute path or URL.
+            write: writes a local file.
+        """
+        if is_local(path):
+            write(Path(path))
+            return
+        fs, name = self._file_system(path)
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+            local = Path(folder) / "file.ckpt"
+            write(local)
+            fs.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 - a URL is not a path
+            fs.put_file(str(local), name)
+
+    def _file_system(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+        fs, name = url_to_fs(path, **self.storage_options)
+        return fs, str(name)

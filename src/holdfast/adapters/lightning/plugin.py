@@ -1,0 +1,257 @@
+"""CheckpointIO for Lightning and Fabric: saves in the background, and loads verified files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from holdfast.adapters.lightning.background import BackgroundSaver
+from holdfast.adapters.lightning.ckpt_file import FileId, verify_ckpt
+from holdfast.adapters.lightning.home_content import Facts
+from holdfast.adapters.lightning.packages import TorchCheckpointIO
+from holdfast.adapters.lightning.pickled import pickle_content
+from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside, is_local
+from holdfast.callsite import warn
+from holdfast.checkpointer.options import Memory
+from holdfast.errors import Corrupt, SaveWarning
+
+_FULL = ("optimizer_states", "loops")
+"""Entries without which Lightning cannot resume training."""
+
+
+class HoldfastCheckpointIO(TorchCheckpointIO):
+    """CheckpointIO that saves in the background: `Fabric(plugins=[HoldfastCheckpointIO("runs/x.holdfast")])`.
+
+    Each save is copied to memory at once, made durable in `home`, and then written as the file that Lightning
+    asks for: an ordinary one of torch.save, with the hashes of its records. With a Trainer, use
+    `HoldfastCheckpoint`, which sets this plugin, and also resumes exactly.
+
+    Args:
+        home: folder or URL for the newest checkpoint; by default the folder of the first file with
+            ".holdfast" appended, beside that folder.
+        memory: limit of the staging memory.
+        wait: return from each save when its file is written.
+    """
+
+    def __init__(
+        self,
+        home: str | os.PathLike[str] | None = None,
+        *,
+        memory: int | str | Memory = "8GiB",
+        wait: bool = False,
+    ) -> None:
+        super().__init__()
+        self.home = None if home is None else absolute(home)
+        self.moment: object = None
+        """Value that is equal for saves between which nothing trains; set by HoldfastCheckpoint."""
+        self.is_training: Callable[[], bool] | None = None
+        """Function that returns True while a Trainer trains: then saves may complete in the background."""
+        self._memory, self._wait = memory, wait
+        self._saver: BackgroundSaver | None = None
+        self._at_exit: weakref.finalize[Any, Any] | None = None
+
+    # -- CheckpointIO ----------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint for a path.
+
+        Args:
+            checkpoint: content, as Lightning makes it. Its tensors are copied before this returns.
+            path: path or fsspec URL of the file.
+            storage_options: mapping of options for the file system of a URL, as for fsspec.
+
+        Raises:
+            TypeError: `storage_options` is not a mapping, or the path is local.
+            HoldfastError: this save failed, or an earlier one.
+
+        Blocks: for the copy; outside of training until the file is written.
+        """
+        target = absolute(path)
+        saver = self._saver_for(target, _parse_options(storage_options, target))
+        facts = Facts(
+            saver.place.relative(target),
+            _integer(checkpoint.get("global_step")),
+            _integer(checkpoint.get("epoch")),
+            all(key in checkpoint for key in _FULL),
+        )
+        saver.save(pickle_content(checkpoint), target, facts, moment=self.moment)
+        if self._wait:
+            saver.wait(target)
+        elif self.is_training is not None and not self.is_training():
+            saver.close()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load the checkpoint of a path. Files that Holdfast has written are verified first.
+
+        A file that is missing or damaged is written again from the home, if it is there.
+
+        Args:
+            path: path or fsspec URL of any file that Lightning loads.
+            map_location: as for torch.load.
+            weights_only: as for torch.load.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint.
+            Corrupt: the file is damaged, and the home does not hold its checkpoint.
+
+        Blocks: until it is loaded.
+        """
+        target = absolute(path)
+        if self._saver is not None:
+            self._saver.wait(target)
+        if not is_local(target):
+            return self._load_remote(target, map_location, weights_only)
+        file = self.verify(target)
+        loaded = super().load_checkpoint(path, map_location, weights_only)
+        if file is not None:
+            self._continue_from(file, target)
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the file of a path. The home loses its checkpoint after the next save."""
+        target = absolute(path)
+        if self._saver is not None:
+            self._saver.remove(target)
+        if is_local(target) and Path(target).is_symlink():
+            Path(target).unlink()  # perhaps of a file that is not written yet
+        else:
+            super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait until all files are written, at the end of a trainer's work.
+
+        Raises:
+            HoldfastError: a save failed, or a file could not be written.
+        """
+        super().teardown()
+        if self._saver is not None:
+            self._saver.close()
+
+    # -- for HoldfastCheckpoint ------------------------------------------------------------------------------
+
+    def is_pending(self, path: str | os.PathLike[str]) -> bool:
+        """Return True if a file will be written at this path."""
+        return self._saver is not None and self._saver.is_pending(absolute(path))
+
+    def wait(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Wait until a file, or all files, are written.
+
+        Raises:
+            HoldfastError, OSError: a save failed, or a file could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait(None if path is None else absolute(path))
+
+    def verify(self, path: str) -> FileId | None:
+        """Verify a local file. A missing or damaged one is written again from the home.
+
+        Returns:
+            The checkpoint that it was written from; None if there is no file, or another program wrote it.
+
+        Raises:
+            Corrupt: it is damaged, and the home does not hold its checkpoint.
+        """
+        damage: Corrupt | None = None
+        if Path(path).is_file():
+            try:
+                return verify_ckpt(Path(path))
+            except Corrupt as error:
+                damage = error
+        saver = self._saver_for(path, {}) if self.home or _has_home(path) else None
+        if saver is not None and saver.write_again(path):
+            if damage is not None:
+                warn(f"{damage} It was written again from {saver.place.home}.", SaveWarning)
+            return verify_ckpt(Path(path))
+        if damage is not None:
+            raise Corrupt(
+                f"{damage} It was not loaded, and its checkpoint is no longer in the home. Resume from "
+                'another file, or with ckpt_path="last", which takes the newest one that verifies.',
+                key=path,
+            )
+        return None
+
+    def newest(self, folder: str) -> str | None:
+        """Return the file of the newest checkpoint that verifies and is not weights only.
+
+        Checkpoints of the home and files in the folder are considered. A missing or damaged file is written
+        again.
+
+        Args:
+            folder: local folder of the run's files.
+        """
+        saver = self._saver_for(f"{folder}/any.ckpt", {})
+        return saver.newest(Path(folder))
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    def _saver_for(self, path: str, storage_options: Mapping[str, Any]) -> BackgroundSaver:
+        home = self.home or home_beside(path.rpartition("/")[0])
+        if self._saver is None:
+            self.home = home
+            self._saver = BackgroundSaver(HomePlace(home, storage_options), self._memory)
+            self._at_exit = weakref.finalize(self, _close, self._saver)
+        return self._saver
+
+    def _continue_from(self, file: FileId, path: str) -> None:
+        """Have the next saves continue from a loaded checkpoint."""
+        if self._saver is not None or self.home or _has_home(path):
+            self._saver_for(path, {}).continue_from(file)
+
+    def _load_remote(self, url: str, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+        options = {} if self._saver is None else self._saver.place.storage_options
+        fs, name = url_to_fs(url, **options)
+        if not fs.exists(name):
+            raise FileNotFoundError(f"Checkpoint file not found: {url}")
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+            local = Path(folder) / "file.ckpt"
+            fs.get_file(name, str(local))
+            verify_ckpt(local)
+            return super().load_checkpoint(local, map_location, weights_only)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options: a copy in another process opens the home by itself."""
+        return {**vars(self), "_saver": None, "_at_exit": None, "is_training": None, "moment": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HoldfastCheckpointIO:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__getstate__())
+        return copied
+
+
+def _close(saver: BackgroundSaver) -> None:
+    saver.close()
+
+
+def _has_home(path: str) -> bool:
+    """Return True if the default home of a file exists."""
+    return Path(home_beside(path.rpartition("/")[0])).is_dir()
+
+
+def _integer(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _parse_options(given: Any, path: str) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or is_local(path):
+        raise TypeError(
+            "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported "
+            "for `HoldfastCheckpointIO`, unless it is a mapping of fsspec's options for the file system of a "
+            "URL. Leave it out, or make it one."
+        )
+    return given

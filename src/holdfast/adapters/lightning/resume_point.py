@@ -1,0 +1,119 @@
+"""Resume point: the generators and data positions of all ranks, as an entry of Lightning's checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.adapters.lightning.data_position import DataPosition, PositionedLoader
+from holdfast.adapters.lightning.generators import capture_generators, set_generators
+
+KEY = "holdfast"
+"""Key of the entry in the checkpoint."""
+
+
+def capture_point(trainer: Any) -> dict[str, Any]:
+    """Return the resume point of all ranks, to be saved by rank 0.
+
+    Ranks: collective.
+    """
+    loader = trainer.fit_loop._combined_loader
+    own: dict[str, Any] = {"generators": capture_generators(), "position": None}
+    if isinstance(loader, PositionedLoader):
+        own = {"generators": loader.capture(), "position": _position(trainer, loader)}
+    return {"ranks": _gather(own)}
+
+
+def _position(trainer: Any, loader: PositionedLoader) -> dict[str, Any]:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_in_epoch = not (progress.is_last_batch or trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+    found = loader.position(progress.current.ready) if is_in_epoch else DataPosition(0)
+    return {**asdict(found), "loaders": list(found.loaders)}
+
+
+def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [own]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+def complete_batch(checkpoint: dict[str, Any]) -> bool:
+    """Mark a checkpoint's batch as complete if it was saved at its end.
+
+    Lightning resumes such a checkpoint with the next batch. If validation or the end of the epoch is next,
+    it skips them, so that random numbers and schedules differ from an uninterrupted run.
+
+    Returns:
+        True if the batch was marked: `finish_batch` has to be called when training begins.
+    """
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if progress is None:
+        return False
+    total, current = progress["total"], progress["current"]
+    if not total["completed"] + 1 == total["processed"] == total["started"] == total["ready"]:
+        return False
+    total["completed"] += 1
+    current["completed"] += 1
+    return True
+
+
+def finish_batch(trainer: Any) -> None:
+    """Have the first iteration finish the batch of the checkpoint: validation and so on, as they are due."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.advance = _FinishedBatch(loop)
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedBatch:
+    """Iteration of Lightning's loop whose batch has been trained before; what follows it is due."""
+
+    loop: Any
+
+    def __call__(self, data_fetcher: Any) -> None:
+        """Do nothing, and let the next iteration read a batch."""
+        del self.loop.advance
+        self.loop.val_loop.restarting = False
+
+
+def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
+    """Restore this rank's generators and data position, just before training.
+
+    Returns:
+        The reason why training continues with other random numbers, or None.
+    """
+    if len(point["ranks"]) != trainer.world_size:
+        return (
+            f"The checkpoint was saved by {len(point['ranks'])} ranks, and is loaded on "
+            f"{trainer.world_size}. Its random number generators and data positions were not restored, so "
+            "training differs from an uninterrupted run."
+        )
+    own = point["ranks"][trainer.global_rank]
+    loader = trainer.fit_loop._combined_loader
+    if not isinstance(loader, PositionedLoader) or own["position"] is None:
+        set_generators(own["generators"])
+        return None
+    loader.begin_at(DataPosition(**{**own["position"], "loaders": tuple(own["position"]["loaders"])}))
+    loader.restore(own["generators"])
+    iter(trainer.fit_loop._data_fetcher)  # fetches ahead again, from the position, where it does at all
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _PositionedSource:
+    """Source of the training data that returns it in a `PositionedLoader`; part of a pickled trainer."""
+
+    source: Any
+
+    def __call__(self) -> PositionedLoader:
+        """Return the training data, as `dataloader` of Lightning's source does."""
+        return PositionedLoader.around(type(self.source).dataloader(self.source))
+
+
+def watch_position(trainer: Any) -> None:
+    """Have Lightning read the training data through a `PositionedLoader`."""
+    source = trainer.fit_loop._data_source
+    source.dataloader = _PositionedSource(source)

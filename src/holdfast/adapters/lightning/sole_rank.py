@@ -1,0 +1,49 @@
+"""Group of one rank, for the only rank of a process group that saves."""
+
+from __future__ import annotations
+
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from holdfast.errors import Unsupported
+from holdfast.ranks import RankGroup
+
+_T = TypeVar("_T")
+
+
+@final
+class SoleRank(RankGroup):
+    """One rank that saves by itself: Lightning gives a whole checkpoint to rank 0."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+    @override
+    def gather(self, value: _T) -> list[_T]:
+        return [value]
+
+    @override
+    def share(self, value: _T) -> _T:
+        return value
+
+    @override
+    def exchange_flags(
+        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        """Return the values unchanged."""
+        return flags, numbers
+
+    @override
+    def barrier_and_close(self) -> None:
+        """Do nothing."""
+
+    @override
+    def send(self, data: torch.Tensor, to: int) -> dist.Work:
+        raise Unsupported("A rank that saves alone cannot exchange tensors.")
+
+    @override
+    def receive(self, data: torch.Tensor, source: int) -> dist.Work:
+        raise Unsupported("A rank that saves alone cannot exchange tensors.")

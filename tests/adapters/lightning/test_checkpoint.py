@@ -1,0 +1,200 @@
+"""HoldfastCheckpoint in real trainings: its files, its paths, and the refusals."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+
+pytest.importorskip("lightning", reason="lightning is not installed: pip install 'torch-holdfast[lightning]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of Lightning's own there are many
+]
+
+from holdfast.adapters.lightning import HoldfastCheckpoint, HoldfastCheckpointIO  # noqa: E402
+
+
+def trainer(folder: Path, epochs: int, *callbacks: Any, **options: Any) -> Any:
+    from lightning.pytorch import Trainer  # pyright: ignore[reportMissingImports]
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        default_root_dir=folder,
+        max_epochs=epochs,
+        devices=1,
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        limit_train_batches=3,
+        limit_val_batches=1,
+        **{**quiet, **options},
+    )
+
+
+def model(**hparams: Any) -> Any:
+    boring = importlib.import_module("lightning.pytorch.demos.boring_classes")
+
+    class Model(boring.BoringModel):
+        def __init__(self, **hparams: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(hparams)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = super().training_step(batch, batch_idx)
+            self.log("loss", out["loss"])
+            return out
+
+    torch.manual_seed(0)
+    return Model(**hparams)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_reported_paths_are_files_of_torch(tmp_path: Path) -> None:
+    callback = HoldfastCheckpoint(dirpath=tmp_path / "ckpt", monitor="loss", save_top_k=2, save_last=True)
+    one = model(width=3)
+    trainer(tmp_path, 4, callback).fit(one)
+    assert files(tmp_path / "ckpt") == {Path(path).name for path in callback.best_k_models} | {"last.ckpt"}
+    best = torch.load(callback.best_model_path)
+    assert best["hyper_parameters"] == {"width": 3}
+    again = type(one).load_from_checkpoint(callback.last_model_path)
+    assert torch.equal(again.layer.weight, one.layer.weight)
+
+
+def test_the_home_is_beside_the_files_and_is_a_home(tmp_path: Path) -> None:
+    trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
+    assert holdfast.open(tmp_path / "ckpt.holdfast").verify().is_good
+
+
+def test_no_thread_of_ours_is_left_after_training(tmp_path: Path) -> None:
+    trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("holdfast")]
+
+
+def test_a_checkpoint_of_model_checkpoint_can_be_resumed_and_the_other_way_round(tmp_path: Path) -> None:
+    stock = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
+    kinds = [stock, HoldfastCheckpoint, stock]
+    path: Any = None
+    for epochs, kind in enumerate(kinds, 1):
+        callback = kind(dirpath=tmp_path / "ckpt", filename="one", enable_version_counter=False)
+        run = trainer(tmp_path, epochs, callback)
+        run.fit(model(), ckpt_path=path)
+        assert run.global_step == 3 * epochs
+        path = callback.best_model_path
+    assert torch.load(path)["callbacks"].keys() == {stock(dirpath=tmp_path / "ckpt").state_key}
+
+
+def test_last_is_the_newest_checkpoint_also_without_save_last(tmp_path: Path) -> None:
+    trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
+    run = trainer(tmp_path, 3, HoldfastCheckpoint(dirpath=tmp_path / "ckpt"))
+    run.fit(model(), ckpt_path="last")
+    assert run.ckpt_path == str(tmp_path / "ckpt" / "epoch=1-step=6.ckpt")
+    assert run.global_step == 9
+
+
+def test_a_damaged_file_is_written_again_from_the_home(tmp_path: Path) -> None:
+    callback = HoldfastCheckpoint(dirpath=tmp_path / "ckpt")
+    trainer(tmp_path, 2, callback).fit(model())
+    path = Path(callback.best_model_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    trainer(tmp_path, 3, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model(), ckpt_path=str(path))
+    assert torch.load(path)["global_step"] == 6
+
+
+def test_last_skips_a_checkpoint_that_is_damaged_everywhere(tmp_path: Path) -> None:
+    trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt", save_top_k=-1)).fit(model())
+    home = tmp_path / "ckpt.holdfast"
+    for data in [*home.rglob("*.safetensors"), tmp_path / "ckpt" / "epoch=1-step=6.ckpt"]:
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 255
+        data.write_bytes(content)
+    run = trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt", save_top_k=-1))
+    run.fit(model(), ckpt_path="last")
+    assert run.ckpt_path == str(tmp_path / "ckpt" / "epoch=0-step=3.ckpt")
+
+
+def test_a_path_that_is_damaged_everywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    io = HoldfastCheckpointIO(tmp_path / "home")
+    io.save_checkpoint({"state_dict": {"w": torch.ones(1000)}}, path)
+    io.teardown()
+    for data in [*(tmp_path / "home").rglob("*.safetensors"), path]:
+        data.write_bytes(data.read_bytes()[:-900])
+    with pytest.raises(holdfast.Corrupt, match=r"no longer in the home"):
+        io.load_checkpoint(path)
+
+
+def test_an_interrupted_file_is_completed_at_the_next_save(tmp_path: Path) -> None:
+    io = HoldfastCheckpointIO(tmp_path / "home")
+    io.save_checkpoint({"w": torch.ones(10)}, tmp_path / "a.ckpt")
+    io.teardown()
+    (tmp_path / "a.ckpt").unlink()  # as if the process had died before it was written
+    io.save_checkpoint({"w": torch.zeros(10)}, tmp_path / "b.ckpt")
+    io.teardown()
+    assert torch.load(tmp_path / "a.ckpt")["w"].eq(1).all()
+
+
+def test_trainer_save_checkpoint_outside_of_training_writes_the_file(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt"))
+    run.fit(model())
+    run.save_checkpoint(tmp_path / "own.ckpt", weights_only=True)
+    assert "optimizer_states" not in torch.load(tmp_path / "own.ckpt")
+
+
+def test_weights_only_files_are_not_resumed_from(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt", save_weights_only=True))
+    run.fit(model())
+    assert HoldfastCheckpointIO(tmp_path / "ckpt.holdfast").newest(str(tmp_path / "ckpt")) is None
+
+
+def test_a_trainer_with_another_checkpoint_io_is_refused(tmp_path: Path) -> None:
+    plugins = importlib.import_module("lightning.pytorch.plugins.io")
+    run = trainer(
+        tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt"), plugins=[plugins.AsyncCheckpointIO()]
+    )
+    with pytest.raises(holdfast.InvalidInput, match=r"Remove that one from Trainer\(plugins"):
+        run.fit(model())
+
+
+def test_the_plugin_alone_saves_for_model_checkpoint(tmp_path: Path) -> None:
+    stock = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
+    callback = stock(dirpath=tmp_path / "ckpt", save_last=True)
+    run = trainer(tmp_path, 2, callback, plugins=[HoldfastCheckpointIO()])
+    run.fit(model())
+    assert files(tmp_path / "ckpt") == {"epoch=1-step=6.ckpt", "last.ckpt"}
+    run.test(model(), ckpt_path="best")
+
+
+def test_fabric_saves_and_loads(tmp_path: Path) -> None:
+    fabric_type = importlib.import_module("lightning.fabric").Fabric
+    fabric = fabric_type(accelerator="cpu", devices=1, plugins=[HoldfastCheckpointIO(tmp_path / "home")])
+    module = torch.nn.Linear(3, 2)
+    state = {"model": fabric.setup(module), "step": 7}
+    fabric.save(tmp_path / "a.ckpt", state)
+    weight = module.weight.detach().clone()
+    torch.nn.init.zeros_(module.weight)
+    state["step"] = 0
+    fabric.load(tmp_path / "a.ckpt", state)
+    fabric.strategy.checkpoint_io.teardown()
+    assert state["step"] == 7
+    assert torch.equal(module.weight, weight)
+
+
+def test_remote_files_have_their_home_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    callback = HoldfastCheckpoint(dirpath="memory://run/ckpt", save_last=True)
+    run = trainer(tmp_path, 1, callback)
+    run.fit(model())
+    assert fsspec.filesystem("memory").exists("/run/ckpt/last.ckpt")
+    run.test(model(), ckpt_path=callback.last_model_path)

@@ -1,0 +1,131 @@
+"""Trainings that are killed anywhere and resumed equal an uninterrupted one bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import nursery
+from holdfast.errors import PREEMPTED_STATUS
+
+pytest.importorskip("lightning", reason="lightning is not installed: pip install 'torch-holdfast[lightning]'")
+pytestmark = pytest.mark.slow
+
+SCRIPT = str(Path(__file__).with_name("training.py"))
+END_S = 300.0
+
+
+@dataclass
+class Ran:
+    """What one start of a training left."""
+
+    statuses: list[int]
+    output: str
+
+    @property
+    def digests(self) -> list[str]:
+        return sorted(re.findall(r"DIGEST (\w+)", self.output))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(folder: Path, *options: str, ranks: int = 1) -> Ran:
+    """Run the training; if a rank is killed, the others are too, as a launcher does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, children = free_port(), []
+    for rank in range(ranks):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        if ranks > 1:
+            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+        output = folder / f"output{rank}"
+        output.unlink(missing_ok=True)
+        children.append(nursery.shared().start([SCRIPT, str(folder), *options], output, env=env))
+    statuses = []
+    for child in children:
+        statuses.append(child.wait(END_S))
+        if statuses[-1] == -signal.SIGKILL:
+            for other in children:
+                other.kill()
+    return Ran(statuses, "".join(child.said() for child in children))
+
+
+def batches(folder: Path, rank: int) -> dict[str, str]:
+    """Return the loss of each batch; the last one counts of a batch that was trained again."""
+    lines = (folder / f"log{rank}").read_text().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines)
+
+
+@cache
+def reference(folder: Path, options: tuple[str, ...], ranks: int) -> tuple[list[str], list[dict[str, str]]]:
+    ran = start(folder, *options, ranks=ranks)
+    assert ran.statuses == [0] * ranks, ran.output
+    return ran.digests, [batches(folder, rank) for rank in range(ranks)]
+
+
+def check(tmp_path: Path, options: list[str], kills: list[tuple[int, str]], ranks: int = 1) -> None:
+    """Kill a training at each of the places, one start after the other, and compare."""
+    digests, losses = reference(tmp_path / "reference", tuple(options), ranks)
+    for count, where in kills:
+        ran = start(tmp_path / "run", *options, f"--kill-at={count}", f"--where={where}", ranks=ranks)
+        assert -signal.SIGKILL in ran.statuses, ran.output
+    ran = start(tmp_path / "run", *options, ranks=ranks)
+    assert ran.statuses == [0] * ranks, ran.output
+    assert [batches(tmp_path / "run", rank) for rank in range(ranks)] == losses
+    assert ran.digests == digests
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--every=2"],
+        ["--every=2", "--data=own-generator"],
+        ["--every=2", "--data=stateful"],
+        ["--every=2", "--data=stream"],
+        ["--every=2", "--data=workers"],
+        ["--every=2", "--accumulate=2"],
+        ["--every=2", "--val-interval=0.5"],
+        ["--every=7"],
+        ["--every=3", "--top-k=2"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path, options: list[str]) -> None:
+    check(tmp_path, options, [(5, "start"), (4, "end"), (1, "validation"), (1, "epoch")])
+
+
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
+    check(tmp_path, ["--every=2"], [(5, "start"), (4, "end")], ranks=2)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    kills = [(chance.randrange(1, 7), chance.choice(["start", "end"])) for _ in range(3)]
+    check(tmp_path, ["--every=1", "--top-k=2"], kills)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_exits_with_75(tmp_path: Path, ranks: int) -> None:
+    options = ["--every=100"]
+    digests, losses = reference(tmp_path / "reference", tuple(options), ranks)
+    notice = ["--kill-at=5", f"--signal={int(signal.SIGTERM)}"]
+    stopped = start(tmp_path / "run", *options, *notice, ranks=ranks)
+    assert stopped.statuses == [PREEMPTED_STATUS] * ranks, stopped.output
+    assert "last.ckpt" in os.listdir(tmp_path / "run" / "ckpt")  # noqa: PTH208
+    ran = start(tmp_path / "run", *options, ranks=ranks)
+    assert [batches(tmp_path / "run", rank) for rank in range(ranks)] == losses
+    assert ran.digests == digests

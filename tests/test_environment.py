@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from holdfast.adapters.nebula.tag_coordinator import own_rank, world
-from holdfast.environment import read_integer
+from holdfast.environment import (
+    PROGRESS,
+    read_integer,
+    read_progress,
+    report_preemption,
+    report_progress,
+    was_preempted,
+)
 from holdfast.errors import InvalidInput
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.slurm.controller import SlurmController
@@ -81,3 +88,21 @@ def test_variables_of_slurm_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(name, "many")
     with pytest.raises(InvalidInput, match=f"{name} is 'many'"):
         STARTS[name](folder)
+
+
+def test_a_preemption_is_reported_to_the_job_once_per_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "progress"
+    monkeypatch.setenv(PROGRESS, str(path))
+    assert not was_preempted(path, after=0)
+    report_progress("runs/x", 5)
+    assert not was_preempted(path, after=0)
+    report_preemption(6)
+    size = path.stat().st_size
+    assert was_preempted(path, after=0)
+    assert not was_preempted(path, after=size), "it was another start"
+    with path.open("a") as file:
+        file.write('{"preempted": 7')  # torn by a kill
+    assert not was_preempted(path, after=size)
+    assert read_progress(path) == {"runs/x": 5}

@@ -16,7 +16,7 @@ PREEMPTION = "HOLDFAST_PREEMPTION"
 KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
 """Time for which a keeper offers the last save from memory after the death of its trainer."""
 PROGRESS = "HOLDFAST_PROGRESS"
-"""File that rank 0 appends a line to for each durable save and restore; set by a job."""
+"""File that rank 0 appends a line to for each durable save and restore, and each rank at a preemption."""
 TRIAL = "HOLDFAST_TRIAL"
 """File with the plan of a trial, see `holdfast.checkpointer.trial`; set only by `holdfast check`."""
 SANDBOX = "HOLDFAST_SANDBOX"
@@ -56,10 +56,22 @@ def sandboxed(place: str) -> str:
 
 def report_progress(home: str, step: int) -> None:
     """Report a checkpoint of `step` to the job, if any. Failures are ignored."""
+    _append({"home": home, "step": step})
+
+
+def report_preemption(step: int) -> None:
+    """Report to the job, if any, that this process exits after a preemption notice. Failures are ignored.
+
+    A launcher between the job and the training may replace the exit status: torchrun exits with 1.
+    """
+    _append({"preempted": step})
+
+
+def _append(fields: dict[str, str | int]) -> None:
     path = os.environ.get(PROGRESS)
     if not path:
         return
-    line = json.dumps({"home": home, "step": step}) + "\n"
+    line = json.dumps(fields) + "\n"
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -81,3 +93,23 @@ def read_progress(path: Path) -> dict[str, int]:
             home, step = fields.text("home"), fields.integer("step")
             steps[home] = max(steps.get(home, 0), step)
     return steps
+
+
+def was_preempted(path: Path, *, after: int) -> bool:
+    """Return True if a training has reported a preemption in a file of progress.
+
+    Args:
+        path: the file.
+        after: size of the file, in bytes, when the training was started.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(after)
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        with contextlib.suppress(Corrupt):  # a line that a kill has torn, or one of another kind
+            decode_object(line, "a line of progress", any_text=True).integer("preempted")
+            return True
+    return False

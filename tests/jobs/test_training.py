@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,23 @@ def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
     assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
     first = min(step for attempt, step in steps(harness.folder) if attempt == 2)
     assert first > saved, "what was durable is not done again"
+    assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+
+
+def test_a_launcher_that_replaces_the_status_of_a_preemption_does_not_make_it_an_error(
+    harness: JobHarness, uninterrupted: Callable[[int], str]
+) -> None:
+    """As torchrun does, which exits with 1. The notice comes from outside of the job."""
+    job = harness.submit(f"{command(harness.folder, *PAUSE)} || exit 1")
+    wait_for_steps(harness, job, 7)
+    for process in harness.of_job(job):
+        if str(TRAINING).encode() in (Path("/proc") / str(process.pid) / "cmdline").read_bytes().split(b"\0"):
+            os.kill(process.pid, signal.SIGTERM)
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
+        harness.describe(job)
+    )
+    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 

@@ -18,6 +18,7 @@ from holdfast.checkpointer.restoration import Selection
 from holdfast.checkpointer.status_lines import show_restored, show_what_is_left, warn_of_doubts
 from holdfast.checkpointer.trial import Trial
 from holdfast.compiled import CLOSE_LIMIT_S
+from holdfast.environment import report_preemption
 from holdfast.errors import PREEMPTED_STATUS, HoldfastError, InvalidInput, Preempted, SaveWarning
 from holdfast.keeper import Save
 from holdfast.notice import NoticeWatcher
@@ -144,6 +145,7 @@ class Training:
             self.attempt.wait()
         reason = self.preempted or "notice"
         self.attempt.note_end(f"preempted ({reason})")
+        report_preemption(step)
         self._components.show(f"preempted ({reason}); step {step} is durable")
         self.close(None)
         if self._ranks.world_size > 1:  # gloo's threads may abort this rank, which would look like a crash

@@ -39,6 +39,11 @@ class Outcome:
         return self.code == 0
 
     @property
+    def is_failed_command(self) -> bool:
+        """True if the commands of the node have failed, and not because of a signal to their shell."""
+        return self.code not in (None, 0, PREEMPTED_STATUS)
+
+    @property
     def is_preempted(self) -> bool:
         """True if the node exited with a preemption's status, or was killed from outside."""
         return self.code == PREEMPTED_STATUS or self.killed_by is not None

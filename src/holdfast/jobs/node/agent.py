@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+from holdfast.environment import PROGRESS, was_preempted
 from holdfast.errors import PREEMPTED_STATUS
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
@@ -95,10 +96,14 @@ def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Out
 
 def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     """Run a script, and kill what it has left behind."""
+    progress = Path(dict(plan.environment).get(PROGRESS, os.devnull))
+    begin = progress.stat().st_size if progress.exists() else 0
     pid = os.fork()
     if pid == 0:
         _become_shell(plan, phase, log)
     outcome = _outcome(phase, _wait_for(pid, watch))
+    if outcome.is_failed_command and was_preempted(progress, after=begin):
+        outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
     if _may_still_save(outcome, Path(plan.notice)):
         processes.wait_exited(_rest(), plan.grace_s)
     _sweep()

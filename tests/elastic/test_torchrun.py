@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 import holdfast
 from nursery import END_TIMEOUT_S, Child, Nursery, shared
+from servers import reserve_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -87,7 +87,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_last_save(
 
 def test_a_group_that_loses_a_node_continues_with_the_other(torchrun: Torchrun, uninterrupted: str) -> None:
     """Both agents and their workers are on this machine; the whole tree of one is killed."""
-    place = f"127.0.0.1:{free_port()}"
+    place = f"127.0.0.1:{reserve_port()}"
     options = "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"
     names = "--rdzv-endpoint", place, "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=5"
     first = torchrun.start(*options, *names, "--rdzv-conf", "is_host=true,last_call_timeout=5")
@@ -118,9 +118,3 @@ def kill_tree(child: Child) -> None:
     tree = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
     for process in tree:
         process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def is_failed_command(self) -> bool:
-        """True if the commands of the node have failed, and not because of a signal to their shell."""
+        """True if the commands of the node have failed."""
         return self.code not in (None, 0, PREEMPTED_STATUS)
 
     @property

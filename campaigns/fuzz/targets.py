@@ -25,7 +25,7 @@ from campaigns.fuzz.mutation import (
     mutate_sealed,
     mutate_text,
 )
-from holdfast.errors import Corrupt
+from holdfast.errors import Corrupt, InvalidInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +147,20 @@ def _run_catalog(data: bytes) -> None:
 
 
 def _value_seeds() -> list[bytes]:
+    import argparse
     import collections
     import datetime
+    import decimal
     import pathlib
+    import types
+    import uuid
 
     import numpy
     import torch
 
+    from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
     from holdfast.format.sealed import dumps
-    from holdfast.format.values import encode
+    from holdfast.format.values import EntryRef, TensorRef, encode
 
     values = [
         {"a": [1, 2.5, None, True, "x"], 3: (1, {2}, frozenset({3})), "b": b"abc", "c": bytearray(b"x")},
@@ -175,6 +180,17 @@ def _value_seeds() -> list[bytes]:
             numpy.array(["ab"]),
             {"$x": 1},
         ],
+        [decimal.Decimal("1.5"), uuid.UUID(int=5), slice(1, None, 2)],
+        [
+            SavedEnum("m:E", "A"),
+            SavedNamedTuple("m:P", (("x", 1), ("y", [TensorRef("t")]))),
+            SavedDataclass("m:C", {"lr": 0.5, "phase": SavedEnum("m:E", "A|B")}),
+            {SavedEnum("m:E", "A"): {SavedEnum("m:E", "B")}},
+        ],
+        {"g": EntryRef("a.g"), "list": [EntryRef("a.list.0"), 1]},
+        [collections.defaultdict(None, a=[1]), argparse.Namespace(a=1), types.SimpleNamespace(b=[2])],
+        numpy.zeros((2, 1), [("a", "<i4"), ("b", [("x", "U2"), ("y", "f8", (2,))])]),
+        numpy.zeros((), [("a", "<i4")])[()],
     ]
     return [dumps(encode(value, "value")) for value in values]
 
@@ -185,6 +201,45 @@ def _run_value(data: bytes) -> None:
     from holdfast.format.limits import MAX_DEPTH
 
     values.decode(decode(data, "values", max_depth=MAX_DEPTH))
+
+
+def _run_plain_forms(data: bytes) -> None:
+    """Bring a value into the forms in which readers show and export it."""
+    from holdfast.documents import decode
+    from holdfast.format import values
+    from holdfast.format.limits import MAX_DEPTH
+    from holdfast.format.plain_forms import place_entries, plain_form
+
+    value = values.decode(decode(data, "values", max_depth=MAX_DEPTH))
+    place_entries({"a": plain_form(value), "a.g": {"w": 1}, "a.list.0": plain_form(value)})
+
+
+def _run_fitting(data: bytes) -> None:
+    """Fit a value to live ones, as a restore does."""
+    import argparse
+    import collections
+    import enum
+    import types
+
+    import torch
+
+    from holdfast.documents import decode
+    from holdfast.format import values
+    from holdfast.format.limits import MAX_DEPTH
+    from holdfast.state.fitting import fit
+    from holdfast.state.tree import insert_tensors, update_in_place
+
+    kind = enum.Flag("E", ["A", "B"], module="m")
+    pair = collections.namedtuple("P", "x y", module="m")
+    live = [
+        {kind.A: {kind.B}, "g": 1, "list": [2]},
+        [kind.A, pair(1, [2]), argparse.Namespace(a=1), types.SimpleNamespace(b=[2])],
+        collections.defaultdict(lambda: kind.A),
+    ]
+    for one in live:
+        with contextlib.suppress(InvalidInput):
+            fitted = fit(values.decode(decode(data, "values", max_depth=MAX_DEPTH)), one, "a")
+            update_in_place(one, insert_tensors(fitted.tree, lambda _: torch.zeros(1)))
 
 
 def _run_documents() -> list[bytes]:
@@ -1028,6 +1083,8 @@ def every() -> dict[str, Target]:
         Target("part", _named("rank-00000"), _run_part, mutate_sealed),
         Target("catalog", _catalogs, _run_catalog, mutate_json),
         Target("values", _value_seeds, _run_value, mutate_json),
+        Target("plain-forms", _value_seeds, _run_plain_forms, mutate_json),
+        Target("fitting", _value_seeds, _run_fitting, mutate_json),
         Target("run-documents", _run_documents, _run_run, mutate_sealed),
         Target("history", _history, _run_history, mutate_lines),
         *(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import decimal
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cli.conftest import Command, flip
 from holdfast.cli.values import format_value, leaves
 from holdfast.format import names, values
+from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.store import open_store
 from making import make_checkpoint, make_home
 
@@ -109,6 +113,11 @@ def test_a_damaged_part_is_damage(holdfast: Command, home: Path) -> None:
         (decimal.Decimal("1.50"), "1.50"),
         (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
         (slice(1, None, 2), "slice(1, None, 2)"),
+        (SavedEnum("train:Outer.Phase", "WARM"), "Phase.WARM"),
+        (SavedDataclass("train:Config", {"lr": 0.5, "tags": {"a"}}), "Config(lr=0.5, tags={'a'})"),
+        (SavedNamedTuple("train:Point", (("x", 1), ("y", (2,)))), "Point(x=1, y=(2))"),
+        (argparse.Namespace(a=[1]), "namespace(a=[1])"),
+        (np.zeros(3, [("a", "i4"), ("b", "f8")]), "array with fields a, b, shape [3]"),
     ],
 )
 def test_a_value_is_formatted_as_python_does(value: object, text: str) -> None:
@@ -118,6 +127,22 @@ def test_a_value_is_formatted_as_python_does(value: object, text: str) -> None:
 def test_long_values_are_shortened_and_counted() -> None:
     assert format_value(list(range(1000))).endswith("... 1000 in all]")
     assert len(format_value("x" * 10_000)) <= 100
+
+
+def test_fields_are_leaves_and_objects_of_their_own_are_not() -> None:
+    value = {
+        "config": SavedDataclass("t:Config", {"lr": 0.5, "points": [SavedNamedTuple("t:P", (("x", 1),))]}),
+        "args": argparse.Namespace(a=1),
+        "g": values.EntryRef("s.g"),
+        "counts": collections.defaultdict(None, {1: 2}),
+    }
+    found = {path: format_value(leaf) for path, leaf in leaves(values.encode(value, "s"), "s")}
+    assert found == {
+        "s.config.lr": "0.5",
+        "s.config.points[0].x": "1",
+        "s.args.a": "1",
+        "s.counts[1]": "2",
+    }
 
 
 def test_leaves_are_the_values_in_mappings_and_lists_without_tensors() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
+import dataclasses
 import datetime
+import enum
 import io
 import pathlib
 from pathlib import Path
@@ -176,6 +179,38 @@ def test_a_training_run_is_exported_so_that_torch_loads_it(tmp_path: Path) -> No
     target = {"model": {name: torch.zeros_like(t) for name, t in net.state_dict().items()}}
     load_dcp(target, tmp_path / "dcp")
     assert same(target["model"], dict(net.state_dict()))
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float
+    table: torch.Tensor
+
+
+class Phase(enum.Enum):
+    WARM = 1
+
+
+def test_an_export_has_plain_forms_and_objects_in_their_places(tmp_path: Path) -> None:
+    """torch.load needs none of the program's types."""
+    net = torch.nn.Linear(4, 3)
+    state = {
+        "gan": {"nets": [net, torch.nn.Linear(1, 1)], "seen": 2},
+        "config": Config(0.5, torch.ones(2)),
+        "phase": Phase.WARM,
+        "args": argparse.Namespace(seed=1),
+        "counts": collections.defaultdict(list, a=[Phase.WARM]),
+    }
+    with holdfast.Checkpointer(tmp_path / "run", state) as ckpt:
+        ckpt.save(1)
+    export_checkpoint(holdfast.open(tmp_path / "run"), tmp_path / "all.pt", kind="torch")
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert found.keys() == {*state, "rng"}
+    assert same(dict(found["gan"]["nets"][0]), dict(net.state_dict()))
+    assert (len(found["gan"]["nets"]), found["gan"]["seen"]) == (2, 2)
+    assert found["config"]["lr"] == 0.5
+    assert found["config"]["table"].tolist() == [1, 1]
+    assert (found["phase"], found["args"], found["counts"]) == ("WARM", {"seed": 1}, {"a": ["WARM"]})
 
 
 def test_an_imported_model_is_restored_into_a_training_run(tmp_path: Path) -> None:

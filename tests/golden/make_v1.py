@@ -5,11 +5,15 @@ Run from the repository root: `PYTHONPATH=src:tests python tests/golden/make_v1.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
+import decimal
 import math
 import pathlib
 import sys
+import types
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ import torch
 
 from holdfast.format import names, run
 from holdfast.format.dtypes import TORCH_NAMES
+from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.format.partitioning import EvenPartitioning
-from holdfast.format.values import TensorRef
+from holdfast.format.values import EntryRef, TensorRef
 from holdfast.store.local import LocalStore
 from making import CREATED_UNIX_S, LocalShard, make_checkpoint, make_home
 
@@ -46,6 +51,22 @@ VALUES: dict[str, Any] = {
     "ndarray": np.array([[1, 2], [3, 4]], dtype=np.int16),
     "npscalar": np.float32(0.5),
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")],
+}
+TYPES: dict[str, Any] = {
+    "gan": {"g": EntryRef("gan.g"), "seen": [1, 2]},
+    "gan.g": {},
+    "config": SavedDataclass("train:Config", {"lr": 0.5, "table": TensorRef("config.table")}),
+    "phase": SavedEnum("train:Phase", "WARM"),
+    "parts": {SavedEnum("train:Parts", "HEAD|BODY"): 1},
+    "point": SavedNamedTuple("train:Point", (("x", 1), ("y", (2, 3)))),
+    "counts": collections.defaultdict(None, {"a": 1, 2: [3]}),
+    "args": argparse.Namespace(seed=7),
+    "bag": types.SimpleNamespace(items=[1]),
+    "records": np.array([(1, [0.5, 1.5])], dtype=[("n", "<i4"), ("xy", "<f8", (2,))]),
+    "record": np.array((1, "ab"), dtype=[("n", ">i2"), ("name", "<U3")])[()],
+    "decimal": decimal.Decimal("1.50"),
+    "uuid": uuid.UUID("12345678-1234-5678-1234-567812345678"),
+    "slice": slice(1, None, 2),
 }
 METRICS = {"loss": 0.25, "rouge": float("nan"), "norm": float("inf")}
 
@@ -135,6 +156,14 @@ def make_sharded(root: Path) -> None:
     )
 
 
+def make_types(root: Path) -> None:
+    """One rank, one step: values whose types a checkpoint only names, objects in containers, newer tags."""
+    store = LocalStore(root)
+    make_home(store, run_id="golden-types")
+    tensors = {"gan.g.weight": torch.arange(6.0), "config.table": torch.arange(3000, dtype=torch.int32)}
+    make_checkpoint(store, 5, 1, [tensors], values=[TYPES], run_id="golden-types", id="golden-types-5-1")
+
+
 def make_frozen(root: Path) -> None:
     """Two ranks, two steps: tensors that train, and others that stay in a file of their own."""
     store = LocalStore(root)
@@ -165,3 +194,4 @@ if __name__ == "__main__":
     make_two_ranks(target / "two-ranks")
     make_sharded(target / "sharded")
     make_frozen(target / "frozen")
+    make_types(target / "types")

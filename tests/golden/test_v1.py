@@ -1,9 +1,13 @@
 """Checkpoints of format version 1 load for ever, with exactly these contents."""
 
+import argparse
 import collections
 import datetime
+import decimal
 import math
 import pathlib
+import types
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +18,8 @@ from safetensors.torch import load_file
 
 from holdfast.errors import Unsupported
 from holdfast.format import names, run
-from holdfast.format.values import TensorRef
+from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.format.values import EntryRef, TensorRef
 from holdfast.home.documents import read_run
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.state import tensors
@@ -56,11 +61,11 @@ def is_known(tensor: str) -> bool:
 
 def test_the_files_are_small_and_all_there() -> None:
     files = [path for path in GOLDEN.rglob("*") if path.is_file()]
-    assert len(files) == 49
+    assert len(files) == 54
     assert sum(path.stat().st_size for path in files) < 240 << 10
 
 
-@pytest.mark.parametrize("home", ["one-rank", "two-ranks", "sharded", "frozen"])
+@pytest.mark.parametrize("home", ["one-rank", "two-ranks", "sharded", "frozen", "types"])
 def test_every_byte_verifies(home: str) -> None:
     opened = open_checkpoint(GOLDEN / home)
     report = opened.verify()
@@ -130,6 +135,31 @@ def test_a_value_of_every_tag() -> None:
     assert values == expected
     assert {key: type(value) for key, value in values.items()} == {
         key: type(value) for key, value in expected.items()
+    }
+
+
+def test_the_values_of_named_types() -> None:
+    values = open_checkpoint(GOLDEN / "types").values(0)
+    records, record = values.pop("records"), values.pop("record")
+    assert records.dtype == np.dtype([("n", "<i4"), ("xy", "<f8", (2,))])
+    assert (records["n"].tolist(), records["xy"].tolist()) == ([1], [[0.5, 1.5]])
+    assert record.dtype == np.dtype([("n", ">i2"), ("name", "<U3")])
+    assert record.tolist() == (1, "ab")
+    counts = values["counts"]
+    assert (type(counts), counts.default_factory) == (collections.defaultdict, None)
+    assert values == {
+        "gan": {"g": EntryRef("gan.g"), "seen": [1, 2]},
+        "gan.g": {},
+        "config": SavedDataclass("train:Config", {"lr": 0.5, "table": TensorRef("config.table")}),
+        "phase": SavedEnum("train:Phase", "WARM"),
+        "parts": {SavedEnum("train:Parts", "HEAD|BODY"): 1},
+        "point": SavedNamedTuple("train:Point", (("x", 1), ("y", (2, 3)))),
+        "counts": {"a": 1, 2: [3]},
+        "args": argparse.Namespace(seed=7),
+        "bag": types.SimpleNamespace(items=[1]),
+        "decimal": decimal.Decimal("1.50"),
+        "uuid": uuid.UUID("12345678-1234-5678-1234-567812345678"),
+        "slice": slice(1, None, 2),
     }
 
 

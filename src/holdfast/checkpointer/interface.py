@@ -44,9 +44,9 @@ class Checkpointer:
     Args:
         home: folder or URL that holds this run's checkpoints, or a `Home`; one run, one home.
         state: objects to save: modules, optimizers, anything with `state_dict`/`load_state_dict`, tensors,
-            generators, and plain values. `restore` writes plain values back into this mapping.
-            The random number generators of python, numpy and torch are always included. Without it each
-            `save` brings its own, and `load` returns it; the loop is yours then.
+            generators, plain values, and containers of all these. `restore` writes plain values back into
+            this mapping. The random number generators of python, numpy and torch are always included.
+            Without it each `save` brings its own, and `load` returns it; the loop is yours then.
         every: when to save: steps (500), a duration ("10m"), "auto" (as often as 1 % of the time allows),
             or a policy.
         keep: number of newest checkpoints to keep, a `Keep`, or None for all.

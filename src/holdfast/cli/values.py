@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_CHARS = 100
 """Longest text of a value in a table. JSON output has the whole value."""
 
+_FIELDS = ("$dataclass", "$namedtuple", "$namespace", "$simplenamespace")
 _BRACKETS = {"$tuple": "()", "$set": "{}", "$frozenset": "{}"}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and tagged JSON of each value in mappings and lists, except tensors."""
-    if isinstance(value, dict) and not _tag(value):
+    """Yield path and tagged JSON of each value in containers, except tensors and objects of their own."""
+    tag = _tag(value) if isinstance(value, dict) else ""
+    if isinstance(value, dict) and not tag:
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}")
-    elif isinstance(value, dict) and _tag(value) in ("$dict", "$odict", "$counter"):
-        for key, item in value[_tag(value)]:
+    elif tag in ("$dict", "$odict", "$counter", "$defaultdict"):
+        for key, item in value[tag]:
             yield from leaves(item, f"{path}[{format_value(key)}]")
+    elif tag in _FIELDS:
+        for name, item in _fields(tag, value[tag]):
+            yield from leaves(item, f"{path}.{name}")
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}[{index}]")
-    elif not (isinstance(value, dict) and _tag(value) == "$tensor"):
+    elif tag not in ("$tensor", "$entry"):
         yield path, value
 
 
@@ -54,20 +59,48 @@ def _items(values: list[Any]) -> str:
     return shown if len(values) <= 16 else f"{shown}, ... {len(values)} in all"
 
 
+def _fields(tag: str, body: Any) -> list[tuple[str, Any]]:
+    """Return names and tagged JSON of the fields of a value with fields."""
+    fields = body[1] if tag in ("$dataclass", "$namedtuple") else body
+    return [(name, item) for name, item in (fields.items() if isinstance(fields, dict) else fields)]
+
+
+def _type_of(name: str) -> str:
+    """Return the last part of a saved name of a class."""
+    return name.rpartition(":")[2].rpartition(".")[2]
+
+
 def _tagged(tag: str, body: Any) -> str:
     if tag in _BRACKETS:
         opening, closing = _BRACKETS[tag]
         return opening + _items(body) + closing
-    if tag in ("$int", "$float", "$decimal", "$path", "$uuid", "$datetime", "$date"):
-        return str(body)
-    if tag in ("$bytes", "$bytearray"):
-        return f"{len(body) * 3 // 4 - body.count('=')} bytes"
-    if tag in ("$ndarray", "$npscalar"):
-        return f"array of {body[0]}, shape {body[1]}"
-    if tag == "$slice":
-        return f"slice({_items(body)})"
-    if tag == "$torch":
-        return f"torch.{body[0]} {body[1]}"
-    if tag == "$tensor":
-        return f"tensor {body}"
-    return f"{tag[1:]} {json.dumps(body)}"
+    if tag in _FIELDS:
+        kind = _type_of(body[0]) if tag in ("$dataclass", "$namedtuple") else tag[1:]
+        return f"{kind}({', '.join(f'{name}={_text(item)}' for name, item in _fields(tag, body))})"
+    return _TEXTS[tag](body) if tag in _TEXTS else f"{tag[1:]} {json.dumps(body)}"
+
+
+def _num_bytes(body: str) -> str:
+    return f"{len(body) * 3 // 4 - body.count('=')} bytes"
+
+
+def _array(body: list[Any]) -> str:
+    return f"array of {body[0]}, shape {body[1]}"
+
+
+def _structured(body: list[Any]) -> str:
+    names = ", ".join(str(row[0]) for row in body[0]["fields"])
+    return f"array with fields {names}" + ("" if body[1] is None else f", shape {body[1]}")
+
+
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("$int", "$float", "$decimal", "$path", "$uuid", "$datetime", "$date"), str),
+    **dict.fromkeys(("$bytes", "$bytearray"), _num_bytes),
+    **dict.fromkeys(("$ndarray", "$npscalar"), _array),
+    "$slice": lambda body: f"slice({_items(body)})",
+    "$torch": lambda body: f"torch.{body[0]} {body[1]}",
+    "$tensor": lambda body: f"tensor {body}",
+    "$entry": lambda body: f"object {body}",
+    "$enum": lambda body: f"{_type_of(body[0])}.{body[1]}",
+    "$structured": _structured,
+}

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from holdfast.format.plain_forms import place_entries, plain_form
 from holdfast.format.values import TensorRef
 
 _GONE = object()  # in place of a reference that is left out
@@ -23,7 +24,8 @@ def unflatten(
 
     A tensor that no value refers to is put under the longest top-level key that its name begins with, by
     the rest of its name, so `model.load_state_dict` accepts the item `model`. An optimizer's state is by
-    parameter, as `set_optimizer_state_dict` of torch expects it.
+    parameter, as `set_optimizer_state_dict` of torch expects it. Values of the program's own types have
+    their plain forms, and objects in containers are in their places.
 
     Args:
         names: names of all selected tensors.
@@ -39,13 +41,13 @@ def unflatten(
         if prefixes is None or any(is_under(key, p) or is_under(p, key) for p in prefixes)
     }
     used: set[str] = set()
-    tree = {key: _fill(value, set(chosen), tensor, used) for key, value in kept.items()}
+    tree = {key: _fill(plain_form(value), set(chosen), tensor, used) for key, value in kept.items()}
     if prefixes is not None:
         tree = {key: value for key, value in tree.items() if value is not _GONE}
     for name in chosen:
         if name not in used:
             insert(tree, name, tensor(name))
-    return tree
+    return place_entries(tree)
 
 
 def prune(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -6,33 +6,42 @@ member whose name starts with `$`. Tensors are not values: the caller replaces t
 
 from __future__ import annotations
 
+import argparse
 import base64
 import collections
 import datetime
 import decimal
-import importlib
 import math
 import pathlib
 import re
 import sys
+import types
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.documents import MAX_NUMBER_CHARS, MAX_TEXT_CHARS, is_text, read_integers, shown
+from holdfast.documents import MAX_NUMBER_CHARS, is_text, shown
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from holdfast.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES, MAX_VALUE_DEPTH
+from holdfast.format.array_values import decode_ndarray, decode_structured, decode_torch, encoder_of
+from holdfast.format.limits import MAX_VALUE_DEPTH
+from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.format.value_bodies import (
+    Refused,
+    read_array,
+    read_bytes,
+    read_integer,
+    read_object,
+    read_text,
+)
 
 _SAFE_INT = 2**53
 _MAX_INT_BITS = 8192  # Python reads and writes decimal integers up to 4300 digits
 _MAX_INT_DIGITS = 2467  # of these many bits
 _INT = re.compile(rf"-?[0-9]{{1,{_MAX_INT_DIGITS}}}")
-_DTYPE = re.compile(r"[<>|=]?[biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
 _MAX_DECIMAL_CHARS = 4096
 _MAX_CLASHES = 10**7  # comparisons of items with the same hash, in one set or dict
-_MAX_SIZE = 2**63 - 1
-_MAX_EMPTY_ITEMS = 1 << 16
+_MAX_TYPE_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,13 @@ class TensorRef:
     """Placeholder for a tensor in a tree of values; `name` is its key in the data files."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRef:
+    """Placeholder for an object in a container that is saved under a key of its own."""
+
+    key: str
 
 
 def encode(value: Any, path: str) -> Any:
@@ -99,15 +115,24 @@ def _encode(value: Any, path: str) -> Any:
         return _encode_dict(value, path)
     if encoder := _ENCODERS.get(kind):
         return encoder(value, path)
-    if encoder := _foreign_encoder(value):
+    if encoder := encoder_of(value):
         return encoder(value, path)
     raise InvalidInput(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: only tensors, numbers, "
         "strings, bytes, containers of these and objects with state_dict() are supported, so that opening a "
-        "checkpoint never runs code. Nothing was written. Add state_dict() and load_state_dict() to the "
-        "object, or leave it out of the state.",
+        f"checkpoint never runs code. Nothing was written. {_advice(value)}",
         key=path,
     )
+
+
+def _advice(value: Any) -> str:
+    """Return the advice for a value that cannot be saved."""
+    if type(value).__module__.partition(".")[0] == "omegaconf":
+        return "Save OmegaConf.to_container(config) instead."
+    for method in ("to_dict", "model_dump"):  # of configurations in transformers and pydantic
+        if callable(getattr(value, method, None)) and not isinstance(value, type):
+            return f"Save the dict that its .{method}() returns."
+    return "Add state_dict() and load_state_dict() to the object, or leave it out of the state."
 
 
 def decode(value: Any) -> Any:
@@ -119,12 +144,8 @@ def decode(value: Any) -> Any:
     """
     try:
         return _decode(value)
-    except (_Refused, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+    except (Refused, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise Corrupt(f"A value cannot be decoded: {str(error)[:200]}.") from error
-
-
-class _Refused(Exception):
-    pass
 
 
 def _decode(value: Any) -> Any:
@@ -206,8 +227,38 @@ def _encode_slice(value: slice, path: str) -> Any:
     return {"$slice": [_encode(bound, f"{path}.{name}") for name, bound in bounds.items()]}
 
 
+def _encode_defaultdict(value: Any, path: str) -> Any:
+    if value.default_factory is not None:
+        raise InvalidInput(
+            f"{path} is a defaultdict, whose default_factory cannot be saved. Nothing was written. Save "
+            "dict(...) of it.",
+            key=path,
+        )
+    return {"$defaultdict": _encode_items(value, path)}
+
+
+def _encode_members(tag: str) -> Callable[[Any, str], Any]:
+    return lambda value, path: {tag: _encode_fields(vars(value), path)}
+
+
+def _encode_fields(fields: dict[str, Any], path: str) -> dict[str, Any]:
+    return {_checked_text(name, path): _encode(item, f"{path}.{name}") for name, item in fields.items()}
+
+
+def _encode_named_tuple(value: SavedNamedTuple, path: str) -> Any:
+    return {
+        "$namedtuple": [value.type, [[name, _encode(item, f"{path}.{name}")] for name, item in value.fields]]
+    }
+
+
 _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     TensorRef: lambda value, path: {"$tensor": value.name},
+    EntryRef: lambda value, path: {"$entry": value.key},
+    SavedEnum: lambda value, path: {"$enum": [value.type, value.name]},
+    SavedNamedTuple: _encode_named_tuple,
+    SavedDataclass: lambda value, path: {"$dataclass": [value.type, _encode_fields(value.fields, path)]},
+    argparse.Namespace: _encode_members("$namespace"),
+    types.SimpleNamespace: _encode_members("$simplenamespace"),
     tuple: _encode_sequence("$tuple"),
     set: _encode_set("$set"),
     frozenset: _encode_set("$frozenset"),
@@ -218,6 +269,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     slice: _encode_slice,
     decimal.Decimal: _encode_decimal,
     uuid.UUID: lambda value, path: {"$uuid": str(value)},
+    collections.defaultdict: _encode_defaultdict,
     collections.OrderedDict: lambda value, path: {"$odict": _encode_items(value, path)},
     collections.Counter: lambda value, path: {"$counter": _encode_items(value, path)},
     collections.deque: _encode_deque,
@@ -231,37 +283,15 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
 # The content of a tag may be anything: each decoder checks it.
 
 
-def _text(body: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
-    if type(body) is not str or len(body) > max_chars:
-        raise _Refused(f"expected a text of at most {max_chars} characters, found {shown(body)}")
-    return body
-
-
-def _array(body: Any, count: int | None = None) -> list[Any]:
-    if type(body) is not list or count not in (None, len(body)):
-        raise _Refused(f"expected an array{'' if count is None else f' of {count}'}, found {shown(body)}")
-    return body
-
-
-def _integer(body: Any) -> int:
-    if type(body) is not int:
-        raise _Refused(f"expected an integer, found {shown(body)}")
-    return body
-
-
-def _bytes(body: Any) -> bytes:
-    return base64.b64decode(_text(body, MAX_DOCUMENT_BYTES), validate=True)
-
-
 def _decode_int(body: Any) -> int:
-    digits = _text(body, _MAX_INT_DIGITS + 1)
+    digits = read_text(body, _MAX_INT_DIGITS + 1)
     if not _INT.fullmatch(digits):
-        raise _Refused(f"expected an integer, found {shown(digits)}")
+        raise Refused(f"expected an integer, found {shown(digits)}")
     return int(digits)
 
 
 def _decode_float(body: Any) -> float:
-    return float(_text(body, MAX_NUMBER_CHARS))
+    return float(read_text(body, MAX_NUMBER_CHARS))
 
 
 def _hashable(items: Iterable[Any]) -> list[Any]:
@@ -269,129 +299,103 @@ def _hashable(items: Iterable[Any]) -> list[Any]:
     found = list(items)
     alike = collections.Counter(map(hash, found))
     if sum(count * count for count in alike.values() if count > 1) > _MAX_CLASHES:
-        raise _Refused(f"too many of {len(found)} items have the same hash")
+        raise Refused(f"too many of {len(found)} items have the same hash")
     return found
 
 
 def _decode_pairs(body: Any) -> list[tuple[Any, Any]]:
-    rows = [_array(row, 2) for row in _array(body)]
+    rows = [read_array(row, 2) for row in read_array(body)]
     keys = _hashable(_decode(key) for key, _ in rows)
     return [(key, _decode(value)) for key, (_, value) in zip(keys, rows, strict=True)]
 
 
 def _decode_deque(body: Any) -> Any:
-    length, items = _array(body, 2)
-    if length is not None and not 0 <= _integer(length) <= sys.maxsize:
-        raise _Refused(f"a deque of length {shown(length)}")
-    return collections.deque((_decode(item) for item in _array(items)), maxlen=length)
+    length, items = read_array(body, 2)
+    if length is not None and not 0 <= read_integer(length) <= sys.maxsize:
+        raise Refused(f"a deque of length {shown(length)}")
+    return collections.deque((_decode(item) for item in read_array(items)), maxlen=length)
 
 
 def _decode_timedelta(body: Any) -> datetime.timedelta:
-    days, seconds, microseconds = map(_integer, _array(body, 3))
+    days, seconds, microseconds = map(read_integer, read_array(body, 3))
     return datetime.timedelta(days, seconds, microseconds)
 
 
 def _decode_decimal(body: Any) -> decimal.Decimal:
-    text = _text(body, _MAX_DECIMAL_CHARS)
+    text = read_text(body, _MAX_DECIMAL_CHARS)
     found = decimal.Decimal(text)
     if str(found) != text:  # Python also accepts spaces, underscores and other digits
-        raise _Refused(f"expected a decimal number, found {shown(text)}")
+        raise Refused(f"expected a decimal number, found {shown(text)}")
     return found
 
 
 def _decode_uuid(body: Any) -> uuid.UUID:
-    text = _text(body, 36)
+    text = read_text(body, 36)
     found = uuid.UUID(text)
     if str(found) != text:
-        raise _Refused(f"expected a UUID, found {shown(text)}")
+        raise Refused(f"expected a UUID, found {shown(text)}")
     return found
 
 
+def _decode_members(body: Any) -> dict[str, Any]:
+    return {name: _decode(item) for name, item in read_object(body).items()}
+
+
+def _with_members(namespace: Any, body: Any) -> Any:
+    vars(namespace).update(_decode_members(body))
+    return namespace
+
+
+def _decode_enum(body: Any) -> SavedEnum:
+    kind, name = read_array(body, 2)
+    return SavedEnum(read_text(kind, _MAX_TYPE_CHARS), read_text(name, _MAX_TYPE_CHARS))
+
+
+def _decode_namedtuple(body: Any) -> SavedNamedTuple:
+    kind, rows = read_array(body, 2)
+    pairs = [read_array(row, 2) for row in read_array(rows)]
+    fields = tuple((read_text(name), _decode(item)) for name, item in pairs)
+    if len({name for name, _ in fields}) != len(fields):
+        raise Refused("a field twice in a named tuple")
+    return SavedNamedTuple(read_text(kind, _MAX_TYPE_CHARS), fields)
+
+
+def _decode_dataclass(body: Any) -> SavedDataclass:
+    kind, members = read_array(body, 2)
+    return SavedDataclass(read_text(kind, _MAX_TYPE_CHARS), _decode_members(members))
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$tensor": lambda body: TensorRef(_text(body)),
+    "$tensor": lambda body: TensorRef(read_text(body)),
     "$int": _decode_int,
     "$float": _decode_float,
-    "$tuple": lambda body: tuple(_decode(item) for item in _array(body)),
-    "$set": lambda body: set(_hashable(_decode(item) for item in _array(body))),
-    "$frozenset": lambda body: frozenset(_hashable(_decode(item) for item in _array(body))),
-    "$bytes": _bytes,
-    "$bytearray": lambda body: bytearray(_bytes(body)),
-    "$complex": lambda body: complex(*map(_decode_float, _array(body, 2))),
-    "$range": lambda body: range(*map(_integer, _array(body, 3))),
-    "$slice": lambda body: slice(*map(_decode, _array(body, 3))),
+    "$tuple": lambda body: tuple(_decode(item) for item in read_array(body)),
+    "$set": lambda body: set(_hashable(_decode(item) for item in read_array(body))),
+    "$frozenset": lambda body: frozenset(_hashable(_decode(item) for item in read_array(body))),
+    "$bytes": read_bytes,
+    "$bytearray": lambda body: bytearray(read_bytes(body)),
+    "$complex": lambda body: complex(*map(_decode_float, read_array(body, 2))),
+    "$range": lambda body: range(*map(read_integer, read_array(body, 3))),
+    "$slice": lambda body: slice(*map(_decode, read_array(body, 3))),
     "$decimal": _decode_decimal,
     "$uuid": _decode_uuid,
     "$dict": lambda body: dict(_decode_pairs(body)),
     "$odict": lambda body: collections.OrderedDict(_decode_pairs(body)),
     "$counter": lambda body: collections.Counter(dict(_decode_pairs(body))),
     "$deque": _decode_deque,
-    "$datetime": lambda body: datetime.datetime.fromisoformat(_text(body, 64)),
-    "$date": lambda body: datetime.date.fromisoformat(_text(body, 64)),
+    "$datetime": lambda body: datetime.datetime.fromisoformat(read_text(body, 64)),
+    "$date": lambda body: datetime.date.fromisoformat(read_text(body, 64)),
     "$timedelta": _decode_timedelta,
-    "$path": lambda body: pathlib.Path(_text(body)),
-    "$ndarray": lambda body: _decode_ndarray(body),
-    "$npscalar": lambda body: _decode_ndarray(body)[()],
-    "$torch": lambda body: _decode_torch(body),
+    "$path": lambda body: pathlib.Path(read_text(body)),
+    "$ndarray": decode_ndarray,
+    "$npscalar": lambda body: decode_ndarray(body)[()],
+    "$structured": decode_structured,
+    "$torch": decode_torch,
+    "$entry": lambda body: EntryRef(read_text(body)),
+    "$enum": _decode_enum,
+    "$namedtuple": _decode_namedtuple,
+    "$dataclass": _decode_dataclass,
+    "$defaultdict": lambda body: collections.defaultdict(None, _decode_pairs(body)),
+    "$namespace": lambda body: _with_members(argparse.Namespace(), body),
+    "$simplenamespace": lambda body: _with_members(types.SimpleNamespace(), body),
 }
-
-
-def _foreign_encoder(value: Any) -> Callable[[Any, str], Any] | None:
-    """Return the encoder for a numpy or torch value. Checks only modules that are already imported."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    # Exactly ndarray: its subclasses (masked arrays, matrices) mean more than their numbers.
-    if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-        return _encode_numpy
-    if torch is not None and isinstance(value, (torch.dtype, torch.device, torch.Size)):
-        return _encode_torch
-    return None
-
-
-def _encode_numpy(value: Any, path: str) -> Any:
-    numpy = importlib.import_module("numpy")
-    kind = value.dtype
-    # An extension dtype such as bfloat16 has the str "<V2", and would be restored as two opaque bytes.
-    if kind.hasobject or kind.names or kind != numpy.dtype(kind.str):
-        raise InvalidInput(
-            f"{path} is a numpy array of dtype {kind}; only plain dtypes can be saved.", key=path
-        )
-    tag = "$ndarray" if value.shape or type(value).__name__ == "ndarray" else "$npscalar"
-    data = base64.b64encode(value.tobytes()).decode()
-    return {tag: [kind.str, list(value.shape), data]}
-
-
-def _decode_ndarray(body: Any) -> Any:
-    numpy = importlib.import_module("numpy")
-    name, sizes, text = _array(body, 3)
-    if not _DTYPE.fullmatch(_text(name, 32)):
-        raise _Refused(f"expected a plain numpy dtype, found {shown(name)}")
-    dtype, shape, data = numpy.dtype(name), read_integers(sizes, max_items=MAX_DIMS), _bytes(text)
-    num_items = math.prod(shape)
-    if dtype.itemsize and num_items:
-        if dtype.itemsize * num_items != len(data):
-            raise _Refused(f"an array {name}{list(shape)} of {len(data)} bytes")
-        return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
-    if num_items > _MAX_EMPTY_ITEMS:  # items without bytes, for which numpy takes memory
-        raise _Refused(f"an array of {num_items} items without bytes")
-    return numpy.zeros(shape, dtype)  # frombuffer takes neither
-
-
-def _encode_torch(value: Any, path: str) -> Any:
-    if type(value).__name__ == "Size":
-        return {"$torch": ["size", list(value)]}
-    return {"$torch": [type(value).__name__, str(value).removeprefix("torch.")]}
-
-
-def _decode_torch(body: Any) -> Any:
-    torch = importlib.import_module("torch")
-    kind, value = _array(body, 2)
-    if kind == "size":
-        return torch.Size(read_integers(value, at_least=-_MAX_SIZE, at_most=_MAX_SIZE))
-    if kind == "device":
-        try:
-            return torch.device(_text(value, 64))
-        except RuntimeError as error:
-            raise _Refused(f"no device of torch is called {shown(value)}") from error
-    dtype = vars(torch).get(_text(value, 64)) if kind == "dtype" else None  # not getattr: that may import
-    if not isinstance(dtype, torch.dtype):
-        raise Unsupported(f"Unknown torch {shown(kind)} {shown(value)} in a checkpoint.")
-    return dtype

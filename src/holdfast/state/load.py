@@ -13,8 +13,10 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.manifest import Tensor
 from holdfast.format.partitioning import Region
 from holdfast.format.values import decode
+from holdfast.state.fitting import Fitting, Misfit, fit
 from holdfast.state.sharding import is_dtensor, is_sharded_tensor, local_of, shard_like, sharding_of
 from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, torch_dtype, unfillable
+from holdfast.state.tree import references
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
@@ -113,6 +115,7 @@ class LoadPlan:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.notes: list[str] = []
+        self.misfits: list[Misfit] = []  # of values that stay unchanged unless the load is strict
         self.steps: list[tuple[Phase, Callable[[], None]]] = []
         self.used: set[str] = set()  # saved names, aliases included, that fill something live
         self.saved_names = _renamed([*tensors, *tied], rename)
@@ -150,6 +153,21 @@ class LoadPlan:
     def leave(self, key: str) -> None:
         """Leave out a saved top-level key with its tensors, which then are not unexpected."""
         self.used.update(name for live, name in self.saved_names.items() if _is_under(live, [key]))
+
+    def fit(self, saved: Any, live: Any, path: str) -> Fitting | None:
+        """Fit a saved tree to the live value at a key path; return None, and record why, if it does not.
+
+        Fields that only one of them has are recorded as missing or unexpected.
+        """
+        try:
+            found = fit(saved, live, path)
+        except Misfit as error:
+            self.misfits.append(error)
+            self.used.update(references(saved))
+            return None
+        self.missing += found.missing
+        self.unexpected += found.unexpected
+        return found
 
     def add_step(self, phase: Phase, step: Callable[[], None]) -> None:
         """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
@@ -407,7 +425,7 @@ def leftover(
         found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in held[0]]
         live_keys = {*live_keys, *held[1]}
     for key in plan.saved_keys():
-        if plan.rename(key) in live_keys or (wanted is not None and plan.rename(key) not in wanted):
+        if plan.rename(key) in live_keys or (wanted is not None and not _is_under(plan.rename(key), wanted)):
             continue
         if not any(_is_under(name, [key]) for name in plan.used):
             names = [name for name in names if not _is_under(name, [key])]

@@ -16,8 +16,10 @@ from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.entry import StateEntry
+from holdfast.state.fitting import Fitting
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.replication import Replication
+from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.tensor_table import Role
 from holdfast.state.tensors import PLAIN
 from holdfast.state.tree import extract_tensors, insert_tensors, references
@@ -92,9 +94,8 @@ class ModuleEntry(StateEntry):
             if isinstance(value, torch.Tensor):
                 collector.collect(row.name, value, row.role(value))
             else:
-                extra[row.fqn] = encode(
-                    extract_tensors(value, row.name, collector.callback(row.buffer)), row.name
-                )
+                emit = collector.callback(row.buffer)
+                extra[row.fqn] = encode(extract_tensors(value, row.name, emit, named_types=True), row.name)
         return {EXTRA: extra} if extra else {}
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
@@ -125,6 +126,10 @@ class ModuleEntry(StateEntry):
                 special[key] = _Named(saved)
             elif row.name in trees:
                 tree = trees.pop(row.name)
+                fitting = plan.fit(tree, value, row.name) if has_saved_form(tree) else Fitting(tree)
+                if fitting is None:
+                    continue
+                tree = fitting.tree
                 for name in references(tree):
                     plan.read_new(name)
                 special[key] = tree

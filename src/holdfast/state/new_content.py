@@ -6,6 +6,7 @@ from collections.abc import Collection, MutableMapping
 from typing import Any
 
 from holdfast.format.nesting import insert, is_under
+from holdfast.format.plain_forms import place_entries
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.tree import insert_tensors, references
 
@@ -30,7 +31,7 @@ def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[
         new = {key: insert_tensors(tree, plan.tensor) for key, tree in trees.items()}
         for name in implied:
             insert(new, name, plan.tensor(name))
-        target.update(new)
+        target.update(place_entries(new))
 
     plan.add_step(Phase.VALUE, finish)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import random
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -16,10 +15,12 @@ from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.format.values import TensorRef, encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.entry import StateEntry
+from holdfast.state.entry_kinds import has_only_entries
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
 from holdfast.state.rng import python_state, set_python_state
+from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.sharding import is_dtensor, may_be_sharded
 from holdfast.state.tensor_table import Role
 from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references, update_in_place
@@ -29,7 +30,10 @@ def _content(state: Any, key: str) -> tuple[Any, list[torch.Tensor]]:
     """Return the encoded values of a state_dict(), and copies of its tensors."""
     tensors: list[torch.Tensor] = []
     values = encode(
-        extract_tensors(state, key, lambda _, tensor: tensors.append(tensor.detach().clone())), key
+        extract_tensors(
+            state, key, lambda _, tensor: tensors.append(tensor.detach().clone()), named_types=True
+        ),
+        key,
     )
     return values, tensors
 
@@ -39,19 +43,6 @@ def _is_equal(a: tuple[Any, list[torch.Tensor]], b: tuple[Any, list[torch.Tensor
         one.shape == other.shape and torch.equal(one.cpu().nan_to_num(), other.to(one).cpu().nan_to_num())
         for one, other in zip(a[1], b[1], strict=True)
     )
-
-
-def is_stateful(value: Any) -> bool:
-    """Return True if an object has state_dict() and load_state_dict()."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def is_generator(value: Any) -> bool:
-    """Return True for a torch, python or numpy random number generator."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
 @final
@@ -66,17 +57,26 @@ class StatefulEntry(StateEntry):
     def capture(self, collector: TensorCollector) -> Any:
         return encode(
             extract_tensors(
-                self.value.state_dict(), self.key, collector.callback(self.replication or Replication.OWN)
+                self.value.state_dict(),
+                self.key,
+                collector.callback(self.replication or Replication.OWN),
+                named_types=True,
             ),
             self.key,
         )
 
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
-        if not may_be_sharded():
-            _plan_tree(plan, self.key, self._finish)
-            return
         if plan.lacks(self.key):
+            return
+        tree = plan.values(self.key)
+        if has_saved_form(tree):
+            fitting = plan.fit(tree, self.value.state_dict(), self.key)
+            if fitting is None:
+                return
+            tree = fitting.tree
+        if not may_be_sharded():
+            _plan_tree(plan, tree, self._finish)
             return
         made: dict[str, Callable[[], torch.Tensor]] = {}
 
@@ -86,7 +86,6 @@ class StatefulEntry(StateEntry):
                 made[name] = plan.read_like(name, live, f"{self.key}: {name}")
             return False
 
-        tree = plan.values(self.key)
         match_tensors(tree, self.value.state_dict(), claim)
         for name in references(tree):
             if name not in made:
@@ -167,7 +166,8 @@ class GeneratorEntry(StateEntry):
 
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
-        _plan_tree(plan, self.key, self._finish)
+        if not plan.lacks(self.key):
+            _plan_tree(plan, plan.values(self.key), self._finish)
 
     def _finish(self, state: Any) -> None:
         generator = self.value
@@ -190,22 +190,34 @@ class GeneratorEntry(StateEntry):
 
 @final
 class ValueEntry(StateEntry):
-    """A plain value, or a container of values and tensors.
+    """A plain value, or a container of values, tensors and objects that are entries of their own.
 
     Containers are updated in place, so that other references to them see the restored content. Values that
-    cannot be changed in place are replaced under the key.
+    cannot be changed in place are replaced under the key. Values of the program's own types are only
+    restored into live ones of the same type, see `holdfast.state.fitting`.
     """
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
         return encode(
-            extract_tensors(self.value, self.key, collector.callback(self.replication or Replication.OWN)),
+            extract_tensors(
+                self.value,
+                self.key,
+                collector.callback(self.replication or Replication.OWN),
+                named_types=True,
+                entries=True,
+            ),
             self.key,
         )
 
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        if plan.saved_key(self.key) is None and has_only_entries(self.value):
+            return  # it was saved in another container, or its objects under keys of their own
         if plan.lacks(self.key):
+            return
+        fitting = plan.fit(plan.values(self.key), self.value, self.key)
+        if fitting is None:
             return
 
         def claim(name: str, live: torch.Tensor) -> bool:
@@ -215,7 +227,7 @@ class ValueEntry(StateEntry):
             plan.fill(name, live, f"{self.key}: {name}")
             return True
 
-        tree = match_tensors(plan.values(self.key), self.value, claim)
+        tree = match_tensors(fitting.tree, self.value, claim)
         for name in references(tree):
             plan.read_new(name)
 
@@ -227,11 +239,8 @@ class ValueEntry(StateEntry):
         plan.add_step(Phase.VALUE, finish)
 
 
-def _plan_tree(plan: LoadPlan, key: str, finish: Callable[[Any], None]) -> None:
-    """Plan to call `finish` with the saved tree of `key`, its tensors filled."""
-    if plan.lacks(key):
-        return
-    tree = plan.values(key)
+def _plan_tree(plan: LoadPlan, tree: Any, finish: Callable[[Any], None]) -> None:
+    """Plan to call `finish` with a saved tree, its tensors filled."""
     for name in references(tree):
         plan.read_new(name)
     plan.add_step(Phase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))

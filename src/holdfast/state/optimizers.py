@@ -138,7 +138,7 @@ class OptimizerEntry(StateEntry):
     ) -> dict[str, Any]:
         emit = collector.callback(self.replication or Replication.REPLICATED)
         options = {
-            name: extract_tensors(value, f"{self.key}.param_groups.{index}.{name}", emit)
+            name: extract_tensors(value, f"{self.key}.param_groups.{index}.{name}", emit, named_types=True)
             for name, value in group.items()
             if name != "params"
         }
@@ -228,7 +228,15 @@ class OptimizerEntry(StateEntry):
             live = self.value.param_groups[i]
             tree = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
             claim = _claim(plan, f"{self.key}.param_groups.{i}")
-            tree = {name: match_tensors(value, live.get(name), claim) for name, value in tree.items()}
+            fitted = {
+                name: plan.fit(value, live.get(name), f"{self.key}.param_groups.{i}.{name}")
+                for name, value in tree.items()
+            }
+            tree = {
+                name: match_tensors(one.tree, live.get(name), claim)
+                for name, one in fitted.items()
+                if one is not None
+            }
             for name in references(tree):
                 plan.read_new(name)
             met.append(tree)

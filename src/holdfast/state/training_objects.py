@@ -11,9 +11,11 @@ import torch
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.manifest import Tensor
+from holdfast.format.nesting import is_under
 from holdfast.state import rng
 from holdfast.state.capture import CapturedState, TensorCollector
 from holdfast.state.entry import StateEntry
+from holdfast.state.entry_kinds import is_entry, is_generator, is_stateful, nested_entries
 from holdfast.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.state.holders import Gather, HolderAgreement, RankInventory, TensorInfo, agree
 from holdfast.state.load import Load, LoadPlan, Phase, leftover, mismatch, renamer
@@ -24,8 +26,6 @@ from holdfast.state.objects import (
     StatefulEntry,
     TensorEntry,
     ValueEntry,
-    is_generator,
-    is_stateful,
 )
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters
 from holdfast.state.replication import MarkedObject, Replication
@@ -39,13 +39,24 @@ _FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """An object of the state or in one of its containers, with the mark that applies to it."""
+
+    root: str  # top-level key
+    value: Any
+    replication: Replication | None
+    ranks: tuple[int, ...] | None
+
+
 class State:
     """The training objects of a checkpoint, by top-level key.
 
     Args:
         objects: modules, optimizers, objects with state_dict() and load_state_dict(), tensors, random number
             generators, plain values and containers of these. The mapping itself is kept: objects that are
-            added later are saved too, and plain values are restored into it.
+            added later are saved too, and plain values are restored into it. An object with a state of its
+            own that is in a container is saved under its key path: "gan.g" in {"gan": {"g": module}}.
         world: this rank and the number of ranks that save together; by default from torch.distributed.
 
     Raises:
@@ -57,6 +68,8 @@ class State:
         self._objects = objects
         self._given_world = world
         self._entries: dict[str, StateEntry] = {}
+        self._found: dict[str, _Found] = {}
+        self._marked: dict[str, tuple[int, ...]] = {}
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
         self._structure: StateStructure | None = None
@@ -140,7 +153,7 @@ class State:
         try:
             yield
         finally:
-            self._objects, self._table, self._entries = own, None, {}
+            self._objects, self._table, self._entries, self._found = own, None, {}, {}
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers whose steps change tensors in `CapturedState.owned`."""
@@ -188,7 +201,8 @@ class State:
                 other pipeline stages. Parameters that are not in `values` are looked up in these.
             strict: raise if only one side has a name. Otherwise such names are listed in the plan and left
                 unchanged. Names that only other ranks hold now (see `agree`) do not count.
-            only: top-level keys (live names) to restore; all of them by default.
+            only: top-level keys (live names) to restore, or key paths of objects in containers; all of them
+                by default.
             rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
                 tensors, of top-level keys and of parameters inside an optimizer's state.
             with_rng: restore the process-wide random number generators, unless `only` leaves them out.
@@ -217,8 +231,11 @@ class State:
         agreement = self._agreed()
         held = (agreement.names, agreement.keys) if not agreement.is_alike else None
         extra = leftover(plan, [*entries, rng.KEY], wanted, held)
+        if strict and plan.misfits:
+            raise plan.misfits[0]
         if strict and (plan.missing or extra):
             raise mismatch(plan.missing, extra)
+        plan.notes += [f"{misfit}" for misfit in plan.misfits]
         return Load(plan, extra)
 
     def load_new(
@@ -261,35 +278,44 @@ class State:
         if only is None:
             return None
         chosen = {only} if isinstance(only, str) else set(only)
-        if unknown := sorted(chosen - set(self._objects) - {rng.KEY}):
+        if unknown := sorted(chosen - set(self._found) - {rng.KEY}):
             raise InvalidInput(
-                f"only= names {unknown}, which are not in the state. Its keys: {sorted(self._objects)}.",
+                f"only= names {unknown}, which are not in the state. Its keys: {sorted(self._found)}.",
                 key=unknown[0],
             )
-        return chosen
+        return chosen | {key for key, one in self._found.items() if one.root in chosen}
 
     def _current(self) -> dict[str, StateEntry]:
         """Return the entries of the current mapping. Entries of unchanged objects are kept."""
         entries: dict[str, StateEntry] = {}
-        self._marked: dict[str, tuple[int, ...]] = {}
-        for key, marked in self._objects.items():
-            if isinstance(marked, MarkedObject) and marked.ranks is not None:
-                self._marked[key] = marked.ranks
-            value, replication = (
-                (marked.value, marked.replication) if isinstance(marked, MarkedObject) else (marked, None)
-            )
+        objects = self._found = self._find()
+        for key, one in objects.items():
             known = self._entries.get(key)
             if (
                 known is None
-                or known.value is not value
-                or known.replication is not replication
+                or known.value is not one.value
+                or known.replication is not one.replication
                 or _is_stale(known)
             ):
                 _check_key(key)
-                known = self._classify(key, value, replication)
+                known = self._classify(key, one.value, one.replication)
             entries[key] = known
         self._entries = entries
         return entries
+
+    def _find(self) -> dict[str, _Found]:
+        """Return the objects of the mapping, and those in its containers, by key path."""
+        found: dict[str, _Found] = {}
+        for key, one in self._objects.items():
+            top = _bare(key, one, None)
+            _add(found, key, top)
+            try:
+                for path, inner in _nested(key, top.value):
+                    _add(found, path, _bare(key, inner, top))
+            except RecursionError as error:
+                raise _contains_itself(key) from error
+        self._marked = {key: one.ranks for key, one in found.items() if one.ranks is not None}
+        return found
 
     def _classify(self, key: str, value: Any, replication: Replication | None) -> StateEntry:
         if isinstance(value, torch.nn.Module):
@@ -314,14 +340,11 @@ class State:
     def _fsdp1_module_of(self, optimizer: torch.optim.Optimizer) -> FSDP1ModuleEntry | None:
         """Return the entry of the FSDP1 module with an optimizer's parameters, or None."""
         owned = set(map(id, parameters(optimizer)))
-        for key, marked in self._objects.items():
-            value = marked.value if isinstance(marked, MarkedObject) else marked
-            if not isinstance(value, torch.nn.Module) or not is_fsdp1(value):
+        for key, one in self._found.items():
+            if not isinstance(one.value, torch.nn.Module) or not is_fsdp1(one.value):
                 continue
-            if not owned.isdisjoint(map(id, value.parameters())):
-                return FSDP1ModuleEntry(
-                    key, value, marked.replication if isinstance(marked, MarkedObject) else None
-                )
+            if not owned.isdisjoint(map(id, one.value.parameters())):
+                return FSDP1ModuleEntry(key, one.value, one.replication)
         return None
 
     def _parameter_names(self) -> dict[int, str]:
@@ -349,15 +372,57 @@ class State:
         return self._given_world or _world()
 
     def _hooked(self, entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:
-        values = [entry.value for entry in entries.values()]
-        return [v for v in values if isinstance(v, torch.optim.Optimizer) and has_step_hooks(v)]
+        found = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
+        return list({id(one): one for one in found if has_step_hooks(one)}.values())
 
 
 def _capture(key: str, entry: StateEntry, collector: TensorCollector) -> Any:
     try:
         return entry.capture(collector)
     except RecursionError as error:
-        raise InvalidInput(f"{key} contains itself, or is too deeply nested.", key=key) from error
+        raise _contains_itself(key) from error
+
+
+def _contains_itself(key: str) -> InvalidInput:
+    return InvalidInput(f"{key} contains itself, or is too deeply nested.", key=key)
+
+
+def _bare(root: str, value: Any, parent: _Found | None) -> _Found:
+    """Return an object without its mark. In a marked container it has the container's mark."""
+    if isinstance(value, MarkedObject):
+        return _Found(root, value.value, value.replication, value.ranks)
+    if parent is not None:
+        return _Found(root, value, parent.replication, parent.ranks)
+    return _Found(root, value, None, None)
+
+
+def _nested(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield key path and object of each entry in a value that is not an entry itself."""
+    if is_entry(value):
+        return
+    for path, inner in nested_entries(value, key):
+        if isinstance(inner, MarkedObject) and not (
+            is_entry(inner.value) or isinstance(inner.value, torch.Tensor)
+        ):
+            raise InvalidInput(
+                f"{path} is a marked {type(inner.value).__qualname__} inside a container. Only tensors and "
+                "objects with a state of their own can be marked there. Nothing was written. Mark the "
+                f"whole {key!r}, or move it to a key of its own.",
+                key=path,
+            )
+        yield path, inner
+
+
+def _add(found: dict[str, _Found], key: str, one: _Found) -> None:
+    other = found.setdefault(key, one)
+    if other is not one:
+        kinds = [type(each.value).__qualname__ for each in (other, one)]
+        raise InvalidInput(
+            f"Two objects of the state would both be saved under {key!r}: a {kinds[0]} in {other.root!r} and "
+            f"a {kinds[1]} in {one.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
+            "string look the same. Nothing was written. Rename one of the keys.",
+            key=key,
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -402,7 +467,7 @@ def _chosen(plan: LoadPlan, only: Collection[str] | None) -> list[str]:
             "loaded.",
             key=missing[0],
         )
-    return wanted
+    return [key for key in saved if any(is_under(key, one) for one in wanted)]
 
 
 def _check_key(key: Any) -> None:

@@ -1,0 +1,246 @@
+"""Modules, optimizers and other objects with a state of their own inside containers of a state."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from holdfast.errors import InvalidInput
+from holdfast.state import State, per_rank, replicated
+from stage.training import CopyGate, compute_gradients, make_checkpointer, make_model
+from state.trip import Net, assert_same_state, kept, train
+
+
+@dataclasses.dataclass
+class Training:
+    """All objects of a training in one dataclass."""
+
+    model: Net
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    step: int
+
+
+def build(seed: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model, other = Net(), Net()
+    optimizers = [AdamW(model.parameters()), SGD(other.parameters(), 0.1, momentum=0.9)]
+    state = {
+        "gan": {"g": model, "d": other, "optimizers": optimizers, "seen": [seed], 3: random.Random(seed)},
+        "training": Training(Net(), Adam([nn.Parameter(torch.ones(1))]), StepLR(optimizers[1], 1), seed),
+        "generators": (torch.Generator().manual_seed(seed), collections.deque([random.Random(seed)])),
+    }
+    for _ in range(steps):
+        train(model, optimizers[0], 1)
+        train(other, optimizers[1], 1, state["training"].scheduler.step)
+        state["gan"]["seen"].append(len(state["gan"]["seen"]))
+    return state
+
+
+def test_objects_in_containers_resume_in_place() -> None:
+    """Each live object stays the same, at any depth; values beside them are restored too."""
+    objects = build(1, 2)
+    saved = kept(objects)
+    live = build(2, 0)
+    gan, training = live["gan"], live["training"]
+    parts = [gan["g"], gan["d"], gan["optimizers"], *gan["optimizers"], gan[3], training]
+    parts += [training.model, training.scheduler, live["generators"][0], live["generators"][1][0]]
+    saved.restore(State(live))
+    assert_same_state(live, objects)
+    gan, training = live["gan"], live["training"]
+    found = [gan["g"], gan["d"], gan["optimizers"], *gan["optimizers"], gan[3], training]
+    found += [training.model, training.scheduler, live["generators"][0], live["generators"][1][0]]
+    assert all(one is other for one, other in zip(parts, found, strict=True))
+    assert (gan["seen"], training.step) == ([1, 1, 2], 1)
+    assert torch.rand(3, generator=live["generators"][0]).tolist() == (
+        torch.rand(3, generator=objects["generators"][0]).tolist()
+    )
+
+
+def test_names_are_key_paths() -> None:
+    captured = State(build(1, 1)).capture()
+    assert {"gan.g.embed.weight", "gan.d.inner.bias", "training.model.norm.weight"} <= captured.tensors.keys()
+    assert "gan.optimizers.0.state.gan.g.inner.bias.exp_avg" in captured.tensors
+    assert "gan.optimizers.1.state.gan.d.inner.bias.momentum_buffer" in captured.tensors
+    assert captured.tied["gan.g.out.weight"] == "gan.g.embed.weight"
+    assert captured.values["gan"]["$dict"][0] == ["g", {"$entry": "gan.g"}]
+
+
+def test_optimizers_in_containers_own_their_parameters() -> None:
+    """As at the top level: their steps are watched, and what they do not train is frozen."""
+    adapter, head = make_model(), make_model()
+    for parameter in list(adapter.parameters())[:2]:
+        parameter.requires_grad_(False)
+    optimizer = SGD([p for p in adapter.parameters() if p.requires_grad], 0.1)
+    nested = State({"all": [{"model": adapter, "head": head, "optimizer": optimizer}]})
+    flat = State({"model": adapter, "head": head, "optimizer": optimizer})
+    assert nested.optimizers() == flat.optimizers() == [optimizer]
+    one, other = nested.capture(), flat.capture()
+    assert one.owned == {f"all.0.{name}" for name in other.owned}
+    assert one.frozen == {f"all.0.{name}" for name in other.frozen}
+    assert "all.0.model.0.weight" in one.frozen
+    assert "all.0.model.2.weight" in one.owned
+
+
+def test_a_later_capture_of_the_same_structure_is_quick() -> None:
+    """Values beside the objects may change; the structure is kept by identity."""
+    objects = build(1, 1)
+    state = State(objects)
+    first = state.capture()
+    objects["gan"]["seen"].append(9)
+    objects["training"].step = 7
+    second = state.capture()
+    assert second.structure is first.structure
+    assert second.values != first.values
+    objects["gan"]["optimizers"].append(SGD(objects["training"].model.parameters(), 0.1))
+    third = state.capture()
+    assert third.structure is not first.structure
+    assert len(state.optimizers()) == 4
+
+
+def test_an_object_in_two_places_is_saved_once() -> None:
+    model = Net()
+    optimizer = Adam(model.parameters())
+    train(model, optimizer, 1)
+    objects = {"a": {"model": model, "optimizer": optimizer}, "b": [model, optimizer]}
+    captured = State(objects).capture()
+    alone = State({"a": {"model": model, "optimizer": optimizer}}).capture()
+    assert captured.tensors.keys() == alone.tensors.keys()
+    assert captured.tied["b.0.inner.weight"] == "a.model.inner.weight"
+    assert State(objects).optimizers() == [optimizer]
+    other = Net()
+    other_optimizer = Adam(other.parameters())
+    live = {"a": {"model": other, "optimizer": other_optimizer}, "b": [other, other_optimizer]}
+    kept(objects).restore(State(live))
+    assert_same_state(live, objects)
+
+
+def test_an_optimizer_that_moved_into_a_container_is_restored_by_its_new_name() -> None:
+    model, other = Net(), Net()
+    optimizer = Adam(model.parameters())
+    train(model, optimizer, 1)
+    saved = kept({"model": model, "optimizer": optimizer})
+    live = {"train": {"model": other, "optimizer": Adam(other.parameters())}}
+    saved.restore(State(live), rename={"model": "train.model", "optimizer": "train.optimizer"})
+    assert_same_state(live, {"train": {"model": model, "optimizer": optimizer}})
+
+
+def nets(count: int) -> list[nn.Linear]:
+    return [nn.Linear(1, 1) for _ in range(count)]
+
+
+def test_a_list_that_became_longer_or_shorter_is_refused_with_the_names() -> None:
+    saved = kept({"nets": nets(2)})
+    with pytest.raises(InvalidInput, match=r"in the live state but not in the checkpoint: nets\.2\.weight"):
+        saved.plan(State({"nets": nets(3)}))
+    with pytest.raises(InvalidInput, match=r"in the checkpoint but not in the live state: nets\.1"):
+        saved.plan(State({"nets": nets(1)}))
+    for count in (1, 3):
+        live = nets(count)
+        objects = {"nets": list(live)}
+        saved.restore(State(objects), strict=False)
+        assert all(one is other for one, other in zip(objects["nets"], live, strict=True))
+        assert torch.equal(live[0].weight, saved.tensors["nets.0.weight"])
+
+
+def test_values_never_replace_live_objects() -> None:
+    """Neither a value saved in their place nor a container that lacks them."""
+    model = nn.Linear(1, 1)
+    objects: dict[str, Any] = {"x": {"a": [model, 1], "b": model, "n": 0}}
+    for saved in ({"a": [5], "b": 6, "n": 1}, {"a": 7, "n": 1}):
+        load = kept({"x": saved}).restore(State(objects), strict=False)
+        assert "x.b.weight" in load.missing
+        assert objects["x"]["a"][0] is objects["x"]["b"] is model
+        assert objects["x"]["n"] == 1
+
+
+def test_only_chooses_whole_containers_or_single_objects() -> None:
+    saved = kept({"x": {"a": nn.Linear(1, 1), "n": 5}, "b": nn.Linear(1, 1)})
+    for only, filled, n in (["x"], {"x.a.weight", "x.a.bias"}, 5), (["x.a"], {"x.a.weight", "x.a.bias"}, 0):
+        objects = {"x": {"a": nn.Linear(1, 1), "n": 0}, "b": nn.Linear(1, 1)}
+        load = saved.plan(State(objects), only=only)
+        assert load.targets.keys() == filled
+        saved.fill(load).finish()
+        assert objects["x"]["n"] == n
+    with pytest.raises(InvalidInput, match=r"only= names \['x.c'\]"):
+        saved.plan(State(objects), only=["x.c"])
+
+
+def test_an_object_that_only_the_checkpoint_has_is_named_under_only() -> None:
+    saved = kept({"x": {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}})
+    with pytest.raises(InvalidInput, match=r"in the checkpoint but not in the live state: x\.b"):
+        saved.plan(State({"x": {"a": nn.Linear(1, 1)}}), only=["x"])
+
+
+@pytest.mark.parametrize(
+    ("objects", "places"),
+    [
+        ({"x.a": nn.Linear(1, 1), "x": {"a": random.Random(1)}}, r"a Linear in 'x\.a' and a Random in 'x'"),
+        ({"x": {1: nn.Linear(1, 1), "1": nn.ReLU()}}, r"a Linear in 'x' and a ReLU in 'x'"),
+    ],
+)
+def test_clashes_of_key_paths_are_refused_with_both(objects: dict[str, Any], places: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"would both be saved under .*: {places}"):
+        State(objects)
+
+
+@pytest.mark.parametrize("key", ["a/b", "a@r1"])
+def test_keys_in_containers_are_checked(key: str) -> None:
+    with pytest.raises(InvalidInput, match="key of the state"):
+        State({"x": {key: nn.Linear(1, 1)}})
+
+
+def test_marks_hold_for_containers_and_inside_them() -> None:
+    def build(n: float) -> dict[str, Any]:
+        own, shared = nn.Linear(1, 1), nn.Linear(1, 1)
+        return {"x": {"own": per_rank(own), "shared": shared}, "y": per_rank([nn.Linear(1, 1), n])}
+
+    objects = build(1.0)
+    captured = State(objects, world=(0, 2)).capture()
+    assert {name for name in captured.per_rank if not name.startswith("rng")} == {
+        *("x.own.weight", "x.own.bias", "y.0.weight", "y.0.bias")
+    }
+    live = build(2.0)
+    kept(objects).restore(State(live))
+    assert_same_state(live, objects)
+    with pytest.raises(InvalidInput, match=r"x\.n is a marked int inside a container"):
+        State({"x": {"n": replicated(1)}})
+
+
+def test_a_container_that_contains_itself_is_refused() -> None:
+    own: list[Any] = [nn.Linear(1, 1)]
+    own.append(own)
+    with pytest.raises(InvalidInput, match="x contains itself"):
+        State({"x": own})
+
+
+def test_an_optimizer_in_a_container_waits_for_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step waits, so that the checkpoint has the weights of the moment of the save."""
+    gate, model = CopyGate(monkeypatch), make_model()
+    optimizer = SGD(model.parameters(), lr=0.5)
+    gate.open_when_stepping([optimizer])
+    with make_checkpointer(tmp_path / "home", {"all": {"nets": [model], "optimizer": optimizer}}) as ckpt:
+        expected = [parameter.detach().clone() for parameter in model.parameters()]
+        compute_gradients(model)
+        save = ckpt.save(2)
+        optimizer.step()
+        save.wait_durable()
+    assert save.failed is None
+    assert not torch.equal(expected[0], next(model.parameters()))
+    other = make_model()
+    with make_checkpointer(
+        tmp_path / "home", {"all": {"nets": [other], "optimizer": SGD(other.parameters(), lr=0.1)}}
+    ) as ckpt:
+        assert ckpt.restore() == 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, other.parameters(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import warnings
 from collections.abc import Callable
@@ -45,13 +46,62 @@ def snapshots() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "model", "scheduler", "scaler"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_the_result_of_state_dict_is_refused_with_a_fix(tmp_path: Path, kind: str, nested: bool) -> None:
+@pytest.mark.parametrize("place", ["top", "dict", "list", "namespace"])
+def test_the_result_of_state_dict_is_refused_with_a_fix(tmp_path: Path, kind: str, place: str) -> None:
     value = snapshots()[kind]()
-    state = {"all": {"epoch": 1, "it": value}} if nested else {"it": value}
-    with pytest.raises(InvalidInput, match=rf"{kind}\.state_dict\(\) returned.*Pass the {kind} itself"):
+    state, fix = {
+        "top": ({"it": value}, f"{{'it': {kind}}}"),
+        "dict": ({"all": {"epoch": 1, "it": value}}, f"{{'all': {{'it': {kind}}}}}"),
+        "list": ({"all": [value]}, f"{{'all': [..., {kind}]}}"),
+        "namespace": ({"all": argparse.Namespace(it=value)}, f"{{'all': {{'it': {kind}}}}}"),
+    }[place]
+    with pytest.raises(InvalidInput, match=rf"{kind}\.state_dict\(\) returned") as caught:
         make_checkpointer(tmp_path / "home", state)
+    assert f"Pass the {kind} itself in its place: state={fix}." in str(caught.value)
     assert not (tmp_path / "home").exists()
+
+
+def test_a_snapshot_that_is_added_later_warns_at_the_first_save(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"epoch": 0}
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        state["all"] = {"model": make_model().state_dict()}
+        with pytest.warns(
+            ResumeWarning, match=r"all\.model is a dictionary that model\.state_dict\(\) returned"
+        ):
+            ckpt.save(1)
+
+
+def test_a_copy_of_a_state_dict_warns_with_a_fix(tmp_path: Path) -> None:
+    """A plain dict, as `get_model_state_dict` of torch returns it, or a copy on the CPU."""
+    copy = {name: tensor.clone() for name, tensor in make_model().state_dict().items()}
+    (doubt,) = doubts_of(tmp_path / "home", {"all": {"weights": copy}})
+    assert "all.weights is a dictionary of tensors that are named as those of a module" in doubt
+    assert "state={'all': {'weights': model}}" in doubt
+
+
+def test_tensors_that_are_no_copy_of_a_model_do_not_warn(tmp_path: Path) -> None:
+    """An average beside its model, parameters of a functional model, and other tensors by name."""
+    model = make_model()
+    state = {
+        "model": model,
+        "average": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "parameters": {"layer.weight": torch.nn.Parameter(torch.ones(2))},
+        "statistics": {"layer.mean": torch.ones(2)},
+    }
+    assert doubts_of(tmp_path / "home", state) == []
+
+
+def test_parameters_in_a_container_are_saved(tmp_path: Path) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    state = {"parameters": {"all": parameters}, "optimizer": SGD(parameters, lr=0.1)}
+    assert doubts_of(tmp_path / "home", state) == []
+
+
+def test_objects_in_containers_are_reviewed(tmp_path: Path) -> None:
+    state = {"all": [{"meter": Meter({})}, {"opt": SGD(make_model().parameters(), lr=0.1)}]}
+    doubts = doubts_of(tmp_path / "home", state)
+    assert any("all.0.meter is a Meter whose state_dict() is empty" in doubt for doubt in doubts)
+    assert any("all.1.opt trains 6 parameters that are in no module" in doubt for doubt in doubts)
 
 
 class Meter:

@@ -39,7 +39,7 @@ def show_what_is_left(components: Components, step: int, total: int) -> None:
 
 def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
-    for doubt in components.pipeline.objects.review():
+    for doubt in components.pipeline.objects.review(has_live_objects=components.has_state):
         warn(f"The run will not resume exactly: {doubt.text}", ResumeWarning)
     if is_new_run:
         name = Path(sys.argv[0]).name

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput
+from holdfast.state.containers import kind_of
 from holdfast.state.loader_watch import plain_iterators
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
@@ -38,19 +39,30 @@ def refuse_snapshots(objects: Mapping[str, Any]) -> None:
             raise InvalidInput(
                 f"{path} is a dictionary that {kind}.state_dict() returned. It is a snapshot: checkpoints "
                 f"would never change, and a restore would not reach the {kind}. Nothing was written. Pass "
-                f"the {kind} itself: state={{{key!r}: {kind}}}.",
+                f"the {kind} itself in its place: {_as_state(path, kind)}.",
                 key=path,
             )
 
 
 def _snapshots(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, dict) or depth == 0:
+    """Yield path and kind of each snapshot in a value. Objects with a state of their own are left out."""
+    container = kind_of(value)
+    if container is None or depth == 0:
         return
-    if kind := _kind_of_snapshot(value):
+    if isinstance(value, dict) and (kind := _kind_of_snapshot(value)):
         yield path, kind
         return
-    for key, item in value.items():
-        yield from _snapshots(item, f"{path}.{key}", depth - 1)
+    for step, item in container.items(value):
+        yield from _snapshots(item, f"{path}.{step}", depth - 1)
+
+
+def _as_state(path: str, kind: str) -> str:
+    """Return a state as a script writes it, with an object at a key path."""
+    key, *steps = path.split(".")
+    inner = kind
+    for step in reversed(steps):
+        inner = f"[..., {inner}]" if step.isdigit() else f"{{{step!r}: {inner}}}"
+    return f"state={{{key!r}: {inner}}}"
 
 
 def _kind_of_snapshot(value: dict[Any, Any]) -> str | None:
@@ -74,14 +86,16 @@ class ResumeRisk:
     would_show: bool  # a resumed run's checkpoints show the difference, so comparing them decides
 
 
-def find_resume_risks(values: Mapping[str, Any]) -> list[ResumeRisk]:
+def find_resume_risks(values: Mapping[str, Any], *, has_live_objects: bool = True) -> list[ResumeRisk]:
     """Return the parts of a state that will not resume exactly.
 
     Args:
         values: the objects of the state by key.
+        has_live_objects: the state should have live objects. Otherwise snapshots are what it is for.
     """
     hidden: list[str] = []
     shown: list[str] = []
+    modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     for key, value in values.items():
         if isinstance(value, torch.nn.Module):
             hidden += _metric_doubts(key, value)
@@ -91,11 +105,49 @@ def find_resume_risks(values: Mapping[str, Any]) -> list[ResumeRisk]:
             hidden += _optimizer_doubts(key, value, values)
         elif callable(getattr(value, "state_dict", None)):
             hidden += _empty_doubts(key, value)
+        elif has_live_objects:
+            hidden += _snapshot_doubts(key, value, modules)
     shown += _plain_loader_doubts()
     return [
         *(ResumeRisk(text, would_show=False) for text in hidden),
         *(ResumeRisk(text, would_show=True) for text in shown),
     ]
+
+
+def _snapshot_doubts(key: str, value: Any, modules: list[torch.nn.Module]) -> Iterator[str]:
+    """Yield a sentence for each snapshot that was put into the state later, or is a plain dict."""
+    for path, kind in _snapshots(value, key, _MAX_DEPTH):
+        yield (
+            f"{path} is a dictionary that {kind}.state_dict() returned, so a restore fills the dictionary "
+            f"and not the {kind}. Pass the {kind} itself in its place: {_as_state(path, kind)}."
+        )
+    for path, names in _named_like_modules(value, key, _MAX_DEPTH):
+        if not any(names <= {name for name, _ in _tensors_of(module)} for module in modules):
+            yield (
+                f"{path} is a dictionary of tensors that are named as those of a module ({min(names)}), and "
+                "no module of the state has these names. If it is a copy of a model's state_dict(), a "
+                "restore fills the dictionary and not the model. Pass the model itself in its place: "
+                f"{_as_state(path, 'model')}."
+            )
+
+
+def _named_like_modules(value: Any, path: str, depth: int) -> Iterator[tuple[str, set[str]]]:
+    """Yield path and names of each dict of tensors that a module's state_dict() may have been copied to."""
+    container = kind_of(value)
+    if container is None or depth == 0 or (isinstance(value, dict) and _kind_of_snapshot(value)):
+        return
+    if isinstance(value, dict) and value and all(type(name) is str for name in value):
+        is_copy = all(type(item) is torch.Tensor and not item.requires_grad for item in value.values())
+        if is_copy and any(name.rpartition(".")[2] in ("weight", "bias") for name in value):
+            yield path, set(value)
+            return
+    for step, item in container.items(value):
+        yield from _named_like_modules(item, f"{path}.{step}", depth - 1)
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _metric_doubts(key: str, module: torch.nn.Module) -> Iterator[str]:
@@ -130,7 +182,7 @@ def _empty_doubts(key: str, value: Any) -> Iterator[str]:
 def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[str]:
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     known = {id(one) for module in modules for one in module.parameters()}
-    known |= {id(one) for one in values.values() if isinstance(one, torch.Tensor)}
+    known |= {id(one) for value in values.values() for one in _tensors_in(value)}
     groups = getattr(optimizer, "param_groups", [])
     num_lost = sum(id(one) not in known for group in groups for one in group["params"])
     if num_lost and not any("FullyShardedDataParallel" in type(one).__name__ for one in modules):
@@ -145,6 +197,15 @@ def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mappin
             f"the learning rate of {key} is set by a scheduler that is not in the state, so the schedule "
             "restarts when the run resumes. Add it: state={..., 'scheduler': scheduler}."
         )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a value or a container."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif (container := kind_of(value)) is not None:
+        for _, item in container.items(value):
+            yield from _tensors_in(item)
 
 
 def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:

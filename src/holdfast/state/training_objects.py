@@ -141,9 +141,10 @@ class State:
         self._table, self._structure = collector.table, captured_now.structure
         return captured_now
 
-    def review(self) -> list[ResumeRisk]:
+    def review(self, *, has_live_objects: bool = True) -> list[ResumeRisk]:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
-        return find_resume_risks({key: entry.value for key, entry in self._current().items()})
+        values = {key: entry.value for key, entry in self._current().items()}
+        return find_resume_risks(values, has_live_objects=has_live_objects)
 
     @contextlib.contextmanager
     def lent(self, objects: MutableMapping[str, Any]) -> Iterator[None]:

@@ -14,7 +14,7 @@ _BRACKETS = {"$tuple": "()", "$set": "{}", "$frozenset": "{}"}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and tagged JSON of each value in containers, except tensors and objects of their own."""
+    """Yield path and tagged JSON of each value, except tensors and objects."""
     tag = _tag(value) if isinstance(value, dict) else ""
     if isinstance(value, dict) and not tag:
         for key, item in value.items():

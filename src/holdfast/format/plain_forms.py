@@ -35,7 +35,7 @@ def plain_form(value: Any) -> Any:
 
 
 def place_entries(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree with the objects of its containers in their places, instead of under their key paths.
+    """Return a tree with each object in its container instead of under its key path.
 
     Args:
         tree: plain forms by key, with an `EntryRef` for each object. It is only read.

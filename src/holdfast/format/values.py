@@ -53,7 +53,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class EntryRef:
-    """Placeholder for an object in a container that is saved under a key of its own."""
+    """Placeholder for an object in a container; `key` is its own key."""
 
     key: str
 

@@ -32,7 +32,7 @@ def is_generator(value: Any) -> bool:
 
 
 def is_entry(value: Any) -> bool:
-    """Return True for an object that is saved under a key of its own, wherever it is in a state.
+    """Return True for an object that is always saved under its own key.
 
     These are modules, optimizers, other objects with state_dict() and load_state_dict(), random number
     generators, and whatever the user has marked.
@@ -68,7 +68,7 @@ def holds_entry(value: Any) -> bool:
 
 
 def has_only_entries(value: Any) -> bool:
-    """Return True for a container that holds entries, in further containers or not, and no other value."""
+    """Return True for a container of entries, or of such containers, without other values."""
     kind = kind_of(value)
     items = [] if kind is None else [item for _, item in kind.items(value)]
     return bool(items) and all(is_entry(item) or has_only_entries(item) for item in items)

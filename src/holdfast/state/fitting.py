@@ -1,4 +1,4 @@
-"""Saved values fitted to the live ones in their place, whose types a checkpoint only names."""
+"""Saved values fitted to live ones, whose types a checkpoint only names."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class _Fitter:
         return new
 
     def _fit_key(self, saved: Any, live: Iterable[Any], path: str) -> Any:
-        """Return a key of a dict or an item of a set in its live type."""
+        """Return a dict's key or a set's item in its live type."""
         if isinstance(saved, NAMED_TYPES) or type(saved) in (tuple, frozenset):
             return self.fit(saved, _example(saved, live, None), f"{path}.<key>", is_here=False)
         return saved
@@ -211,7 +211,7 @@ def _fit_member(saved: SavedEnum, live: Any, path: str) -> enum.Enum:
 
 
 def _example(saved: Any, others: Iterable[Any], factory: Any) -> Any:
-    """Return a live value that shows the type of an item whose place is empty, or `_ABSENT`."""
+    """Return a live value with the type of a new item, or `_ABSENT`."""
     if isinstance(saved, NAMED_TYPES):
         found = next((one for one in others if has_name(type(one), saved.type)), _ABSENT)
     elif kind_of(saved) is not None or type(saved) in (set, frozenset):

@@ -190,7 +190,7 @@ class GeneratorEntry(StateEntry):
 
 @final
 class ValueEntry(StateEntry):
-    """A plain value, or a container of values, tensors and objects that are entries of their own.
+    """A plain value, or a container of values, tensors and entries.
 
     Containers are updated in place, so that other references to them see the restored content. Values that
     cannot be changed in place are replaced under the key. Values of the program's own types are only

@@ -115,7 +115,7 @@ def find_resume_risks(values: Mapping[str, Any], *, has_live_objects: bool = Tru
 
 
 def _snapshot_doubts(key: str, value: Any, modules: list[torch.nn.Module]) -> Iterator[str]:
-    """Yield a sentence for each snapshot that was put into the state later, or is a plain dict."""
+    """Yield a sentence for each snapshot that was added later or copied to a dict."""
     for path, kind in _snapshots(value, key, _MAX_DEPTH):
         yield (
             f"{path} is a dictionary that {kind}.state_dict() returned, so a restore fills the dictionary "
@@ -132,7 +132,7 @@ def _snapshot_doubts(key: str, value: Any, modules: list[torch.nn.Module]) -> It
 
 
 def _named_like_modules(value: Any, path: str, depth: int) -> Iterator[tuple[str, set[str]]]:
-    """Yield path and names of each dict of tensors that a module's state_dict() may have been copied to."""
+    """Yield path and names of each dict that may be a copy of a state_dict()."""
     container = kind_of(value)
     if container is None or depth == 0 or (isinstance(value, dict) and _kind_of_snapshot(value)):
         return

@@ -14,9 +14,9 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def saved_container(value: Any, path: str) -> Any:
-    """Return the saved form of a container of the program's own type, with its live items.
+    """Return the saved form of a container, with its live items.
 
-    Any other value is returned as it is.
+    A value that is no container of the program's own type is returned as it is.
 
     Raises:
         InvalidInput: it is a dataclass with state that its fields do not show.
@@ -34,7 +34,7 @@ def saved_container(value: Any, path: str) -> Any:
 
 
 def saved_leaf(value: Any, path: str) -> Any:
-    """Return the saved form of an enum member, or of a set that may contain some.
+    """Return the saved form of an enum member or a set of them.
 
     Raises:
         InvalidInput: the member cannot be found by its name.
@@ -47,7 +47,7 @@ def saved_leaf(value: Any, path: str) -> Any:
 
 
 def saved_key(key: Any) -> Any:
-    """Return the saved form of a key of a dict, or of an item of a set."""
+    """Return the saved form of a dict's key or a set's item."""
     kind = type(key)
     if kind in _PLAIN:
         return key
@@ -60,7 +60,7 @@ def saved_key(key: Any) -> Any:
 
 
 def has_saved_form(tree: Any) -> bool:
-    """Return True if an extracted tree needs live values of the same types to be restored."""
+    """Return True if an extracted tree needs live values to be restored."""
     if isinstance(tree, NAMED_TYPES) or type(tree) is collections.defaultdict:
         return True
     if isinstance(tree, (tuple, set, frozenset)) and any(map(has_saved_form, tree)):

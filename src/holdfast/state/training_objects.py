@@ -41,7 +41,7 @@ _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
-    """An object of the state or in one of its containers, with the mark that applies to it."""
+    """An object of the state or in its containers, with its mark."""
 
     root: str  # top-level key
     value: Any
@@ -398,7 +398,7 @@ def _bare(root: str, value: Any, parent: _Found | None) -> _Found:
 
 
 def _nested(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield key path and object of each entry in a value that is not an entry itself."""
+    """Yield key path and object of each entry in a container."""
     if is_entry(value):
         return
     for path, inner in nested_entries(value, key):

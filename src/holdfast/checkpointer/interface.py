@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.loop_exit import is_orderly, looping
@@ -466,10 +466,16 @@ class Checkpointer:
             selection = Selection(step, strict, only, rename, best, is_new=into is None, with_rng=rng)
             return target if self._training.load(selection, target) else None
 
-    def continue_from(self, step: int | None = None) -> int | None:
+    def continue_from(self, step: int | None = None, *, verify: bool = False) -> int | None:
         """Continue the run from its newest checkpoint, or that of `step`, without loading it.
 
-        For objects that already have the content of that checkpoint, or shall not get it.
+        For objects that already have the content of that checkpoint, or shall not get it, or get it later
+        piece by piece.
+
+        Args:
+            step: continue from this step and no other.
+            verify: read and hash every byte, and skip a checkpoint that is damaged anywhere, as a restore of
+                everything does. The ranks share the work.
 
         Returns:
             The step; None if the home holds no checkpoint.
@@ -478,11 +484,11 @@ class Checkpointer:
             HoldfastError: as `restore`.
 
         Ranks: collective.
-        Blocks: for the checkpoint's documents.
+        Blocks: for the checkpoint's documents; with `verify` until everything has been read once.
         """
         with self._training.guard("continue_from()", alone=True):
             step = None if step is None else parse_step(step, "continue_from()")
-            return self._training.restore(Selection(step, True, (), None, with_rng=False))
+            return self._training.restore(Selection(step, True, (), None, with_rng=False, verify=verify))
 
     def _parse_choice(self, call: str, step: int | None, *, best: bool) -> int | None:
         """Check the choice of a checkpoint, and return its step, if given."""
@@ -517,6 +523,23 @@ class Checkpointer:
         """
         with self._training.guard("finish()"):
             self._training.finish(None if step is None else parse_step(step, "finish()"))
+
+    def stop(self, step: int) -> NoReturn:
+        """End a preempted run: wait until everything saved is durable, close, and raise Preempted.
+
+        For a loop of your own, after `save(step)` and once `preempted` is set.
+
+        Args:
+            step: optimizer steps completed. With a state of its own, the Checkpointer saves it if it is not.
+
+        Raises:
+            Preempted: always. It is a SystemExit with status 75; do not catch it.
+            HoldfastError: the save failed.
+
+        Ranks: collective.
+        Blocks: as `wait` and `close`.
+        """
+        self._training.stop(parse_step(step, "stop()"))
 
     def close(self, timeout: Duration | None = None) -> None:
         """Save the last step, wait until everything saved is durable, and let the keeper end.

@@ -27,6 +27,7 @@ class Selection:
     best: bool = False
     is_new: bool = False  # into new tensors and values
     with_rng: bool = True  # with the random number generators of the process
+    verify: bool = False  # everything, also what is not loaded
 
 
 class Restoration:
@@ -89,6 +90,7 @@ class Restoration:
                 may_commit=keeper is not None,
                 show=self._components.show,
                 patience_s=self._tiers.restore_patience_s,
+                verify=selection.verify,
                 mark=mark,
             )
             self._found = restore_newest(request)

@@ -35,6 +35,13 @@ class Sink(Protocol):
         ...
 
 
+class Nowhere:
+    """Sink for bytes that are only verified."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Discard the bytes, which have been hashed."""
+
+
 class Want(NamedTuple):
     """Request to deliver `num_bytes` from byte `start` of a data file to `sink`."""
 

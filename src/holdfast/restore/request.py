@@ -62,6 +62,7 @@ class Request:
     may_commit: bool = True  # write missing manifests; False without a claim, beside a living writer
     show: Callable[[str], None] = _ignore  # called with a line for the user
     patience_s: float = LIMIT_S  # time limit for retries of what cannot be read
+    verify: bool = False  # read everything, also what is not loaded; each rank a share of the files
     mark: Mark = _ignore  # called on every rank, and again while it raises RetryLater
 
 

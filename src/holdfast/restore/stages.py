@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from holdfast.restore.candidates import Candidates
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.node_local import NodeLocal, assemble, read_texts
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, ReadStats, read
+from holdfast.restore.read import Job, Nowhere, ReadStats, Want, read
 from holdfast.restore.request import Loading, Request
 from holdfast.restore.share import Lending, read_shared
 from holdfast.store.contract import Store
@@ -128,7 +128,25 @@ class Stages:
         own = replace(opened.manifest, tensors=opened.parts.tensors_for(source))
         self._loading = self._request.load(own, self._values)
         self._jobs = plan_fill(opened.manifest, self._loading.targets, source, opened.parts)
+        if self._request.verify:
+            self._jobs = [*self._jobs, *self._whole_files()]
         return sorted(self._touched - self._loading.targets.keys())[:100]
+
+    def _whole_files(self) -> Iterator[Job]:
+        """Yield jobs that read this rank's share of all files.
+
+        With node-local folders these are files of its own tiers.
+        """
+        group, parts = self._request.group, self._open.parts
+        for saved in range(self.manifest.world_size):
+            holders = range(group.world_size) if self._node_local is None else self._node_local.holders[saved]
+            readers = sorted(holders) or range(group.world_size)
+            if readers[saved % len(readers)] != group.rank:
+                continue
+            part = parts.part(saved)
+            for frozen in (False, True)[: len(part.files)]:
+                num_bytes = part.files[part.file_name(frozen=frozen)].num_bytes
+                yield Job(part, [Want(0, num_bytes, Nowhere())], frozen)
 
     def read(self) -> None:
         """Fill the live tensors with verified bytes."""

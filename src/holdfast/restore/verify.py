@@ -13,7 +13,7 @@ from holdfast.format.part import Part
 from holdfast.home.documents import read_manifest, size_error
 from holdfast.home.listing import Listing, list_home
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, Want, read
+from holdfast.restore.read import Job, Nowhere, Want, read
 from holdfast.store.contract import Store
 
 
@@ -53,11 +53,6 @@ class VerifyReport:
 _UNREAD = {kind.kind: kind for kind in (RetryLater, Denied)}
 
 
-class _Nowhere:
-    def write(self, offset: int, view: memoryview) -> None:
-        """Discard the bytes, which have been hashed."""
-
-
 def verify(
     store: Store, manifest: Manifest, *, num_threads: int = 4, on_bytes: Callable[[int], None] | None = None
 ) -> VerifyReport:
@@ -93,7 +88,7 @@ def verify(
         num_parts += 1
         for frozen in (False, True)[: len(part.files)]:
             present = _present_bytes(home, part, note, frozen=frozen)
-            jobs.append(Job(part, [Want(0, present, _Nowhere())], frozen))
+            jobs.append(Job(part, [Want(0, present, Nowhere())], frozen))
     if num_parts == manifest.world_size:
         _check_tensors(parts, note)
     stats = read(store, jobs, num_threads=num_threads, on_bytes=on_bytes, on_error=note)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import InvalidInput
-from holdfast.exchange import dcp_export, safetensors_export, torch_export
+from holdfast.exchange import dcp_export, safetensors_export, torch_export, trainer_export
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.units import parse_bytes
 
-KINDS = ("safetensors", "hf", "torch", "dcp")
-"""Kinds of exports: a safetensors file, a Hugging Face folder, a file of torch.save, a DCP folder."""
+KINDS = ("safetensors", "hf", "torch", "dcp", "trainer")
+"""Kinds of exports: a safetensors file, a Hugging Face folder, a file of torch.save, a DCP folder, a folder
+`checkpoint-N` of Hugging Face's Trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ def export_checkpoint(
 ) -> Exported:
     """Export a checkpoint, or a part of it, to another format. Every byte is verified.
 
-    safetensors files and Hugging Face folders contain only tensors. Files of torch.save and DCP folders
+    safetensors files and Hugging Face folders contain only tensors; a folder for the Trainer has all that it
+    resumes from. Files of torch.save and DCP folders
     contain the values too, as plain Python values: arrays become lists, paths become strings.
 
     Memory: about 50 MiB in addition to torch, for any size.
@@ -89,6 +91,9 @@ def export_checkpoint(
         ),
         "torch": lambda: torch_export.write_file(selection, target, overwrite=overwrite),
         "dcp": lambda: dcp_export.write_folder(selection, target, overwrite=overwrite),
+        "trainer": lambda: trainer_export.write_folder(
+            selection, target, max_shard_bytes=limit, overwrite=overwrite
+        ),
     }
     if kind not in writers:
         raise InvalidInput(f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}.")

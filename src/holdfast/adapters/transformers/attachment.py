@@ -1,0 +1,65 @@
+"""Attachment of a Trainer to a home."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import Trainer
+
+from holdfast.adapters.transformers.flow import FlowCallback
+from holdfast.adapters.transformers.settings import Settings
+from holdfast.adapters.transformers.support import check_trainer
+from holdfast.adapters.transformers.trainer import HoldfastTrainer
+from holdfast.checkpointer.options import Home, parse_home
+from holdfast.errors import InvalidInput
+
+_T = TypeVar("_T", bound=Trainer)
+_DECIDED = {
+    "state": "the Trainer's objects are the state",
+    "every": "set save_strategy and save_steps in TrainingArguments",
+    "keep": "set save_total_limit in TrainingArguments",
+    "group": "the ranks are those of the Trainer",
+}
+
+
+def attach(
+    trainer: _T, home: str | os.PathLike[str] | Home | None = None, *, folders: bool = True, **options: Any
+) -> _T:
+    """Have a Trainer save and resume through Holdfast. Returns the same Trainer.
+
+    Its arguments keep their meaning: `save_strategy`, `save_steps`, `save_total_limit`, `save_only_model`,
+    `load_best_model_at_end`, and `resume_from_checkpoint` of `train`. The object gets a class in which
+    `HoldfastTrainer` comes directly before `Trainer`: methods of your own subclass, or of TRL's, still run
+    first, and their `super()` calls reach Holdfast in place of the Trainer.
+
+    Args:
+        trainer: a `Trainer`, `Seq2SeqTrainer`, `SFTTrainer` or an object of another subclass.
+        home: folder or URL of the run's checkpoints; by default `holdfast` in the output directory.
+        folders: at the end of `train`, write the newest and the best checkpoint as folders `checkpoint-N`
+            that `from_pretrained` and the Trainer itself can read.
+        options: other options of `Checkpointer`, such as `local`, `memory`, `preemption` or `limits`.
+
+    Raises:
+        InvalidInput: the Trainer is already attached, or an option is decided by its arguments.
+        Unsupported: the Trainer saves in a way that Holdfast does not replace, such as with DeepSpeed.
+
+    Ranks: every rank calls it; not collective.
+    """
+    for name, fix in _DECIDED.items():
+        if name in options:
+            raise InvalidInput(f"attach() does not take {name}=: {fix}. The Trainer was not changed.")
+    if isinstance(trainer, HoldfastTrainer):
+        raise InvalidInput("This Trainer is already attached. Call attach() once.")
+    check_trainer(trainer)
+    if home is None:
+        home = Path(trainer.args.output_dir or ".") / "holdfast"
+    kind = type(trainer)
+    bases = (HoldfastTrainer,) if kind is Trainer else (kind, HoldfastTrainer)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    attached: Any = trainer
+    attached.__class__ = type(kind.__name__, bases, names)
+    attached.holdfast_settings = Settings(parse_home(home), folders, options)
+    attached.add_callback(FlowCallback(attached))
+    return trainer

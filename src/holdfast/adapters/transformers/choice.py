@@ -1,0 +1,177 @@
+"""Choice of the checkpoint to resume from, in homes and in the Trainer's own folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.adapters.transformers.folders import Folders
+from holdfast.adapters.transformers.stock_folder import find_fault, has_weights, list_folders, step_of
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import InvalidInput
+from holdfast.log import get_logger
+from holdfast.ranks import RankGroup
+
+_log = get_logger("adapters")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Checkpoint to resume from.
+
+    `home` is empty for a folder that the Trainer has written itself, else the URL of the checkpoint's home.
+    """
+
+    step: int
+    folder: str
+    home: str = ""
+
+
+class Chooser:
+    """Chooser among the checkpoints of a home, and the folders `checkpoint-N` of an output directory.
+
+    Args:
+        checkpointer: Checkpointer of the home.
+        home: its URL.
+        folders: folders of the output directory.
+        group: ranks that resume.
+        with_training: a folder has to have the optimizer, the scheduler and the generators too.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        home: str,
+        folders: Folders,
+        group: RankGroup,
+        *,
+        with_training: bool,
+    ) -> None:
+        self._checkpointer, self._home = checkpointer, home
+        self._folders, self._group = folders, group
+        self._with_training = with_training
+
+    def choose(self, asked: str | bool) -> Choice | None:
+        """Return the checkpoint that `resume_from_checkpoint` asks for; None for "auto" without any.
+
+        Raises:
+            InvalidInput: there is none, or it is not complete.
+            HoldfastError: as `Checkpointer.restore`.
+
+        Ranks: collective.
+        """
+        if asked is True or asked in ("auto", self._home):
+            choice = self._newest()
+            if choice is None and asked != "auto":
+                raise InvalidInput(
+                    f"No valid checkpoint found in output directory ({self._folders.output_dir}), nor in "
+                    f"{self._home}. Nothing was trained. Leave resume_from_checkpoint out, or use "
+                    'resume_from_checkpoint="auto", which begins a new training where there is none.'
+                )
+            return choice
+        return self._of_path(str(asked))
+
+    def check_new(self) -> None:
+        """Check that a new training may begin.
+
+        Raises:
+            InvalidInput: the home holds checkpoints.
+
+        Ranks: collective.
+        """
+        newest = self._on_first(self._checkpointer.latest_step)
+        if newest is not None:
+            raise InvalidInput(
+                f"{self._home} holds a run up to step {newest}, and train() was called without "
+                "resume_from_checkpoint. Nothing was trained. Call train(resume_from_checkpoint=True) to "
+                f"continue it. To begin anew, give attach() another home, or delete this one: "
+                f"`holdfast rm {self._home}`."
+            )
+
+    def _newest(self) -> Choice | None:
+        step = self._checkpointer.continue_from(verify=True)
+        stock = self._on_first(lambda: self._newest_stock(after=step or 0))
+        if stock is not None:
+            return Choice(stock, self._folders.path(stock))
+        return None if step is None else Choice(step, self._folders.path(step), self._home)
+
+    def _newest_stock(self, *, after: int) -> int | None:
+        """Return the step of the newest complete folder that the Trainer has written itself."""
+        for step, folder in reversed(list_folders(Path(self._folders.output_dir))):
+            if step <= after:
+                return None
+            if not has_weights(folder):
+                continue  # of an interrupted save, or of a checkpoint in a home
+            fault = self._fault(folder)
+            if fault is None:
+                return step
+            _log.warning("%s was skipped: %s", folder, fault)
+        return None
+
+    def _of_path(self, path: str) -> Choice | None:
+        step = step_of(path)
+        if step is None:
+            raise InvalidInput(_invalid(path, "its name is not checkpoint-N, with N a step"))
+        steps: list[int] = self._on_first(self._checkpointer.all_steps)
+        home: str | None = self._on_first(lambda: self._folders.home_of(path))
+        if self._folders.is_here(path) and step in steps:
+            self._checkpointer.continue_from(step, verify=True)
+            return Choice(step, path, self._home)
+        fault: str | None = self._on_first(lambda: self._fault(Path(path)))
+        if fault is None:
+            self._go_back(step, steps, path)
+            return Choice(step, path)
+        if home is not None and home != self._home:
+            self._go_back(step, steps, path)
+            return Choice(step, path, home)
+        if (
+            self._folders.is_here(path)
+            and steps
+            and step > max(steps)
+            and self._on_first(lambda: home_only(path))
+        ):
+            _log.warning(
+                "%s is of a save that was interrupted before it was complete. Training resumes from the "
+                "newest checkpoint that is.",
+                path,
+            )
+            return self._newest()
+        raise InvalidInput(_invalid(path, fault))
+
+    def _go_back(self, step: int, steps: list[int], path: str) -> None:
+        """Have the next saves follow the home's newest checkpoint up to a step from outside.
+
+        Raises:
+            InvalidInput: all checkpoints of the home are newer.
+        """
+        older = [one for one in steps if one <= step]
+        if older:
+            self._checkpointer.continue_from(max(older))
+        elif steps:
+            raise InvalidInput(
+                f"{self._home} holds a run from step {min(steps)} on, which does not continue {path}. "
+                "Nothing was trained. Give attach() another home for a training that begins there."
+            )
+
+    def _fault(self, folder: Path) -> str | None:
+        if not folder.is_dir():
+            return "the folder does not exist"
+        return find_fault(folder, world_size=self._group.world_size, with_training=self._with_training)
+
+    def _on_first(self, work: Callable[[], _T]) -> Any:
+        return self._group.first_of((0,), work)
+
+
+def home_only(path: str) -> bool:
+    """Return True if a folder does not have weights of its own."""
+    return Path(path).is_dir() and not has_weights(Path(path))
+
+
+def _invalid(path: str, reason: str) -> str:
+    return (
+        f"Can't find a valid checkpoint at {path}: {reason}. Nothing was trained. Call "
+        "train(resume_from_checkpoint=True) to resume from the newest one that verifies."
+    )

@@ -1,0 +1,33 @@
+"""Folder `checkpoint-N` as the Trainer itself writes it, made of a verified checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import Trainer
+
+from holdfast.adapters.transformers.live_state import MODEL
+from holdfast.errors import NotFound
+from holdfast.exchange.export_selection import ExportSelection
+from holdfast.exchange.trainer_export import write_training_files
+from holdfast.log import get_logger
+from holdfast.restore.checkpoint import open as open_checkpoint
+
+_log = get_logger("adapters")
+
+
+def write_folder(trainer: Trainer, home: str, step: int, folder: str) -> None:
+    """Write the folder of a step, for `from_pretrained` and for a Trainer without Holdfast.
+
+    Raises:
+        Corrupt: the checkpoint is damaged.
+        RetryLater: the home or the folder failed.
+    """
+    try:
+        checkpoint = open_checkpoint(home, step)
+    except NotFound:  # the step is only in a local folder
+        _log.warning("%s was not written, because %s does not have step %d", folder, home, step)
+        return
+    everything = ExportSelection.choose(checkpoint, rank=0, only=None, rename=None, num_threads=4)
+    write_training_files(everything, Path(folder), overwrite=True)
+    trainer._save(folder, state_dict=checkpoint.state_dict(MODEL))

@@ -1,0 +1,357 @@
+"""Session: one call of `train`, from the choice of a checkpoint over its saves to its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers import TrainerControl
+from transformers.trainer_utils import HubStrategy
+from typing_extensions import Self
+
+from holdfast.adapters.transformers.choice import Choice, Chooser
+from holdfast.adapters.transformers.end_folder import write_folder
+from holdfast.adapters.transformers.folders import Folders, surplus
+from holdfast.adapters.transformers.live_state import (
+    MODEL,
+    PROGRESS,
+    TRAINER_STATE,
+    Progress,
+    live_objects,
+    read_counters,
+    trainer_state,
+    write_counters,
+)
+from holdfast.adapters.transformers.settings import Settings
+from holdfast.adapters.transformers.source import Source, open_elsewhere
+from holdfast.adapters.transformers.stock_folder import step_of
+from holdfast.adapters.transformers.support import check_optimizer
+from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer.options import Limits
+from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.keeper import Save
+from holdfast.log import get_logger
+from holdfast.ranks import Ranks
+
+if TYPE_CHECKING:
+    from holdfast.adapters.transformers.trainer import HoldfastTrainer
+
+_log = get_logger("adapters")
+_T = TypeVar("_T")
+_NEVER = 10**15
+"""Steps between two saves that nobody asks for: the Trainer decides when to save."""
+
+
+_LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
+"""Warning about loaders that are not in the state: the Trainer itself brings its loaders back."""
+
+
+class Session:
+    """Saves and restores of one call of `train`.
+
+    Args:
+        trainer: the attached Trainer.
+        settings: settings given to `attach`.
+        ignored_keys: argument of `train` for evaluations.
+
+    Attributes:
+        must_evaluate: the evaluation of this step is left to the next start, after a preemption notice.
+
+    Ranks: collective.
+    """
+
+    def __init__(
+        self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
+    ) -> None:
+        check_optimizer(trainer.optimizer)
+        self.must_evaluate = False
+        self._trainer, self._settings, self._ignored_keys = trainer, settings, ignored_keys
+        self._args, options = trainer.args, dict(settings.options)
+        self._state: dict[str, Any] = {MODEL: live_objects(trainer)[MODEL], TRAINER_STATE: "", PROGRESS: {}}
+        self._is_quiet = bool(options.pop("quiet", False))
+        self._timeout_s = options.get("limits", Limits()).rank_timeout_s
+        self._ranks = Ranks(timeout_s=self._timeout_s)
+        self._checkpointer = Checkpointer(
+            settings.home, self._state, every=_NEVER, keep=None, group=self._ranks, quiet=True, **options
+        )
+        self._home = self._checkpointer.home
+        self._folders = Folders(self._args.output_dir or ".", self._home, writes=self._args.should_save)
+        self._elsewhere: Checkpointer | None = None
+        self._source: Source | None = None
+        self._steps: list[int] = []  # of all checkpoints, in the order in which they were saved
+        self._in_home: set[int] = set()
+        self._superseded: set[int] = set()  # steps that training goes back behind
+        self._doomed: list[int] = []  # steps whose folders go once a newer checkpoint is durable
+        self._last: Save | None = None
+        self._is_finished = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.__exit__(kind, error, traceback)
+        self._checkpointer.__exit__(kind, error, traceback)
+
+    @property
+    def restores(self) -> bool:
+        """True if training resumes from a home, not from a folder of the Trainer."""
+        return self._source is not None
+
+    @property
+    def waited_for_copy_s(self) -> float:
+        """Time that the optimizer has waited for copies under way, in all."""
+        return self._checkpointer.waited_for_copy_s
+
+    # -- the beginning ---------------------------------------------------------------------------------------
+
+    def begin(self, asked: str | bool | None) -> str | None:
+        """Choose the checkpoint to resume from, and return its folder; None for a new training.
+
+        Args:
+            asked: argument `resume_from_checkpoint` of `train`.
+
+        Raises:
+            InvalidInput: there is none, or a new training would begin in a home that holds one.
+            HoldfastError: as `Checkpointer.restore`.
+
+        Ranks: collective.
+        """
+        chooser = Chooser(
+            self._checkpointer,
+            self._home,
+            self._folders,
+            self._ranks,
+            with_training=not self._args.save_only_model,
+        )
+        choice = chooser.choose(asked) if asked else chooser.check_new()
+        self._list_steps(choice)
+        if choice is None or not choice.home:
+            return None if choice is None else choice.folder
+        self._source = source = Source(self._checkpointer_of(choice), self._state, choice.step)
+        self._folders.make(choice.step, source.trainer_state, self._trainer.model, home=choice.home)
+        self._folders.remove_interrupted(choice.step, self._in_home)
+        self._ranks.gather(None)
+        self._folders.make_readable(choice.step, source.trainer_state)
+        if self._ranks.rank == 0 and not self._is_quiet:
+            _log.info("resuming from step %d of %s", choice.step, choice.home)
+        return self._folders.path(choice.step)
+
+    def _list_steps(self, choice: Choice | None) -> None:
+        """List all checkpoints, apart from those that training goes back behind."""
+        self._in_home = set(self._on_first(self._checkpointer.all_steps))
+        every = {*self._in_home, *self._on_first(self._folders.steps)}
+        if choice is not None:
+            self._superseded = {one for one in every if one > choice.step}
+        self._steps = sorted(every - self._superseded)
+
+    def _checkpointer_of(self, choice: Choice) -> Checkpointer:
+        if choice.home == self._home:
+            return self._checkpointer
+        self._elsewhere = open_elsewhere(choice.home, self._state, self._timeout_s)
+        return self._elsewhere
+
+    def _leave_elsewhere(self) -> None:
+        """Close the Checkpointer of another run's home, if training resumed from one."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()
+            self._elsewhere = None
+
+    def load_model(self, model: torch.nn.Module | None) -> None:
+        """Load the weights of the checkpoint."""
+        self._state.update(live_objects(self._trainer, model))
+        self._resumed.load_model()
+
+    def load_training(self) -> None:
+        """Load optimizer, scheduler and scaler of the checkpoint."""
+        self._state.update(live_objects(self._trainer))
+        self._resumed.load_training(may_lack=self._args.save_only_model)
+
+    def load_generators(self) -> None:
+        """Load the random number generators, and evaluate if that was left to this start.
+
+        The Trainer calls this before the first step, after it has skipped the batches of earlier steps.
+        """
+        self._resumed.load_generators()
+        self._leave_elsewhere()
+        if not self._resumed.progress.must_evaluate:
+            return
+        metrics = self._trainer._evaluate(None, self._ignored_keys)
+        self._trainer._determine_best_metric(metrics=metrics, trial=None)
+        self._note_best()
+
+    @property
+    def _resumed(self) -> Source:
+        assert self._source is not None
+        return self._source
+
+    def begin_loop(self) -> None:
+        """Have the first save prepared, and continue the log interval of the checkpoint.
+
+        Log entries are then those of an unbroken run.
+
+        The Trainer begins a new interval with each start. The sum of losses before this start is no part of
+        the loss that `train` returns.
+        """
+        trainer, source = self._trainer, self._source
+        self._state.update(live_objects(trainer))
+        if source is None or source.progress.world_size != self._ranks.world_size:
+            return
+        write_counters(trainer, source.progress.counters)
+        trainer._tr_loss.fill_(source.progress.loss_sum)
+        trainer._total_loss_scalar -= source.progress.loss_sum
+        trainer._globalstep_last_logged = source.progress.logged_step
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def finish_step(self, step: int) -> None:
+        """Look for a preemption notice after a step, and remove folders of deleted checkpoints.
+
+        Ranks: collective.
+        """
+        self._checkpointer.should_save(step)
+        self._remove_doomed()
+
+    def must_stop(self, control: TrainerControl) -> bool:
+        """Return True if a preemption notice must stop the training before its end."""
+        return self._checkpointer.preempted is not None and not control.should_training_stop
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Record metrics of the present step in the history."""
+        if metrics and not self._is_finished:
+            self._checkpointer.record(self._trainer.state.global_step, **metrics)
+
+    def save(self) -> None:
+        """Save the present step. Does what `Trainer._save_checkpoint` does, in the same order."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        trainer.store_flos()
+        self._steps = [*(one for one in self._steps if one != step), step]
+        self._in_home.add(step)
+        self._note_best()
+        state = trainer_state(trainer)
+        self._folders.make(step, state, trainer.model)
+        self._state.update(live_objects(trainer))
+        self._state[TRAINER_STATE] = state
+        self._state[PROGRESS] = dataclasses.asdict(self._progress())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _LOADER_WARNING, ResumeWarning)
+            self._last = self._checkpointer.save(step)
+        if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
+            self._push(self._folders.path(step))
+        self._delete_surplus()
+
+    def _progress(self) -> Progress:
+        trainer = self._trainer
+        return Progress(
+            world_size=self._ranks.world_size,
+            logged_step=trainer._globalstep_last_logged,
+            loss_sum=trainer._tr_loss.item(),
+            must_evaluate=self.must_evaluate,
+            has_training=not self._args.save_only_model,
+            counters=read_counters(trainer),
+        )
+
+    def _note_best(self) -> None:
+        """Note the folder of the best model, once the step that has it is saved."""
+        best = self._trainer.state.best_global_step
+        if best and best in self._steps:
+            self._trainer.state.best_model_checkpoint = self._folders.path(best)
+
+    def _push(self, folder: str) -> None:
+        """Push to the Hub, which takes its files from a folder of the Trainer's own."""
+        trainer = self._trainer
+        trainer.save_model(folder, _internal_call=True)
+        if not self._args.save_only_model:
+            trainer._save_optimizer_and_scheduler(folder)
+            trainer._save_scaler(folder)
+            trainer._save_rng_state(folder)
+        trainer._push_from_checkpoint(folder)
+
+    def _delete_surplus(self) -> None:
+        best = self._trainer.state.best_model_checkpoint
+        limit = self._args.save_total_limit
+        surplus_steps = surplus(self._steps, limit=limit, best=None if best is None else step_of(best))
+        if limit:  # a superseded step that is saved again must not be deleted
+            passed = {one for one in self._superseded if one < self._steps[-1]}
+            self._superseded -= {*passed, self._steps[-1]}
+            surplus_steps += sorted(passed)
+        for step in surplus_steps:
+            if step in self._in_home:
+                self._checkpointer.delete(step)
+        self._steps = [one for one in self._steps if one not in surplus_steps]
+        self._in_home -= set(surplus_steps)
+        self._doomed += surplus_steps
+
+    def _remove_doomed(self) -> None:
+        if self._doomed and self._last is not None and self._last.durable:
+            for step in self._doomed:
+                self._folders.remove(step)
+            self._doomed.clear()
+
+    def finish_save(self, step: int) -> None:
+        """Check that a save has reached this session. After a preemption notice, end the process.
+
+        Raises:
+            InvalidInput: a method of the user's Trainer has saved by itself.
+            Preempted: after a notice, once the save is durable.
+        """
+        if self._last is None or self._last.step != step:
+            raise InvalidInput(
+                f"Step {step} was not saved: _save_checkpoint of {type(self._trainer).__name__} does not "
+                "call super()._save_checkpoint(model, trial). Call it there, or leave attach() out.",
+                step=step,
+            )
+        if self.must_stop(self._trainer.control):
+            self._checkpointer.stop(step)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def load_best_model(self) -> bool:
+        """Load the best model at the end; return False if the Trainer itself has its folder.
+
+        Ranks: collective.
+        """
+        best = step_of(self._trainer.state.best_model_checkpoint or "")
+        if best not in self._in_home:
+            return False
+        self._finish()  # a later save would have the best model's weights
+        self._state.update(live_objects(self._trainer))
+        self._checkpointer.restore(best, only=[MODEL])
+        return True
+
+    def end(self) -> None:
+        """Wait until everything is durable, and write the folders of two checkpoints.
+
+        They are the newest and the best one.
+
+        Ranks: collective.
+        """
+        self._finish()
+        self._remove_doomed()
+        best = step_of(self._trainer.state.best_model_checkpoint or "")
+        steps = {self._trainer.state.global_step, best} & self._in_home
+        if self._settings.folders and self._args.should_save and not self._trainer.is_fsdp_enabled:
+            for step in sorted(steps):
+                write_folder(self._trainer, self._home, step, self._folders.path(step))
+        self._ranks.gather(None)
+
+    def _finish(self) -> None:
+        """Mark the run as finished with its newest save, before anything else changes the state."""
+        if self._is_finished:
+            return
+        step = self._trainer.state.global_step
+        if self._last is None and (self._source is None or self._source.step != step):
+            self.save()
+        if self._last is not None:
+            is_durable = self._last.exception() is None and not self._last.skipped
+            self._checkpointer.finish(self._last.step if is_durable else step)
+        self._is_finished = True
+
+    def _on_first(self, work: Callable[[], _T]) -> Any:
+        return self._ranks.first_of((0,), work)

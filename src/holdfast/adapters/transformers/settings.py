@@ -1,0 +1,18 @@
+"""Settings of an attached Trainer: the home of the run, and the options of its Checkpointer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpointer.options import Home
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one Trainer. `options` are those of the Checkpointer that the Trainer does not decide."""
+
+    home: Home
+    folders: bool
+    options: Mapping[str, Any]

@@ -1,0 +1,246 @@
+"""An attached Trainer in this process: its arguments, its refusals, and its methods' order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs torch-holdfast[transformers]")
+pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import holdfast
+from holdfast.adapters.transformers import attach
+from holdfast.adapters.transformers.trainer import HoldfastTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning", "ignore::FutureWarning")
+
+
+class Line(torch.nn.Module):
+    """A line through points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = self.layer(x)
+        return {"logits": found} if labels is None else {"loss": (found - labels).square().mean()}
+
+
+POINTS = [{"x": torch.tensor([i / 8, 1.0]), "labels": torch.tensor([i / 4])} for i in range(16)]
+
+
+def make(
+    folder: Path,
+    kind: type[Trainer] = Trainer,
+    callbacks: list[TrainerCallback] | None = None,
+    **changes: Any,
+) -> Trainer:
+    """Return a Trainer of eight steps, four per epoch."""
+    arguments: dict[str, Any] = {
+        **{"output_dir": str(folder), "max_steps": 8, "save_steps": 2, "per_device_train_batch_size": 4},
+        **{"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 100, "seed": 0},
+        "dataloader_pin_memory": False,
+        **changes,
+    }
+    return kind(Line(), TrainingArguments(**arguments), train_dataset=POINTS, callbacks=callbacks)  # pyright: ignore[reportArgumentType]
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return trainer.model.layer.weight.detach().clone()  # pyright: ignore
+
+
+class StopAt(TrainerCallback):
+    """Callback that ends a training early."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_a_training_resumes_like_an_unbroken_one(tmp_path: Path) -> None:
+    unbroken = make(tmp_path / "unbroken")
+    unbroken.train()
+    attach(make(tmp_path / "out", callbacks=[StopAt(5)])).train()
+    resumed = attach(make(tmp_path / "out"))
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), weights(unbroken))
+    assert resumed.state.global_step == 8
+    assert holdfast.open(tmp_path / "out" / "holdfast").step == 8
+
+
+@pytest.mark.slow
+def test_folders_and_checkpoints_follow_the_trainers_limit(tmp_path: Path) -> None:
+    attach(make(tmp_path, save_total_limit=2)).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    with holdfast.Checkpointer(tmp_path / "holdfast") as checkpointer:
+        assert checkpointer.all_steps() == [6, 8]
+
+
+def test_a_path_resumes_from_its_step(tmp_path: Path) -> None:
+    attach(make(tmp_path)).train()
+    again = attach(make(tmp_path, callbacks=[StopAt(5)]))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.state.global_step == 5
+    assert holdfast.open(tmp_path / "holdfast").attempt == 2
+
+
+@pytest.mark.slow
+def test_a_path_of_another_run_begins_a_new_home_from_it(tmp_path: Path) -> None:
+    attach(make(tmp_path / "first", max_steps=4)).train()
+    second = attach(make(tmp_path / "second"))
+    second.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    assert second.state.global_step == 8
+    assert holdfast.open(tmp_path / "second" / "holdfast").step == 8
+
+
+@pytest.mark.slow
+def test_a_folder_whose_save_was_interrupted_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(make(tmp_path, callbacks=[StopAt(4)])).train()
+    (tmp_path / "checkpoint-6").mkdir()
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text("{}")
+    trainer = attach(make(tmp_path))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))  # as get_last_checkpoint returns it
+    assert trainer.state.global_step == 8
+
+
+def test_a_new_training_does_not_begin_in_the_home_of_another(tmp_path: Path) -> None:
+    attach(make(tmp_path, callbacks=[StopAt(3)])).train()
+    with pytest.raises(holdfast.InvalidInput, match=r"holds a run up to step 2.*resume_from_checkpoint=True"):
+        attach(make(tmp_path)).train()
+    trainer = attach(make(tmp_path))
+    trainer.train(resume_from_checkpoint="auto")
+    assert trainer.state.global_step == 8
+
+
+@pytest.mark.slow
+def test_auto_begins_a_new_training_and_true_does_not(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        attach(make(tmp_path)).train(resume_from_checkpoint=True)
+    trainer = attach(make(tmp_path))
+    trainer.train(resume_from_checkpoint="auto")
+    assert trainer.state.global_step == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpoint-99", "elsewhere"])
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    attach(make(tmp_path)).train()
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
+        attach(make(tmp_path)).train(resume_from_checkpoint=str(tmp_path / name))
+
+
+def test_folders_of_the_trainer_itself_are_resumed_and_continued(tmp_path: Path) -> None:
+    unbroken = make(tmp_path / "unbroken")
+    unbroken.train()
+    make(tmp_path / "out", callbacks=[StopAt(4)]).train()
+    attached = attach(make(tmp_path / "out", callbacks=[StopAt(6)]))
+    attached.train(resume_from_checkpoint=True)
+    back = make(tmp_path / "out")
+    back.train(resume_from_checkpoint=True)  # from the folder that was written at the end
+    assert back.state.global_step == 8
+    assert torch.equal(weights(back), weights(unbroken))
+
+
+@pytest.mark.slow
+def test_a_damaged_folder_of_the_trainer_is_passed_over(tmp_path: Path) -> None:
+    unbroken = make(tmp_path / "unbroken")
+    unbroken.train()
+    make(tmp_path / "out", callbacks=[StopAt(6)]).train()
+    optimizer = tmp_path / "out" / "checkpoint-6" / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:-100])
+    attached = attach(make(tmp_path / "out"))
+    attached.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(attached), weights(unbroken))
+
+
+def damage(home: Path, step: int, part: str) -> None:
+    """Flip a bit in the first tensor of a part of a checkpoint."""
+    checkpoint = holdfast.open(home, step)
+    name = next(name for name in checkpoint.keys() if name.startswith(f"{part}."))  # noqa: SIM118 - no mapping
+    content = bytes(checkpoint.tensor(name).contiguous().view(-1).view(torch.uint8).numpy())
+    (data,) = (home / f"step-{step:08d}").glob("*.safetensors")
+    raw = bytearray(data.read_bytes())
+    raw[raw.index(content)] ^= 1
+    data.write_bytes(raw)
+
+
+@pytest.mark.parametrize("part", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_passed_over_wherever_the_damage_is(tmp_path: Path, part: str) -> None:
+    unbroken = make(tmp_path / "unbroken")
+    unbroken.train()
+    attach(make(tmp_path / "out", callbacks=[StopAt(6)]), folders=False).train()
+    damage(tmp_path / "out" / "holdfast", 6, part)
+    with pytest.raises(holdfast.Corrupt):  # a path means this checkpoint and no other
+        attach(make(tmp_path / "out")).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
+    attached = attach(make(tmp_path / "out", callbacks=[StopAt(7)]))
+    attached.train(resume_from_checkpoint=True)
+    assert holdfast.open(tmp_path / "out" / "holdfast").manifest.ancestors[-1][1] == 4
+    attached = attach(make(tmp_path / "out"))
+    attached.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(attached), weights(unbroken))
+
+
+def test_the_methods_of_a_subclass_run_first_and_reach_holdfast_by_super(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Mine(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            calls.append("mine")
+            super()._save_checkpoint(model, trial)
+
+    trainer = attach(make(tmp_path, Mine, max_steps=2))
+    assert isinstance(trainer, Mine)
+    names = [kind.__name__ for kind in type(trainer).__mro__]
+    assert names.index("Mine") < names.index("HoldfastTrainer") < names.index("Trainer")
+    trainer.train()
+    assert calls == ["mine"]
+    assert holdfast.open(tmp_path / "holdfast").step == 2
+
+
+def test_a_subclass_that_saves_by_itself_is_found_at_its_first_save(tmp_path: Path) -> None:
+    class Alone(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            pass
+
+    with pytest.raises(holdfast.InvalidInput, match=r"Alone does not call super\(\)._save_checkpoint"):
+        attach(make(tmp_path, Alone)).train()
+
+
+@pytest.mark.slow
+def test_weights_alone_continue_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    attach(make(tmp_path, save_only_model=True, callbacks=[StopAt(4)]), folders=False).train()
+    with pytest.raises(holdfast.InvalidInput, match="save_only_model=True"):
+        attach(make(tmp_path)).train(resume_from_checkpoint=True)
+    again = attach(make(tmp_path, save_only_model=True), folders=False)
+    with pytest.warns(holdfast.ResumeWarning, match="has no optimizer"):
+        again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 8
+
+
+def test_what_cannot_work_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.InvalidInput, match=r'save_strategy="no".*Set save_strategy="steps"'):
+        attach(make(tmp_path, save_strategy="no"))
+    with pytest.raises(holdfast.InvalidInput, match="enable_jit_checkpoint"):
+        attach(make(tmp_path, enable_jit_checkpoint=True))
+    with pytest.raises(holdfast.InvalidInput, match="keep=: set save_total_limit"):
+        attach(make(tmp_path), keep=3)
+    with pytest.raises(holdfast.InvalidInput, match="already attached"):
+        attach(attach(make(tmp_path)))
+    deepspeed = make(tmp_path)
+    deepspeed.is_deepspeed_enabled = True
+    with pytest.raises(holdfast.Unsupported, match="DeepSpeed"):
+        attach(deepspeed)
+    assert not isinstance(deepspeed, HoldfastTrainer)
+    with pytest.raises(holdfast.Unsupported, match="hyperparameter_search"):
+        attach(make(tmp_path)).train(trial=object())

@@ -1,0 +1,112 @@
+"""Trainings that are killed or preempted, compared with unbroken ones of the stock Trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs torch-holdfast[transformers]")
+pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
+
+import holdfast
+from adapters.transformers.running import train, train_ranks
+
+pytestmark = pytest.mark.slow
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+BEST = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "save_total_limit": 1}
+EPOCHS = {
+    **{"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch", "max_steps": -1},
+    **{"num_train_epochs": 3, "per_device_train_batch_size": 8},
+}
+
+
+def needs(package: str) -> Any:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("gpt", {}),
+        ("gpt", BEST),
+        ("gpt", EPOCHS),
+        ("gpt", {"gradient_accumulation_steps": 3, "eval_strategy": "epoch"}),
+        pytest.param("peft", {}, marks=needs("peft")),
+        pytest.param("sft", {}, marks=needs("trl")),
+    ],
+    ids=["steps", "best", "epochs", "accumulation", "peft", "trl"],
+)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, kind: str, arguments: dict[str, Any]) -> None:
+    plan: dict[str, Any] = {"kind": kind, "arguments": arguments}
+    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
+    train(tmp_path / "out", status=-9, kill_at=10, **plan)
+    assert train(tmp_path / "out", resume=True, **plan) == unbroken
+
+
+def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path) -> None:
+    draw = random.Random(8)
+    unbroken = train(tmp_path / "unbroken", stock=True)
+    step = 0
+    while step < 15:
+        step += draw.randint(3, 7)
+        train(tmp_path / "out", status=-9, kill_at=step, resume="auto")
+    assert train(tmp_path / "out", resume="auto") == unbroken
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "arguments", [{}, pytest.param(FSDP, marks=pytest.mark.fsdp2_on_cpu)], ids=["ddp", "fsdp2"]
+)
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path, arguments: dict[str, Any], victim: int) -> None:
+    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True, arguments=arguments)
+    statuses = [-9 if rank == victim else 0 for rank in range(2)]
+    train_ranks(tmp_path / "out", 2, statuses=statuses, kill_at=10, rank=victim, arguments=arguments)
+    assert train_ranks(tmp_path / "out", 2, resume=True, arguments=arguments) == unbroken
+
+
+@pytest.mark.parametrize("step", [9, 12, 16], ids=["plain step", "step with evaluation", "end of an epoch"])
+def test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit(tmp_path: Path, step: int) -> None:
+    plan: dict[str, Any] = {"arguments": {"eval_strategy": "steps", "eval_steps": 4}}
+    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
+    train(tmp_path / "out", status=75, kill_at=step, signal=15, **plan)
+    assert holdfast.open(tmp_path / "out" / "holdfast").step == step
+    assert train(tmp_path / "out", resume=True, **plan) == unbroken
+
+
+@pytest.mark.ranks
+def test_two_ranks_agree_on_a_notice_that_one_of_them_gets(tmp_path: Path) -> None:
+    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True)
+    train_ranks(tmp_path / "out", 2, statuses=[75, 75], kill_at=9, signal=15, rank=1)
+    assert train_ranks(tmp_path / "out", 2, resume=True) == unbroken
+
+
+def test_a_run_goes_from_the_stock_trainer_to_holdfast_and_back(tmp_path: Path) -> None:
+    """The way back is a folder that the command line makes of the newest checkpoint."""
+    unbroken = train(tmp_path / "unbroken", stock=True)
+    train(tmp_path / "out", stock=True, status=-9, kill_at=6)
+    train(tmp_path / "out", resume=True, status=-9, kill_at=14)
+    home, folder = tmp_path / "out" / "holdfast", tmp_path / "out" / "checkpoint-12"
+    holdfast.open(home).verify()
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.cli",
+        "export",
+        str(home),
+        str(folder),
+        "--to",
+        "trainer",
+        "--json",
+    ]
+    exported = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert exported["step"] == 12
+    ended = train(tmp_path / "out", resume=True, stock=True)
+    assert {**ended, "log": None} == {**unbroken, "log": None}  # the stock Trainer begins a new log interval

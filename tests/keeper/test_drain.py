@@ -22,6 +22,7 @@ from holdfast.keeper import packets
 from holdfast.keeper.commit_tier import Committed, PendingSave
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.drain import Drain, Drained
+from holdfast.keeper.home_tier import HomeTier
 from holdfast.keeper.inbox import TrainerInbox
 from holdfast.keeper.persist import verified_blocks
 from holdfast.keeper.rate import BLOCK_BYTES
@@ -490,6 +491,23 @@ def test_the_best_checkpoints_are_not_forgotten_for_newer_ones() -> None:
     bench.drain.close()
     assert bench.in_home() == [(1, 40), (1, 20), (1, 10)]
     assert bench.told.empty()
+
+
+def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_on_its_way() -> None:
+    """Another rank has copied its files of the best checkpoint before this one, which deletes for all."""
+    bench = Bench((10, 20))
+    bench.home.put(names.part(10, 1, 1), b"of another rank")
+    ours, theirs = packets.make_pair()
+    inbox = TrainerInbox(theirs, os.getpid())
+    reports = Reports(History(bench.near, bench.config.writer), inbox, "local")
+    tier = HomeTier(bench.near, bench.home, bench.config, reports=reports, is_complete=lambda _: True)
+    tier.set_best({(1, 10)}, is_due=False)
+    tier.request((1, 20))
+    tier.close()
+    assert bench.in_home() == [(1, 20)]
+    assert bench.home.get(names.part(10, 1, 1)) == b"of another rank"
+    ours.close()
+    theirs.close()
 
 
 def test_a_missing_best_checkpoint_is_given_up() -> None:

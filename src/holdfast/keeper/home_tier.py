@@ -46,7 +46,7 @@ class HomeTier:
 
     @property
     def needed(self) -> set[CheckpointId]:
-        """Checkpoints that the local tier must not delete yet."""
+        """Checkpoints on their way home, and the best, which no tier must delete yet."""
         return self._drain.needed() | self._wanted | self._drain.not_in_home(self._best)
 
     @property
@@ -153,5 +153,6 @@ class HomeTier:
         newest = self._newest
         assert newest is not None
         with self._reports.retention_errors(step, "home"):
-            old = self._retention.apply((newest.attempt, newest.step), newest.ancestors, set())
+            # Other ranks may have copied their files of a checkpoint that this rank has yet to copy.
+            old = self._retention.apply((newest.attempt, newest.step), newest.ancestors, self.needed)
             delete_old(self._store, old, self._reports, "home")

@@ -7,6 +7,7 @@ Run it, kill it at any moment, and run it again. It ends with the same hash of t
 """
 
 import hashlib
+import sys
 
 import torch
 from lightning.pytorch import (  # pyright: ignore[reportMissingImports] - an extra
@@ -36,17 +37,18 @@ class Regression(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/lightning"
 seed_everything(0)
 x = torch.randn(4096, 8)
 data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
 model = Regression()
 
 trainer = Trainer(
-    max_epochs=20,
+    max_epochs=4,
     accelerator="cpu",
     devices=1,
     logger=False,
-    callbacks=[HoldfastCheckpoint(dirpath="runs/lightning", every_n_train_steps=100, save_last=True)],
+    callbacks=[HoldfastCheckpoint(dirpath=folder, every_n_train_steps=100, save_last=True)],
 )
 trainer.fit(model, data, ckpt_path="last")
 

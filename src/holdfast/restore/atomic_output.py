@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PARTIAL_NAME = re.compile(r"\..{1,50}\.[0-9a-f]{16}\.partial")
 _NAME_CHARS = 50  # of at most four bytes each, so that a suffix fits behind a long name
 
 
@@ -106,6 +108,19 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
         if order is not None:
             found.append((order, file))
     return [file for _, file in sorted(found)]
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove the incomplete files that killed processes have left in a folder.
+
+    Only for a folder in which one process writes.
+
+    Raises:
+        OSError: a file could not be removed.
+    """
+    for path in folder.glob(".*.partial"):
+        if _PARTIAL_NAME.fullmatch(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)
 
 
 def _partial(path: Path) -> Path:

@@ -143,6 +143,17 @@ def test_an_interrupted_file_is_completed_at_the_next_save(tmp_path: Path) -> No
     assert torch.load(tmp_path / "a.ckpt")["w"].eq(1).all()
 
 
+def test_what_a_killed_process_has_left_of_a_file_is_removed(tmp_path: Path) -> None:
+    io = HoldfastCheckpointIO(tmp_path / "home")
+    io.save_checkpoint({"w": torch.ones(10)}, tmp_path / "a.ckpt")
+    io.teardown()
+    left = tmp_path / ".a.ckpt.0123456789abcdef.partial"
+    left.write_bytes(b"half")
+    io.save_checkpoint({"w": torch.zeros(10)}, tmp_path / "a.ckpt")
+    io.teardown()
+    assert not left.exists()
+
+
 def test_trainer_save_checkpoint_outside_of_training_writes_the_file(tmp_path: Path) -> None:
     run = trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt"))
     run.fit(model())
@@ -163,6 +174,25 @@ def test_a_trainer_with_another_checkpoint_io_is_refused(tmp_path: Path) -> None
     )
     with pytest.raises(holdfast.InvalidInput, match=r"Remove that one from Trainer\(plugins"):
         run.fit(model())
+
+
+def test_two_homes_in_one_trainer_are_refused(tmp_path: Path) -> None:
+    callbacks = [
+        HoldfastCheckpoint(dirpath=tmp_path / "ckpt", home=tmp_path / name, every_n_epochs=i)
+        for i, name in enumerate("ab", 1)
+    ]
+    with pytest.raises(holdfast.InvalidInput, match=r"Use one home for all"):
+        trainer(tmp_path, 1, *callbacks).fit(model())
+
+
+def test_two_callbacks_share_a_home(tmp_path: Path) -> None:
+    callbacks = [
+        HoldfastCheckpoint(dirpath=tmp_path / "steps", every_n_train_steps=2, save_top_k=-1),
+        HoldfastCheckpoint(dirpath=tmp_path / "epochs", every_n_epochs=1, save_top_k=-1),
+    ]
+    trainer(tmp_path, 2, *callbacks).fit(model())
+    assert files(tmp_path / "steps") == {f"epoch={(n - 1) // 3}-step={n}.ckpt" for n in (2, 4, 6)}
+    assert files(tmp_path / "epochs") == {"epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"}
 
 
 def test_the_plugin_alone_saves_for_model_checkpoint(tmp_path: Path) -> None:

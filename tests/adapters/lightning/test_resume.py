@@ -129,3 +129,14 @@ def test_sigterm_saves_and_exits_with_75(tmp_path: Path, ranks: int) -> None:
     ran = start(tmp_path / "run", *options, ranks=ranks)
     assert [batches(tmp_path / "run", rank) for rank in range(ranks)] == losses
     assert ran.digests == digests
+
+
+def test_the_example_killed_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[3] / "examples" / "06_lightning.py")
+    ends = []
+    for name, place in [("straight", ""), ("killed", "trainer.handed:3"), ("killed", "")]:
+        env = {**os.environ, "HOLDFAST_KILL_AT": place, "PYTHONWARNINGS": "ignore"}
+        ran = nursery.shared().run([script, str(tmp_path / name)], cwd=tmp_path, env=env, timeout_s=END_S)
+        ends.append((ran.returncode, ran.stdout.splitlines()[-1:]))
+    assert [status for status, _ in ends] == [0, -signal.SIGKILL, 0]
+    assert ends[2] == ends[0]

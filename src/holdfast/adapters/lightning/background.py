@@ -21,6 +21,7 @@ from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, Sav
 from holdfast.home.listing import candidates, list_home
 from holdfast.keeper import Save, wait_for_orphans
 from holdfast.log import get_logger
+from holdfast.restore.atomic_output import remove_partial_files
 from holdfast.store import open_store
 
 _log = get_logger("lightning")
@@ -184,9 +185,12 @@ class BackgroundSaver:
 
     def _sort_out(self) -> None:
         """Have missing files of earlier starts written, and note the checkpoints that are written."""
-        for content in reversed(self.contents()):
+        for content in self.contents():
             if content.step != self._last:
                 self._written.add(content.step)
+            path = self.place.absolute(content.facts.path)
+            if is_local(path):
+                remove_partial_files(Path(path).parent)
         for path, content in self._lacking().items():
             self._written.discard(content.step)
             self._add(_Job(path, content.step))

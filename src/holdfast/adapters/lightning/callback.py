@@ -128,6 +128,11 @@ class HoldfastCheckpoint(ModelCheckpoint):
             )
         if found.home is None:
             found.home = home_beside(self.dirpath) if self._home is None else absolute(self._home)
+        if self._home is not None and absolute(self._home) != found.home:
+            raise InvalidInput(
+                f"HoldfastCheckpoint has the home {absolute(self._home)}, but another callback or plugin of "
+                f"this Trainer saves to {found.home}. Nothing was saved. Use one home for all of them."
+            )
         found.is_training = lambda: _is_fitting(trainer)
         return found
 
@@ -286,6 +291,11 @@ def _check_strategy(strategy: Any) -> None:
         raise Unsupported(
             f'{type(strategy).__name__}(state_dict_type="sharded") writes its shards without a CheckpointIO, '
             'so Holdfast cannot save them. Use state_dict_type="full", or ModelCheckpoint.'
+        )
+    if any(one.__name__ == "DeepSpeedStrategy" for one in type(strategy).__mro__):
+        raise Unsupported(
+            "DeepSpeedStrategy saves by DeepSpeed's engine and not by a CheckpointIO, so Holdfast cannot "
+            "save its checkpoints. Use ModelCheckpoint with it."
         )
     if getattr(strategy, "_save_distributed_checkpoint", False):
         raise Unsupported(

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import holdfast
 from holdfast.errors import InvalidInput, ResumeWarning
@@ -159,6 +160,20 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
             {"data": StatefulDataLoader(Numbers(), generator=shared), "g": shared},
             "Leave g out of the state",
         ),
+        "shared": (
+            {"data": StatefulDataLoader(Numbers(), shuffle=True, generator=torch.Generator())},
+            "data and its sampler share a generator",
+        ),
+        "sampler": (
+            {
+                "data": StatefulDataLoader(
+                    Numbers(),
+                    sampler=torch.utils.data.RandomSampler(Numbers(), generator=torch.Generator()),
+                    generator=torch.Generator(),
+                )
+            },
+            "the RandomSampler of data does not save its position",
+        ),
         "workers": (
             {"data": StatefulDataLoader(Augmented(), **workers)},
             "Augmented.__getitem__() draws random numbers",
@@ -166,7 +181,9 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
-@pytest.mark.parametrize("name", ["empty", "metric", "scheduler", "model", "loader", "generator", "workers"])
+@pytest.mark.parametrize(
+    "name", ["empty", "metric", "scheduler", "model", "loader", "generator", "shared", "sampler", "workers"]
+)
 def test_entries_that_do_not_resume_exactly_warn_with_a_fix(tmp_path: Path, name: str) -> None:
     state, text = faults()[name]
     assert any(text in doubt for doubt in doubts_of(tmp_path / "home", state))
@@ -216,6 +233,11 @@ def test_states_that_resume_exactly_do_not_warn(tmp_path: Path) -> None:
         "generator": torch.Generator(),
         "meter": Meter({"seen": 1}),
         "data": StatefulDataLoader(Numbers(), num_workers=0, generator=torch.Generator()),
+        "shuffled": StatefulDataLoader(
+            Numbers(),
+            sampler=RandomSampler(Numbers(), generator=torch.Generator()),
+            generator=torch.Generator(),
+        ),
         "epoch": 0,
         "config": {"state": "Ohio", "param_groups": 3},
     }

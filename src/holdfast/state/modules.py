@@ -17,6 +17,7 @@ from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.entry import StateEntry
 from holdfast.state.fitting import Fitting
+from holdfast.state.hidden_state import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form
@@ -86,9 +87,11 @@ class ModuleEntry(StateEntry):
         kinds = _kinds(values)
         if kinds != structure.kinds:
             structure.set_kinds(kinds, values)
+        hidden = hidden_state(self.value)
+        own = {HIDDEN: encode(hidden, self.key)} if hidden else {}
         if structure.roles is not None:
             collector.collect_all(structure.names, structure.roles, values)
-            return {}
+            return own
         extra: dict[str, Any] = {}
         for row, value in zip(structure.rows, values, strict=True):
             if isinstance(value, torch.Tensor):
@@ -96,7 +99,7 @@ class ModuleEntry(StateEntry):
             else:
                 emit = collector.callback(row.buffer)
                 extra[row.fqn] = encode(extract_tensors(value, row.name, emit, named_types=True), row.name)
-        return {EXTRA: extra} if extra else {}
+        return {**own, EXTRA: extra} if extra else own
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
         """Yield tensors by the names that `capture` uses, with their roles, also those on meta."""
@@ -138,6 +141,9 @@ class ModuleEntry(StateEntry):
         plan.unexpected.extend(trees)
         if special or _has_load_code(module):
             plan.add_step(Phase.MODULE, lambda: self._finish(plan, special))
+        hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
+        if hidden is not None:
+            plan.add_step(Phase.MODULE, lambda: set_hidden_state(module, hidden))
 
     def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
@@ -221,6 +227,10 @@ class _Named:
     """Placeholder for a saved tensor that goes through the module's own load code."""
 
     name: str
+
+
+def _has_hidden(values: Any) -> bool:
+    return isinstance(values, dict) and isinstance(values.get(HIDDEN), dict)
 
 
 def _kinds(values: list[object]) -> list[object]:

@@ -16,6 +16,7 @@ from holdfast.format.values import TensorRef, encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.entry import StateEntry
 from holdfast.state.entry_kinds import has_only_entries
+from holdfast.state.hidden_state import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
@@ -55,15 +56,13 @@ class StatefulEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        return encode(
-            extract_tensors(
-                self.value.state_dict(),
-                self.key,
-                collector.callback(self.replication or Replication.OWN),
-                named_types=True,
-            ),
-            self.key,
+        state = self.value.state_dict()
+        hidden = hidden_state(self.value)
+        emit = collector.callback(self.replication or Replication.OWN)
+        tree = extract_tensors(
+            {**state, HIDDEN: hidden} if hidden else state, self.key, emit, named_types=True
         )
+        return encode(tree, self.key)
 
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
@@ -97,6 +96,8 @@ class StatefulEntry(StateEntry):
         plan.add_step(Phase.OBJECT, lambda: self._finish(insert_tensors(tree, tensor)))
 
     def _finish(self, state: Any) -> None:
+        if hidden_state(self.value) and HIDDEN in state:
+            set_hidden_state(self.value, state.pop(HIDDEN))
         is_ordered = type(state) is collections.OrderedDict
         if is_ordered and hasattr(live := self.value.state_dict(), "_metadata"):
             state.__dict__["_metadata"] = (

@@ -237,11 +237,29 @@ def _loader_doubts(key: str, loader: Any, values: Mapping[str, Any]) -> Iterator
             "more in a resumed run than in an uninterrupted one. Pass one: "
             "StatefulDataLoader(..., generator=torch.Generator())."
         )
+    yield from _sampler_doubts(key, loader, inner or sampler)
     drawing = _draws_random_numbers(getattr(loader, "dataset", None))
     if getattr(loader, "num_workers", 0) and drawing:
         yield (
             f"{key} has workers, and {drawing} draws random numbers in them. Their generators are reset "
             "when the run resumes. Draw from a generator seeded by the sample's index, or use num_workers=0."
+        )
+
+
+def _sampler_doubts(key: str, loader: Any, sampler: Any) -> Iterator[str]:
+    """Yield a sentence if a loader resumes its epoch, but shuffles later ones differently."""
+    fix = (
+        "Pass sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, "
+        "generator=torch.Generator()), with a generator of its own."
+    )
+    generator = getattr(sampler, "generator", None)
+    if generator is not None and type(sampler).__module__.partition(".")[0] == "torch":
+        kind = type(sampler).__name__  # torchdata's own saves its position through its iterator
+        yield f"the {kind} of {key} does not save its position, so later epochs are in another order. {fix}"
+    elif generator is not None and not loader.num_workers and generator is loader.generator:
+        yield (
+            f"{key} and its sampler share a generator, and without workers the loader draws from it too: "
+            f"once more in a resumed run, so later epochs are in another order. {fix}"
         )
 
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import io
 import json
 import pickle
 from pathlib import Path
@@ -15,18 +15,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from adapters import sharded
+from adapters.regions import save_regions
 from adapters.sharded import NUMBERS, flat, make_state
 from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
@@ -205,10 +206,46 @@ def test_a_checkpoint_id_overrides_the_arguments_for_one_save(tmp_path: Path) ->
     assert reader.step == 7
 
 
-def test_a_save_without_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="The step is missing"):
-        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path))
-    assert not list(tmp_path.iterdir())
+def test_a_checkpoint_id_may_end_with_a_step_without_zeros(tmp_path: Path) -> None:
+    """As torchtitan's ids do."""
+    writer = HoldfastWriter(tmp_path)
+    for step in (9, 10):
+        saved = {"x": torch.full((2,), float(step))}
+        dcp.save(saved, checkpoint_id=str(tmp_path / f"step-{step}"), storage_writer=writer)
+    found = {"x": torch.zeros(2)}
+    dcp.load(found, checkpoint_id=str(tmp_path / "step-9"), storage_reader=HoldfastReader(tmp_path))
+    assert found["x"].tolist() == [9, 9]
+    assert number(tmp_path).tolist() == [10, 10]
+
+
+def test_a_save_without_a_step_takes_the_step_after_the_newest(tmp_path: Path) -> None:
+    writer = HoldfastWriter(tmp_path)
+    assert writer.step is None
+    steps = []
+    for value in (1.0, 2.0):
+        dcp.save({"x": torch.full((2,), value)}, storage_writer=writer)
+        steps.append(writer.step)
+    save({"x": torch.full((2,), 3.0)}, tmp_path, 10)
+    dcp.save({"x": torch.full((2,), 4.0)}, storage_writer=HoldfastWriter(tmp_path))
+    assert (*steps, holdfast.open(tmp_path).step) == (1, 2, 11)
+    assert number(tmp_path).tolist() == [4, 4]
+
+
+def test_a_save_without_a_step_after_going_back_continues_there(tmp_path: Path) -> None:
+    for step in (5, 10, 7):
+        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path))
+    assert holdfast.open(tmp_path).step == 8
+
+
+def test_files_in_memory_round_trip(tmp_path: Path) -> None:
+    saved = io.BytesIO()
+    torch.save({"a": 1}, saved)
+    saved.seek(7)
+    save({"blob": saved}, tmp_path, 1)
+    found = {"blob": io.BytesIO()}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
+    assert (found["blob"].getvalue(), found["blob"].tell()) == (saved.getvalue(), 7)
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.5])
@@ -334,25 +371,66 @@ def test_a_save_without_collectives_is_refused(tmp_path: Path) -> None:
         dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), use_collectives=False)
 
 
-def test_two_regions_of_a_tensor_on_one_rank_are_refused(tmp_path: Path) -> None:
-    """Only a custom planner makes such plans."""
+ROWS = [[(0, 2), (3, 6), (9, 10)], [(2, 3), (6, 9)]]
+"""Regions of a tensor of 10 rows on two ranks, as in torch's own test of resharding."""
 
-    class Halves(DefaultSavePlanner):
-        def create_local_plan(self) -> SavePlan:
-            (item,) = super().create_local_plan().items
-            assert item.tensor_data is not None
-            items = []
-            for at in (0, 1):
-                chunk = ChunkStorageMetadata(torch.Size([at]), torch.Size([1]))
-                data = dataclasses.replace(item.tensor_data, chunk=chunk)
-                index = dataclasses.replace(item.index, offset=torch.Size([at]))
-                items.append(
-                    dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
-                )
-            return SavePlan(items, planner_data={})
 
-    with pytest.raises(CheckpointException, match=r"two regions of x, at \[1\] and at \[0\]"):
-        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), planner=Halves())
+def rows_of_ten() -> dict[str, Any]:
+    return {"w": torch.arange(40.0).reshape(10, 4), "b": torch.arange(10), "note": "kept"}
+
+
+def test_a_rank_can_write_several_regions_of_a_tensor(tmp_path: Path) -> None:
+    """All readers have the whole tensor: DCP, `holdfast.open`, a Checkpointer, an export."""
+    saved = rows_of_ten()
+    save_regions(tmp_path / "home", 3, saved, ROWS)
+    found: dict[str, Any] = {"w": torch.zeros(10, 4), "b": torch.zeros(10, dtype=torch.int64), "note": ""}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path / "home"))
+    assert torch.equal(found["w"], saved["w"])
+    assert torch.equal(found["b"], saved["b"])
+    assert found["note"] == "kept"
+    opened = holdfast.open(tmp_path / "home")
+    assert opened.verify().is_good
+    assert torch.equal(opened["w"], saved["w"])
+    into = {"w": torch.zeros(10, 4)}
+    opened.load_into(into)
+    assert torch.equal(into["w"], saved["w"])
+    opened.export(tmp_path / "whole.safetensors")
+    with safe_open(str(tmp_path / "whole.safetensors"), "pt") as file:
+        assert torch.equal(file.get_tensor("w"), saved["w"])
+
+
+def test_several_regions_of_a_rank_are_in_its_file_under_keys_of_their_own(tmp_path: Path) -> None:
+    save_regions(tmp_path, 3, rows_of_ten(), ROWS)
+    (path,) = tmp_path.rglob("rank-00000-*.safetensors")
+    with safe_open(str(path), "pt") as file:
+        keys = {key: tuple(file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
+    assert keys == {"w": (2, 4), "w@r1": (3, 4), "w@r2": (1, 4), "b": (2,), "b@r1": (3,), "b@r2": (1,)}
+
+
+def test_only_checkpoints_with_several_regions_of_a_rank_need_a_newer_version(tmp_path: Path) -> None:
+    save_regions(tmp_path / "several", 3, rows_of_ten(), ROWS)
+    save_regions(tmp_path / "one", 3, rows_of_ten(), [[(0, 5)], [(5, 10)]])
+    for home, version in (("several", 2), ("one", 1)):
+        documents = [*(tmp_path / home).rglob("rank-*.json"), *(tmp_path / home).rglob("manifest*")]
+        heads = [path.read_bytes().splitlines()[0] for path in documents if path.suffix == ".json"]
+        assert len(heads) == 3
+        assert all(b'"version":%d,' % version in head for head in heads)
+
+
+def test_damage_in_one_of_several_regions_is_found(tmp_path: Path) -> None:
+    save_regions(tmp_path, 3, rows_of_ten(), ROWS)
+    opened = holdfast.open(tmp_path)
+    (path,) = tmp_path.rglob("rank-00001-*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(holdfast.Corrupt, match=r"which holds w, b: expected"):
+        _ = opened["b"]
+
+
+def test_regions_of_a_rank_that_overlap_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.InvalidInput, match=r"Rank 0 holds twice the region \[4:5, 0:4\] of w"):
+        save_regions(tmp_path, 3, rows_of_ten(), [[(0, 5), (4, 10)]])
     assert not list(tmp_path.iterdir())
 
 

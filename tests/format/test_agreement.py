@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from format.drawing import catalogs, partitions
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.format.agreement import Agreement, agree
+from holdfast.format.agreement import Agreement, agree, has_several
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region, whole
 
@@ -276,18 +276,39 @@ def test_a_region_outside_does_not_replace_a_missing_one() -> None:
     assert "is outside of its shape" in str(error)
 
 
-def test_two_regions_of_one_rank_raise() -> None:
-    """Also if only another rank's catalog lists the second one."""
-    halves = Region((0,), (2,)), Region((2,), (2,))
-    one = catalog(w=shared(ListedPartitioning(((0, halves[0]), (0, halves[1]))), 0))
-    error = refused(one)
+def test_a_rank_may_hold_several_regions() -> None:
+    """In one catalog, and where each rank's catalog lists its own regions."""
+    thirds = [Region((at,), (2,)) for at in (0, 2, 4)]
+    rows = (0, thirds[0]), (1, thirds[1]), (0, thirds[2])
+    together = shared(ListedPartitioning(rows), 0, 1, shape=(6,))
+    separate = [
+        catalog(w=replace(together, partitioning=ListedPartitioning(own), held_by=held))
+        for own, held in ((rows[::2], (0,)), (rows[1:2], (1,)))
+    ]
+    for by_rank in ([catalog(w=together)] * 2, separate):
+        found = agreed(*by_rank)
+        assert found.num_shards == (2, 1)
+        assert has_several(found.tensors)
+        partitioning = found.tensors["w"].partitioning
+        assert partitioning is not None
+        assert sorted(partitioning.regions((6,))) == sorted(rows)
+    one_each = agreed(*listed(*thirds, shape=(6,)))
+    assert not has_several(one_each.tensors)
+
+
+def test_a_region_twice_on_one_rank_raises() -> None:
+    whole_twice = ListedPartitioning(((0, Region((0,), (4,))), (0, Region((0,), (4,)))))
+    error = refused(catalog(w=shared(whole_twice, 0)))
     assert error.rank == 0
-    assert "Rank 0 holds two regions of w" in str(error)
-    a, b = listed(*halves, shape=(4,))
-    said = ListedPartitioning(((1, halves[1]), (0, halves[1])))
-    assert "Rank 0 holds two regions" in str(
-        refused(a, catalog(w=replace(b.tensors["w"], partitioning=said)))
-    )
+    assert "Rank 0 holds twice the region [0:4] of w" in str(error)
+
+
+def test_catalogs_with_different_regions_of_a_rank_raise() -> None:
+    """Also if only another rank's catalog lists the second one."""
+    a, b = listed(Region((0,), (2,)), Region((2,), (2,)), shape=(4,))
+    said = ListedPartitioning(((1, Region((2,), (2,))), (0, Region((2,), (2,)))))
+    error = refused(a, catalog(w=replace(b.tensors["w"], partitioning=said)))
+    assert "Ranks disagree about the regions of w on rank 0: one lists [0:2], another [2:4]" in str(error)
 
 
 def test_an_empty_region_beside_a_whole_one_is_accepted() -> None:

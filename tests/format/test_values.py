@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import io
 import json
 import math
 import pathlib
@@ -27,6 +28,13 @@ from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTup
 from holdfast.format.sealed import dumps
 from holdfast.format.values import EntryRef, TensorRef, decode, encode
 
+
+def file_in_memory(content: bytes, position: int) -> io.BytesIO:
+    file = io.BytesIO(content)
+    file.seek(position)
+    return file
+
+
 text = st.text(st.characters(exclude_categories=["Cs"]))  # all but lone surrogates
 dates = st.dates() | st.datetimes(timezones=st.none() | st.just(datetime.timezone.utc)) | st.timedeltas()
 dtypes = arrays.scalar_dtypes()
@@ -40,6 +48,7 @@ scalars = (
     | text
     | st.binary()
     | st.binary().map(bytearray)
+    | st.builds(file_in_memory, st.binary(), st.integers(0, 9))
     | dates
     | st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 5))
     | st.builds(slice, st.none() | st.integers(), st.none() | st.integers(), st.none() | text)
@@ -118,6 +127,10 @@ def has_titles(dtype: Any) -> bool:
     )
 
 
+def content(value: Any) -> Any:
+    return (value.getvalue(), value.tell()) if isinstance(value, io.BytesIO) else value
+
+
 def same(a: Any, b: Any) -> bool:
     """Equal in value and type all the way down, NaN equal to NaN, -0.0 different from 0.0."""
     if isinstance(a, pathlib.PurePath) and isinstance(b, pathlib.PurePath):
@@ -140,7 +153,7 @@ def same(a: Any, b: Any) -> bool:
         return a.type == b.type and same(a.fields, b.fields)
     if isinstance(a, dict):
         return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
-    return a == b
+    return content(a) == content(b)
 
 
 def through_json(value: Any) -> Any:
@@ -261,6 +274,13 @@ def test_the_error_has_the_path_of_a_refused_value(value: Any, word: str) -> Non
         assert word in str(caught.value)
 
 
+def test_a_closed_file_in_memory_is_refused() -> None:
+    file = io.BytesIO(b"x")
+    file.close()
+    with pytest.raises(InvalidInput, match=r"^state\.a is a closed io\.BytesIO"):
+        encode({"a": file}, "state")
+
+
 def test_the_error_has_the_path_of_a_refused_key() -> None:
     for key in (object(), "\udcff"):
         with pytest.raises(InvalidInput, match=r"^state\.a\.<key ") as caught:
@@ -343,6 +363,9 @@ def test_cycles_and_deep_nesting_are_refused() -> None:
             {"$torch": ["device", "no"]},
             {"$torch": ["size", ["1"]]},
             {"$path": 1},
+            {"$bytesio": ["AA==", -1]},
+            {"$bytesio": ["AA==", 10**30]},
+            {"$bytesio": ["AA=="]},
         ),
         {"$set": [{"$int": str(i * (2**61 - 1))} for i in range(4000)]},
     ],

@@ -82,7 +82,7 @@ def test_a_checkpoint_with_a_damaged_manifest_is_skipped() -> None:
 
 def test_a_checkpoint_of_a_newer_format_is_skipped() -> None:
     store = make_store()
-    reseal(store, names.manifest(450, 2), version=2)
+    reseal(store, names.manifest(450, 2), version=3)
     assert open_checkpoint(store).step == 500
     with pytest.raises(Unsupported, match="Upgrade"):
         open_checkpoint(store, 450)

@@ -231,7 +231,7 @@ HARM: dict[str, tuple[Callable[[MemoryStore], None], str]] = {
         lambda store: reseal(store, names.manifest(300, 1), run="run-two"),
         "belongs to another run",
     ),
-    "manifest of the future": (lambda store: reseal(store, names.manifest(300, 1), version=2), "Upgrade"),
+    "manifest of the future": (lambda store: reseal(store, names.manifest(300, 1), version=3), "Upgrade"),
 }
 
 
@@ -285,7 +285,7 @@ def test_none_good_raises_with_all_reasons_and_never_starts_from_zero() -> None:
 
 def test_checkpoints_of_a_newer_format_alone_raise_unsupported() -> None:
     store = make_store((100,))
-    reseal(store, names.manifest(100, 1), version=2)
+    reseal(store, names.manifest(100, 1), version=3)
     with pytest.raises(Unsupported, match="Upgrade"):
         restore(store, empty_live())
 

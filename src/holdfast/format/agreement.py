@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -115,8 +115,19 @@ def _check_partitionings(tensors: dict[str, Tensor], world_size: int, work: _Wor
             covered[id(partitioning)] = tensor.shape
     counts: Counter[int] = Counter()
     for key, partitioning in partitionings.items():
-        counts.update(dict.fromkeys(partitioning.ranks, uses[key]))
+        regions_of = Counter(partitioning.ranks)
+        counts.update({rank: count * uses[key] for rank, count in regions_of.items()})
     return counts
+
+
+def has_several(tensors: Mapping[str, Tensor]) -> bool:
+    """Return True if a rank has several regions of one of the tensors."""
+    listed = {
+        id(tensor.partitioning): tensor.partitioning
+        for tensor in tensors.values()
+        if isinstance(tensor.partitioning, ListedPartitioning)
+    }
+    return any(partitioning.has_several for partitioning in listed.values())
 
 
 def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) -> None:
@@ -197,25 +208,34 @@ class _Union:
         """Return all regions of a tensor, and the ranks that hold it.
 
         Raises:
-            InvalidInput: a rank holds two of them, or they are too many.
+            InvalidInput: catalogs list different regions of a rank, or they are too many.
         """
         key = tuple(id(thing) for one in listed for thing in (one.partitioning, one.held_by))
         if key not in self._found:
-            regions: dict[int, Region] = {}
+            regions: dict[int, tuple[Region, ...]] = {}
             holders: set[int] = set()
             for one in listed:
                 assert isinstance(one.partitioning, ListedPartitioning)
                 self._work.count(len(one.partitioning.rows) + len(one.held_by), name)
-                for rank, region in one.partitioning.rows:
-                    if regions.setdefault(rank, region) != region:
-                        raise _twice(name, rank)
+                for rank, own in _by_rank(one.partitioning.rows).items():
+                    if regions.setdefault(rank, own) != own:
+                        raise InvalidInput(
+                            f"Ranks disagree about the regions of {name} on rank {rank}: one lists "
+                            f"{_as_list(regions[rank])}, another {_as_list(own)}.",
+                            rank=rank,
+                            key=name,
+                        )
                 holders.update(one.held_by)
-            self._found[key] = ListedPartitioning(tuple(regions.items())), tuple(sorted(holders))
+            rows = tuple((rank, region) for rank, own in regions.items() for region in own)
+            self._found[key] = ListedPartitioning(rows), tuple(sorted(holders))
         return self._found[key]
 
 
-def _twice(name: str, rank: int) -> InvalidInput:
-    return InvalidInput(f"Rank {rank} holds two regions of {name}. Only one is allowed.", rank=rank, key=name)
+def _by_rank(rows: Iterable[Row]) -> dict[int, tuple[Region, ...]]:
+    found: dict[int, list[Region]] = {}
+    for rank, region in rows:
+        found.setdefault(rank, []).append(region)
+    return {rank: tuple(regions) for rank, regions in found.items()}
 
 
 def _check_alike(
@@ -286,7 +306,7 @@ def _check_even(name: str, partitioning: EvenPartitioning, world_size: int) -> N
 
 
 def _check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work) -> None:
-    """Check that each element is in exactly one region. Each region has its own rank."""
+    """Check that each element is in exactly one region."""
     work.count(len(rows), name)
     for rank, region in rows:
         if not region.is_inside(shape):
@@ -296,9 +316,6 @@ def _check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work:
                 rank=rank,
                 key=name,
             )
-    ranks = Counter(rank for rank, _ in rows)
-    if len(ranks) < len(rows):
-        raise _twice(name, ranks.most_common(1)[0][0])
     held = [(rank, region) for rank, region in rows if region.num_items]
     if _cover_once(name, shape, [region for _, region in held], work):
         return
@@ -306,8 +323,9 @@ def _check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work:
         (rank_a, a), (rank_b, b) = clash
         both = a.overlap(b)
         assert both is not None
+        who = f"Ranks {rank_b} and {rank_a} both hold" if rank_a != rank_b else f"Rank {rank_a} holds twice"
         raise InvalidInput(
-            f"Ranks {rank_b} and {rank_a} both hold the region {_as_slices(both)} of {name}.",
+            f"{who} the region {_as_slices(both)} of {name}.",
             rank=rank_a,
             key=name,
         )
@@ -389,6 +407,11 @@ def _find_gap(shape: tuple[int, ...], regions: list[Region]) -> Region | None:
 def _as_slices(region: Region) -> str:
     """Return a region in slice notation."""
     return "[" + ", ".join(f"{at}:{at + long}" for at, long in zip(*region, strict=True)) + "]"
+
+
+def _as_list(regions: Sequence[Region], most: int = 8) -> str:
+    more = f" and {len(regions) - most} more" if len(regions) > most else ""
+    return ", ".join(map(_as_slices, regions[:most])) + more
 
 
 def _some(ranks: Iterable[int], most: int = 8) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.documents import Fields, decode_object, read_integers, shown
 from holdfast.errors import Corrupt
 from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.layout import Shard
 from holdfast.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_SPLITS
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.format.sealed import dumps
@@ -50,16 +51,34 @@ class Catalog:
     tied: dict[str, str]  # alias -> name of the same tensor
 
     def written_by(self, rank: int) -> Iterator[tuple[str, Tensor, Region]]:
-        """Yield each (name, tensor, region) that a rank wrote, in order, including empty regions."""
-        index_in: dict[int, int | None] = {}  # by id of a partitioning: thousands of tensors share a few
+        """Yield each (name, tensor, region) that a rank wrote, in order, including empty regions.
+
+        The regions of a tensor follow one another.
+        """
+        indices_in: dict[int, tuple[int, ...]] = {}  # by id of a partitioning: thousands of tensors share few
         for name, tensor in self.tensors.items():
             partitioning = tensor.partitioning
             assert partitioning is not None
-            if id(partitioning) not in index_in:
-                index_in[id(partitioning)] = partitioning.index_of(rank)
-            index = index_in[id(partitioning)]
-            if index is not None:
+            if id(partitioning) not in indices_in:
+                indices_in[id(partitioning)] = partitioning.indices_of(rank)
+            for index in indices_in[id(partitioning)]:
                 yield name, tensor, partitioning.region_at(index, tensor.shape)
+
+    def shards_of(self, rank: int) -> Iterator[Shard]:
+        """Yield each shard that a rank wrote, in order."""
+        before, number = None, 0
+        for name, tensor, region in self.written_by(rank):
+            number = number + 1 if name == before else 0
+            before = name
+            yield Shard(
+                name,
+                tensor.dtype,
+                tensor.shape,
+                region.offsets,
+                region.sizes,
+                frozen=tensor.frozen,
+                number=number,
+            )
 
 
 def catalog_text(catalog: Catalog) -> bytes:

@@ -24,7 +24,7 @@ class Shard:
 
     `offsets` and `sizes` - its region of the global `shape`. `dtype` - a safetensors name. `per_rank` -
     every rank has its own tensor (RNG state, a data loader's buffer). `frozen` - no optimizer trains it, so
-    it is in the second data file.
+    it is in the second data file. `number` - its position among the rank's shards of this tensor, from 0.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Shard:
     sizes: tuple[int, ...]
     per_rank: bool = False
     frozen: bool = False
+    number: int = 0
 
     @classmethod
     def whole(cls, name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False) -> Shard:
@@ -51,11 +52,12 @@ class Shard:
         return self.sizes == self.shape
 
     def file_key(self, rank: int) -> str:
-        """Return the key in the safetensors file: the name, or `NAME@rR` for per-rank tensors.
+        """Return the key in the safetensors file: the name, or `NAME@rN`.
 
-        R is the rank; rank 0 uses the name alone.
+        For a per-rank tensor N is the rank, otherwise the number of the shard. 0 is left out.
         """
-        return f"{self.name}@r{rank}" if self.per_rank and rank else self.name
+        number = rank if self.per_rank else self.number
+        return f"{self.name}@r{number}" if number else self.name
 
 
 def check_name(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.documents import Fields, decode_object, read_integers, shown
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.format.agreement import Agreement, agree
+from holdfast.format.agreement import Agreement, agree, has_several
 from holdfast.format.catalog import EACH, SPLIT, Tensor, check_facts, columns
 from holdfast.format.hashes import digest
 from holdfast.format.limits import (
@@ -21,7 +21,7 @@ from holdfast.format.limits import (
     MAX_STEP,
     RUN_ID,
 )
-from holdfast.format.part import Ancestors, Part, read_ancestors
+from holdfast.format.part import SEVERAL_REGIONS, Ancestors, Part, read_ancestors
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.format.versions import Versions
 
@@ -191,7 +191,7 @@ def document(manifest: Manifest) -> bytes:
     each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.partitioning is None}
     head = dumps(
         {
-            **VERSIONS.header,
+            **VERSIONS.header_of(SEVERAL_REGIONS if has_several(manifest.tensors) else VERSIONS.written),
             "id": manifest.id,
             "run": manifest.run,
             "step": manifest.step,
@@ -226,6 +226,13 @@ def parse(text: bytes, what: str) -> Manifest:
 
 
 def _parse_v1(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
+    found = _parse_v2(body, catalogs)
+    if has_several(found.tensors):
+        raise ValueError("a rank holds several regions of one tensor, which version 1 does not allow")
+    return found
+
+
+def _parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
     rows = body.array("parts", max_items=MAX_RANKS)
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     parts = tuple(_part_file(row, rank, len(catalogs)) for rank, row in enumerate(rows))
@@ -268,4 +275,4 @@ def _each_tensor(name: str, row: Any) -> Tensor:
     return Tensor(dtype, read_integers(shape, max_items=MAX_DIMS), None)
 
 
-VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1})
+VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1, SEVERAL_REGIONS: _parse_v2})

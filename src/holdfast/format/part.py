@@ -82,10 +82,7 @@ class Part:
         Raises:
             Corrupt: their number does not match that of the starts.
         """
-        shared = [
-            Shard(name, tensor.dtype, tensor.shape, region.offsets, region.sizes, frozen=tensor.frozen)
-            for name, tensor, region in self.catalog.written_by(self.rank)
-        ]
+        shared = list(self.catalog.shards_of(self.rank))
         if len(shared) != len(self.catalog_starts):
             raise Corrupt(
                 f"{self.what} lists the starts of {len(self.catalog_starts)} shards, but by its catalog "
@@ -125,6 +122,7 @@ def draft(
     own: Sequence[tuple[str, str, tuple[int, ...], int]],
     starts: Sequence[int],
     catalog: bytes,
+    has_several: bool = False,
 ) -> bytes:
     """Return a part without facts about its files, made when a save is staged.
 
@@ -133,10 +131,11 @@ def draft(
         own: name, dtype, shape and start of each per-rank tensor.
         starts: of the shards that the catalog assigns to this rank, in its order.
         catalog: from `catalog.catalog_text`.
+        has_several: if a rank has several regions of one tensor, which older versions of Holdfast refuse.
     """
     facts = dumps(
         {
-            **VERSIONS.header,
+            **VERSIONS.header_of(SEVERAL_REGIONS if has_several else VERSIONS.written),
             "run": run,
             "step": step,
             "attempt": attempt,
@@ -245,4 +244,7 @@ def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
     return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
 
 
-VERSIONS = Versions("holdfast-part", written=1, parsers={1: _parse_v1})
+SEVERAL_REGIONS = 2
+"""Version that allows a rank several regions of a tensor. It is written only where that is so."""
+
+VERSIONS = Versions("holdfast-part", written=1, parsers={1: _parse_v1, SEVERAL_REGIONS: _parse_v1})

@@ -60,14 +60,13 @@ class EvenPartitioning:
 
     def region_of(self, rank: int, shape: tuple[int, ...]) -> Region | None:
         """Return the region that a rank wrote, perhaps empty, or None if it wrote none."""
-        index = self.index_of(rank)
-        return None if index is None else self.region_at(index, shape)
+        return next((self.region_at(index, shape) for index in self.indices_of(rank)), None)
 
-    def index_of(self, rank: int) -> int | None:
-        """Return the number of the region that a rank wrote, or None without one."""
+    def indices_of(self, rank: int) -> tuple[int, ...]:
+        """Return the number of the region that a rank wrote, if it wrote one."""
         if not self.splits:
-            return 0 if rank == self.ranks[0] else None
-        return self.ranks.index(rank) if rank in self.ranks else None
+            return (0,) if rank == self.ranks[0] else ()
+        return (self.ranks.index(rank),) if rank in self.ranks else ()
 
     def region_at(self, index: int, shape: tuple[int, ...]) -> Region:
         """Return the region with number `index`, in the order of `ranks`."""
@@ -117,7 +116,10 @@ class EvenPartitioning:
 
 @dataclass(frozen=True, slots=True)
 class ListedPartitioning:
-    """Partitioning by no rule: each region is listed with the rank that wrote it."""
+    """Partitioning by no rule: each region is listed with the rank that wrote it.
+
+    A rank may have written several regions.
+    """
 
     rows: tuple[tuple[int, Region], ...]
 
@@ -126,13 +128,18 @@ class ListedPartitioning:
         """The rank that wrote each region."""
         return tuple(rank for rank, _ in self.rows)
 
+    @property
+    def has_several(self) -> bool:
+        """True if a rank wrote more than one region."""
+        return len({rank for rank, _ in self.rows}) < len(self.rows)
+
     def region_of(self, rank: int, shape: tuple[int, ...]) -> Region | None:
-        """Return the region that a rank wrote, or None if it wrote none."""
+        """Return the first region that a rank wrote, or None if it wrote none."""
         return next((region for one, region in self.rows if one == rank), None)
 
-    def index_of(self, rank: int) -> int | None:
-        """Return the number of the first region that a rank wrote; None if it wrote none."""
-        return next((index for index, (one, _) in enumerate(self.rows) if one == rank), None)
+    def indices_of(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of the regions that a rank wrote."""
+        return tuple(index for index, (one, _) in enumerate(self.rows) if one == rank)
 
     def region_at(self, index: int, shape: tuple[int, ...]) -> Region:
         """Return the region number `index`."""

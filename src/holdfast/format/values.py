@@ -11,6 +11,7 @@ import base64
 import collections
 import datetime
 import decimal
+import io
 import math
 import pathlib
 import re
@@ -212,6 +213,17 @@ def _encode_deque(value: Any, path: str) -> Any:
     return {"$deque": [value.maxlen, [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]]}
 
 
+def _encode_bytesio(value: io.BytesIO, path: str) -> Any:
+    if value.closed:
+        raise InvalidInput(
+            f"{path} is a closed io.BytesIO, which has no content. Nothing was written. Save it before it is "
+            "closed, or leave it out of the state.",
+            key=path,
+        )
+    content = base64.b64encode(value.getvalue()).decode()
+    return {"$bytesio": [content, _encode(value.tell(), path)]}
+
+
 def _encode_decimal(value: decimal.Decimal, path: str) -> Any:
     text = str(value)
     if len(text) > _MAX_DECIMAL_CHARS:
@@ -264,6 +276,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     frozenset: _encode_set("$frozenset"),
     bytes: lambda value, path: {"$bytes": base64.b64encode(value).decode()},
     bytearray: lambda value, path: {"$bytearray": base64.b64encode(value).decode()},
+    io.BytesIO: _encode_bytesio,
     complex: lambda value, path: {"$complex": [repr(value.real), repr(value.imag)]},
     range: lambda value, path: {"$range": [value.start, value.stop, value.step]},
     slice: _encode_slice,
@@ -321,6 +334,13 @@ def _decode_timedelta(body: Any) -> datetime.timedelta:
     return datetime.timedelta(days, seconds, microseconds)
 
 
+def _decode_bytesio(body: Any) -> io.BytesIO:
+    content, position = read_array(body, 2)
+    found = io.BytesIO(read_bytes(content))
+    found.seek(read_integer(position))
+    return found
+
+
 def _decode_decimal(body: Any) -> decimal.Decimal:
     text = read_text(body, _MAX_DECIMAL_CHARS)
     found = decimal.Decimal(text)
@@ -374,6 +394,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$frozenset": lambda body: frozenset(_hashable(_decode(item) for item in read_array(body))),
     "$bytes": read_bytes,
     "$bytearray": lambda body: bytearray(read_bytes(body)),
+    "$bytesio": _decode_bytesio,
     "$complex": lambda body: complex(*map(_decode_float, read_array(body, 2))),
     "$range": lambda body: range(*map(read_integer, read_array(body, 3))),
     "$slice": lambda body: slice(*map(_decode, read_array(body, 3))),

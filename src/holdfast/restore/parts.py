@@ -32,7 +32,7 @@ class Parts:
         self.manifest = manifest
         self._store = store
         self._parts: dict[int, Part] = {}
-        self._shards: dict[int, dict[str, tuple[Shard, int]]] = {}
+        self._shards: dict[int, dict[str, list[tuple[Shard, int]]]] = {}
 
     def part(self, rank: int) -> Part:
         """Return the part of a rank.
@@ -72,23 +72,31 @@ class Parts:
         """
         tensor = self.manifest.tensors[name]
         if tensor.partitioning is None:
-            yield self._located(name, self.holder(name, rank), NotFound)
+            one = self.holder(name, rank)
+            shard, start = self._held(name, one, NotFound)[0]
+            yield Located(one, shard, Region(shard.offsets, shard.sizes), start)
             return
         wanted = Region.whole(tensor.shape) if region is None else region
         for one, expected in tensor.partitioning.touching(wanted, tensor.shape):
-            found = self._located(name, one, Corrupt)
-            if (found.region, found.shard.dtype, found.shard.shape) != (expected, tensor.dtype, tensor.shape):
+            held = self._held(name, one, Corrupt)
+            facts = tensor.dtype, tensor.shape, *expected
+            same = (
+                row for row in held if (row[0].dtype, row[0].shape, row[0].offsets, row[0].sizes) == facts
+            )
+            shard, start = next(same, (None, 0))
+            if shard is None:
                 raise Corrupt(
                     f"The manifest of step {self.manifest.step} has {name} as "
                     f"{tensor.dtype}{list(tensor.shape)}, {expected} of it on rank {one}, which holds "
-                    f"{found.shard}.",
+                    f"{', '.join(str(row[0]) for row in held[:8])}.",
                     step=self.manifest.step,
                     rank=one,
                     key=name,
                 )
-            yield found
+            yield Located(one, shard, expected, start)
 
-    def _located(self, name: str, rank: int, error: type[HoldfastError]) -> Located:
+    def _held(self, name: str, rank: int, error: type[HoldfastError]) -> list[tuple[Shard, int]]:
+        """Return the shards of a tensor that a rank wrote, at least one, each with its first byte."""
         held = self._shards_in(rank).get(name)
         if held is None:
             raise error(
@@ -97,8 +105,7 @@ class Parts:
                 rank=rank,
                 key=name,
             )
-        shard, start = held
-        return Located(rank, shard, Region(shard.offsets, shard.sizes), start)
+        return held
 
     def structures(self, rank: int) -> list[int]:
         """Return one rank per distinct catalog, `rank` itself first. Their parts hold all values."""
@@ -134,7 +141,7 @@ class Parts:
         if tensor.owner != EACH:
             return tensor.dtype, tensor.shape
         held = self._shards_in(self.holder(name, rank)).get(name)
-        return None if held is None else (held[0].dtype, held[0].shape)
+        return None if held is None else (held[0][0].dtype, held[0][0].shape)
 
     def tensors_for(self, rank: int) -> dict[str, Tensor]:
         """Return the manifest's tensors by name, per-rank ones as a rank has saved them.
@@ -151,9 +158,10 @@ class Parts:
         }
         return {**tensors, **own}
 
-    def _shards_in(self, rank: int) -> dict[str, tuple[Shard, int]]:
+    def _shards_in(self, rank: int) -> dict[str, list[tuple[Shard, int]]]:
         if rank not in self._shards:
             part = self.part(rank)
-            placed = zip(part.shards, part.starts, strict=True)
-            self._shards[rank] = {shard.name: (shard, start) for shard, start in placed}
+            found = self._shards[rank] = {}
+            for shard, start in zip(part.shards, part.starts, strict=True):
+                found.setdefault(shard.name, []).append((shard, start))
         return self._shards[rank]

@@ -390,11 +390,12 @@ def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) ->
 def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> list[str]:
     """Return the names of the tensors with bytes between two offsets of a data file."""
     placed = zip(part.shards, part.starts, strict=True)
-    return [
+    found = (
         shard.name
         for shard, at in placed
         if shard.frozen == frozen and shard.num_bytes and at < stop and start < at + shard.num_bytes
-    ]
+    )
+    return list(dict.fromkeys(found))  # a rank may have several regions of a tensor
 
 
 def deliver(one: Read, view: memoryview) -> int:

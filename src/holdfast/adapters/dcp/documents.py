@@ -14,7 +14,7 @@ from holdfast.adapters.dcp.save_claim import SaveClaim
 from holdfast.documents import decode_object, read_as, refuse
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import part, values
-from holdfast.format.agreement import agree
+from holdfast.format.agreement import agree, has_several
 from holdfast.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
 from holdfast.format.layout import Shard, check_name
 from holdfast.format.limits import MAX_DOCUMENT_BYTES
@@ -77,18 +77,19 @@ def make_catalog(plans: Sequence[SavePlan]) -> bytes:
 
     Raises:
         InvalidInput: a name is reserved, or the ranks' regions do not cover a tensor exactly once.
-        Unsupported: a dtype cannot be saved, or one rank has several regions of a tensor.
+        Unsupported: a dtype cannot be saved.
     """
     found: dict[str, tuple[Shard, list[tuple[int, Region]]]] = {}
     for rank, plan in enumerate(plans):
-        for _, shard in planned_shards(plan, rank):
+        for _, shard in planned_shards(plan):
             first, rows = found.setdefault(shard.name, (shard, []))
             _check_same_tensor(first, rows, shard, rank)
             rows.append((rank, Region(shard.offsets, shard.sizes)))
     tensors: dict[str, Tensor] = {}
     for name, (shard, rows) in found.items():
         partitioning = find_rule(shard.shape, rows)
-        tensors[name] = Tensor(shard.dtype, shard.shape, partitioning, tuple(rank for rank, _ in rows))
+        holders = tuple(sorted({rank for rank, _ in rows}))
+        tensors[name] = Tensor(shard.dtype, shard.shape, partitioning, holders)
     text = catalog_text(Catalog(tensors, {}))
     try:
         agree((text,), (0,) * len(plans))
@@ -114,28 +115,30 @@ def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[Writ
     Raises:
         Unsupported: the planner has dropped or changed an item.
     """
-    by_name = {item.index.fqn: item for item in plan.items if item.type != WriteItemType.BYTE_IO}
+    planned = {(shard.name, shard.offsets): item for item, shard in planned_shards(plan)}
     items: list[tuple[WriteItem, Shard]] = []
-    for name, tensor, region in parse_catalog(catalog, "the catalog of this save").written_by(rank):
-        if name not in by_name:
+    for shard in parse_catalog(catalog, "the catalog of this save").shards_of(rank):
+        item = planned.get((shard.name, shard.offsets))
+        if item is None:
             raise Unsupported(
-                f"Rank {rank} should write {name}, but its planner's finish_plan() has dropped it. The save "
-                "was cancelled. The planner must return the plan that it receives.",
+                f"Rank {rank} should write {shard.name} at {list(shard.offsets)}, but its planner's "
+                "finish_plan() has dropped it. The save was cancelled. The planner must return the plan that "
+                "it receives.",
                 rank=rank,
-                key=name,
+                key=shard.name,
             )
-        items.append((by_name[name], Shard(name, tensor.dtype, tensor.shape, region.offsets, region.sizes)))
+        items.append((item, shard))
     return items
 
 
-def planned_shards(plan: SavePlan, rank: int) -> list[tuple[WriteItem, Shard]]:
+def planned_shards(plan: SavePlan) -> list[tuple[WriteItem, Shard]]:
     """Return the tensors that a rank is to write. Empty shards of tensors with elements are left out.
 
     Raises:
         InvalidInput: a name is reserved.
-        Unsupported: a dtype cannot be saved, or one rank has several regions of a tensor.
+        Unsupported: a dtype cannot be saved.
     """
-    found: dict[str, tuple[WriteItem, Shard]] = {}
+    found: list[tuple[WriteItem, Shard]] = []
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
             continue
@@ -143,16 +146,8 @@ def planned_shards(plan: SavePlan, rank: int) -> list[tuple[WriteItem, Shard]]:
         check_name(shard.name)
         if not shard.num_bytes and 0 not in shard.shape:
             continue
-        if shard.name in found:
-            raise Unsupported(
-                f"Rank {rank} is to write two regions of {shard.name}, at {list(shard.offsets)} and at "
-                f"{list(found[shard.name][1].offsets)}. A rank can write one region of a tensor. Nothing was "
-                "written.",
-                rank=rank,
-                key=shard.name,
-            )
-        found[shard.name] = item, shard
-    return list(found.values())
+        found.append((item, shard))
+    return found
 
 
 def _shard(item: WriteItem) -> Shard:
@@ -220,5 +215,6 @@ def make_part(
         own=(),
         starts=starts,
         catalog=catalog,
+        has_several=has_several(parse_catalog(catalog, "the catalog of this save").tensors),
     )
     return part.finish(draft, file)

@@ -35,7 +35,7 @@ def find_rule(shape: tuple[int, ...], rows: Sequence[tuple[int, Region]]) -> Par
     """
     rows = sorted(rows, key=lambda row: (row[1], row[0]))
     even = _even(shape, tuple(region for _, region in rows))
-    if even is None:
+    if even is None or len({rank for rank, _ in rows}) < len(rows):  # a rule has one region for each rank
         return ListedPartitioning(tuple(rows))
     return EvenPartitioning(even.splits, tuple(rows[index][0] for index in even.order))
 

@@ -34,8 +34,8 @@ _claimed: dict[str, SaveClaim] = {}
 _lock = threading.Lock()  # two threads may save at the same time
 
 
-def claim_save(store: Store, step: int, *, world_size: int, trainer: int) -> SaveClaim:
-    """Claim an attempt for a save of `step`.
+def claim_save(store: Store, step: int | None, *, world_size: int, trainer: int) -> SaveClaim:
+    """Claim an attempt for a save of `step`; by default the step after the newest save.
 
     DCP does not pass on which checkpoint the run was loaded from. The save is assumed to continue the
     newest checkpoint below `step`, so a run that saves an earlier step again supersedes the checkpoints
@@ -53,6 +53,8 @@ def claim_save(store: Store, step: int, *, world_size: int, trainer: int) -> Sav
         home = list_home(store)
         run = claim_run(store)
         newest = max(home.attempts, default=0)
+        if step is None:
+            step = _step_after(home, newest)
         is_own = _is_own(store, newest, world_size, trainer)
         if not is_own and store.url in _claimed:
             check_not_fenced(store, _claimed[store.url].attempt)
@@ -66,6 +68,13 @@ def claim_save(store: Store, step: int, *, world_size: int, trainer: int) -> Sav
             attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer).number
         _claimed[store.url] = SaveClaim(run, step, attempt, world_size, ancestors)
         return _claimed[store.url]
+
+
+def _step_after(home: Listing, attempt: int) -> int:
+    """Return the step after the newest checkpoint and all saves of an attempt; 1 in an empty home."""
+    complete = candidates(home)[:1]
+    unfinished = [found.step for found in home.saved.values() if found.attempt == attempt]
+    return max((*unfinished, *(step for _, step in complete)), default=0) + 1
 
 
 def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancestors | None:

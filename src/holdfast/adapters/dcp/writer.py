@@ -18,7 +18,7 @@ from holdfast.adapters.dcp.image import stage
 from holdfast.adapters.dcp.save_claim import SaveClaim, claim_save
 from holdfast.adapters.dcp.target import Target
 from holdfast.callsite import warn
-from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
+from holdfast.errors import HoldfastError, SaveWarning, Unsupported
 from holdfast.format import names
 from holdfast.format.layout import lay_out
 from holdfast.format.manifest import Manifest
@@ -58,7 +58,7 @@ class HoldfastWriter(StorageWriter):
 
     Args:
         home: folder or URL of this run's checkpoints. Each run needs its own home.
-        step: number of completed optimizer steps.
+        step: number of completed optimizer steps; by default the step after the newest save in the home.
         keep: number of newest checkpoints to keep, a `Keep` policy, or None to keep all.
 
     Raises:
@@ -74,6 +74,12 @@ class HoldfastWriter(StorageWriter):
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._trainer = os.getpid()  # also when a save runs in a process beside the trainer
         self._own_save: RankSave | None = None
+        self._step: int | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Step that was saved last; None before the first save."""
+        return self._step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, of `checkpoint_id` if it is not None."""
@@ -84,23 +90,13 @@ class HoldfastWriter(StorageWriter):
         """Check the options of a save.
 
         Raises:
-            InvalidInput: the step is missing.
             Unsupported: the save uses no collectives, so the ranks cannot write one checkpoint together.
         """
-        self._step()
         if not kwargs.get("use_collectives", True):
             raise Unsupported(
                 "dcp.save(use_collectives=False) cannot write a Holdfast checkpoint, because the coordinator "
                 "must wait until every rank's file is durable. Leave use_collectives at its default."
             )
-
-    def _step(self) -> int:
-        if self._target.step is None:
-            raise InvalidInput(
-                f"The step is missing for the checkpoint in {self._target.home!r}. Nothing was written. Pass "
-                "HoldfastWriter(home, step=500), or a checkpoint_id that ends with /step-500."
-            )
-        return self._target.step
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the plan of this rank.
@@ -123,7 +119,7 @@ class HoldfastWriter(StorageWriter):
             _refuse_plan_caching(not getattr(plan, "usable", True))
         catalog, index = documents.make_catalog(plans), documents.ValueIndex.of(plans).text()
         store = open_store(self._target.home)
-        save_claim = claim_save(store, self._step(), world_size=len(plans), trainer=self._trainer)
+        save_claim = claim_save(store, self._target.step, world_size=len(plans), trainer=self._trainer)
         self._own_save = RankSave(save_claim, 0, catalog, index)
         others = [RankSave(save_claim, rank, catalog) for rank in range(1, len(plans))]
         return [
@@ -155,6 +151,7 @@ class HoldfastWriter(StorageWriter):
         layout = lay_out([shard for _, shard in items], save.rank)
         store = open_store(self._target.home)
         step, attempt, rank = save.claim.step, save.claim.attempt, save.rank
+        self._step = step
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
         document = documents.make_part(save.claim, rank, save.catalog, layout.starts, file, encoded)
         store.put_once(names.part(step, attempt, rank), document)

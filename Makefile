@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages lint bench campaigns crash-states damage kills soak fuzz docs clean torn
+.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills soak fuzz docs clean torn
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -45,6 +45,18 @@ test-all: $(DEV) ## the default tests and the slow ones
 
 test-engines-packages: ## as root: what the slow tests of Slurm and SkyPilot need from Debian
 	apt-get install --no-install-recommends -y slurm-wlm openssh-server rsync curl
+
+CRDS := jobset-0.9.1.yaml jobset-0.12.0.yaml pytorchjob-1.8.1.yaml pytorchjob-1.9.0.yaml
+crds: $(CRDS:%=.crds/%) ## the published definitions of JobSet and PyTorchJob, for the tests of manifests
+	sha256sum --check --strict tests/jobs/k8s/crds.sha256
+
+.crds/jobset-%.yaml:
+	mkdir -p .crds
+	curl -fsSL -o $@ https://raw.githubusercontent.com/kubernetes-sigs/jobset/v$*/config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml
+
+.crds/pytorchjob-%.yaml:
+	mkdir -p .crds
+	curl -fsSL -o $@ https://raw.githubusercontent.com/kubeflow/training-operator/v$*/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
 
 lint: $(DEV) ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -141,17 +141,61 @@ def test_a_missing_engine_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("engine", "words"), [("slurm", "#SBATCH --requeue"), ("sky", "$ sky jobs launch -y -d")]
+    ("engine", "words"),
+    [
+        ("slurm", "#SBATCH --requeue"),
+        ("sky", "$ sky jobs launch -y -d"),
+        ("k8s", "kind: Job"),
+        ("kubeflow", "kind: PyTorchJob"),
+    ],
 )
 def test_a_dry_run_shows_the_submission_to_other_engines(
     jobs: JobHarness, task: Path, holdfast: Command, engine: str, words: str
 ) -> None:
+    task.write_text(TASK.replace("  use_spot", "  image_id: docker:greeter\n  use_spot"))
     result = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run")
     assert result.status == 0
     assert words in result.out
     plan = holdfast("launch", task, "--env", "WHO=you", "--on", engine, "--dry-run", "--json").json
     assert any(words in line for line in plan["rendered"])
     assert (plan["engine"], holdfast("queue").out) == (engine, "no jobs\n")
+
+
+@pytest.mark.parametrize("engine", ["k8s", "kubeflow", "slurm"])
+def test_a_submission_can_be_written_to_a_file(
+    jobs: JobHarness, task: Path, holdfast: Command, engine: str, tmp_path: Path
+) -> None:
+    task.write_text(TASK.replace("  use_spot", "  image_id: docker:greeter\n  use_spot"))
+    words = ["launch", task, "--env", "WHO=you", "--on", engine, "--dry-run", "-o"]
+    result = holdfast(*words, tmp_path / "out")
+    assert result.out == f"{tmp_path / 'out'} was written, and nothing was started\n"
+    assert "resources.use_spot" in result.err
+    written = (tmp_path / "out").read_text()
+    assert written.startswith("#")  # the command line is left out
+    assert holdfast(*words, "-").out == written
+    assert holdfast(*words, tmp_path / "missing" / "out").status == 2
+
+
+def test_options_of_a_dry_run_are_refused_where_they_have_no_effect(
+    jobs: JobHarness, task: Path, holdfast: Command
+) -> None:
+    assert "-o is for --dry-run" in holdfast("launch", task, "--env", "WHO=you", "-o", "-").err
+    result = holdfast("launch", task, "--env", "WHO=you", "--dry-run", "-o", "-")
+    assert (result.status, result.out) == (2, "")
+    assert "local submits nothing to another system" in result.err
+
+
+@pytest.mark.parametrize("engine", ["k8s", "kubeflow"])
+def test_a_launch_on_kubernetes_names_the_commands_that_do_it(
+    jobs: JobHarness, task: Path, holdfast: Command, engine: str
+) -> None:
+    task.write_text("resources: {image_id: docker:a}\nrun: x\n")
+    result = holdfast("launch", task, "--on", engine)
+    assert result.status == 2
+    assert f"--on {engine} --dry-run -o job.yaml" in result.err
+    assert holdfast("queue", "--on", engine).out == "no jobs\n"
+    task.write_text("secrets: {TOKEN: null}\nworkdir: {url: 'https://${TOKEN}@host/a'}\nrun: x\n")
+    assert "abc123" not in holdfast("launch", task, "--secret", "TOKEN=abc123", "--dry-run").out
 
 
 def test_preempting_and_cancelling_from_the_command_line(

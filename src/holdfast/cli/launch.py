@@ -6,21 +6,24 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from holdfast.cli.jobs import add_engine, job_row, print_line
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json, print_table
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, RetryLater
 from holdfast.jobs.engine import Engine, Job, UnsupportedKey
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
+from holdfast.restore.atomic_output import atomic_file
 from holdfast.units import plural
 
 _EXAMPLES = """
 holdfast launch task.yaml
 holdfast launch task.yaml --name try-2 --env LR=3e-4 --attach
 holdfast launch task.yaml --dry-run
+holdfast launch task.yaml --on k8s --dry-run -o job.yaml
 """
 _FAILED = 1
 
@@ -47,6 +50,12 @@ def add_parser(commands: Commands) -> None:
     add_engine(parser, default="local", shown="local, this machine")
     parser.add_argument("--dry-run", action="store_true", help="show the plan without starting anything")
     parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="with --dry-run: write what would be submitted to FILE (- for standard output)",
+    )
+    parser.add_argument(
         "--attach",
         action="store_true",
         help="print the output until the job has ended; Ctrl-C does not stop the job",
@@ -61,9 +70,14 @@ def run(args: argparse.Namespace) -> int:
     engine = get_engine(args.on)
     overrides = Overrides(args.name, _variables(args.env, "--env"), _variables(args.secret, "--secret"))
     task = load_task(args.task, overrides)
+    if args.output is not None and not args.dry_run:
+        raise InvalidInput("-o is for --dry-run: it writes what would be submitted. Nothing was started.")
     if args.dry_run:
         engine.check(task)
-        _show_plan(task, engine, args)
+        if args.output is None:
+            _show_plan(task, engine, args)
+        else:
+            _write_rendered(task, engine, args.output)
         return 0
     for note in task.notes:
         print(f"holdfast: {note}", file=sys.stderr)
@@ -145,6 +159,31 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
     print("nothing was started")
 
 
+def _write_rendered(task: Task, engine: Engine, output: str) -> None:
+    """Write what would be submitted to a file, and the rest of the plan to stderr.
+
+    Raises:
+        InvalidInput: the engine submits nothing to another system, or the file cannot be written.
+    """
+    lines = engine.render(task)[1:]  # without the command line
+    if not lines:
+        raise InvalidInput(f"-o: {engine.name} submits nothing to another system. Nothing was written.")
+    for one in engine.unsupported_keys(task):
+        print(f"holdfast: line {one.line}: {one.key}: {one.what}", file=sys.stderr)
+    for note in task.notes:
+        print(f"holdfast: {note}", file=sys.stderr)
+    text = "".join(f"{line}\n" for line in lines)
+    if output == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        with atomic_file(Path(output), overwrite=True) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except (InvalidInput, RetryLater) as error:
+        raise InvalidInput(f"Cannot write {output}: {error}") from error
+    print(f"{output} was written, and nothing was started")
+
+
 def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     yield "job", f"{task.name}, on {engine.name}"
     yield "nodes", str(task.num_nodes)
@@ -166,7 +205,8 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
 def _format_workdir(task: Task) -> str:
     if task.repository is not None:
         at = f" at {task.repository.ref}" if task.repository.ref else ""
-        return f"cloned from {task.repository.url}{at}"
+        # As in the file: the task has the values of secrets in its place.
+        return f"cloned from {task.document['workdir']['url']}{at}"
     return f"copied from {task.workdir}" if task.workdir else "empty"
 
 

@@ -79,7 +79,7 @@ def run_environment(
         "HOLDFAST_ATTEMPT": str(node.attempt),
         TAG: node.tag,
         PROGRESS: node.progress,
-        PREEMPTION: _notices({**base, **task}.get(PREEMPTION, "auto"), node.notice),
+        PREEMPTION: add_notice_file({**base, **task}.get(PREEMPTION, "auto"), node.notice),
     }
     # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
@@ -99,7 +99,7 @@ def setup_environment(
     }
 
 
-def _notices(before: str, path: str) -> str:
+def add_notice_file(before: str, path: str) -> str:
     """Return the sources of notices, including the job's own file."""
     kept = [word for word in before.split(",") if word.strip() not in ("", "none")]
     return ",".join([*kept, f"file:{path}"])

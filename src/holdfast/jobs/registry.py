@@ -13,6 +13,8 @@ ENGINES = {
     "local": "holdfast.jobs.local.engine:LocalEngine",
     "slurm": "holdfast.jobs.slurm.engine:SlurmEngine",
     "sky": "holdfast.jobs.sky.engine:SkyEngine",
+    "k8s": "holdfast.jobs.k8s.engine:K8sEngine",
+    "kubeflow": "holdfast.jobs.k8s.engine:KubeflowEngine",
 }
 """Names of engines, as in `--on`, with their classes, which are imported when they are used."""
 

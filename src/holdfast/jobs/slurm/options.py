@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import InvalidInput
+from holdfast.jobs.task.amounts import memory_mib, parse_cpus
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import value_at
 
@@ -19,8 +20,6 @@ _OURS = (
     *("requeue", "no-requeue", "comment", "array", "wrap", "wait", "parsable", "hold", "export", "kill-on"),
 )
 _SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?)?\+?", re.I)
-_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 Options = dict[str, str | None]
 """Options by name without dashes. None: the option has no value."""
@@ -77,7 +76,7 @@ def _where(task: Task, *keys: str) -> str:
 
 def _from_resources(task: Task) -> Iterator[tuple[str, str]]:
     resources = task.document.get("resources") or {}
-    cpus = _amount(resources.get("cpus"))
+    cpus = parse_cpus(resources.get("cpus"))
     if cpus is not None:
         yield "cpus-per-task", str(max(1, int(cpus)))
     memory = memory_mib(resources.get("memory"))
@@ -98,16 +97,3 @@ def _partition(task: Task, resources: Mapping[str, Any]) -> str | None:
         return parts[2]
     named = value_at(task.document, "config.slurm.cpu_partition")
     return str(named) if named and not task.accelerators.choices else None
-
-
-def _amount(value: Any) -> float | None:
-    try:
-        return float(str(value).removesuffix("+"))
-    except ValueError:
-        return None
-
-
-def memory_mib(value: Any) -> int | None:
-    """Return the MiB of a `resources.memory` value, where a plain number means GiB. None if invalid."""
-    found = _SIZE.fullmatch(str(value).strip())
-    return None if found is None else int(float(found[1]) * _MIB[(found[2] or "G").upper()])

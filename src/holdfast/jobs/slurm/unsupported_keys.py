@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import UnsupportedKey
-from holdfast.jobs.slurm.options import FURTHER, memory_mib
+from holdfast.jobs.slurm.options import FURTHER
+from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported_keys, value_at
 

@@ -1,0 +1,25 @@
+"""Amounts of CPUs and memory in task files; pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?)?\+?", re.I)
+_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+def parse_cpus(value: Any) -> float | None:
+    """Return the number of a `resources.cpus` value, or None if it is not a fixed, positive number."""
+    try:
+        found = float(str(value).removesuffix("+"))
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and found > 0 else None
+
+
+def memory_mib(value: Any) -> int | None:
+    """Return the MiB of a `resources.memory` value, where a plain number means GiB. None if invalid."""
+    found = _SIZE.fullmatch(str(value).strip())
+    return None if found is None else int(float(found[1]) * _MIB[(found[2] or "G").upper()])

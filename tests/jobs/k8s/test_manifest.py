@@ -431,7 +431,7 @@ tasks = st.fixed_dictionaries(
     {"run": words.filter(bool), "resources": resources},
     optional={
         "name": words | names,
-        "num_nodes": st.integers(1, 3) | st.integers(1, 10**20),
+        "num_nodes": st.sampled_from([1, 2, 3, 10**20]),
         "setup": words,
         "envs": st.dictionaries(names, words | st.integers() | st.booleans(), max_size=3),
         "secrets": st.dictionaries(names, words, max_size=2),

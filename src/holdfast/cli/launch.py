@@ -160,7 +160,7 @@ def _show_plan(task: Task, engine: Engine, args: argparse.Namespace) -> None:
 
 
 def _write_rendered(task: Task, engine: Engine, output: str) -> None:
-    """Write what would be submitted to a file, and the rest of the plan to stderr.
+    """Write the submission to a file, and the rest of the plan to stderr.
 
     Raises:
         InvalidInput: the engine submits nothing to another system, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""Labels of nodes by which a model of GPU is found; pure.
+"""Labels of nodes for models of GPUs; pure.
 
 Source: the accelerator types of Google Kubernetes Engine, and the product names of NVIDIA's GPU feature
 discovery, which are those of nvidia-smi with dashes.
@@ -42,7 +42,7 @@ _NVIDIA_PRODUCTS: Mapping[str, tuple[str, ...]] = {
 
 
 def node_affinity(models: Iterable[str]) -> dict[str, Any]:
-    """Return the affinity for nodes that have one of these models, by any of the labels."""
+    """Return the affinity for nodes with one of these models, by any label."""
     names = list(models)
     values = {
         _SKYPILOT: [name.lower() for name in names],

@@ -23,7 +23,7 @@ _OURS_IN_CONTAINER = ("command", "args", "name")
 
 
 def pod_config(task: Task) -> Mapping[str, Any]:
-    """Return the user's settings, checked as far as Holdfast knows them.
+    """Return the user's settings. Their form is checked, and most of their content is not.
 
     Raises:
         InvalidInput: they are not a map of metadata and spec, or set something that Holdfast sets.

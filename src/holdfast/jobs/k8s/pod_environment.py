@@ -87,7 +87,7 @@ def _field(path: str) -> dict[str, Any]:
 
 
 def _repository_url(task: Task) -> str:
-    """Return the URL, in which Kubernetes fills in secrets."""
+    """Return the URL of the repository, with references to secrets."""
     marked = {name: f"\0{name}\0" for name in task.secrets}  # no value contains this character
     url = str(fill_in(task.document["workdir"]["url"], {**task.envs, **marked}))
     return re.sub("\0(.*?)\0", lambda found: reference(found[1]), escape(url))

@@ -133,7 +133,7 @@ git submodule update --init --recursive
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """Exit status of a pod that is to be restarted, and restarts without a new pod."""
+    """Exit status for a restart of the pod, and number of restarts without it."""
 
     status: int = PREEMPTED_STATUS
     in_place: int = 0  # restarts after errors

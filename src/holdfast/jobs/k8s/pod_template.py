@@ -24,7 +24,7 @@ _MAX_WORD_BYTES = 128 * 1024 - 1
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Settings of the training's container in which kinds of objects differ."""
+    """Settings of the training's container that depend on the kind of object."""
 
     name: str
     addresses: tuple[str, ...]  # of all nodes, by rank

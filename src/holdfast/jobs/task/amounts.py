@@ -11,7 +11,7 @@ _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def parse_cpus(value: Any) -> float | None:
-    """Return the number of a `resources.cpus` value, or None if it is not a fixed, positive number."""
+    """Return the number of a `resources.cpus` value, or None if it is invalid."""
     try:
         found = float(str(value).removesuffix("+"))
     except ValueError:

@@ -1,0 +1,254 @@
+"""HoldfastCheckpointManager: torchtitan's interface of a checkpoint manager over a Checkpointer."""
+
+# torchtitan has no type information where it is not installed.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import MODEL, CheckpointManager
+from torchtitan.tools import filesystem
+
+import holdfast
+from holdfast import Checkpointer
+from holdfast.adapters.torchtitan import stock_folders
+from holdfast.adapters.torchtitan.live_state import Counters, Position, keys_of, live_objects
+from holdfast.errors import Corrupt, InvalidInput
+
+_STEP_FOLDER = re.compile(r"(.*)/step-([0-9]+)/*", re.DOTALL)
+_RUN = "holdfast.json"
+
+
+class HoldfastCheckpointManager(CheckpointManager):
+    """Checkpoint manager that saves beside training, and restores the newest checkpoint that verifies.
+
+    A script chooses it in its config: `checkpoint=HoldfastCheckpointManager.Config(enable=True)`. The folder
+    of checkpoints is the home of the run. Checkpoints that torchtitan's own manager left in it are resumed
+    from if they are newer.
+
+    Ranks: all methods are collective.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """Options of torchtitan's own manager, and two of the Checkpointer."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+        """Save beside training; with "disabled", a save returns when it is durable."""
+
+        local: str | None = None
+        """Folder on each host's fast disk, for a checkpoint folder that is slow or far."""
+
+        memory: str = "8GiB"
+        """Limit of each rank's staging memory."""
+
+    def __init__(self, config: Config, **components: Any) -> None:
+        # The writes, the deletions and the process group of the own manager have no work here.
+        super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **components)
+        self._checkpointer: Checkpointer | None = None
+        if not self.enable:
+            return
+        self.keep_latest_k = config.keep_latest_k
+        self._is_blocking = config.async_mode == "disabled"
+        self._live = live_objects(self.states)
+        self._checkpointer = Checkpointer(
+            self.folder,
+            self._live,
+            every=self.interval,
+            keep=self.keep_latest_k or None,
+            local=config.local,
+            memory=config.memory,
+        )
+
+    def __del__(self) -> None:
+        """Leave the end to `close`: it is collective, and must not run at a moment of the collector's."""
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self.load_only:
+            return False
+        if curr_step == 0:  # a seed for any number of ranks: torchtitan's own, without data and generators
+            return super()._save(curr_step, last_step)
+        checkpointer = self._own()
+        for value in self._live.values():
+            if isinstance(value, Counters):
+                value.end_step()
+        checkpointer.should_save(curr_step)  # only for a notice: the trainer has its own rhythm
+        is_due = self._should_save(curr_step, last_step)
+        if last_step:
+            self._save_last(curr_step)
+        elif is_due or checkpointer.preempted:
+            checkpointer.save(curr_step)
+            if self._is_blocking:
+                checkpointer.wait()
+        if checkpointer.preempted and not last_step:
+            checkpointer.stop(curr_step)
+        return is_due
+
+    def _save_last(self, step: int) -> None:
+        """Save the last step, and what `last_save_model_only` wants beside it.
+
+        The step itself is saved whole, so that a restart finds the training complete. It is saved last, so
+        that a kill meanwhile repeats the export, and also if the export fails.
+        """
+        try:
+            if self.last_save_model_only:
+                self._save_last_step(step)
+        finally:
+            self._own().finish(step)
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Do nothing: the optimizers' next step waits for the copy."""
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait until the newest save is durable."""
+        if self.enable:
+            self._own().wait()
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Do nothing: the Checkpointer deletes what `keep_latest_k` does not keep."""
+
+    # -- loading ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        checkpointer = self._own()
+        stock, own = self._from_rank_0(step)
+        if stock is not None and (own is None or stock > own):
+            found = super()._load(stock)
+            self._continue_home(stock)
+            return found
+        self._check_excluded()
+        only = self._keys_to_load()
+        if step == -1 or own is not None:
+            restored = checkpointer.restore(None if step == -1 else step, only=only)
+            if restored is not None:
+                self._set_position(restored)
+                return True
+        return self._load_elsewhere(step)
+
+    def _load_elsewhere(self, step: int) -> bool:
+        """Load what the options name for a folder without checkpoints."""
+        if step != -1:
+            raise FileNotFoundError(
+                f"--checkpoint.load_step={step} not found: {self.folder} has neither a checkpoint of "
+                f"Holdfast nor one of torchtitan of this step. `holdfast ls {self.folder}` lists the former."
+            )
+        path = self.initial_load_path
+        home = None if path is None or self.initial_load_in_hf else _home_of(path)
+        if home is None:
+            return super()._load(-1)
+        wanted = keys_of([MODEL], self._live) if self.initial_load_model_only else list(self._live)
+        opened = holdfast.open(*home)
+        opened.load_into({key: self._live[key] for key in wanted}, strict=not self.initial_load_model_only)
+        self._set_position(opened.step, home[0])
+        return True
+
+    def _from_rank_0(self, step: int) -> tuple[int | None, int | None]:
+        """Return the steps of torchtitan's and of the own checkpoint to choose from."""
+        found: list[Any] = [None]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                found = [self._choices(step)]
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
+                found = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def _choices(self, step: int) -> tuple[int | None, int | None]:
+        own = self._own().all_steps() if step != -1 else [self._own().latest_step()]
+        stock = stock_folders.steps(self.folder)
+        if step != -1:
+            return (step if step in stock and step not in own else None), (step if step in own else None)
+        names = [name for name in self.states if name != MODEL]
+        whole = (one for one in stock if stock_folders.is_resumable(self.folder, one, names))
+        newest = next(whole, None)
+        exported = max([*stock, *stock_folders.exported_steps(self.folder)], default=None)
+        if newest is None and own[0] is None and exported is not None:
+            raise InvalidInput(
+                f"{self.folder} has step-{exported}, which contains only a model, and no checkpoint to "
+                "resume from. Nothing was loaded. To begin a new training with that model, set "
+                f"initial_load_path={filesystem.join(self.folder, f'step-{exported}')} and another folder."
+            )
+        return newest, own[0]
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """Return -1, because `_load` looks for checkpoints before its super class."""
+        return -1
+
+    def _continue_home(self, stock: int) -> None:
+        """Continue the home after a checkpoint of torchtitan's own manager."""
+        try:
+            base = self._own().continue_from()
+        except Corrupt as error:
+            raise Corrupt(
+                f"Step {stock} was loaded from torchtitan's checkpoint, but the home beside it cannot be "
+                f"continued: {error}",
+                step=stock,
+            ) from error
+        if base is not None and base > stock:
+            raise InvalidInput(
+                f"load_step={stock} is a checkpoint of torchtitan, and {self.folder} has newer ones of "
+                f"Holdfast, up to step {base}, whose order would be lost. Choose a new folder, with "
+                f"initial_load_path={filesystem.join(self.folder, f'step-{stock}')} and "
+                "initial_load_model_only=False."
+            )
+
+    def _check_excluded(self) -> None:
+        for name in self.exclude_from_loading:
+            if name not in self.states:
+                raise ValueError(
+                    f"exclude_from_loading names {name!r}, which the trainer does not have. It has "
+                    f"{', '.join(sorted(self.states))}."
+                )
+
+    def _keys_to_load(self) -> list[str] | None:
+        excluded = keys_of(self.exclude_from_loading, self._live)
+        return [key for key in self._live if key not in excluded] if excluded else None
+
+    def _set_position(self, step: int, home: str | None = None) -> None:
+        for value in self._live.values():
+            if isinstance(value, Position):
+                value.set(home or self.folder, step)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._checkpointer is None:
+            return
+        checkpointer, self._checkpointer = self._checkpointer, None
+        checkpointer.__exit__(*sys.exc_info())  # waits, unless an exception is being handled
+        super()._close()
+
+    def _own(self) -> Checkpointer:
+        assert self._checkpointer is not None, "the manager is disabled or closed"
+        return self._checkpointer
+
+
+def _home_of(path: str) -> tuple[str, int | None] | None:
+    """Return the home and the step that a path names, or None if it is no path of Holdfast."""
+    if _has_run(path):
+        return path, None
+    match = _STEP_FOLDER.fullmatch(path)
+    return (match[1], int(match[2])) if match and _has_run(match[1]) and not _is_stock(path) else None
+
+
+def _has_run(path: str) -> bool:
+    return filesystem.isfile(filesystem.join(path, _RUN))
+
+
+def _is_stock(path: str | os.PathLike[str]) -> bool:
+    return filesystem.isfile(filesystem.join(path, ".metadata"))

@@ -1,0 +1,148 @@
+"""torchtitan trainings on gloo ranks: killed, resumed, on another number of ranks, after its own manager."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import holdfast
+import nursery
+from holdfast.errors import PREEMPTED_STATUS
+from servers import reserve_port
+
+pytest.importorskip(
+    "torchtitan.components.checkpointer", reason="torchtitan is not installed: pip install torchtitan"
+)
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("training.py")
+KILLED = -signal.SIGKILL
+
+
+def start(folder: Path, total: int, ranks: int, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+    """Run the training on some ranks to its end."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": str(ranks)}
+    given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+    children = [
+        nursery.shared().start(
+            ["-W", "ignore", str(PROGRAM), str(folder), str(total), *given],
+            folder.with_name(f"{folder.name}.out.{rank}"),
+            errors=folder.with_name(f"{folder.name}.err.{rank}"),
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    return [
+        subprocess.CompletedProcess(
+            [], child.wait(), child.said(), folder.with_name(f"{folder.name}.err.{rank}").read_text()
+        )
+        for rank, child in enumerate(children)
+    ]
+
+
+def train(folder: Path, total: int, ranks: int = 2, **options: Any) -> dict[str, Any]:
+    """Run the training to its end, and return what rank 0 prints."""
+    ended = start(folder, total, ranks, **options)
+    assert [one.returncode for one in ended] == [0] * ranks, "\n".join(one.stderr for one in ended)
+    return json.loads(ended[0].stdout.splitlines()[-1])
+
+
+def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Parameters, both optimizers, schedule, data, counters and dropout."""
+    whole = train(tmp_path / "whole", 6, interval=2)
+    killed = start(tmp_path / "killed", 6, 2, interval=2, kill_after=5)
+    assert [one.returncode for one in killed] == [KILLED] * 2
+    resumed = train(tmp_path / "killed", 6, interval=2)
+    assert (resumed["loaded"], resumed["first"]) == (True, 4)
+    assert resumed["digest"] == whole["digest"]
+    again = train(tmp_path / "killed", 6, interval=2)
+    assert (again["first"], again["digest"]) == (6, whole["digest"])
+
+
+def test_a_training_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    saved = train(tmp_path / "run", 4, interval=2, last_save_model_only=False)
+    for ranks in (3, 1):
+        found = train(tmp_path / "run", 4, ranks, interval=2, load_only=True)
+        assert found["first"] == 4
+        assert found["whole"] == saved["whole"]
+
+
+def test_a_newer_checkpoint_of_torchtitan_is_resumed_from(tmp_path: Path) -> None:
+    """And then the newer one of Holdfast."""
+    stock = train(tmp_path / "run", 4, stock=True, interval=2, last_save_model_only=False)
+    resumed = train(tmp_path / "run", 6, interval=2, last_save_model_only=False)
+    assert (stock["first"], resumed["first"]) == (0, 4)
+    assert train(tmp_path / "run", 6, interval=2)["first"] == 6
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    train(tmp_path / "run", 4, interval=2, last_save_model_only=False)
+    for path in (tmp_path / "run" / "checkpoint" / "step-00000004").glob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    assert train(tmp_path / "run", 4, interval=2)["first"] == 2
+
+
+def test_the_last_step_has_a_model_in_the_export_dtype_beside_it(tmp_path: Path) -> None:
+    train(tmp_path / "run", 3, interval=5, export_dtype="bfloat16")
+    dcp_to_torch_save(tmp_path / "run" / "checkpoint" / "step-3", tmp_path / "model.pt")
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)
+    whole = holdfast.open(tmp_path / "run" / "checkpoint")
+    assert whole.step == 3
+    assert set(exported) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, whole[f"model.{name}"].to(torch.bfloat16))
+
+
+def test_a_folder_with_only_an_exported_model_is_refused(tmp_path: Path) -> None:
+    """A run never begins from zero unnoticed."""
+    train(tmp_path / "run", 3, stock=True, interval=5)
+    ended = start(tmp_path / "run", 3, 2, interval=5)
+    assert all(one.returncode for one in ended)
+    assert "step-3, which contains only a model" in ended[0].stderr + ended[0].stdout
+
+
+def test_an_initial_load_takes_a_model_of_another_home(tmp_path: Path) -> None:
+    first = train(tmp_path / "first", 2, interval=1, last_save_model_only=False)
+    path = str(tmp_path / "first" / "checkpoint")
+    found = train(tmp_path / "second", 0, interval=1, initial_load_path=path)
+    assert (found["loaded"], found["first"]) == (True, 0)
+    assert found["model"] == first["model"]
+
+
+def test_excluded_states_and_an_older_step_are_respected(tmp_path: Path) -> None:
+    train(tmp_path / "run", 4, interval=2, last_save_model_only=False)
+    found = train(tmp_path / "run", 2, interval=9, load_step=2, load_only=True)
+    assert found["first"] == 2
+    found = train(tmp_path / "run", 0, load_only=True, exclude_from_loading=["train_state"])
+    assert (found["loaded"], found["first"]) == (True, 0)
+
+
+def test_old_checkpoints_are_deleted_and_the_first_step_is_saved(tmp_path: Path) -> None:
+    found = train(
+        tmp_path / "run",
+        8,
+        1,
+        interval=2,
+        keep_latest_k=2,
+        enable_first_step_checkpoint=True,
+        async_mode="disabled",
+    )
+    assert found["saved"] == [1, 2, 4, 6, 8]
+    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoint").glob("step-0*"))
+    assert steps == ["step-00000006", "step-00000008"]
+
+
+def test_a_preemption_notice_saves_and_ends_with_75(tmp_path: Path) -> None:
+    ended = start(tmp_path / "run", 50, 2, interval=100, signal_after=2)
+    assert [one.returncode for one in ended] == [PREEMPTED_STATUS] * 2, ended[0].stderr
+    assert holdfast.open(tmp_path / "run" / "checkpoint").step in (2, 3, 4)

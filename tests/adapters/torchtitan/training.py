@@ -1,0 +1,155 @@
+"""Training with torchtitan's containers and FSDP2 on gloo ranks, one process per rank.
+
+Usage: training.py FOLDER STEPS [KEY=VALUE ...]. Rank 0 prints one JSON object with the steps and a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+
+from holdfast.adapters.torchtitan import HoldfastCheckpointManager
+
+ADAMW = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+class Data:
+    """Batches from a generator; its position is the number of batches, and its key names the rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.key = f"dp_rank_{rank}"
+        self.count = 0
+
+    def next(self) -> torch.Tensor:
+        self.count += 1
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(self.count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1, self.key: {"count": self.count}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # A rank that is new goes on where all others are.
+        counts = [value["count"] for key, value in state_dict.items() if key.startswith("dp_rank_")]
+        self.count = state_dict[self.key]["count"] if self.key in state_dict else counts[0]
+
+
+class Training:
+    """A trainer with the attributes that torchtitan's has for its checkpoint manager."""
+
+    def __init__(self, folder: str, options: dict[str, Any]) -> None:
+        torch.manual_seed(7)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 8))
+        for layer in (self.model[0], self.model[2]):
+            fully_shard(layer)
+        fully_shard(self.model)
+        groups = [
+            ParamGroupConfig(pattern="bias$", optimizer_name="Adam", optimizer_kwargs={"lr": 0.02}),
+            ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=ADAMW),
+        ]
+        optimizer_config = OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
+        self.optimizers = OptimizersContainer(optimizer_config, model_parts=[self.model])
+        self.schedulers = LRSchedulersContainer.Config(warmup_steps=3).build(
+            optimizers=self.optimizers, training_steps=20
+        )
+        self.data = Data(dist.get_rank())
+        self.step = 0
+        self.seen = 0
+        is_stock = options.pop("stock", False)
+        manager = CheckpointManager if is_stock else HoldfastCheckpointManager
+        self.checkpointer = manager.Config(enable=True, folder="checkpoint", **options).build(
+            dataloader=self.data,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self},
+            sd_adapter=None,
+            base_folder=folder,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.seen = state_dict["step"], state_dict["seen"]
+
+    def train_step(self) -> None:
+        batch = self.data.next()
+        self.seen += len(batch)
+        self.optimizers.zero_grad()
+        (self.model(batch) - batch.flip(1)).square().mean().backward()
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.schedulers.step()
+
+    def model_digest(self) -> str:
+        """Return a hash of the whole parameters."""
+        return _digest(self.model.state_dict())
+
+    def whole_digest(self) -> str:
+        """Return a hash of what is equal on any number of ranks."""
+        return _digest({**self.model.state_dict(), **self.optimizers.state_dict()}, self.step)
+
+    def digest(self) -> str:
+        """Return a hash of all that a resumed training needs; parameters and optimizer states whole."""
+        counters = self.schedulers.state_dict(), self.state_dict(), self.data.count
+        generator = torch.get_rng_state().numpy().tobytes()
+        return _digest({**self.model.state_dict(), **self.optimizers.state_dict()}, counters, generator)
+
+
+def _digest(state: dict[str, Any], *others: object) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.update(repr((name, whole.tolist() if isinstance(whole, torch.Tensor) else whole)).encode())
+    found.update(repr(others).encode())
+    return found.hexdigest()
+
+
+def main(folder: str, total: int, options: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    kill_after, signal_after = options.pop("kill_after", 0), options.pop("signal_after", 0)
+    load_step = options.get("load_step", -1)
+    training = Training(folder, options)
+    loaded = training.checkpointer.load(step=load_step)
+    first = training.step
+    saved = []
+    while training.step < total:
+        training.step += 1
+        training.train_step()
+        if training.step == signal_after and dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if training.checkpointer.save(training.step, last_step=training.step == total):
+            saved.append(training.step)
+        if training.step == kill_after:
+            training.checkpointer.maybe_wait_for_saving()
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+    found = {
+        "loaded": loaded,
+        "first": first,
+        "saved": saved,
+        "digest": training.digest(),
+        "model": training.model_digest(),
+        "whole": training.whole_digest(),
+    }
+    training.checkpointer.close()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    given = dict(argument.split("=", 1) for argument in sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), {key: json.loads(value) for key, value in given.items()})

@@ -26,7 +26,9 @@ class Counting(torch.utils.data.Dataset):
 
 
 torch.manual_seed(0)
-config = GPT2Config(100, n_positions=32, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+config = GPT2Config(
+    vocab_size=100, n_positions=32, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+)
 model = GPT2LMHeadModel(config)
 arguments = TrainingArguments(
     output_dir, max_steps=200, save_steps=20, save_total_limit=2, logging_steps=20, report_to=[], use_cpu=True

@@ -105,7 +105,14 @@ class Checkpointer:
         self._components = Components.make(options, state, group)
         self._training = Training(self._components)
         self.home = self._components.tiers.home
-        self.state = state
+        self._state = state
+
+    @property
+    def state(self) -> MutableMapping[str, Any]:
+        """State that is saved. Raises `InvalidInput` if the Checkpointer was made without one."""
+        self._check_state("state")
+        assert self._state is not None
+        return self._state
 
     @property
     def preempted(self) -> str | None:

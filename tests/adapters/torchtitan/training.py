@@ -3,6 +3,9 @@
 Usage: training.py FOLDER STEPS [KEY=VALUE ...]. Rank 0 prints one JSON object with the steps and a digest.
 """
 
+# torchtitan is not in every environment.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import hashlib

@@ -30,6 +30,6 @@ def _check_version() -> None:
 
 _check_version()
 
-from holdfast.adapters.torchtitan.interface import HoldfastCheckpointManager  # noqa: E402
+from holdfast.adapters.torchtitan.interface import HoldfastCheckpointManager  # noqa: E402 - the check is first
 
 __all__ = ["HoldfastCheckpointManager"]

@@ -4,6 +4,9 @@ Members of the JSON, all optional: `arguments` of TrainingArguments, `resume`, `
 `attach` (its options), `kind` ("gpt", "peft" or "sft"), and `kill_at` with `signal` and `rank`.
 """
 
+# TRL and datasets are not in every environment.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import hashlib

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,15 @@ def test_weights_alone_continue_only_if_that_is_asked_for(tmp_path: Path) -> Non
     assert again.state.global_step == 8
 
 
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """Remove the handler of SIGTERM that a Trainer with `enable_jit_checkpoint` installs."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
 def test_what_cannot_work_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(holdfast.InvalidInput, match=r'save_strategy="no".*Set save_strategy="steps"'):
         attach(make(tmp_path, save_strategy="no"))

@@ -49,8 +49,8 @@ def test_jobs_of_all_engines_share_one_id_sequence(tmp_path: Path, monkeypatch: 
     assert (find_engine(1).name, find_engine(2).name) == ("slurm", "local")
     with pytest.raises(NotFound, match="Job 3 does not exist"):
         find_engine(3)
-    with pytest.raises(InvalidInput, match="Unknown engine 'k8s'"):
-        get_engine("k8s")
+    with pytest.raises(InvalidInput, match="Unknown engine 'nomad'"):
+        get_engine("nomad")
 
 
 def test_a_file_of_the_previous_version_is_upgraded(tmp_path: Path) -> None:

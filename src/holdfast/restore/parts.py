@@ -96,7 +96,7 @@ class Parts:
             yield Located(one, shard, expected, start)
 
     def _held(self, name: str, rank: int, error: type[HoldfastError]) -> list[tuple[Shard, int]]:
-        """Return the shards of a tensor that a rank wrote, at least one, each with its first byte."""
+        """Return the shards of a tensor that a rank wrote, with their first bytes. There is at least one."""
         held = self._shards_in(rank).get(name)
         if held is None:
             raise error(

@@ -17,7 +17,7 @@ from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.entry import StateEntry
 from holdfast.state.fitting import Fitting
-from holdfast.state.hidden_state import HIDDEN, hidden_state, set_hidden_state
+from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form

@@ -16,7 +16,7 @@ from holdfast.format.values import TensorRef, encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.entry import StateEntry
 from holdfast.state.entry_kinds import has_only_entries
-from holdfast.state.hidden_state import HIDDEN, hidden_state, set_hidden_state
+from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable

@@ -239,7 +239,7 @@ class HoldfastCheckpointManager(CheckpointManager):
 
 
 def _home_of(path: str) -> tuple[str, int | None] | None:
-    """Return the home and the step that a path names, or None if it is no path of Holdfast."""
+    """Return the home and the step that a path names; None for other paths."""
     if _has_run(path):
         return path, None
     match = _STEP_FOLDER.fullmatch(path)

@@ -29,7 +29,7 @@ class Stateful(Protocol):
 
 
 class Counters:
-    """Counters of the trainer, such as its step, as they were when the last step ended.
+    """Counters of the trainer, such as its step, at the end of the last step.
 
     The trainer counts a step when it begins. A save at the end of a training whose data ran out comes after
     that, and must not have the number of a step that was not made.

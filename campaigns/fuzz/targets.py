@@ -674,9 +674,9 @@ def _kind_seeds() -> list[bytes]:
 
 
 def _run_kinds(data: bytes) -> None:
-    from holdfast.adapters.nebula.packed_value import unpack
-    from holdfast.adapters.nebula.tag_index import checked_metadata
     from holdfast.documents import decode
+    from holdfast.exchange.packed_value import unpack
+    from holdfast.exchange.partitions import checked_metadata
 
     found = decode(data, "kinds")
     with checked_metadata("model"):

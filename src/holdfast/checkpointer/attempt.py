@@ -63,6 +63,11 @@ class Attempt:
         """Step that this attempt was restored from; None if it began from nothing."""
         return self.ancestors[-1][1] if self.ancestors else None
 
+    @property
+    def base_attempt(self) -> int | None:
+        """Attempt that saved the checkpoint of `base_step`."""
+        return self.ancestors[-1][0] if self.ancestors else None
+
     def latest(self) -> int | None:
         """Return the newest durable step of this attempt, else the step that was restored."""
         self.saves.settle()

@@ -125,6 +125,11 @@ class Checkpointer:
         return self._training.attempt.base_step
 
     @property
+    def restored_attempt(self) -> int | None:
+        """Attempt that saved the checkpoint of `restored_step`; None if this start began from nothing."""
+        return self._training.attempt.base_attempt
+
+    @property
     def num_skipped(self) -> int:
         """Number of saves that were skipped because no staging memory was free."""
         return self._components.pipeline.num_skipped

@@ -12,13 +12,14 @@ from holdfast.cli.tables import print_json
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.units import format_bytes, format_duration, parse_bytes, plural
 
-_KINDS = ("safetensors", "hf", "torch", "dcp", "trainer")
+_KINDS = ("safetensors", "hf", "torch", "dcp", "trainer", "deepspeed")
 _EXAMPLES = """
 holdfast export runs/gpt model.safetensors --only model --rename model=
 holdfast export runs/gpt models/gpt --to hf --only model --rename model= --max-shard 5GB
 holdfast export runs/gpt step-500.pt --to torch --step 500
 holdfast export runs/gpt dcp-folder --to dcp
 holdfast export out/holdfast out/checkpoint-500 --to trainer
+holdfast export out/holdfast out-stock --to deepspeed
 """
 
 

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import InvalidInput
-from holdfast.exchange import dcp_export, safetensors_export, torch_export, trainer_export
+from holdfast.exchange import (
+    dcp_export,
+    deepspeed_export,
+    safetensors_export,
+    torch_export,
+    trainer_export,
+)
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.units import parse_bytes
 
-KINDS = ("safetensors", "hf", "torch", "dcp", "trainer")
+KINDS = ("safetensors", "hf", "torch", "dcp", "trainer", "deepspeed")
 """Kinds of exports: a safetensors file, a Hugging Face folder, a file of torch.save, a DCP folder, a folder
-`checkpoint-N` of Hugging Face's Trainer."""
+`checkpoint-N` of Hugging Face's Trainer, a folder of DeepSpeed's checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,11 @@ def export_checkpoint(
 ) -> Exported:
     """Export a checkpoint, or a part of it, to another format. Every byte is verified.
 
-    safetensors files and Hugging Face folders contain only tensors; a folder for the Trainer has all that it
-    resumes from. Files of torch.save and DCP folders
+    safetensors files and Hugging Face folders contain only tensors; a folder for the Trainer or for
+    DeepSpeed has all that they resume from. Files of torch.save and DCP folders
     contain the values too, as plain Python values: arrays become lists, paths become strings.
 
-    Memory: about 50 MiB in addition to torch, for any size.
+    Memory: about 50 MiB in addition to torch, for any size; for DeepSpeed its largest file.
 
     Args:
         checkpoint: checkpoint from `holdfast.open`.
@@ -94,19 +100,26 @@ def export_checkpoint(
         "trainer": lambda: trainer_export.write_folder(
             selection, target, max_shard_bytes=limit, overwrite=overwrite
         ),
+        "deepspeed": lambda: deepspeed_export.write_folder(selection, target, overwrite=overwrite),
     }
     if kind not in writers:
         raise InvalidInput(f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}.")
+    sizes = _sizes(selection, kind)
     if on_total is not None:
-        on_total(_total(selection, shared=kind in ("torch", "dcp")))
+        on_total(sum(sizes))
     writers[kind]()
+    count = len(sizes) if kind == "deepspeed" else len(selection.tensors)
     seconds = time.perf_counter() - began
-    return Exported(str(target), checkpoint.step, kind, len(selection.tensors), selection.num_bytes, seconds)
+    return Exported(str(target), checkpoint.step, kind, count, selection.num_bytes, seconds)
 
 
-def _total(selection: ExportSelection, *, shared: bool) -> int:
-    return sum(
+def _sizes(selection: ExportSelection, kind: str) -> list[int]:
+    """Return the bytes of each tensor that is written."""
+    if kind == "deepspeed":
+        return deepspeed_export.count_tensors(selection.checkpoint)
+    shared = kind in ("torch", "dcp")
+    return [
         tensor.num_bytes
         for name, tensor in selection.tensors.items()
         if not shared or selection.original(name) == name
-    )
+    ]

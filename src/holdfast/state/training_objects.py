@@ -28,6 +28,7 @@ from holdfast.state.objects import (
     ValueEntry,
 )
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters
+from holdfast.state.partitioned_objects import check_not_partitioned
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks
 from holdfast.state.sharding import ShardLayout, layout_of
@@ -319,6 +320,7 @@ class State:
         return found
 
     def _classify(self, key: str, value: Any, replication: Replication | None) -> StateEntry:
+        check_not_partitioned(key, value)
         if isinstance(value, torch.nn.Module):
             return (
                 FSDP1ModuleEntry(key, value, replication)

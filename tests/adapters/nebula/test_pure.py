@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.adapters.nebula.memory_budget import MemoryBudget, image_bytes
-from holdfast.adapters.nebula.packed_value import pack, unpack
 from holdfast.adapters.nebula.settings import make_settings
 from holdfast.adapters.nebula.tags import goes_back, key_of, named_step, next_step
 from holdfast.errors import InvalidInput
+from holdfast.exchange.packed_value import pack, unpack
 from holdfast.format.layout import Shard, lay_out
 
 GB = 1 << 30

@@ -14,7 +14,6 @@ from torch.distributed import DistError
 
 from holdfast import host_memory
 from holdfast.adapters.nebula.memory_budget import MemoryBudget
-from holdfast.adapters.nebula.packed_value import Packed, pack
 from holdfast.adapters.nebula.settings import Settings, parse_location
 from holdfast.adapters.nebula.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_coordinator import TagCoordinator, TagPlan, is_grouped, own_rank, world
@@ -23,6 +22,7 @@ from holdfast.adapters.nebula.tag_writer import RANKS_S, TagWriter, local_folder
 from holdfast.adapters.nebula.tags import EXPLICIT, META, goes_back, key_of, named_step, next_step
 from holdfast.callsite import warn
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
+from holdfast.exchange.packed_value import Packed, pack
 from holdfast.keeper import MemoryTierStore, wait_for_orphans
 from holdfast.store import open_store
 

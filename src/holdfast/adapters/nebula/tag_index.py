@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.adapters.nebula.map_location import MapLocation, place
-from holdfast.adapters.nebula.packed_value import Packed, rebuild, unpack
 from holdfast.adapters.nebula.tags import META, named_step
 from holdfast.callsite import warn
 from holdfast.errors import Corrupt, HoldfastError, NotFound, SaveWarning
+from holdfast.exchange.packed_value import Packed, rebuild, unpack
+from holdfast.exchange.partitions import checked_metadata, describe_partitions, read_partition
 from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import Listing, candidates, list_home
 from holdfast.home.newest import list_patiently, usable
@@ -20,7 +20,6 @@ from holdfast.home.skipped import Skipped
 from holdfast.policy import line_of
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.verify import check_verified
-from holdfast.state.tree import insert_tensors, references
 from holdfast.store import Store
 from holdfast.store.tiered import TieredStore
 
@@ -29,18 +28,6 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _T = TypeVar("_T")
-
-
-@contextlib.contextmanager
-def checked_metadata(name: str) -> Iterator[None]:
-    """Raise Corrupt for errors of the block, which are caused by a partition's metadata."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Corrupt(
-            f"The metadata of the partition {name!r} is damaged, or not the Nebula adapter's: {error!r}.",
-            key=name,
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +93,7 @@ class TaggedCheckpoint:
             NotFound: a file is missing.
             RetryLater: the store failed.
         """
-        values = self.checkpoint.values(index)
-        with checked_metadata(name):
-            metadata = values[META]["partitions"][name]
-            tree = values[metadata["key"]]
-            kinds = [(tuple(path), kind, detail) for path, kind, detail in metadata["kinds"]]
-            devices = {tuple(path): str(device) for path, device in metadata["devices"]}
-        names = list(references(tree))
-        found = self.checkpoint.tensors(index, keys=names) if names else {}
-        return Packed(insert_tensors(tree, found.__getitem__), kinds, devices)
+        return read_partition(self.checkpoint, index, META, name)
 
     def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
         """Load a partition: this rank's own, or else the lowest rank's.
@@ -316,12 +295,5 @@ def make_metadata(
         label: path by which a framework refers to it, or None.
         partitions: key and packed value of each partition, by name.
     """
-    entries = {
-        name: {
-            "key": key,
-            "kinds": [[list(path), kind, detail] for path, kind, detail in packed.kinds],
-            "devices": [[list(path), device] for path, device in packed.devices.items()],
-        }
-        for name, (key, packed) in partitions.items()
-    }
+    entries = describe_partitions(partitions)
     return {"version": _VERSION, "tag": tag, "label": label, "rank": rank, "partitions": entries}

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from holdfast.errors import InvalidInput
+from holdfast.exchange.partitions import partition_key
 
 META = "nebula"
 """Top-level key of a checkpoint's tag and partitions."""
@@ -77,7 +78,4 @@ def key_of(name: Any) -> str:
     Raises:
         InvalidInput: the name is not a string, or is empty.
     """
-    if not isinstance(name, str) or not name:
-        raise InvalidInput(f"A partition's name must be a non-empty string, not {name!r}.")
-    key = name.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
-    return f"%{ord(key[0]):02X}{key[1:]}" if key in _RESERVED else key
+    return partition_key(name, _RESERVED)

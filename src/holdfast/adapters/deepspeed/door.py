@@ -1,0 +1,182 @@
+"""Door of one attached engine: its homes, the choice of a checkpoint, and preemption."""
+
+# DeepSpeed has no type information.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.adapters.deepspeed import folders
+from holdfast.adapters.deepspeed.file_engine import FileEngine
+from holdfast.adapters.deepspeed.run_home import RunHome
+from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
+from holdfast.checkpointer.options import Home, parse_home
+from holdfast.errors import NotFound
+from holdfast.exchange.packed_value import Packed
+from holdfast.log import get_logger
+
+_log = get_logger("deepspeed")
+_HOME = "holdfast"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of an attached engine. Without a home, each folder of checkpoints has its own."""
+
+    home: Home | None
+    client_state: Callable[[], Mapping[str, Any]] | None
+    options: Mapping[str, Any]
+
+
+class Door:
+    """Way of one engine to its homes.
+
+    Args:
+        engine: the engine, whose checkpoint engine is replaced.
+        settings: arguments of `attach`.
+    """
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        self._engine, self._settings = engine, settings
+        self.files = FileEngine(engine.checkpoint_engine)
+        engine.checkpoint_engine = self.files
+        self._current: RunHome | None = None  # home of the last save or load
+        self._folder: str | None = None  # folder of the last save or load
+        self._needs_client_state = False  # the last save or load has one
+
+    @property
+    def preempted(self) -> str | None:
+        """Reason why the run has to stop, agreed by all ranks; None while it need not."""
+        return None if self._current is None else self._current.preempted
+
+    def wait(self) -> None:
+        """Wait until everything saved so far is durable."""
+        if self._current is not None:
+            self._current.wait()
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def begin_save(self, folder: str, *, has_client_state: bool) -> None:
+        """Open the home of a folder that is saved to.
+
+        Ranks: collective.
+        """
+        self._open(folder)
+        self._needs_client_state = has_client_state
+
+    def commit(self, info: Any, files: dict[str, Packed]) -> None:
+        """Save the files of this rank, and write a note into their folder.
+
+        Ranks: collective.
+        """
+        assert self._current is not None
+        steps = int(self._engine.global_steps)
+        facts = Facts(info.tag, bool(info.save_latest), steps, self._needs_client_state)
+        step = self._current.save(facts, files)
+        if _is_first():
+            folders.write_note(info.save_dir, info.tag, self._current.url, step)
+
+    # -- loads -----------------------------------------------------------------------------------------------
+
+    def find(self, folder: str, tag: str | None, *, rng: bool) -> SavedFiles | None:
+        """Choose the checkpoint to load; None for one that DeepSpeed has written itself, or for none at all.
+
+        Args:
+            folder: folder of checkpoints.
+            tag: tag of the checkpoint; None for the newest one that verifies.
+            rng: also restore the random number generators.
+
+        Ranks: collective.
+        """
+        home = self._open(folder)
+        if self._engine.load_universal_checkpoint() or self._is_stock(home, folder, tag):
+            return None
+        found = home.load(tag, rng=rng)
+        if found is None:
+            self._check_exists(home, folder, tag)
+            return None
+        self._needs_client_state = found.facts.has_client_state
+        if _is_first():
+            _log.info("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, home.url)
+        return found
+
+    def _check_exists(self, home: RunHome, folder: str, tag: str | None) -> None:
+        """Check that DeepSpeed itself has written the checkpoint of a tag.
+
+        Raises:
+            NotFound: neither it nor Holdfast has.
+        """
+        if tag is None or home.on_first(lambda: folders.stock_tag(folder, tag)) is not None:
+            return
+        raise NotFound(
+            f"{home.url} does not have a checkpoint with the tag {tag!r}, and {folder} does not have files "
+            f"of DeepSpeed's own for it. Nothing was loaded. The tags in the home are {home.tags()}.",
+            key=tag,
+        )
+
+    def continue_after_stock(self) -> None:
+        """Continue the home after a checkpoint that DeepSpeed has written itself.
+
+        Ranks: collective.
+        """
+        assert self._current is not None
+        self._needs_client_state = True  # not known, and it must not be lost
+        self._current.continue_after()
+
+    def _is_stock(self, home: RunHome, folder: str, tag: str | None) -> bool:
+        """Return True if DeepSpeed itself has written the checkpoint to load."""
+        stock = home.on_first(lambda: folders.stock_tag(folder, tag))
+        return stock is not None and stock not in home.tags()
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Look for a preemption notice after an optimizer step, and save if one has arrived.
+
+        Raises:
+            Preempted: the save is durable. It is a SystemExit with status 75.
+
+        Ranks: collective.
+        """
+        if self._current is None:
+            return
+        self._current.end_step(int(self._engine.global_steps))
+        if self._current.preempted is None or self._folder is None:
+            return
+        client_state = self._settings.client_state
+        if client_state is not None:
+            self._engine.save_checkpoint(self._folder, client_state=dict(client_state()))
+        elif not self._needs_client_state:
+            self._engine.save_checkpoint(self._folder)
+
+    def end_save(self) -> None:
+        """End the process after a save, if a preemption notice has arrived.
+
+        Raises:
+            Preempted: the save is durable.
+
+        Ranks: collective.
+        """
+        if self._current is not None and self._current.preempted is not None:
+            self._current.stop()
+
+    def _open(self, folder: str) -> RunHome:
+        home = self._settings.home
+        self._folder = os.fspath(folder)
+        if home is None:
+            home = parse_home(Path(folder).absolute() / _HOME)
+        self._current = RunHome.of(home, self._settings.options)
+        return self._current
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

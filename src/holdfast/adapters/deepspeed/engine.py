@@ -1,0 +1,109 @@
+"""The methods of DeepSpeed's engine that save, load and step, through Holdfast."""
+
+# DeepSpeed has no type information.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+if TYPE_CHECKING:
+    from holdfast.adapters.deepspeed.door import Door
+
+
+class HoldfastEngine(DeepSpeedEngine):
+    """Engine whose checkpoints are Holdfast's. `attach` puts it before the class of an engine.
+
+    Attributes:
+        holdfast_door: the engine's way to its homes.
+    """
+
+    holdfast_door: Door
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save a checkpoint beside training. The arguments are DeepSpeed's.
+
+        Raises:
+            InvalidInput: the home holds a run that was not loaded; or a value cannot be saved.
+            Preempted: a preemption notice has arrived, and the save is durable: SystemExit with status 75.
+            HoldfastError: this save failed, or an earlier one.
+
+        Ranks: collective.
+        Blocks: for a copy of the state.
+        """
+        door = self.holdfast_door
+        if save_dir:
+            door.begin_save(save_dir, has_client_state=bool(client_state))
+        with door.files.collecting(door.commit):
+            done = super().save_checkpoint(
+                save_dir,
+                tag=tag,
+                client_state=client_state,
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+        door.end_save()
+        return done
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint. The arguments and results are DeepSpeed's.
+
+        Without a tag it is the newest one that verifies, or the one that DeepSpeed itself has written last.
+        With the optimizer, the random number generators are restored too.
+
+        Raises:
+            Corrupt: the checkpoint is damaged; without a tag, all are.
+            HoldfastError: as `Checkpointer.load`.
+
+        Ranks: collective.
+        """
+        options = {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": load_module_only,
+            "custom_load_fn": custom_load_fn,
+        }
+        door = self.holdfast_door
+        source = door.find(load_dir, tag, rng=load_optimizer_states and not load_module_only)
+        if source is None:
+            path, client_state = super().load_checkpoint(load_dir, tag, **options)
+            door.continue_after_stock()
+        else:
+            with door.files.returning(source) as folder:
+                path, client_state = super().load_checkpoint(folder, source.facts.tag, **options)
+            path = None if path is None else str(Path(load_dir) / Path(path).relative_to(folder))
+        return path, client_state
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Step the optimizer. After a preemption notice, save and end the process.
+
+        Raises:
+            Preempted: the save is durable: SystemExit with status 75.
+        """
+        before = self.global_steps
+        super().step(lr_kwargs)
+        if self.global_steps != before:
+            self.holdfast_door.end_step()

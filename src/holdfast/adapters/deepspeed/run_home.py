@@ -1,0 +1,212 @@
+"""Home of a run whose checkpoints have tags: each is saved as a step, and found again by its tag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+import holdfast
+from holdfast.adapters.deepspeed.saved_files import META, Facts, SavedFiles, file_names, make_state
+from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer.options import Home, Limits
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput
+from holdfast.exchange.packed_value import Packed
+from holdfast.log import get_logger
+from holdfast.ranks import Ranks
+from holdfast.restore.checkpoint import Checkpoint
+
+_log = get_logger("deepspeed")
+_T = TypeVar("_T")
+_NEVER = 10**15
+"""Interval of steps for saves that only the script decides."""
+_homes: dict[tuple[str, int], RunHome] = {}
+
+
+class RunHome:
+    """Checkpoints of one run. Engines of one process that use the same home share it.
+
+    Args:
+        home: folder or URL.
+        options: options of the Checkpointer.
+
+    Ranks: all methods are collective.
+    """
+
+    def __init__(self, home: Home, options: Mapping[str, Any]) -> None:
+        limits = options.get("limits", Limits())
+        self._options = dict(options)
+        self._ranks = Ranks(timeout_s=limits.rank_timeout_s)
+        given = {"keep": None, "quiet": True, **options}
+        self._checkpointer = Checkpointer(home, every=_NEVER, group=self._ranks, **given)
+        self.url = self._checkpointer.home
+        self._may_save = False  # the home is empty, or the run was continued
+        self._last = 0  # step of the newest save or load
+        self._step_of: dict[str, int] = {}  # by tag
+
+    @classmethod
+    def of(cls, home: Home, options: Mapping[str, Any]) -> RunHome:
+        """Return the home, which is opened once per process.
+
+        Raises:
+            InvalidInput: it is open with other options.
+        """
+        key = (str(home.url), id(dist.group.WORLD) if dist.is_initialized() else 0)
+        if key not in _homes:
+            _homes[key] = cls(home, options)
+        if options and _homes[key]._options != dict(options):
+            raise InvalidInput(
+                f"{home.url} is open in this process with other options ({_homes[key]._options}). Nothing "
+                "was changed. Give attach() the same options for the same home."
+            )
+        return _homes[key]
+
+    @property
+    def preempted(self) -> str | None:
+        """Reason why the run has to stop, agreed by all ranks; None while it need not."""
+        return self._checkpointer.preempted
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save(self, facts: Facts, files: Mapping[str, Packed]) -> int:
+        """Save the files of this rank under a tag. Returns the step of the checkpoint.
+
+        Raises:
+            InvalidInput: the home holds checkpoints, and none was loaded.
+            HoldfastError: this save failed, or an earlier one.
+
+        Blocks: for a copy of the tensors.
+        """
+        self._check_may_save()
+        step = max(facts.global_steps, self._last + 1)
+        self._checkpointer.save(step, make_state(facts, files))
+        self._last = step
+        replaced = self._step_of.get(facts.tag)
+        self._step_of[facts.tag] = step
+        if replaced is not None and replaced != step:
+            self._checkpointer.delete(replaced)
+        return step
+
+    def _check_may_save(self) -> None:
+        if self._may_save:
+            return
+        newest = self.on_first(self._checkpointer.latest_step)
+        if newest is not None:
+            raise InvalidInput(
+                f"{self.url} holds a run up to step {newest}, and this engine has not loaded it. Nothing was "
+                "saved. Call engine.load_checkpoint() first to continue it. To begin anew, save to another "
+                f"folder, or delete this run: `holdfast rm {self.url}`."
+            )
+        self._may_save = True
+
+    def end_step(self, step: int) -> None:
+        """Look for a preemption notice after an optimizer step."""
+        self._checkpointer.should_save(step)
+
+    def wait(self) -> None:
+        """Wait until everything saved so far is durable."""
+        self._checkpointer.wait()
+
+    def stop(self) -> NoReturn:
+        """End a preempted run, once everything is durable.
+
+        Raises:
+            Preempted: always. It is a SystemExit with status 75.
+        """
+        self._checkpointer.stop(self._last)
+
+    # -- loads -----------------------------------------------------------------------------------------------
+
+    def tags(self) -> list[str]:
+        """Return the tags of all checkpoints."""
+        return self.on_first(lambda: [facts.tag for _, _, facts in self._list()])
+
+    def load(self, tag: str | None, *, rng: bool) -> SavedFiles | None:
+        """Load a checkpoint. Later saves continue from it.
+
+        Args:
+            tag: its tag; None for the newest one that verifies and was saved as the latest.
+            rng: also restore the random number generators.
+
+        Returns:
+            Its files, or None if the home does not have it.
+
+        Raises:
+            Corrupt: it is damaged; without a tag, all are.
+            HoldfastError: as `Checkpointer.load`.
+        """
+        if self._may_save and self._step_of:
+            self._checkpointer.wait()
+        if tag is None:
+            found = self._load_step(None, rng=rng)
+            if found is not None and not found.facts.is_latest:
+                found = self._load_latest(rng=rng)
+        else:
+            self._checkpointer.continue_from()  # a dead process's save may become complete here
+            step = self.on_first(lambda: self._find(tag))
+            found = None if step is None else self._load_step(step, rng=rng)
+        return found
+
+    def continue_after(self) -> None:
+        """Continue the run after a checkpoint from outside of the home was loaded."""
+        self._last = self._checkpointer.continue_from() or 0
+        self._may_save = True
+
+    def _load_latest(self, *, rng: bool) -> SavedFiles | None:
+        """Load the newest checkpoint that was saved as the latest."""
+        every: list[tuple[int, int, Facts]] = self._list()
+        steps = self.on_first(lambda: [step for _, step, facts in every if facts.is_latest])
+        for step in steps:
+            try:
+                return self._load_step(step, rng=rng)
+            except Corrupt as error:
+                _log.warning("step %d of %s is skipped: %s", step, self.url, error)
+        if steps:
+            raise Corrupt(f"{self.url} has {len(steps)} checkpoints to resume from, and all are damaged.")
+        return None
+
+    def _load_step(self, step: int | None, *, rng: bool) -> SavedFiles | None:
+        own = self._checkpointer.load(step, rng=rng)
+        self._may_save = True
+        if own is None:
+            return None
+        found, attempt = self._checkpointer.restored_step, self._checkpointer.restored_attempt
+        assert found is not None
+        self._last = found
+        facts = Facts.parse(own, f"Step {found} of {self.url}")
+        self._step_of[facts.tag] = found
+        checkpoint = holdfast.open(self.url, found, attempt)
+        is_equal = checkpoint.world_size == self._ranks.world_size
+        owners = self._owners(own) if is_equal else self.on_first(lambda: _read_owners(checkpoint))
+        return SavedFiles(facts, own if is_equal else {}, checkpoint, owners)
+
+    def _owners(self, own: Mapping[str, Any]) -> dict[str, int]:
+        every = self._ranks.gather(file_names(own))
+        return {name: rank for rank, names in reversed(list(enumerate(every))) for name in names}
+
+    def _find(self, tag: str) -> int | None:
+        found = [(attempt, step) for attempt, step, facts in self._list() if facts.tag == tag]
+        return max(found)[1] if found else None
+
+    def _list(self) -> list[tuple[int, int, Facts]]:
+        """Return attempt, step and facts of the checkpoints, the newest first. Damaged ones are left out."""
+        found: list[tuple[int, int, Facts]] = []
+        for step in self._checkpointer.all_steps():
+            try:
+                checkpoint = holdfast.open(self.url, step)
+                facts = Facts.parse(checkpoint.values(), f"Step {step} of {self.url}")
+            except HoldfastError as error:
+                _log.warning("step %d of %s is skipped: %s", step, self.url, error)
+                continue
+            found.append((checkpoint.attempt, step, facts))
+        return sorted(found, key=lambda one: one[:2], reverse=True)
+
+    def on_first(self, work: Callable[[], _T]) -> Any:
+        """Call `work` on rank 0, and return its result on every rank."""
+        return self._ranks.first_of((0,), work)
+
+
+def _read_owners(checkpoint: Checkpoint) -> dict[str, int]:
+    every = ((rank, checkpoint.values(rank)) for rank in reversed(range(checkpoint.world_size)))
+    return {name: rank for rank, values in every for name in values[META]["partitions"]}

@@ -1,0 +1,205 @@
+"""Scenario with engines of DeepSpeed on one rank; argv: its name, a folder. Prints a JSON object."""
+
+# DeepSpeed is not in every environment, and has no type information.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+
+import holdfast
+from holdfast import Checkpointer
+from holdfast.adapters.deepspeed import attach
+from holdfast.errors import HoldfastError, NotFound
+from holdfast.exchange import export_checkpoint
+
+
+def make(stage: int = 1, **config: Any) -> Any:
+    """Return an engine of a small model."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    given = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **config,
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=given)[0]
+
+
+def train(engine: Any, steps: int = 1) -> None:
+    """Train some steps."""
+    for _ in range(steps):
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+
+
+def weight(engine: Any) -> str:
+    """Return a number that depends on all weights."""
+    return float(sum(one.detach().double().sum() for one in engine.module.parameters())).hex()
+
+
+def refusal(call: Any) -> str:
+    """Return the message of the error that a call raises."""
+    try:
+        call()
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tags(folder: str) -> dict[str, Any]:
+    """Save under names, twice in one step, and again under the same name."""
+    engine = attach(make(), keep=None)
+    weights = {}
+    for tag, is_latest in (("first", True), ("best", False), ("first", True), ("side", False)):
+        train(engine)
+        weights[tag] = weight(engine)
+        engine.save_checkpoint(folder, tag, {"made": tag}, save_latest=is_latest)
+    engine.save_checkpoint(folder, "same", {"made": "same"}, save_latest=False)
+    found = {}
+    for tag in (None, "best", "side", "same", "missing"):
+        other = attach(make())
+        try:
+            path, client = other.load_checkpoint(folder, tag)
+        except NotFound as error:
+            found[str(tag)] = str(error)
+            continue
+        made = client["made"]
+        found[str(tag)] = [
+            made,
+            Path(path).parent.name,
+            weight(other) == weights["side" if tag == "same" else made],
+        ]
+    found["client"] = sorted(client)
+    return found
+
+
+def refusals(folder: str) -> dict[str, Any]:
+    """Attach and save in ways that are refused."""
+    engine, found = make(), {}
+    found["tuple"] = refusal(lambda: attach((engine, None)))
+    found["every"] = refusal(lambda: attach(engine, every=5))
+    found["local"] = refusal(lambda: attach(engine, local="near"))
+    found["client_state"] = refusal(lambda: attach(engine, client_state={"step": 1}))
+    sharded = make(3)
+    for name, state in (
+        ("state", {"engine": engine}),
+        ("optimizer", {"optimizer": engine.optimizer}),
+        ("nested", {"a": [{"engine": engine}]}),
+        ("module", {"model": sharded.module}),
+    ):
+        found[name] = refusal(lambda state=state: Checkpointer(Path(folder) / "own").save(1, state))
+        found[f"live {name}"] = refusal(lambda state=state: Checkpointer(Path(folder) / "own", state).save(1))
+    other = make()
+    other.checkpoint_engine.__class__ = type("OtherEngine", (type(other.checkpoint_engine),), {})
+    found["writer"] = refusal(lambda: attach(other))
+    attach(engine)
+    found["twice"] = refusal(lambda: attach(engine))
+    train(engine)
+    found["value"] = refusal(lambda: engine.save_checkpoint(folder, client_state={"f": {"g": print}}))
+    engine.save_checkpoint(folder)
+    engine.holdfast_door.wait()
+    found["options"] = refusal(lambda: attach(make(), keep=2).save_checkpoint(folder))
+    return found
+
+
+def fresh(folder: str) -> dict[str, Any]:
+    """Save without loading to a folder that holds a run."""
+    engine = attach(make())
+    train(engine)
+    return {"refused": refusal(lambda: engine.save_checkpoint(folder)), "steps": steps(folder)}
+
+
+def steps(folder: str) -> list[int]:
+    """Return the steps in the home of a folder."""
+    return Checkpointer(Path(folder) / "holdfast", {}, quiet=True).all_steps()
+
+
+def stock(folder: str) -> dict[str, Any]:
+    """Continue a folder that DeepSpeed has written, then load the newest again."""
+    engine = make()
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    expected = weight(engine)
+    attached = attach(make())
+    path, _ = attached.load_checkpoint(folder)
+    found: dict[str, Any] = {"path": Path(path).parent.name, "is_equal": weight(attached) == expected}
+    train(attached, 2)
+    attached.save_checkpoint(folder)
+    attached.holdfast_door.wait()
+    again = attach(make())
+    found["again"] = Path(again.load_checkpoint(folder)[0]).parent.name
+    found["is_equal_again"] = weight(again) == weight(attached)
+    found["old"] = Path(attach(make()).load_checkpoint(folder, "global_step3")[0]).parent.name
+    engine = make()
+    train(engine, 9)
+    engine.save_checkpoint(folder)  # stock again
+    found["newest"] = Path(attach(make()).load_checkpoint(folder)[0]).parent.name
+    return found
+
+
+def damage(folder: str) -> dict[str, Any]:
+    """Load where the newest checkpoint is damaged."""
+    engine, weights = attach(make()), {}
+    for _ in range(3):
+        train(engine)
+        engine.save_checkpoint(folder)
+        weights[engine.global_steps] = weight(engine)
+    engine.holdfast_door.wait()
+    file = next((Path(folder) / "holdfast").glob("step-00000003/*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+    other = attach(make())
+    path, _ = other.load_checkpoint(folder)
+    found = {"path": Path(path).parent.name, "is_equal": weight(other) == weights[2]}
+    found["explicit"] = refusal(lambda: attach(make()).load_checkpoint(folder, "global_step3"))
+    return found
+
+
+def export(folder: str, stage: int) -> dict[str, Any]:
+    """Export a checkpoint, and load it with a stock engine."""
+    engine = attach(make(stage))
+    train(engine, 2)
+    engine.save_checkpoint(folder, client_state={"epoch": 7})
+    engine.holdfast_door.wait()
+    target = str(Path(folder) / "stock")
+    export_checkpoint(holdfast.open(Path(folder) / "holdfast"), target, kind="deepspeed")
+    other = make(stage)
+    path, client = other.load_checkpoint(target)
+    torch.manual_seed(9)
+    train(engine, 2)
+    torch.manual_seed(9)
+    train(other, 2)
+    is_equal = full_weights(engine) == full_weights(other)
+    return {"epoch": client["epoch"], "path": Path(path).parent.name, "is_equal": is_equal}
+
+
+def full_weights(engine: Any) -> list[str]:
+    """Return the sums of the weights in full precision, by group."""
+    state = engine.optimizer.state_dict()
+    groups = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
+    return [float(one.double().sum()).hex() for one in groups] if groups else [weight(engine)]
+
+
+def main(name: str, folder: str, *args: str) -> None:
+    deepspeed.ops.__compatible_ops__.clear()  # else it compiles its own all-reduce first
+    deepspeed.init_distributed("gloo")
+    result = globals()[name](folder, *map(int, args))
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

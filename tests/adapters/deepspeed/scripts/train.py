@@ -1,0 +1,136 @@
+"""Trains a small model with DeepSpeed, and reports the end of the run; argv: folder of checkpoints, plan.
+
+The plan is a JSON object. `stage`: of ZeRO; `dtype`: "fp32" or "bf16"; `steps`: in all; `every`: steps
+between two saves; `kill_at`: step after which this process is killed; `rank`: the one that is; `signal`: to
+be sent instead; `stock`: do not attach the engine; `resume`: load the newest checkpoint; `config`: added to
+DeepSpeed's; `client_state`: have one; `wait`: for the save before the kill.
+"""
+
+# DeepSpeed is not in every environment, and has no type information.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+DTYPES = {"bf16": {"bf16": {"enabled": True}}, "fp32": {}}
+
+
+class Model(torch.nn.Module):
+    """Layers with dropout, and a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 15), torch.nn.Linear(15, 15)
+        self.last = torch.nn.Linear(15, 1)
+        self.dropout = torch.nn.Dropout(0.2)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        hidden = self.dropout(torch.relu(self.first(batch)))
+        return self.last(self.dropout(torch.relu(self.second(hidden)))).float().square().mean()
+
+
+def feed(value: Any, into: Any) -> None:
+    """Hash all tensors and plain values in containers."""
+    if isinstance(value, torch.Tensor):
+        into.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in value:
+            feed(key, into)
+            feed(value[key], into)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            feed(item, into)
+    elif isinstance(value, (int, float, str)):
+        into.update(repr(value).encode())
+
+
+def digest_of(engine: Any, stage: int) -> str:
+    """Return a digest of the state, whole and without padding, which ZeRO 3 does not initialize."""
+    digest = hashlib.sha256()
+    feed(engine.lr_scheduler.state_dict(), digest)
+    feed(dict(engine.module.named_buffers()), digest)
+    if stage == 0:
+        feed(engine.optimizer.state_dict(), digest)
+    for one in engine.module.parameters() if stage else ():
+        feed(safe_get_full_fp32_param(one), digest)
+        feed([safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")], digest)
+    return digest.hexdigest()
+
+
+def make_engine(plan: dict[str, Any]) -> Any:
+    """Return an engine of the model, without Holdfast."""
+    torch.manual_seed(0)
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 20}},
+        "zero_optimization": {"stage": plan["stage"], **plan.get("zero", {})},
+        **DTYPES[plan.get("dtype", "fp32")],
+        **plan.get("config", {}),
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def main(folder: str, plan: dict[str, Any]) -> None:
+    deepspeed.ops.__compatible_ops__.clear()  # else it compiles its own all-reduce first
+    deepspeed.init_distributed("gloo")
+    engine = make_engine(plan)
+    step = 0
+    if not plan.get("stock"):
+        from holdfast.adapters.deepspeed import attach
+
+        options = plan.get("options", {})
+        if plan.get("client_state") == "function":
+            options["client_state"] = lambda: {"step": step + 1}
+        attach(engine, plan.get("home"), **options)
+    rank = engine.global_rank
+    torch.manual_seed(100 + rank)
+    random.seed(rank)
+    if plan.get("resume"):
+        path, client = engine.load_checkpoint(folder, plan.get("tag"))
+        step = 0 if path is None else engine.global_steps
+        if path is not None and plan.get("client_state"):
+            assert client["step"] == step, (client["step"], step)
+    start, losses = step, []
+    dtype = next(engine.module.parameters()).dtype
+    while step < plan["steps"]:
+        loss = engine(torch.randn(4, 8, dtype=dtype) * (1 + random.random()))
+        engine.backward(loss)
+        engine.step()
+        step += 1
+        losses.append(float(loss).hex())
+        if step % plan.get("every", 1) == 0:
+            client = {"client_state": {"step": step}} if plan.get("client_state") else {}
+            engine.save_checkpoint(folder, **client)
+        if step == plan.get("kill_at") and rank == plan.get("rank", 0):
+            if plan.get("wait"):
+                engine.holdfast_door.wait()
+            os.kill(os.getpid(), plan.get("signal", signal.SIGKILL))
+    result = {"start": start, "losses": losses, "digest": digest_of(engine, plan["stage"])}
+    sys.stdout.write(json.dumps(result) + "\n")
+    if not plan.get("stock"):
+        engine.holdfast_door.wait()
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

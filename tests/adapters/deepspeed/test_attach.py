@@ -1,0 +1,130 @@
+"""Engines of DeepSpeed that are attached to Holdfast: tags, stock folders, damage, refusals and exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
+
+import torch
+
+import holdfast
+from nursery import shared
+from servers import reserve_port
+
+pytestmark = pytest.mark.slow
+SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
+
+
+def play(name: str, folder: Path, *args: int) -> dict[str, Any]:
+    """Play a scenario in a process of its own, and return its result."""
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
+    done = shared().run([SCRIPT, name, str(folder), *map(str, args)], env=env, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_tag_is_found_again_and_the_newest_latest_is_the_default(tmp_path: Path) -> None:
+    found = play("tags", tmp_path)
+    assert found["None"] == ["first", "first", True]
+    assert found["best"] == ["best", "best", True]
+    assert found["side"] == ["side", "side", True]
+    assert found["same"] == ["same", "same", True]
+    assert "['same', 'side', 'first', 'best', 'first']" in found["missing"]
+    assert holdfast.open(tmp_path / "holdfast").step == 5
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("tuple", "first element is the engine"),
+        ("every", "save_checkpoint()"),
+        ("local", "Leave local= out"),
+        ("client_state", "client_state=lambda"),
+        ("state", "holdfast.adapters.deepspeed"),
+        ("optimizer", "holdfast.adapters.deepspeed"),
+        ("nested", "holdfast.adapters.deepspeed"),
+        ("module", "under ZeRO 3"),
+        ("live state", "holdfast.adapters.deepspeed"),
+        ("live optimizer", "holdfast.adapters.deepspeed"),
+        ("live nested", "holdfast.adapters.deepspeed"),
+        ("live module", "under ZeRO 3"),
+        ("writer", "Remove"),
+        ("twice", "already attached"),
+        ("value", "mp_rank_00_model_states.pt"),
+        ("options", "same options"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_the_fix(
+    refusals: dict[str, Any], case: str, words: str
+) -> None:
+    assert words in refusals[case]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the messages of all refusals."""
+    return play("refusals", tmp_path_factory.mktemp("refusals"))
+
+
+def test_a_run_that_was_not_loaded_is_not_continued(tmp_path: Path) -> None:
+    play("export", tmp_path, 1)
+    found = play("fresh", tmp_path)
+    assert "has not loaded it" in found["refused"]
+    assert found["steps"] == [2]
+
+
+def test_the_newest_of_stock_and_own_checkpoints_is_loaded(tmp_path: Path) -> None:
+    assert play("stock", tmp_path) == {
+        "path": "global_step3",
+        "is_equal": True,
+        "again": "global_step5",
+        "is_equal_again": True,
+        "old": "global_step3",
+        "newest": "global_step9",
+    }
+
+
+def test_an_older_checkpoint_is_loaded_if_the_newest_is_damaged(tmp_path: Path) -> None:
+    found = play("damage", tmp_path)
+    assert (found["path"], found["is_equal"]) == ("global_step2", True)
+    assert "Corrupt" in found["explicit"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stock_deepspeed_and_its_scripts_read_an_export(tmp_path: Path, stage: int) -> None:
+    found = play("export", tmp_path, stage)
+    assert found == {"epoch": 7, "path": "global_step2", "is_equal": True}
+    note = (tmp_path / "global_step2" / "HOLDFAST.txt").read_text()
+    assert f"holdfast export {tmp_path / 'holdfast'} FOLDER --to deepspeed --step 2" in note
+    if not stage:
+        return
+    run("deepspeed.utils.zero_to_fp32", tmp_path / "stock", tmp_path / "fp32")
+    weights = torch.load(tmp_path / "fp32" / "pytorch_model.bin", weights_only=True)
+    assert {name: tuple(one.shape) for name, one in weights.items()} == {
+        **{"0.weight": (8, 8), "0.bias": (8,), "2.weight": (1, 8), "2.bias": (1,)}
+    }
+    source, target = tmp_path / "stock" / "global_step2", tmp_path / "universal"
+    folders = "--input_folder", source, "--output_folder", target
+    run("deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders)
+    for name, one in weights.items():
+        saved = torch.load(target / "zero" / name / "fp32.pt", weights_only=False)
+        whole = saved["param"] if isinstance(saved, dict) else saved
+        assert torch.equal(whole.view(one.shape), one)
+
+
+def run(module: str, *args: Any) -> None:
+    """Run a script of DeepSpeed."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, args)]
+    done = subprocess.run(
+        command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,72 @@
+"""Trainings with DeepSpeed that are killed or preempted, compared with unbroken ones of stock DeepSpeed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
+
+import holdfast
+from adapters.deepspeed.running import train
+
+pytestmark = pytest.mark.slow
+
+
+def assert_continues(resumed: list[dict[str, Any]], unbroken: list[dict[str, Any]]) -> None:
+    """Assert that resumed ranks end like unbroken ones, with the same losses since they were resumed."""
+    for one, whole in zip(resumed, unbroken, strict=True):
+        assert one["losses"] == whole["losses"][one["start"] :]
+        assert one["digest"] == whole["digest"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_killed_ranks_resume_bit_for_bit(tmp_path: Path, stage: int, dtype: str) -> None:
+    plan: dict[str, Any] = {"stage": stage, "dtype": dtype, "steps": 6}
+    unbroken = train(tmp_path / "unbroken", 2, stock=True, every=99, **plan)
+    train(tmp_path / "out", 2, status=-9, kill_at=3, rank=stage % 2, **plan)
+    assert_continues(train(tmp_path / "out", 2, resume=True, **plan), unbroken)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_killed_rank_resumes_bit_for_bit(tmp_path: Path, stage: int, dtype: str) -> None:
+    plan: dict[str, Any] = {"stage": stage, "dtype": dtype, "steps": 6, "client_state": True}
+    unbroken = train(tmp_path / "unbroken", stock=True, every=99, **plan)
+    train(tmp_path / "out", status=-9, kill_at=3, **plan)
+    assert_continues(train(tmp_path / "out", resume=True, **plan), unbroken)
+
+
+def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    plan: dict[str, Any] = {"stage": 2, "dtype": "bf16", "steps": 12}
+    unbroken = train(tmp_path / "unbroken", stock=True, every=99, **plan)
+    step = 0
+    while (step := step + draw.randint(2, 5)) < plan["steps"]:
+        train(tmp_path / "out", status=-9, kill_at=step, resume=True, **plan)
+    assert_continues(train(tmp_path / "out", resume=True, **plan), unbroken)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("client_state", ["function", None])
+def test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit(
+    tmp_path: Path, count: int, client_state: str | None
+) -> None:
+    plan: dict[str, Any] = {"stage": 1 if count == 1 else 3, "steps": 8, "client_state": client_state}
+    unbroken = train(tmp_path / "unbroken", count, stock=True, every=99, **plan)
+    train(tmp_path / "out", count, status=75, kill_at=4, signal=15, every=2, **plan)
+    resumed = train(tmp_path / "out", count, resume=True, every=2, **plan)
+    assert 4 < resumed[0]["start"] <= 6
+    assert_continues(resumed, unbroken)
+
+
+def test_a_preempted_script_with_a_client_state_saves_at_its_next_save(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"stage": 1, "steps": 9, "every": 3, "client_state": True}
+    train(tmp_path / "out", status=75, kill_at=4, signal=15, **plan)
+    assert holdfast.open(tmp_path / "out" / "holdfast").step == 6

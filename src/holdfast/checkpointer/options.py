@@ -171,8 +171,9 @@ class Preemption:
     """Sources of preemption notices.
 
     Args:
-        sources: "aws", "gcp", "azure", "file:PATH", several with commas, "none", or "auto" for the cloud of
-            this machine. By default the value of HOLDFAST_PREEMPTION, else "auto".
+        sources: "aws", "gcp", "azure", "ray", "file:PATH", several with commas, "none", or "auto" for Ray
+            Train in its workers, else the cloud of this machine. By default the value of HOLDFAST_PREEMPTION,
+            else "auto".
         signals: take SIGTERM, SIGUSR1 and SIGINT as notices (in the main thread only).
     """
 

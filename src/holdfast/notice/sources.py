@@ -9,12 +9,12 @@ from pathlib import Path
 
 from holdfast.environment import PREEMPTION
 from holdfast.errors import InvalidInput
-from holdfast.notice import aws, azure, gcp
+from holdfast.notice import aws, azure, gcp, ray
 from holdfast.notice.cloud import Cloud
 
 _DMI_FOLDER = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the same on every machine of that cloud
-NAMES = ("auto", "none", "aws", "gcp", "azure", "file:PATH")
+NAMES = ("auto", "none", "aws", "gcp", "azure", "ray", "file:PATH")
 """Names of sources. `aws=URL` polls another address than the cloud's own, for tests and proxies."""
 
 
@@ -30,9 +30,9 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
     """Return the sources that a user names.
 
     Args:
-        value: `aws`, `gcp`, `azure`, `file:PATH`, `auto` (the cloud that runs this machine, if any) or
-            `none`. Give several as a list, or separated by commas. Default: the environment variable
-            HOLDFAST_PREEMPTION, else `auto`.
+        value: `aws`, `gcp`, `azure`, `ray`, `file:PATH`, `none`, or `auto` (Ray Train in its workers, else
+            the cloud that runs this machine, if any). Give several as a list, or separated by commas.
+            Default: the environment variable HOLDFAST_PREEMPTION, else `auto`.
         dmi_folder: folder of the kernel's DMI strings, which name the machine's vendor.
 
     Raises:
@@ -48,8 +48,8 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
         if word.startswith("file:"):
             files.append(Path(word.removeprefix("file:")).absolute())
         elif name == "auto":
-            clouds += _clouds(_own_cloud(dmi_folder), "")
-        elif name in ("aws", "gcp", "azure"):
+            clouds += _clouds("ray" if ray.is_worker() else _own_cloud(dmi_folder), "")
+        elif name in ("aws", "gcp", "azure", "ray"):
             clouds += _clouds(name, base)
         elif name not in ("none", ""):
             raise InvalidInput(
@@ -64,6 +64,8 @@ def _clouds(name: str, base: str) -> list[Cloud]:
         return [aws.Aws(base or aws.BASE)]
     if name == "gcp":
         return [gcp.GcpPreemption(base or gcp.BASE), gcp.GcpMaintenance(base or gcp.BASE)]
+    if name == "ray":
+        return [ray.Ray()]
     return [azure.Azure(base or azure.BASE)] if name == "azure" else []
 
 

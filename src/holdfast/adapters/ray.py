@@ -1,0 +1,87 @@
+"""Checkpoints of Ray Train that contain only the home and the step of a checkpoint."""
+
+# Ray is not in every environment.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import holdfast
+from holdfast import Checkpoint, Checkpointer
+from holdfast.documents import decode_object
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.home.listing import candidates, list_home
+from holdfast.store import open_store
+
+_NAME = "holdfast-checkpoint.json"
+_MAX_BYTES = 64 << 10
+
+if importlib.util.find_spec("ray") is None:
+    raise Unsupported("holdfast.adapters.ray needs Ray Train. Run: pip install 'torch-holdfast[ray]'.")
+
+import ray.train  # noqa: E402 - the check is first
+
+_reported: dict[str, int] = {}  # newest step that this process has reported, by home
+
+
+def report(checkpointer: Checkpointer, metrics: Mapping[str, Any], **options: Any) -> None:
+    """Report metrics to Ray Train, with the newest checkpoint in home if it is new.
+
+    Ray's checkpoint is a file that contains the home and the step. Its content is not copied, and Ray's
+    `CheckpointConfig` deletes only that file. `keep=` of the Checkpointer decides what home contains.
+
+    Args:
+        checkpointer: Checkpointer of the training function.
+        metrics: values by name, as for `ray.train.report`.
+        options: other arguments of `ray.train.report`.
+
+    Raises:
+        InvalidInput: `options` contain a checkpoint.
+        RetryLater: home could not be listed.
+
+    Ranks: collective; every worker calls it.
+    Blocks: for a listing of home on rank 0, and as `ray.train.report`.
+    """
+    if "checkpoint" in options:
+        raise InvalidInput(
+            "report() makes the checkpoint. Leave checkpoint= out, or call ray.train.report()."
+        )
+    if ray.train.get_context().get_world_rank() != 0:
+        ray.train.report(dict(metrics), **options)
+        return
+    home = checkpointer.home
+    _, step = max(candidates(list_home(open_store(home))), default=(0, None))
+    if step is None or _reported.get(home) == step:
+        ray.train.report(dict(metrics), **options)
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-ray-") as folder:
+        Path(folder, _NAME).write_text(json.dumps({"home": home, "step": step}) + "\n")
+        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
+    _reported[home] = step
+
+
+def open(checkpoint: ray.train.Checkpoint) -> Checkpoint:
+    """Return the checkpoint in home that a checkpoint of Ray Train names, such as `result.checkpoint`.
+
+    Raises:
+        InvalidInput: another program made the checkpoint.
+        NotFound: home does not contain it any more; see `keep=` of the Checkpointer.
+        Corrupt: the file in Ray's checkpoint is damaged.
+    """
+    with checkpoint.as_directory() as folder:
+        path = Path(folder, _NAME)
+        if not path.is_file():
+            raise InvalidInput(
+                f"{checkpoint.path} has no {_NAME}: holdfast.adapters.ray.report() did not make it. Read it "
+                "as the program does that made it."
+            )
+        if path.stat().st_size > _MAX_BYTES:
+            raise Corrupt(f"{path} has {path.stat().st_size} bytes; expected at most {_MAX_BYTES}.")
+        fields = decode_object(path.read_bytes(), f"{_NAME} of {checkpoint.path}")
+    return holdfast.open(fields.text("home"), fields.integer("step"))

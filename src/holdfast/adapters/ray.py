@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 from collections.abc import Mapping
@@ -14,16 +13,16 @@ from typing import Any
 
 import holdfast
 from holdfast import Checkpoint, Checkpointer
+from holdfast.adapters.versions import check_versions
 from holdfast.documents import decode_object
-from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.errors import Corrupt, InvalidInput
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 
 _NAME = "holdfast-checkpoint.json"
 _MAX_BYTES = 64 << 10
 
-if importlib.util.find_spec("ray") is None:
-    raise Unsupported("holdfast.adapters.ray needs Ray Train. Run: pip install 'torch-holdfast[ray]'.")
+check_versions("ray", {"ray": (2, 50)})
 
 import ray.train  # noqa: E402 - the check is first
 

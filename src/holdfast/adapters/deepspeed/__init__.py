@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from holdfast.adapters.versions import check_versions
 
-from holdfast.errors import Unsupported
-
-_OLDEST = (0, 19)
-"""Oldest version whose private methods fit."""
-
-
-def _check_version() -> None:
-    """Check that DeepSpeed is installed, in a version that the adapter supports.
-
-    Raises:
-        Unsupported: it is missing, or older.
-    """
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        found = None
-    if found is None or tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
-        state = "it is not installed" if found is None else f"{found} is installed"
-        raise Unsupported(
-            f"holdfast.adapters.deepspeed needs deepspeed {'.'.join(map(str, _OLDEST))} or later, and "
-            f"{state}. Run: pip install 'torch-holdfast[deepspeed]'."
-        )
-
-
-_check_version()
+check_versions("deepspeed", {"deepspeed": (0, 19)})  # the oldest whose private methods fit
 
 from holdfast.adapters.deepspeed.attachment import attach  # noqa: E402 - the check is first
 

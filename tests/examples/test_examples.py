@@ -77,6 +77,16 @@ def test_a_trainer_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(t
 
 
 @pytest.mark.slow
+def test_an_accelerator_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(tmp_path: Path) -> None:
+    straight = last_line(run_example("08_accelerate.py", tmp_path / "straight"))
+    killed = run_example("08_accelerate.py", tmp_path / "out", HOLDFAST_KILL_AT="trainer.handed:3")
+    assert killed.returncode == -signal.SIGKILL
+    again = run_example("08_accelerate.py", tmp_path / "out")
+    assert "loaded step 2 of" in again.stderr
+    assert last_line(again) == straight
+
+
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_killed_and_resumed_and_then_one(tmp_path: Path) -> None:
     home = tmp_path / "home"

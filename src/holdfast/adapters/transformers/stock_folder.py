@@ -1,18 +1,12 @@
-"""Folders `checkpoint-N` that the Trainer has written itself, checked before anything is loaded from one.
-
-Such a folder has no hashes. The archives of torch.save in it have a checksum per member, and a safetensors
-file has its length in its header, so files that were cut off or not written at all are found.
-"""
+"""Folders `checkpoint-N` that the Trainer has written itself, checked before anything is loaded from one."""
 
 from __future__ import annotations
 
-import json
 import re
-import struct
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from holdfast.adapters.saved_files import file_fault, read_json
 
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -27,7 +21,6 @@ _WEIGHTS = (
     "pytorch_model_fsdp_0",
 )
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0")
-_MAX_HEADER_BYTES = 100 << 20
 
 
 def step_of(path: str | Path) -> int | None:
@@ -62,7 +55,7 @@ def find_fault(folder: Path, *, world_size: int, with_training: bool = True) -> 
         faults.append("it has no weights")
     if faults:
         return faults[0]
-    return next((fault for path in sorted(folder.rglob("*")) if (fault := _file_fault(path))), None)
+    return next((fault for path in sorted(folder.rglob("*")) if (fault := file_fault(path))), None)
 
 
 def _weights(folder: Path) -> Iterator[Path]:
@@ -72,7 +65,7 @@ def _weights(folder: Path) -> Iterator[Path]:
 
 
 def _state_faults(folder: Path) -> list[str]:
-    state = _read_json(folder / TRAINER_STATE)
+    state = read_json(folder / TRAINER_STATE)
     if not isinstance(state, dict):
         return [f"{TRAINER_STATE} is missing or damaged"]
     step = state.get("global_step")
@@ -89,55 +82,3 @@ def _training_faults(folder: Path, world_size: int) -> list[str]:
         name for rank in range(world_size) if not (folder / (name := f"rng_state_{rank}.pth")).exists()
     ]
     return [*faults, *(f"{name} is missing" for name in missing[:1])]
-
-
-def _file_fault(path: Path) -> str | None:
-    """Return the damage of a file; None if none is found, or if the kind of file cannot be checked."""
-    if path.suffix == ".safetensors":
-        return _safetensors_fault(path)
-    if path.name.endswith(".index.json"):
-        return _index_fault(path)
-    if path.suffix in (".pt", ".pth", ".bin"):
-        return _archive_fault(path)
-    if path.is_dir() and path.name.endswith("_0") and not (path / ".metadata").exists():
-        return f"{path.name}/.metadata is missing"
-    return None
-
-
-def _archive_fault(path: Path) -> str | None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError, struct.error) as error:
-        return f"{path.name} is damaged: {error}"
-    return None if damaged is None else f"{path.name} is damaged at {damaged}"
-
-
-def _safetensors_fault(path: Path) -> str | None:
-    found = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
-        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path.name} is damaged: {error}"
-    return None if found == expected else f"{path.name} has {found} bytes, and should have {expected}"
-
-
-def _index_fault(path: Path) -> str | None:
-    index = _read_json(path)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict):
-        return f"{path.name} is damaged"
-    missing = sorted({str(name) for name in shards.values() if not (path.parent / str(name)).exists()})
-    return f"{missing[0]} is missing" if missing else None
-
-
-def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it cannot be read."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -1,0 +1,184 @@
+"""Position of a data loader: the pass over the data that a checkpoint was saved in, to continue it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+
+from holdfast.callsite import warn
+from holdfast.errors import ResumeWarning
+from holdfast.state.rng import python_state, set_python_state
+
+BETWEEN, WITHIN, AT_END = "between", "within", "at end"
+"""Phases: no pass is under way; one is; or one is, and its last batch has been given."""
+
+
+class DataPosition:
+    """Position of one loader. Each rank saves its own.
+
+    The number of used batches is not part of it: the script has it, or a StatefulDataLoader.
+
+    Args:
+        loader: loader of the Accelerator.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._active: Any = None  # loader of the pass that is under way
+        self._at_start = capture_generators(loader)  # of the pass that is under way, or of the last one
+        self._pending: dict[str, Any] | None = None  # position from a checkpoint, until a pass begins
+        self._is_continued = False  # the pass that is under way began before the checkpoint
+        self._has_begun = False  # there has been a pass
+
+    # -- the state -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        if self._pending is not None:  # nothing has been read since it was loaded
+            return self._pending
+        active = self._loader if self._active is None else self._active
+        return {
+            "epoch": active.iteration,
+            "phase": self._phase(),
+            "has_begun": self._has_begun,
+            "at_start": self._at_start,
+            "generators": _states_of(own_generators(self._loader)),
+            "loader": self._loader.state_dict() if is_stateful(self._loader) else None,
+            "num_ranks": PartialState().num_processes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position. A pass that is under way is not changed."""
+        loader, self._active, self._has_begun = self._loader, None, state["has_begun"]
+        loader.set_epoch(state["epoch"])
+        num_ranks = PartialState().num_processes
+        if state["num_ranks"] != num_ranks:
+            if state["phase"] != BETWEEN:
+                warn(
+                    f"The position in the data is of {state['num_ranks']} ranks, and this run has "
+                    f"{num_ranks}. The epoch is set, and the batches of the rest of it differ from "
+                    "those of an unbroken run.",
+                    ResumeWarning,
+                )
+            self._pending = None
+            return
+        _set_states(own_generators(loader), state["generators"])
+        if is_stateful(loader) and state["loader"] is not None:
+            if state["phase"] == WITHIN:
+                loader.load_state_dict(state["loader"])
+            elif state["has_begun"]:
+                loader.load_state_dict({})  # else it begins with the iterator that it was made with
+        self._pending = state
+
+    def _phase(self) -> str:
+        if self._active is None:
+            return BETWEEN
+        return AT_END if self._active.end_of_dataloader else WITHIN
+
+    # -- a pass ----------------------------------------------------------------------------------------------
+
+    def begin(self, loader: Any) -> dict[str, Any] | None:
+        """Begin a pass of a loader.
+
+        Returns:
+            States of the generators for `set_back`, if it continues the pass of a checkpoint.
+        """
+        pending, self._pending = self._pending, None
+        self._has_begun = True
+        self._active, now = loader, capture_generators(self._loader)
+        self._at_start, self._is_continued = now, False
+        if pending is None or pending["phase"] == BETWEEN:
+            return None
+        continues = loader.holdfast_continues or (is_stateful(loader) and pending["phase"] == WITHIN)
+        if not continues:
+            if pending["phase"] == AT_END and loader.iteration == pending["epoch"]:
+                loader.iteration += 1  # that pass is over
+            return None
+        self._at_start, self._is_continued = pending["at_start"], True
+        set_generators(self._at_start, self._loader)
+        return now
+
+    def set_back(self, now: dict[str, Any] | None) -> None:
+        """Set the generators back to their states before a continued pass began."""
+        if now is not None:
+            set_generators(now, self._loader)
+
+    def leave(self) -> None:
+        """Leave a pass before its end."""
+        self._active = None
+
+    def end(self, loader: Any, *, is_empty: bool) -> None:
+        """End a pass.
+
+        Args:
+            loader: its loader.
+            is_empty: it did not have a batch.
+        """
+        self._active = None
+        if is_empty and self._is_continued:
+            self._loader.iteration = loader.iteration + 1  # Accelerate does not count a pass without a batch
+        elif not is_empty:
+            self._loader.iteration = loader.iteration
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return True if a loader has a position of its own, as torchdata's StatefulDataLoader."""
+    return bool(loader.use_stateful_dataloader)
+
+
+def own_generators(loader: Any) -> dict[str, torch.Generator]:
+    """Return the generators that a loader draws from besides those of the process, by owner."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    owners = {
+        "ranks": getattr(loader, "synchronized_generator", None),
+        "sampler": getattr(sampler, "generator", None),
+        "loader": getattr(loader.base_dataloader, "generator", None),
+    }
+    return {
+        name: one
+        for name, one in owners.items()
+        if isinstance(one, torch.Generator) and one is not torch.default_generator
+    }
+
+
+def capture_generators(loader: Any) -> dict[str, Any]:
+    """Return the states of the generators of the process and of a loader."""
+    states: dict[str, Any] = {
+        "python": python_state(random),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "own": _states_of(own_generators(loader)),
+    }
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = numpy.random.get_state(legacy=False)
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().cpu().numpy().tobytes()
+    return states
+
+
+def set_generators(states: dict[str, Any], loader: Any) -> None:
+    """Set the generators of the process and of a loader to states from `capture_generators`."""
+    set_python_state(random, states["python"])
+    torch.set_rng_state(_tensor(states["torch"]))
+    _set_states(own_generators(loader), states["own"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+
+
+def _states_of(generators: dict[str, torch.Generator]) -> dict[str, bytes]:
+    return {name: one.get_state().cpu().numpy().tobytes() for name, one in generators.items()}
+
+
+def _set_states(generators: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
+    for name, generator in generators.items():
+        if name in states:
+            generator.set_state(_tensor(states[name]))
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,160 @@
+"""Folders that a script names for its states: each names a checkpoint of a home, and has what hooks write."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.adapters.accelerate.settings import HOME
+from holdfast.adapters.saved_files import read_json
+from holdfast.linux.files import write_atomic
+from holdfast.log import get_logger
+
+_log = get_logger("adapters")
+_MARKER = "holdfast_checkpoint.json"
+_MOVED = "interrupted-"
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Content of the file that names a folder's checkpoint.
+
+    Attributes:
+        home: absolute path or URL of the home.
+        steps: steps that the folder was saved as, the newest last.
+        is_new: the save has made the folder; what is in it belongs to the checkpoint.
+    """
+
+    home: str
+    steps: tuple[int, ...]
+    is_new: bool
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """Return the marker of a folder; None if it does not have one."""
+    content = read_json(folder / _MARKER)
+    if not isinstance(content, dict):
+        return None
+    home, steps = content.get("home"), content.get("steps")
+    if not (isinstance(home, str) and isinstance(steps, list) and all(isinstance(one, int) for one in steps)):
+        return None
+    place = home if "://" in home else os.path.normpath(folder.absolute() / home)
+    return Marker(place, tuple(steps), content.get("is_new") is True)
+
+
+class Folders:
+    """Folders of one run.
+
+    Args:
+        root: folder that they are in, usually.
+        home: path or URL of the run's home.
+        writes: this rank makes and removes them, as it would write Accelerate's own files.
+    """
+
+    def __init__(self, root: Path, home: str, *, writes: bool) -> None:
+        self.root, self._home, self._writes = root.absolute(), home, writes
+
+    def name(self, folder: str | os.PathLike[str]) -> str:
+        """Return a folder's name: its path from the root if it is in there, else from `/`."""
+        path = Path(os.path.normpath(Path(folder).absolute()))
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+    def list(self) -> list[str]:
+        """Return the names of all folders in the root, but for the home."""
+        if not self.root.is_dir():
+            return []
+        return sorted(path.name for path in self.root.iterdir() if path.is_dir() and path.name != HOME)
+
+    def path(self, name: str) -> Path:
+        """Return the path of a folder."""
+        return self.root / name
+
+    def make(self, name: str, step: int, *, complete: Collection[int]) -> None:
+        """Make the folder of a step, or name one more step in it.
+
+        Args:
+            name: name of the folder.
+            step: the step.
+            complete: steps of the complete checkpoints, of which the folder may name one.
+        """
+        if not self._writes:
+            return
+        folder = self.path(name)
+        before = read_marker(folder)
+        is_new = before.is_new if before is not None else not (folder.is_dir() and any(folder.iterdir()))
+        earlier = before.steps if before is not None and self.is_ours(before) else ()
+        content = {
+            "home": self._home if "://" in self._home else os.path.relpath(self._home, folder),
+            "steps": [*(one for one in earlier if one in complete and one != step), step],
+            "is_new": is_new,
+        }
+        _write(folder, json.dumps(content) + "\n")
+
+    def is_ours(self, marker: Marker) -> bool:
+        """Return True if a marker names the home of this run."""
+        return os.path.realpath(marker.home) == os.path.realpath(self._home) or marker.home == self._home
+
+    def remove(self, name: str) -> None:
+        """Remove the folder of a deleted checkpoint, whatever it contains."""
+        if self._writes:
+            shutil.rmtree(self.path(name), ignore_errors=True)
+
+    def tidy(self, names: Mapping[int, str], complete: Collection[int]) -> None:
+        """Have the folders agree with the home: make missing ones, remove those of interrupted saves.
+
+        Args:
+            names: name of each complete checkpoint's folder, by step.
+            complete: steps of the complete checkpoints.
+        """
+        if not self._writes:
+            return
+        for step, name in names.items():
+            if read_marker(self.path(name)) is None:
+                _log.warning(
+                    "%s is the folder of step %d, which is complete in %s. It was missing, and was made "
+                    "again. To delete a checkpoint that no training uses: `holdfast rm`.",
+                    self.path(name),
+                    step,
+                    self._home,
+                )
+                self.make(name, step, complete=complete)
+        for folder in self._marked():
+            marker = read_marker(folder)
+            if marker is not None and self.is_ours(marker) and not set(marker.steps) & set(complete):
+                self.remove_interrupted(self.name(folder))
+
+    def _marked(self) -> Iterable[Path]:
+        return [path.parent for path in sorted(self.root.glob(f"*/{_MARKER}")) if path.parent.name != HOME]
+
+    def remove_interrupted(self, name: str) -> None:
+        """Remove the folder of an interrupted save; move it aside if hooks have written to it."""
+        folder = self.path(name)
+        marker = read_marker(folder)
+        if not self._writes or marker is None:
+            return
+        if {one.name for one in folder.iterdir()} == {_MARKER}:
+            shutil.rmtree(folder)
+        elif marker.is_new:
+            aside = folder.with_name(_MOVED + folder.name)
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            (aside / _MARKER).unlink()
+            _log.warning("%s is of an interrupted save. It was moved to %s.", folder, aside)
+        else:
+            (folder / _MARKER).unlink()
+
+
+def _write(folder: Path, content: str) -> None:
+    """Write the marker of a folder, which appears with it."""
+    if folder.is_dir():
+        write_atomic(folder / _MARKER, content, is_durable=False)
+        return
+    beside = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
+    beside.mkdir(parents=True)
+    (beside / _MARKER).write_text(content)
+    beside.rename(folder)

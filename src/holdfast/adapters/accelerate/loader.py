@@ -1,0 +1,83 @@
+"""Data loaders of an Accelerator whose pass over the data can be continued exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.adapters.accelerate.data_position import DataPosition
+
+
+class PositionedLoader:
+    """Part of a prepared loader's class that records and continues its passes.
+
+    Attributes:
+        holdfast_position: position, which a loader without the first batches shares with its origin.
+        holdfast_origin: loader that the first batches were left out of; None for a whole one.
+        holdfast_continues: this loader continues the pass of a checkpoint, if it has one.
+    """
+
+    holdfast_position: DataPosition
+    holdfast_origin: Any = None
+    holdfast_continues = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of a pass.
+
+        Generators that a pass draws from when it begins, for the order of the data, are set to their states
+        at the beginning of the pass that it continues, and set back before the first batch.
+        """
+        position = self.holdfast_position
+        now = position.begin(self)
+        num_batches = 0
+        try:
+            for batch in super().__iter__():  # pyright: ignore
+                if num_batches == 0:
+                    position.set_back(now)
+                num_batches += 1
+                yield batch
+        except GeneratorExit:
+            position.leave()  # by `break`
+            raise
+        if num_batches == 0:
+            position.set_back(now)
+        position.end(self, is_empty=num_batches == 0)
+
+
+def add_position(loader: Any) -> Any:
+    """Have a prepared loader record its position. Returns the same loader."""
+    if not isinstance(_position_of(loader), DataPosition):
+        _mix_in(loader)
+        loader.holdfast_position = DataPosition(loader)
+    return loader
+
+
+def follow_position(loader: Any, origin: Any, *, continues: bool) -> Any:
+    """Have a loader without the first batches share the position of the whole one. Returns the loader.
+
+    Args:
+        loader: loader without the first batches.
+        origin: the whole loader; one without a position is left as it is.
+        continues: it may continue the pass of a checkpoint.
+    """
+    position = _position_of(origin)
+    if isinstance(position, DataPosition) and hasattr(loader, "iteration"):
+        _mix_in(loader)
+        loader.holdfast_position, loader.holdfast_origin = position, origin
+        loader.holdfast_continues = continues
+    return loader
+
+
+def _position_of(loader: Any) -> Any:
+    return vars(loader).get("holdfast_position")
+
+
+def _mix_in(loader: Any) -> None:
+    """Put `PositionedLoader` before the class of a loader.
+
+    Accelerate's loaders claim the class of the loader inside, in a property that cannot be set.
+    """
+    kind: Any = type(loader)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    mixed: Any = type(kind.__name__, (PositionedLoader, kind), names)
+    object.__dict__["__class__"].__set__(loader, mixed)

@@ -1,0 +1,428 @@
+"""Session: the saves and loads of one attached Accelerator."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast.adapters.accelerate.candidates import Candidate, Candidates
+from holdfast.adapters.accelerate.folders import Folders
+from holdfast.adapters.accelerate.live_state import (
+    FOLDERS,
+    GENERATORS,
+    PROGRESS,
+    live_objects,
+    loaded_models,
+    saved_models,
+)
+from holdfast.adapters.accelerate.notices import Notices
+from holdfast.adapters.accelerate.settings import Settings
+from holdfast.adapters.accelerate.stock_folder import automatic_number, number_of
+from holdfast.callsite import warn
+from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer.options import Limits, Preemption, parse_preemption
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, ResumeWarning
+from holdfast.keeper import Save
+from holdfast.log import get_logger
+from holdfast.ranks import Ranks
+
+if TYPE_CHECKING:
+    from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
+
+_log = get_logger("adapters")
+_T = TypeVar("_T")
+_NEVER = 10**15
+"""Steps between two saves that nobody asks for: the script decides when to save."""
+
+_LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
+"""Warning about loaders that are not in the state: the positions of prepared ones are."""
+
+_OPTIMIZER_WARNING = (
+    r"The run will not resume exactly: .* parameters? that (is|are) in no module of the state"
+)
+"""Warning about parameters that are not in the state: hooks may have saved them."""
+
+
+class Session:
+    """Saves and loads of one Accelerator.
+
+    Args:
+        accelerator: the attached Accelerator.
+        settings: settings given to `attach`, with a home.
+
+    Attributes:
+        is_open: False once it is closed, also by a new session of this process for the same home.
+
+    Ranks: collective, and so are all methods but `forget` and `wait_staged`.
+    """
+
+    def __init__(self, accelerator: HoldfastAccelerator, settings: Settings) -> None:
+        assert settings.home is not None, "a session has a home"
+        assert settings.root is not None, "a session has a folder of checkpoints"
+        self._accelerator, options = accelerator, dict(settings.options)
+        self._is_quiet = bool(options.pop("quiet", False))
+        self._timeout_s = options.get("limits", Limits()).rank_timeout_s
+        preemption = parse_preemption(options.pop("preemption", None))
+        self._state: dict[str, Any] = {FOLDERS: {}, PROGRESS: {}}
+        self._checkpointer = Checkpointer(
+            settings.home,
+            self._state,
+            every=_NEVER,
+            keep=None,
+            quiet=True,
+            preemption=Preemption("none", signals=False),
+            **options,
+        )
+        self._ranks = Ranks(timeout_s=self._timeout_s)
+        self._notices = Notices(preemption, self._ranks)
+        self._home = self._checkpointer.home
+        self.is_open = True
+        for other in [one for one in _sessions if one._home == self._home]:
+            other.close()  # a process trains one run in a home, and this is its training now
+        self._folders = Folders(settings.root, self._home, writes=_writes(accelerator))
+        self._names: dict[int, str] = {}  # of the folders of all checkpoints, by step
+        self._complete: set[int] = set()  # steps that were complete when they were listed, or are since
+        self._pending: list[Save] = []
+        self._doomed: dict[int, str] = {}  # folders to remove, by step, once a newer checkpoint is durable
+        self._copies_at_once = False
+        self._chosen: Candidate | None = None
+        self._open()
+        _sessions.add(self)
+
+    # -- the beginning ---------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Read the names of the folders, and have the folders agree with home."""
+        self._checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
+        self._complete = set(self._on_first(self._checkpointer.all_steps))
+        self._has_begun = not self._complete
+        names: dict[str, str] = self._state[FOLDERS]
+        self._names = {int(step): name for step, name in names.items() if int(step) in self._complete}
+        self._ranks.first_of(
+            range(self._ranks.world_size), lambda: self._folders.tidy(self._names, self._complete)
+        )
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def is_preempted(self) -> bool:
+        """Return True if a rank has a preemption notice."""
+        self._settle()
+        return self._notices.have_arrived()
+
+    def save(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        """Save the state under a folder's name, and return the folder. See `Accelerator.save_state`."""
+        accelerator, config = self._accelerator, self._accelerator.project_configuration
+        self._wait_for_limit()
+        name = self._name_of(output_dir)
+        reason, step, gone = self._agree_on_save(name)
+        folder = self._folders.path(name)
+        models = saved_models(accelerator, str(folder))
+        replaced = [one for one, known in self._names.items() if known == name]
+        surplus = self._surplus() if config.automatic_checkpoint_naming else []
+        for one in {*gone, *replaced, *surplus}:
+            self._names.pop(one, None)
+        self._names[step] = name
+        self._checkpoint(step, models)
+        for one in sorted({*gone, *replaced, *surplus}):
+            self._checkpointer.delete(one)
+        config.iteration += 1
+        self._settle()
+        if reason is not None:
+            self._notices.note(reason)
+            self._checkpointer.stop(step)
+        return folder
+
+    def _name_of(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """Return the name of the folder that a call of `save_state` means."""
+        config = self._accelerator.project_configuration
+        if config.automatic_checkpoint_naming:
+            return self._folders.name(self._folders.root / f"checkpoint_{config.iteration}")
+        if output_dir is None:
+            raise InvalidInput(
+                "save_state() without a folder needs automatic_checkpoint_naming=True in "
+                "ProjectConfiguration. Nothing was saved."
+            )
+        return self._folders.name(output_dir)
+
+    def _agree_on_save(self, name: str) -> tuple[str | None, int, list[int]]:
+        """Make the folder of a save.
+
+        Returns:
+            The reason of a preemption notice, if any; the step; and the steps whose folders are gone.
+
+        Raises:
+            InvalidInput: the folder is another checkpoint's, or the home holds a run that was not loaded.
+        """
+        is_first = self._ranks.rank == 0
+        outcomes = self._ranks.agree(
+            lambda: (self._notices.reason, self._begin_save(name) if is_first else None)
+        )
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        values = [outcome.value for outcome in outcomes if outcome.value is not None]
+        step, *gone = values[0][1] or []
+        if not is_first:
+            self._folders.make(name, step, complete=self._complete)  # on each node, if Accelerate does
+        return next((reason for reason, _ in values if reason), None), step, gone
+
+    def _begin_save(self, name: str) -> list[int]:
+        """Make the folder; return the step, and after it those whose folders the script has removed."""
+        if not self._has_begun:
+            newest = max(self._complete)
+            raise InvalidInput(
+                f"{self._home} holds a run up to step {newest} ({self._names.get(newest, '')}), and "
+                "save_state() was called without load_state(). Nothing was saved. Call load_state() to "
+                "continue that run. To begin anew, give attach() another home, or delete this one: "
+                f"`holdfast rm {self._home}`."
+            )
+        config, folder = self._accelerator.project_configuration, self._folders.path(name)
+        if config.automatic_checkpoint_naming and folder.exists():
+            raise InvalidInput(
+                f"Checkpoint directory {folder} ({config.iteration}) already exists. Nothing was saved. Call "
+                "load_state() first, or set iteration in ProjectConfiguration to the number to start with."
+            )
+        step = self._next_step(name)
+        gone = [one for one, known in self._names.items() if not self._folders.path(known).is_dir()]
+        self._folders.make(name, step, complete=self._complete)
+        return [step, *gone]
+
+    def _next_step(self, name: str) -> int:
+        """Return the step of a new checkpoint: the folder's number, if it is greater than all before."""
+        newest = max([*self._complete, *(save.step for save in self._pending)], default=-1)
+        number = number_of(Path(name).name)
+        return newest + 1 if number is None or number <= newest else number
+
+    def _surplus(self) -> list[int]:
+        """Return the steps that `total_limit` does not keep, and have folders removed."""
+        limit = self._accelerator.project_configuration.total_limit
+        if limit is None:
+            return []
+        steps = sorted(self._names)
+        surplus = steps[: max(0, len(steps) + 1 - limit)]
+        self._doomed |= {step: self._names[step] for step in surplus}
+        return surplus
+
+    def _checkpoint(self, step: int, models: list[int]) -> None:
+        accelerator = self._accelerator
+        self._warn_of_gradients()
+        self._state.clear()
+        self._state.update(live_objects(accelerator, models))
+        self._state[FOLDERS] = {str(one): name for one, name in self._names.items()}
+        iteration = accelerator.project_configuration.iteration
+        self._state[PROGRESS] = {"step": accelerator.step, "iteration": iteration + 1}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _LOADER_WARNING, ResumeWarning)
+            if len(models) < len(accelerator._models):
+                warnings.filterwarnings("ignore", _OPTIMIZER_WARNING, ResumeWarning)
+            save = self._checkpointer.save(step)
+        if self._copies_at_once:
+            save.wait_staged()
+        self._pending.append(save)
+
+    def _warn_of_gradients(self) -> None:
+        own: Any = self._accelerator
+        if own.sync_gradients or own.gradient_accumulation_steps == 1:
+            return
+        if any(one.grad is not None for model in own._models for one in model.parameters()):
+            warn(
+                "The state is saved in the middle of accumulated gradients, which are not part of it. A run "
+                "that resumes from it lacks them. Save when accelerator.sync_gradients is True.",
+                ResumeWarning,
+            )
+
+    def _settle(self) -> None:
+        """Note which saves are durable or have failed, and remove folders that are not needed."""
+        for save in [one for one in self._pending if one.done()]:
+            self._pending.remove(save)
+            if save.durable:
+                self._complete.add(save.step)
+            elif self._names.get(save.step) is not None:
+                self._copies_at_once = True  # something but the optimizer has written to the state
+                self._folders.remove_interrupted(self._names.pop(save.step))
+        newest = max(self._complete, default=-1)
+        for step in [one for one in self._doomed if one < newest]:
+            self._folders.remove(self._doomed.pop(step))
+            self._complete.discard(step)
+
+    def _wait_for_limit(self) -> None:
+        """Wait until folders that are not needed are removed: saves may be faster than the disk."""
+        self._settle()
+        while self._doomed and self._pending:
+            with suppress(HoldfastError):  # a later one may succeed
+                self._pending[0].wait_durable()
+            self._settle()
+
+    # -- loading ---------------------------------------------------------------------------------------------
+
+    def choose(self, asked: str | os.PathLike[str] | None) -> str | None:
+        """Choose the checkpoint that `load_state` asks for.
+
+        Returns:
+            A folder that Accelerate has written itself and that was checked; None for a checkpoint in a home,
+            which `load` loads.
+
+        Raises:
+            InvalidInput: there is none, or it is not complete.
+            HoldfastError: as `Checkpointer.restore`.
+        """
+        self._finish_saves()
+        own: Any = self._accelerator
+        candidates = Candidates(
+            self._folders,
+            self._names,
+            self._complete,
+            ranks=range(self._ranks.world_size),
+            num_optimizers=len(own._optimizers),
+            is_automatic=own.project_configuration.automatic_checkpoint_naming,
+        )
+        path = None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
+        is_home = path is not None and os.path.realpath(path) == os.path.realpath(self._home)
+        if path is None or is_home:
+            chosen = self._newest(candidates)
+        else:
+            chosen = Candidate(*self._on_first(lambda: astuple(candidates.of_path(Path(path), self._home))))
+        self._chosen = chosen
+        return chosen.folder if chosen.step is None else None
+
+    def _newest(self, candidates: Candidates) -> Candidate:
+        """Return the newest candidate that verifies."""
+        rows = self._on_first(lambda: [list(astuple(one)) for one in candidates.newest_first()])
+        found = [Candidate(*row) for row in rows]
+        for one in found:
+            try:
+                if one.step is None:
+                    self._on_first(lambda one=one: candidates.check_stock(Path(one.folder)))
+                else:
+                    self._checkpointer.continue_from(one.step, verify=True)
+            except (Corrupt, InvalidInput) as error:
+                _log.warning("%s was skipped: %s", one.folder, error)
+                continue
+            return one
+        where = f"{self._folders.root} and {self._home}"
+        if not found:
+            raise InvalidInput(f"There is no state to load in {where}. Nothing was loaded.")
+        raise Corrupt(f"None of the states in {where} can be loaded; see above. Nothing was loaded.")
+
+    def load(self, *, strict: bool) -> None:
+        """Load the chosen checkpoint."""
+        chosen, self._chosen = self._chosen, None
+        assert chosen is not None, "something was chosen"
+        assert chosen.step is not None, "a checkpoint was chosen"
+        accelerator = self._accelerator
+        models = loaded_models(accelerator, chosen.folder)
+        self._state.clear()
+        self._state.update(live_objects(accelerator, models))
+        self._state.update({FOLDERS: {}, PROGRESS: {}})
+        is_partial = len(models) < len(accelerator._models)
+        only = [*self._state, GENERATORS] if is_partial else None
+        if chosen.home is None:
+            self._checkpointer.restore(chosen.step, strict=strict, only=only)
+        else:
+            self._load_elsewhere(chosen, strict=strict, only=only)
+        accelerator.step = self._state[PROGRESS]["step"]
+        self._set_iteration(self._state[PROGRESS]["iteration"])
+        self._has_begun = True
+        if self._ranks.rank == 0 and not self._is_quiet:
+            _log.info("loaded step %d of %s (%s)", chosen.step, chosen.home or self._home, chosen.folder)
+
+    def _load_elsewhere(self, chosen: Candidate, *, strict: bool, only: list[str] | None) -> None:
+        """Load a checkpoint of another run's home."""
+        assert chosen.home is not None
+        elsewhere = Checkpointer(
+            chosen.home,
+            self._state,
+            preemption=Preemption("none", signals=False),
+            compile_cache=False,
+            quiet=True,
+        )
+        with elsewhere:
+            elsewhere.restore(chosen.step, strict=strict, only=only)
+        self._continue_home()
+
+    def continue_after(self, folder: str) -> None:
+        """Continue the run after a folder that Accelerate has written itself was loaded."""
+        self._chosen = None
+        self._continue_home()
+        self._set_iteration()
+        self._has_begun = True
+        if self._ranks.rank == 0 and not self._is_quiet:
+            _log.info("loaded %s, which Accelerate has written", folder)
+
+    def _continue_home(self) -> None:
+        if self._complete:
+            self._checkpointer.continue_from()
+
+    def _set_iteration(self, saved: int = 0) -> None:
+        """Have the next folder follow all that there are.
+
+        Args:
+            saved: number of the next folder according to the checkpoint.
+        """
+        config = self._accelerator.project_configuration
+        config.iteration = max(config.iteration, saved)
+        if config.automatic_checkpoint_naming:
+            numbers = [automatic_number(one) for one in self._on_first(self._folders.list)]
+            config.iteration = max([config.iteration, *(one + 1 for one in numbers if one is not None)])
+
+    def _finish_saves(self) -> None:
+        """Wait until no save is under way."""
+        for save in self._pending:
+            with suppress(HoldfastError):  # a failed save is no candidate
+                save.wait_durable()
+        self._settle()
+        there = self._on_first(
+            lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
+        )
+        self._names = {step: self._names[step] for step in there}
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Release the prepared objects, once the last save does not need them."""
+        for save in self._pending:
+            save.wait_staged()
+        self._state.clear()
+
+    def wait_staged(self) -> None:
+        """Wait until the last save does not need this process."""
+        for save in self._pending:
+            save.wait_staged()
+
+    def close(self) -> None:
+        """Wait until all saves are durable, and end."""
+        self.is_open = False
+        self._checkpointer.close()
+        self._settle()
+        self._notices.close()
+        self._ranks.barrier_and_close()
+        _sessions.discard(self)
+
+    def _on_first(self, work: Callable[[], _T]) -> Any:
+        return self._ranks.first_of((0,), work)
+
+
+def _writes(accelerator: HoldfastAccelerator) -> bool:
+    """Return True if this rank makes folders, as it would write Accelerate's own files."""
+    if accelerator.project_configuration.save_on_each_node:
+        return accelerator.is_local_main_process
+    return accelerator.is_main_process
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _wait_staged() -> None:
+    """Wait for copies under way before the process ends."""
+    for session in list(_sessions):
+        session.wait_staged()
+
+
+atexit.register(_wait_staged)

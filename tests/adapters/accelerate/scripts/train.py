@@ -1,0 +1,215 @@
+"""Training with a hand-written loop of Accelerate: `train.py FOLDER JSON`. Prints the end of the run as JSON.
+
+Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its options), `resume`, `naming`
+("automatic" or "explicit"), `loader` ("plain", "seedable" or "stateful"), `accumulation`,
+`fsdp`, `scaler`, `every`, `steps`, `limit`, `asks`, and `kill_at` with `signal` and `rank`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    set_seed,
+)
+
+warnings.simplefilter("ignore", FutureWarning)
+NUM_ROWS, BATCH = 48, 4
+
+
+class Counter:
+    """Steps and epochs of the script, which it registers."""
+
+    def __init__(self) -> None:
+        self.step = self.epoch = self.num_batches = 0
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Net(torch.nn.Module):
+    """A small network that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 16), torch.nn.Linear(16, 1)
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.nn.functional.dropout(self.norm(self.first(x)).relu(), 0.3, self.training))
+
+
+def make_accelerator(folder: Path, plan: dict[str, Any]) -> Accelerator:
+    loader = plan.get("loader", "plain")
+    is_automatic = plan.get("naming", "automatic") == "automatic"
+    options: dict[str, Any] = {}
+    if plan.get("fsdp"):
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+        )
+    return Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(
+            project_dir=str(folder),
+            automatic_checkpoint_naming=is_automatic,
+            total_limit=plan.get("limit", 100),
+        ),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=loader == "seedable",
+            use_stateful_dataloader=loader == "stateful",
+        ),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=plan.get("accumulation", 1)),
+        **options,
+    )
+
+
+def newest(folder: Path) -> str | None:
+    """Return the newest folder of explicit names, as scripts find it."""
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
+    return str(max(found, key=lambda path: int(path.name[5:]))) if found else None
+
+
+def strike(plan: dict[str, Any], step: int) -> None:
+    """Send this process its signal, if it is due."""
+    if plan.get("kill_at") == step and plan.get("rank", 0) == int(os.environ.get("RANK", 0)):
+        os.kill(os.getpid(), plan.get("signal", signal.SIGKILL))
+
+
+def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    accelerator: Any = make_accelerator(folder, plan)
+    set_seed(3, device_specific=True)
+    if not plan.get("stock"):
+        from holdfast.adapters.accelerate import attach
+
+        attach(accelerator, **plan.get("attach", {}))
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(NUM_ROWS, 4), torch.randn(NUM_ROWS, 1))
+    net: Any = Net()
+    if plan.get("fsdp"):
+        net.norm = torch.nn.LayerNorm(16)
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
+    set_seed(5, device_specific=True)  # each rank draws its own numbers
+    net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    if plan.get("scaler"):
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    if plan.get("resume"):
+        resume(accelerator, folder, plan)
+    loop(accelerator, net, optimizer, scheduler, loader, counter, folder, plan)
+    end = end_of(accelerator, net, optimizer, scheduler, counter)
+    if not plan.get("stock"):
+        accelerator.holdfast_session.close()
+    return end
+
+
+def loop(
+    accelerator: Any,
+    net: Any,
+    optimizer: Any,
+    scheduler: Any,
+    loader: Any,
+    counter: Counter,
+    folder: Path,
+    plan: dict[str, Any],
+) -> None:
+    while counter.step < plan.get("steps", 30):
+        if counter.num_batches >= len(loader):
+            counter.epoch, counter.num_batches = counter.epoch + 1, 0
+        active = loader
+        if counter.num_batches and plan.get("loader") != "stateful":
+            active = accelerator.skip_first_batches(loader, counter.num_batches)
+        for x, y in active:
+            with accelerator.accumulate(net):
+                noise = 0.01 * (random.random() + np.random.rand())
+                loss = torch.nn.functional.mse_loss(net(x) + noise, y)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counter.num_batches += 1
+            counter.losses.append(loss.item())
+            if accelerator.sync_gradients and end_step(accelerator, counter, folder, plan):
+                break
+
+
+def end_step(accelerator: Any, counter: Counter, folder: Path, plan: dict[str, Any]) -> bool:
+    """Count and save a step; return True after the last one."""
+    counter.step += 1
+    strike(plan, counter.step)
+    is_preempted = False
+    if plan.get("asks", not plan.get("stock")):
+        from holdfast.adapters import accelerate
+
+        is_preempted = accelerate.is_preempted(accelerator)
+    if counter.step % plan.get("every", 4) == 0 or is_preempted:
+        accelerator.save_state(str(folder / f"step_{counter.step}"))
+    return counter.step >= plan.get("steps", 30)
+
+
+def resume(accelerator: Accelerator, folder: Path, plan: dict[str, Any]) -> None:
+    if plan.get("naming", "automatic") == "automatic":
+        accelerator.load_state()
+        return
+    path = newest(folder)
+    if path is not None:
+        accelerator.load_state(path)
+
+
+def end_of(accelerator: Any, net: Any, optimizer: Any, scheduler: Any, counter: Counter) -> dict[str, Any]:
+    """Return everything that an interrupted run has to have in common with an unbroken one."""
+    return {
+        "model": digest(dict(accelerator.unwrap_model(net).state_dict())),
+        "optimizer": digest(optimizer.optimizer.state_dict()["state"]),
+        "scheduler": repr(scheduler.scheduler.state_dict()),
+        "random": digest([torch.get_rng_state(), random.getstate(), repr(np.random.get_state())]),
+        "counter": [counter.step, counter.epoch, counter.num_batches, digest(counter.losses)],
+        "step": accelerator.step,
+        "iteration": accelerator.save_iteration,
+    }
+
+
+def digest(value: Any) -> str:
+    """Return a hash of nested tensors and values."""
+    if isinstance(value, torch.Tensor):
+        whole: Any = value
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        return hashlib.sha256(
+            whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+    if isinstance(value, dict):
+        pairs = sorted((str(key), digest(item)) for key, item in value.items())
+        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+    if isinstance(value, (list, tuple)):
+        return hashlib.sha256(json.dumps([digest(item) for item in value]).encode()).hexdigest()
+    return repr(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(train(Path(sys.argv[1]), json.loads(sys.argv[2]))) + "\n")
+    if torch.distributed.is_initialized():
+        from holdfast import hard_exit
+
+        hard_exit()

@@ -1,0 +1,109 @@
+"""Hand-written loops that are killed or preempted, compared with unbroken ones of stock Accelerate."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="needs torch-holdfast[accelerate]")
+
+import holdfast
+from adapters.accelerate.running import train, train_ranks
+
+pytestmark = pytest.mark.slow
+EXPLICIT = {"naming": "explicit", "every": 5}
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "explicit": EXPLICIT,
+    "seedable": {"loader": "seedable", "limit": 2},
+    "stateful": {"loader": "stateful"},
+    "accumulation": {"accumulation": 3, "every": 2},
+    "scaler": {"scaler": True},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, plan: dict[str, Any]) -> None:
+    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
+    train(tmp_path / "out", status=-9, kill_at=18, **plan)
+    assert train(tmp_path / "out", resume=True, **plan) == unbroken
+
+
+@pytest.mark.parametrize(
+    "plan", [{"every": 12}, {"every": 12, "loader": "stateful"}], ids=["plain", "stateful"]
+)
+def test_a_run_resumes_from_the_last_batch_of_an_epoch(tmp_path: Path, plan: dict[str, Any]) -> None:
+    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
+    train(tmp_path / "out", status=-9, kill_at=14, **plan)
+    assert train(tmp_path / "out", resume=True, **plan) == unbroken
+
+
+def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    unbroken = train(tmp_path / "unbroken", stock=True, **EXPLICIT)
+    step = 0
+    while step < 22:
+        step += draw.randint(5, 9)
+        train(tmp_path / "out", status=-9, kill_at=step, resume=True, **EXPLICIT)
+    assert train(tmp_path / "out", resume=True, **EXPLICIT) == unbroken
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "plan",
+    [{}, {"loader": "seedable"}, pytest.param({"fsdp": True}, marks=pytest.mark.fsdp2_on_cpu)],
+    ids=["ddp", "seedable", "fsdp2"],
+)
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path, plan: dict[str, Any], victim: int) -> None:
+    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True, **plan)
+    statuses = [-9 if rank == victim else 0 for rank in range(2)]
+    train_ranks(tmp_path / "out", 2, statuses=statuses, kill_at=10, rank=victim, **plan)
+    assert train_ranks(tmp_path / "out", 2, resume=True, **plan) == unbroken
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+    train_ranks(tmp_path / "out", before, statuses=[-9] + [0] * (before - 1), kill_at=10)
+    ended = train_ranks(tmp_path / "out", after, resume=True)
+    assert ended[0]["counter"][0] == 30
+    assert len({one["model"] for one in ended}) == 1
+
+
+def test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    unbroken = train(tmp_path / "unbroken", stock=True, **EXPLICIT)
+    train(tmp_path / "out", status=75, kill_at=12, signal=15, **EXPLICIT)
+    assert holdfast.open(tmp_path / "out" / "holdfast").step == 12
+    ended = train(tmp_path / "out", resume=True, **EXPLICIT)
+    assert {**ended, "iteration": 0} == {**unbroken, "iteration": 0}  # there is one folder more
+
+
+def test_a_script_that_does_not_ask_is_preempted_at_its_next_save(tmp_path: Path) -> None:
+    unbroken = train(tmp_path / "unbroken", stock=True)
+    train(tmp_path / "out", status=75, kill_at=9, signal=15, asks=False)
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == [
+        *(f"checkpoint_{number}" for number in range(3)),
+        "holdfast",
+    ]
+    assert train(tmp_path / "out", resume=True) == unbroken
+
+
+@pytest.mark.ranks
+def test_two_ranks_agree_on_a_notice_that_one_of_them_gets(tmp_path: Path) -> None:
+    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True)
+    train_ranks(tmp_path / "out", 2, statuses=[75, 75], kill_at=9, signal=15, rank=1, asks=False)
+    assert train_ranks(tmp_path / "out", 2, resume=True) == unbroken
+
+
+def test_a_run_of_stock_accelerate_is_continued(tmp_path: Path) -> None:
+    """Stock folders have no random numbers of a pass that has begun, so only the counters are compared."""
+    unbroken = train(tmp_path / "unbroken", stock=True)
+    train(tmp_path / "out", stock=True, status=-9, kill_at=10)
+    train(tmp_path / "out", resume=True, status=-9, kill_at=18)
+    ended = train(tmp_path / "out", resume=True)
+    assert ended["counter"][:3] == unbroken["counter"][:3]
+    assert ended["iteration"] == unbroken["iteration"]

@@ -71,7 +71,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, before: int, a
     train_ranks(tmp_path / "out", before, statuses=[-9] + [0] * (before - 1), kill_at=10)
     ended = train_ranks(tmp_path / "out", after, resume=True)
     assert ended[0]["counter"][0] == 30
-    assert len({one["model"] for one in ended}) == 1
+    assert len({one["optimizer"] for one in ended}) == 1  # buffers of a batch norm are those of each rank
 
 
 def test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -87,6 +87,23 @@ def test_folders_and_checkpoints_follow_the_trainers_limit(tmp_path: Path) -> No
         assert checkpointer.all_steps() == [6, 8]
 
 
+@pytest.mark.slow
+def test_folders_of_all_kept_checkpoints_are_written_on_request(tmp_path: Path) -> None:
+    attach(make(tmp_path, save_total_limit=3), tmp_path / "home", folders="all").train()
+    files = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= files
+    stock = make(tmp_path)
+    stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    unbroken = make(tmp_path / "unbroken")
+    unbroken.train()
+    assert torch.equal(weights(stock), weights(unbroken))
+
+
+def test_an_unknown_value_for_folders_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.InvalidInput, match='True, False or "all"'):
+        attach(make(tmp_path), folders="every")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_path_resumes_from_its_step(tmp_path: Path) -> None:
     attach(make(tmp_path)).train()
     again = attach(make(tmp_path, callbacks=[StopAt(5)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import Trainer
 
@@ -25,7 +25,11 @@ _DECIDED = {
 
 
 def attach(
-    trainer: _T, home: str | os.PathLike[str] | Home | None = None, *, folders: bool = True, **options: Any
+    trainer: _T,
+    home: str | os.PathLike[str] | Home | None = None,
+    *,
+    folders: bool | Literal["all"] = True,
+    **options: Any,
 ) -> _T:
     """Have a Trainer save and resume through Holdfast. Returns the same Trainer.
 
@@ -38,11 +42,11 @@ def attach(
         trainer: a `Trainer`, `Seq2SeqTrainer`, `SFTTrainer` or an object of another subclass.
         home: folder or URL of the run's checkpoints; by default `holdfast` in the output directory.
         folders: at the end of `train`, write the newest and the best checkpoint as folders `checkpoint-N`
-            that `from_pretrained` and the Trainer itself can read.
+            that `from_pretrained` and the Trainer itself can read; "all" for every checkpoint that is kept.
         options: other options of `Checkpointer`, such as `local`, `memory`, `preemption` or `limits`.
 
     Raises:
-        InvalidInput: the Trainer is already attached, or an option is decided by its arguments.
+        InvalidInput: the Trainer is already attached, or an option is wrong or decided by its arguments.
         Unsupported: the Trainer saves in a way that Holdfast does not replace, such as with DeepSpeed.
 
     Ranks: every rank calls it; not collective.
@@ -50,6 +54,8 @@ def attach(
     for name, fix in _DECIDED.items():
         if name in options:
             raise InvalidInput(f"attach() does not take {name}=: {fix}. The Trainer was not changed.")
+    if folders not in (True, False, "all"):
+        raise InvalidInput(f'folders= is True, False or "all", not {folders!r}. The Trainer was not changed.')
     if isinstance(trainer, HoldfastTrainer):
         raise InvalidInput("This Trainer is already attached. Call attach() once.")
     check_trainer(trainer)

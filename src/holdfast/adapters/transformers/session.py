@@ -326,16 +326,18 @@ class Session:
         return True
 
     def end(self) -> None:
-        """Wait until everything is durable, and write the folders of two checkpoints.
+        """Wait until everything is durable, and write the folders of checkpoints.
 
-        They are the newest and the best one.
+        They are the newest and the best one, or all that are kept.
 
         Ranks: collective.
         """
         self._finish()
         self._remove_doomed()
         best = step_of(self._trainer.state.best_model_checkpoint or "")
-        steps = {self._trainer.state.global_step, best} & self._in_home
+        steps = self._in_home
+        if self._settings.folders != "all":
+            steps = steps & {self._trainer.state.global_step, best}
         if self._settings.folders and self._args.should_save and not self._trainer.is_fsdp_enabled:
             for step in sorted(steps):
                 write_folder(self._trainer, self._home, step, self._folders.path(step))

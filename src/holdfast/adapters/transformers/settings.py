@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.checkpointer.options import Home
 
@@ -14,5 +14,5 @@ class Settings:
     """Settings of one Trainer. `options` are those of the Checkpointer that the Trainer does not decide."""
 
     home: Home
-    folders: bool
+    folders: bool | Literal["all"]
     options: Mapping[str, Any]

@@ -158,6 +158,7 @@ def _value_seeds() -> list[bytes]:
     import numpy
     import torch
 
+    from holdfast.format.composites import SPARSE, UNDER, SavedTensor
     from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
     from holdfast.format.sealed import dumps
     from holdfast.format.values import EntryRef, TensorRef, encode
@@ -188,6 +189,26 @@ def _value_seeds() -> list[bytes]:
             {SavedEnum("m:E", "A"): {SavedEnum("m:E", "B")}},
         ],
         {"g": EntryRef("a.g"), "list": [EntryRef("a.list.0"), 1]},
+        [
+            SavedTensor("m:C", {"codes": TensorRef("t.codes")}, {"shape": [2], "context": [True, None]}),
+            SavedTensor("dtype", {"raw": TensorRef("t.raw")}, {"dtype": "complex128"}),
+            SavedTensor("sparse_csr", dict.fromkeys(SPARSE["sparse_csr"], TensorRef("t")), {"size": [1, 1]}),
+        ],
+        {
+            UNDER: {
+                "w": SavedTensor(
+                    "dtensor",
+                    {
+                        "local": SavedTensor(
+                            "sparse_coo",
+                            {"indices": TensorRef("i"), "values": TensorRef("v")},
+                            {"size": [1], "coalesced": False},
+                        )
+                    },
+                    {"shape": [2], "offsets": [0], "sizes": [1]},
+                )
+            }
+        },
         [collections.defaultdict(None, a=[1]), argparse.Namespace(a=1), types.SimpleNamespace(b=[2])],
         numpy.zeros((2, 1), [("a", "<i4"), ("b", [("x", "U2"), ("y", "f8", (2,))])]),
         numpy.zeros((), [("a", "<i4")])[()],
@@ -207,11 +228,13 @@ def _run_plain_forms(data: bytes) -> None:
     """Bring a value into the forms in which readers show and export it."""
     from holdfast.documents import decode
     from holdfast.format import values
+    from holdfast.format.composites import composites
     from holdfast.format.limits import MAX_DEPTH
     from holdfast.format.plain_forms import place_entries, plain_form
 
     value = values.decode(decode(data, "values", max_depth=MAX_DEPTH))
     place_entries({"a": plain_form(value), "a.g": {"w": 1}, "a.list.0": plain_form(value)})
+    list(composites(value, "a"))
 
 
 def _run_fitting(data: bytes) -> None:
@@ -235,6 +258,11 @@ def _run_fitting(data: bytes) -> None:
         {kind.A: {kind.B}, "g": 1, "list": [2]},
         [kind.A, pair(1, [2]), argparse.Namespace(a=1), types.SimpleNamespace(b=[2])],
         collections.defaultdict(lambda: kind.A),
+        [
+            torch.zeros(1, dtype=torch.complex128),
+            torch.zeros(1, dtype=torch.complex128),
+            torch.eye(1).to_sparse_csr(),
+        ],
     ]
     for one in live:
         with contextlib.suppress(InvalidInput):

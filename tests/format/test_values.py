@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.format.composites import RAW_DTYPES, SPARSE, SavedTensor
 from holdfast.format.limits import MAX_VALUE_DEPTH
 from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.format.sealed import dumps
@@ -38,6 +39,7 @@ def file_in_memory(content: bytes, position: int) -> io.BytesIO:
 text = st.text(st.characters(exclude_categories=["Cs"]))  # all but lone surrogates
 dates = st.dates() | st.datetimes(timezones=st.none() | st.just(datetime.timezone.utc)) | st.timedeltas()
 dtypes = arrays.scalar_dtypes()
+references = st.builds(TensorRef, text)
 scalars = (
     st.none()
     | st.booleans()
@@ -84,6 +86,43 @@ def members(namespace: Any, fields: dict[str, Any]) -> Any:
     return namespace
 
 
+def composite_tensors(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Of classes and of all kinds of torch's own, some in each other."""
+    short = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+    sizes = st.lists(st.integers(0, 2**53 - 1), max_size=4)
+    of_class = st.builds(
+        SavedTensor,
+        st.tuples(short, short).map(":".join),
+        st.dictionaries(text.filter(bool), references, min_size=1, max_size=4),
+        st.dictionaries(text, inner, max_size=3),
+    )
+    sparse = st.sampled_from(sorted(SPARSE)).flatmap(
+        lambda kind: st.builds(
+            SavedTensor,
+            st.just(kind),
+            st.tuples(*[references] * len(SPARSE[kind])).map(
+                lambda found: dict(zip(SPARSE[kind], found, strict=True))
+            ),
+            st.fixed_dictionaries({"size": sizes, "coalesced": st.booleans()}),
+        )
+    )
+    dtypes = st.sampled_from(sorted(RAW_DTYPES))
+    of_dtype = st.builds(
+        SavedTensor,
+        st.just("dtype"),
+        st.fixed_dictionaries({"raw": references}),
+        st.fixed_dictionaries({"dtype": dtypes}),
+    )
+    single = of_class | sparse | of_dtype
+    shards = st.builds(
+        SavedTensor,
+        st.just("dtensor"),
+        st.fixed_dictionaries({"local": single}),
+        st.fixed_dictionaries(dict.fromkeys(("shape", "offsets", "sizes"), sizes)),
+    )
+    return single | shards
+
+
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return (
         st.lists(inner, max_size=4)
@@ -101,6 +140,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         | st.builds(
             SavedNamedTuple, text, st.dictionaries(text, inner, max_size=4).map(lambda f: tuple(f.items()))
         )
+        | composite_tensors(inner)
         | st.builds(collections.deque, st.lists(inner, max_size=4), st.none() | st.integers(4, 9))
     )
 
@@ -149,8 +189,8 @@ def same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, (argparse.Namespace, types.SimpleNamespace)):
         return same(vars(a), vars(b))
-    if isinstance(a, (SavedDataclass, SavedNamedTuple)):
-        return a.type == b.type and same(a.fields, b.fields)
+    if isinstance(a, (SavedDataclass, SavedNamedTuple, SavedTensor)):
+        return same([getattr(a, name) for name in a.__slots__], [getattr(b, name) for name in b.__slots__])
     if isinstance(a, dict):
         return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
     return content(a) == content(b)
@@ -433,6 +473,53 @@ def test_damaged_decimals_uuids_and_slices_are_corrupt(body: Any) -> None:
 def test_damaged_bodies_of_the_programs_own_types_are_corrupt(body: Any) -> None:
     with pytest.raises(Corrupt, match="cannot be decoded"):
         decode(body)
+
+
+REF = {"$tensor": "t"}
+SIZES = {"shape": [2], "offsets": [0], "sizes": [1]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        ["m:C", {"a": REF}],
+        [1, {"a": REF}, {}],
+        ["m" * 2000 + ":C", {"a": REF}, {}],
+        ["m:C", {}, {}],
+        ["m:C", {"": REF}, {}],
+        ["m:C", {str(i): REF for i in range(65)}, {}],
+        ["m:C", [REF], {}],
+        ["m:C", {"a": 1}, {}],
+        ["m:C", {"a": [REF]}, {}],
+        ["m:C", {"a": REF}, []],
+        ["m:C", {"a": REF}, None],
+        ["sparse_coo", {"values": REF, "indices": REF}, {"size": [1], "coalesced": True}],
+        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [1]}],
+        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [-1], "coalesced": True}],
+        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [2**53], "coalesced": True}],
+        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [1] * 65, "coalesced": True}],
+        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [1.0], "coalesced": True}],
+        ["sparse_csr", {"crow_indices": REF, "values": REF}, {"size": [1, 1]}],
+        ["dtype", {"raw": REF, "more": REF}, {"dtype": "complex128"}],
+        ["dtype", {"raw": REF}, {"dtype": 5}],
+        ["dtype", {"raw": REF}, {}],
+        ["dtensor", {"local": REF, "more": REF}, SIZES],
+        ["dtensor", {"local": REF}, {**SIZES, "sizes": None}],
+    ],
+)
+def test_damaged_descriptions_of_composite_tensors_are_corrupt(body: Any) -> None:
+    with pytest.raises(Corrupt):
+        decode({"$composite": body})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [["sparse_new", {"a": REF}, {}], ["", {"a": REF}, {}], ["dtype", {"raw": REF}, {"dtype": "complex999"}]],
+)
+def test_kinds_of_composite_tensors_from_a_newer_version_are_unsupported(body: Any) -> None:
+    with pytest.raises(Unsupported, match="newer"):
+        decode({"$composite": body})
 
 
 def test_deeply_nested_fields_of_an_array_are_corrupt() -> None:

@@ -372,3 +372,15 @@ def test_a_captured_state_does_not_change_with_the_live_values() -> None:
     second = state.capture()
     assert first.values != second.values
     assert first.structure is second.structure
+
+
+def test_a_counter_keeps_its_counts() -> None:
+    live: dict[str, Any] = {"c": collections.Counter("zz"), "in": [collections.Counter()], "new": [1]}
+    saved = {
+        "c": collections.Counter("aab"),
+        "in": [collections.Counter("b")],
+        "new": [collections.Counter("c")],
+    }
+    kept(saved).restore(State(live))
+    assert live == saved
+    assert all(type(one) is collections.Counter for one in (live["c"], live["in"][0], live["new"][0]))

@@ -257,11 +257,16 @@ def _quantized() -> torch.Tensor:
         return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
+def _nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, but there
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
 BARE: dict[str, Callable[[], torch.Tensor]] = {
-    "sparse": lambda: torch.eye(2).to_sparse(),
     "qint8": _quantized,
     "meta": lambda: torch.zeros(2, device="meta"),
-    "complex128": lambda: torch.zeros(2, dtype=torch.complex128),
+    "nested": _nested,
     "Sub": lambda: torch.zeros(2).as_subclass(Sub),
 }
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.format.composites import UNDER
+
 MAX_CHARS = 100
 """Longest text of a value in a table. JSON output has the whole value."""
 
@@ -18,7 +20,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     tag = _tag(value) if isinstance(value, dict) else ""
     if isinstance(value, dict) and not tag:
         for key, item in value.items():
-            yield from leaves(item, f"{path}.{key}")
+            yield from leaves(item, path if key == UNDER else f"{path}.{key}")
     elif tag in ("$dict", "$odict", "$counter", "$defaultdict"):
         for key, item in value[tag]:
             yield from leaves(item, f"{path}[{format_value(key)}]")
@@ -88,6 +90,11 @@ def _array(body: list[Any]) -> str:
     return f"array of {body[0]}, shape {body[1]}"
 
 
+def _composite(body: list[Any]) -> str:
+    kind, inner, facts = body
+    return f"{_type_of(kind)} tensor of {', '.join(inner)}, {_text(facts)}"
+
+
 def _structured(body: list[Any]) -> str:
     names = ", ".join(str(row[0]) for row in body[0]["fields"])
     return f"array with fields {names}" + ("" if body[1] is None else f", shape {body[1]}")
@@ -103,4 +110,5 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "$entry": lambda body: f"object {body}",
     "$enum": lambda body: f"{_type_of(body[0])}.{body[1]}",
     "$structured": _structured,
+    "$composite": _composite,
 }

@@ -86,7 +86,7 @@ class Packed:
             if not is_savable(tensor):
                 raise unsavable(tensor, path)
 
-        encode(extract_tensors(self.tree, name, emit), name)
+        encode(extract_tensors(self.tree, name, emit, composites=False), name)
 
     def copied(self) -> Packed:
         """Return the partition with copies of all tensors on the CPU."""

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, Unsupported
 from holdfast.exchange import safetensors_export
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.exchange.torch_archive import write_archive
 from holdfast.exchange.torch_export import build_tree
+from holdfast.format.composites import composites, shown_type
 from holdfast.restore.atomic_output import atomic_file
 from holdfast.restore.checkpoint import Checkpoint
 
@@ -68,6 +69,14 @@ def _check(selection: ExportSelection, values: Mapping[str, Any]) -> None:
             f"has no {STATE}. Nothing was written. Export it to another format, such as torch.",
             step=step,
         )
+    for key, value in values.items():
+        for path, one in composites(value, key):
+            raise Unsupported(
+                f"{path} of step {step} was saved as {shown_type(one.type, one.facts)}, which a folder for "
+                "the Trainer cannot hold. Nothing was written. Resume through Holdfast, or export to torch.",
+                step=step,
+                key=path,
+            )
     if selection.only is not None or selection.rename:
         raise InvalidInput(
             f"A folder for the Trainer has all of step {step}, under the Trainer's names. Nothing was "

@@ -8,6 +8,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.format.composites import UNDER, SavedTensor, composite_items
 from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.format.values import EntryRef
 
@@ -16,8 +17,10 @@ def plain_form(value: Any) -> Any:
     """Return a decoded value without types of the program.
 
     A dataclass or a namespace becomes a dict of its fields, a named tuple a tuple, an enum member its name,
-    and a defaultdict a dict.
+    and a defaultdict a dict. A composite tensor becomes a dict of its inner tensors, with its type and facts.
     """
+    if isinstance(value, SavedTensor):
+        return {name: plain_form(item) for name, item in composite_items(value).items()}
     if isinstance(value, SavedEnum):
         return value.name
     if isinstance(value, SavedNamedTuple):
@@ -28,10 +31,18 @@ def plain_form(value: Any) -> Any:
         return {name: plain_form(item) for name, item in vars(value).items()}
     if isinstance(value, dict):
         kind = type(value) if type(value) in (collections.OrderedDict, collections.Counter) else dict
-        return kind({plain_form(key): plain_form(item) for key, item in value.items()})
+        return kind({plain_form(key): plain_form(item) for key, item in placed_composites(value).items()})
     if isinstance(value, collections.deque):
         return collections.deque(map(plain_form, value), value.maxlen)
     return type(value)(map(plain_form, value)) if type(value) in (list, tuple, set, frozenset) else value
+
+
+def placed_composites(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a module's values with each composite tensor under its own name; another dict as it is."""
+    under = value.get(UNDER)
+    if not isinstance(under, dict):
+        return value
+    return {**{key: item for key, item in value.items() if key != UNDER}, **under}
 
 
 def place_entries(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 from holdfast.documents import MAX_NUMBER_CHARS, is_text, shown
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.format.array_values import decode_ndarray, decode_structured, decode_torch, encoder_of
+from holdfast.format.composites import SavedTensor, check_composite, read_composite
 from holdfast.format.limits import MAX_VALUE_DEPTH
 from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.format.value_bodies import (
@@ -263,9 +264,15 @@ def _encode_named_tuple(value: SavedNamedTuple, path: str) -> Any:
     }
 
 
+def _encode_composite(value: SavedTensor, path: str) -> Any:
+    inner = _encode_fields(value.inner, path)
+    return {"$composite": [value.type, inner, _encode(value.facts, f"{path}.<description>")]}
+
+
 _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     TensorRef: lambda value, path: {"$tensor": value.name},
     EntryRef: lambda value, path: {"$entry": value.key},
+    SavedTensor: _encode_composite,
     SavedEnum: lambda value, path: {"$enum": [value.type, value.name]},
     SavedNamedTuple: _encode_named_tuple,
     SavedDataclass: lambda value, path: {"$dataclass": [value.type, _encode_fields(value.fields, path)]},
@@ -385,6 +392,14 @@ def _decode_dataclass(body: Any) -> SavedDataclass:
     return SavedDataclass(read_text(kind, _MAX_TYPE_CHARS), _decode_members(members))
 
 
+def _decode_composite(body: Any) -> SavedTensor:
+    kind, rows, facts = read_composite(body)
+    inner = {name: _decode(item) for name, item in rows.items()}
+    if not all(isinstance(item, (TensorRef, SavedTensor)) for item in inner.values()):
+        raise Refused("an inner tensor that is not a tensor")
+    return check_composite(SavedTensor(kind, inner, _decode(facts)))
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$tensor": lambda body: TensorRef(read_text(body)),
     "$int": _decode_int,
@@ -412,6 +427,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$npscalar": lambda body: decode_ndarray(body)[()],
     "$structured": decode_structured,
     "$torch": decode_torch,
+    "$composite": _decode_composite,
     "$entry": lambda body: EntryRef(read_text(body)),
     "$enum": _decode_enum,
     "$namedtuple": _decode_namedtuple,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, MissingKey, NotFound
 from holdfast.format import values as value_format
+from holdfast.format.composites import composites, shown_type
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
 from holdfast.format.run import Run
@@ -359,6 +360,14 @@ class Checkpoint:
         name = self.manifest.tied.get(key, key)
         if name in self.manifest.tensors:
             return name
+        inner = [one for one in self.keys() if one.startswith(f"{key}.")]
+        if inner and (kind := self._composite_type(key)) is not None:
+            raise MissingKey(
+                f"{key} of step {self.step} was saved as {kind}, which is made of {', '.join(inner)}. Read "
+                "these, or fill a live tensor of the same type with load_into().",
+                step=self.step,
+                key=key,
+            )
         close = difflib.get_close_matches(key, self.keys(), n=3)
         hint = (
             f"Did you mean {' or '.join(close)}?"
@@ -366,6 +375,14 @@ class Checkpoint:
             else f"It holds {plural(len(self), 'other')}; see keys()."
         )
         raise MissingKey(f"Step {self.step} holds no tensor {key!r}. {hint}", step=self.step, key=key)
+
+    def _composite_type(self, key: str) -> str | None:
+        """Return the type of the composite tensor with a name, or None if there is none."""
+        for top, value in self.values().items():
+            for path, one in composites(value, top):
+                if path == key:
+                    return shown_type(one.type, one.facts)
+        return None
 
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
         import torch  # not above: reading a checkpoint does not need it

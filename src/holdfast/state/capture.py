@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from holdfast.state.composites import is_composite
 from holdfast.state.holders import HolderAgreement
 from holdfast.state.replication import Replication
 from holdfast.state.sharding import Sharding, local_of
@@ -39,6 +40,22 @@ class CapturedState:
     structure: StateStructure  # compare by identity
 
 
+@dataclass(frozen=True, slots=True)
+class _Emit:
+    """Function for `extract_tensors` that collects tensors with one role."""
+
+    collector: TensorCollector
+    role: Role
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> str:
+        return self.collector.collect(name, tensor, self.role)
+
+    def per_rank(self, name: str, tensor: torch.Tensor) -> str:
+        """Collect a tensor that every rank has its own of."""
+        role = self.role._replace(replication=Replication.PER_RANK, follows=None)
+        return self.collector.collect(name, tensor, role)
+
+
 class TensorCollector:
     """Collects tensors by name while a state is walked.
 
@@ -59,6 +76,7 @@ class TensorCollector:
         self._new_table = TensorTable(rank, world_size, checked)
         self._row = 0  # of the table that is followed: all before it are confirmed
         self._owner = 0
+        self._composites: list[str] = []  # of the table that is followed: names that are confirmed
         self._replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
         self._replaced_at: set[int] = set()  # their addresses
 
@@ -90,13 +108,29 @@ class TensorCollector:
             self._leave(self._followed)
         return self._new_table.add(name, tensor, role)
 
-    def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> None:
-        """Collect several tensors; quick if they are the objects of the previous capture."""
+    def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
+        """Collect several tensors; quick if they are the objects of the previous capture.
+
+        Returns:
+            False if one of them is a composite tensor; then none was collected.
+        """
         if self._followed is not None and self._followed.are_same(self._row, names, roles, tensors):
             self._row += len(names)
-            return
+            return True
+        if any(map(is_composite, tensors)):
+            return False
         for name, role, tensor in zip(names, roles, tensors, strict=True):
             self.collect(name, tensor, role)
+        return True
+
+    def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
+        """Record a parameter that is a composite tensor, with the names of its inner tensors."""
+        if self._followed is not None:
+            if self._followed.has_composite(name, tensor, inner):
+                self._composites.append(name)
+                return
+            self._leave(self._followed)
+        self._new_table.name_composite(name, tensor, inner)
 
     def callback(self, replication: Replication) -> Callable[[str, torch.Tensor], object]:
         """Return a function for `extract_tensors` that collects tensors with no special role."""
@@ -104,7 +138,7 @@ class TensorCollector:
 
     def callback_for(self, role: Role) -> Callable[[str, torch.Tensor], object]:
         """Return a function for `extract_tensors` that collects tensors with one role."""
-        return lambda name, tensor: self.collect(name, tensor, role)
+        return _Emit(self, role)
 
     def own(self, parameters: list[torch.Tensor]) -> None:
         """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
@@ -173,7 +207,8 @@ class TensorCollector:
         return True
 
     def _is_at_end(self, table: TensorTable) -> bool:
-        return self._row == len(table.names) and self._owner == len(table.owners)
+        is_named = len(self._composites) == len(table.composites)
+        return is_named and self._row == len(table.names) and self._owner == len(table.owners)
 
     def _leave(self, table: TensorTable) -> None:
         """Copy the confirmed rows into the new table, and continue with that one."""
@@ -182,6 +217,8 @@ class TensorCollector:
             tensor = self._replaced.get(row)
             live = table.live(row) if tensor is None else tensor
             self._new_table.add(table.names[row], live, table.roles[row])
+        for name in self._composites:
+            self._new_table.name_composite(name, *table.composites[name])
         for parameters in table.owners[: self._owner]:
             self._new_table.own(parameters)
 

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from holdfast.errors import InvalidInput
+from holdfast.format.composites import SavedTensor
 from holdfast.format.named_types import NAMED_TYPES, SavedDataclass, SavedNamedTuple
 from holdfast.format.values import EntryRef, TensorRef
+from holdfast.state.fitted_tensor import FittedTensor
 from holdfast.state.replication import MarkedObject
 
-_NOT_CONTAINERS = frozenset({TensorRef, EntryRef, MarkedObject, *NAMED_TYPES})
+_NOT_CONTAINERS = frozenset({TensorRef, EntryRef, SavedTensor, FittedTensor, MarkedObject, *NAMED_TYPES})
 _BUILT_IN = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float, complex, BaseException)
 
 
@@ -155,6 +157,19 @@ _KINDS: dict[type, ContainerKind] = {
         lambda value: list(value.fields),
         lambda value, items: SavedNamedTuple(
             value.type, tuple(zip((name for name, _ in value.fields), items, strict=True))
+        ),
+    ),
+    SavedTensor: ContainerKind(
+        lambda value: list(value.inner.items()),
+        lambda value, items: SavedTensor(value.type, dict(zip(value.inner, items, strict=True)), value.facts),
+    ),
+    FittedTensor: ContainerKind(
+        lambda value: list(value.saved.inner.items()),
+        lambda value, items: FittedTensor(
+            SavedTensor(
+                value.saved.type, dict(zip(value.saved.inner, items, strict=True)), value.saved.facts
+            ),
+            value.live,
         ),
     ),
     SavedDataclass: ContainerKind(

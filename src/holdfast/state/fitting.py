@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import InvalidInput
+from holdfast.format.composites import SavedTensor
 from holdfast.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.format.values import EntryRef
+from holdfast.state.composite_fit import fit_composite, misfit, needs_live
 from holdfast.state.containers import (
     field_names,
     has_name,
@@ -80,6 +82,8 @@ class _Fitter:
         kind = type(saved)
         if kind is EntryRef:
             return _GONE
+        if kind is SavedTensor:
+            return _fit_tensor(saved, live, path)
         if kind is SavedEnum:
             return _fit_member(saved, live, path)
         if kind is SavedNamedTuple:
@@ -88,7 +92,8 @@ class _Fitter:
             return self._fit_dataclass(saved, live, path, is_here=is_here)
         if kind is collections.defaultdict and type(live) is not kind:
             raise _misfit(path, "collections.defaultdict", live)
-        if kind_of(saved) is not None and type(live) is not kind:
+        is_container = kind_of(saved) is not None or isinstance(saved, dict)  # a Counter has no items to fit
+        if is_container and type(live) is not kind:
             live = self._no_place(live, is_here=is_here)
             if live is not _ABSENT:
                 return live
@@ -130,7 +135,7 @@ class _Fitter:
             new += [(key, item) for key, item in old.items() if key not in known and holds_entry(item)]
         if type(saved) is collections.defaultdict:
             return collections.defaultdict(factory, new)
-        return type(saved)(new)
+        return type(saved)(dict(new))  # a Counter of pairs would count these
 
     def _fit_sequence(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
         old: list[Any] = [] if live is _ABSENT else list(live)
@@ -197,6 +202,18 @@ class _Fitter:
         return saved
 
 
+def _fit_tensor(saved: SavedTensor, live: Any, path: str) -> Any:
+    """Return a composite tensor with the live one in its place, or without one if its type needs none."""
+    if needs_live(saved) and (why := misfit(saved, live)) is not None:
+        raise Misfit(
+            f"{path} does not fit: {why}. A checkpoint only names classes, and never imports them. Nothing "
+            "was changed. Put a tensor of this class with the same description there before the restore, or "
+            "use strict=False to leave the live value.",
+            key=path,
+        )
+    return fit_composite(saved, live)
+
+
 def _fit_member(saved: SavedEnum, live: Any, path: str) -> enum.Enum:
     if not isinstance(live, enum.Enum) or not has_name(type(live), saved.type):
         raise _misfit(path, saved.type, live)
@@ -214,6 +231,8 @@ def _example(saved: Any, others: Iterable[Any], factory: Any) -> Any:
     """Return a live value with the type of a new item, or `_ABSENT`."""
     if isinstance(saved, NAMED_TYPES):
         found = next((one for one in others if has_name(type(one), saved.type)), _ABSENT)
+    elif isinstance(saved, SavedTensor):
+        found = next((one for one in others if misfit(saved, one) is None), _ABSENT)
     elif kind_of(saved) is not None or type(saved) in (set, frozenset):
         found = next((one for one in others if type(one) is type(saved)), _ABSENT)
     else:

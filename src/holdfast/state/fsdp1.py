@@ -72,7 +72,9 @@ class FSDP1ModuleEntry(StateEntry):
             if isinstance(value, torch.Tensor):
                 collector.collect(name, value, role)
             else:
-                extra[fqn] = encode(extract_tensors(value, name, collector.callback(role.replication)), name)
+                extra[fqn] = encode(
+                    extract_tensors(value, name, collector.callback(role.replication), composites=False), name
+                )
         return {EXTRA: extra} if extra else {}
 
     def _note_copies(self) -> None:
@@ -168,7 +170,10 @@ class FSDP1OptimizerEntry(StateEntry):
                     collector.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
                 else:
                     other.setdefault(name, {})[key] = extract_tensors(
-                        value, f"{self.key}.state.{name}.{key}", collector.callback_for(role)
+                        value,
+                        f"{self.key}.state.{name}.{key}",
+                        collector.callback_for(role),
+                        composites=False,
                     )
         groups = [self._capture_group(i, group, collector) for i, group in enumerate(state["param_groups"])]
         return {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
@@ -176,7 +181,11 @@ class FSDP1OptimizerEntry(StateEntry):
     def _capture_group(self, index: int, group: dict[str, Any], collector: TensorCollector) -> dict[str, Any]:
         label = f"{self.key}.param_groups.{index}"
         emit = collector.callback(self.replication or Replication.REPLICATED)
-        options = {k: extract_tensors(v, f"{label}.{k}", emit) for k, v in group.items() if k != "params"}
+        options = {
+            k: extract_tensors(v, f"{label}.{k}", emit, composites=False)
+            for k, v in group.items()
+            if k != "params"
+        }
         return {"params": [self._name(fqn) for fqn in group["params"]], **encode(options, label)}
 
     @override

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.format.composites import shown_type
 from holdfast.format.manifest import Tensor
 from holdfast.format.partitioning import Region
 from holdfast.format.values import decode
+from holdfast.state.composites import RAW, is_composite, take_apart
 from holdfast.state.fitting import Fitting, Misfit, fit
 from holdfast.state.sharding import is_dtensor, is_sharded_tensor, local_of, shard_like, sharding_of
 from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, torch_dtype, unfillable
@@ -250,6 +252,10 @@ class LoadPlan:
         self._real[id(live)] = device
 
     def _check(self, name: str, live: torch.Tensor, label: str) -> None:
+        if is_composite(live) and live.dtype not in RAW:
+            one = take_apart(live)
+            why = f"it was saved as a plain tensor, but is {shown_type(one.type, one.facts)}."
+            raise unfillable(live, label, why)
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
         if not is_known or live.layout is not torch.strided:
             raise unfillable(live, label)

@@ -13,8 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from holdfast.errors import InvalidInput
+from holdfast.format.composites import UNDER, SavedTensor
+from holdfast.format.plain_forms import placed_composites
 from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
+from holdfast.state.composite_load import fill_composite
+from holdfast.state.composite_rows import capture_composite, inner_rows
+from holdfast.state.composites import is_composite
 from holdfast.state.entry import StateEntry
 from holdfast.state.fitting import Fitting
 from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
@@ -89,16 +94,20 @@ class ModuleEntry(StateEntry):
             structure.set_kinds(kinds, values)
         hidden = hidden_state(self.value)
         own = {HIDDEN: encode(hidden, self.key)} if hidden else {}
-        if structure.roles is not None:
-            collector.collect_all(structure.names, structure.roles, values)
+        if structure.roles is not None and collector.collect_all(structure.names, structure.roles, values):
             return own
         extra: dict[str, Any] = {}
+        under: dict[str, Any] = {}
         for row, value in zip(structure.rows, values, strict=True):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and is_composite(value):
+                under[row.fqn] = capture_composite(collector, row.name, value, row.role(value))
+            elif isinstance(value, torch.Tensor):
                 collector.collect(row.name, value, row.role(value))
             else:
                 emit = collector.callback(row.buffer)
                 extra[row.fqn] = encode(extract_tensors(value, row.name, emit, named_types=True), row.name)
+        if under:
+            own[UNDER] = under
         return {**own, EXTRA: extra} if extra else own
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
@@ -106,7 +115,7 @@ class ModuleEntry(StateEntry):
         state = self.value.state_dict(keep_vars=True)
         for row, value in zip(self._current(state).rows, state.values(), strict=True):
             if isinstance(value, torch.Tensor):
-                yield row.name, value, row.role(value)
+                yield from inner_rows(row.name, value, row.role(value))
 
     def has_meta(self) -> bool:
         """Return True if the module has tensors on the meta device. A restore makes them real."""
@@ -119,26 +128,25 @@ class ModuleEntry(StateEntry):
         live = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
         self._plan_meta(plan)
         trees = self._saved_extra(plan)
+        composites = self._saved_composites(plan)
         special: dict[str, Any] = {}  # key -> saved name of a tensor, or a tree
         for row, (key, value) in zip(self._current(state).rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
-            if saved is not None and id(value) in live:
+            tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
+            if isinstance(tree, SavedTensor) and id(value) in live:
+                fill_composite(plan, tree, value, row.name)
+            elif saved is not None and id(value) in live and tree is None:
                 plan.fill(saved, value, row.name)
+            elif tree is not None:
+                _plan_tree(plan, tree, value, row.name, key, special)
             elif saved is not None:
                 plan.read_new(saved)
                 special[key] = _Named(saved)
-            elif row.name in trees:
-                tree = trees.pop(row.name)
-                fitting = plan.fit(tree, value, row.name) if has_saved_form(tree) else Fitting(tree)
-                if fitting is None:
-                    continue
-                tree = fitting.tree
-                for name in references(tree):
-                    plan.read_new(name)
-                special[key] = tree
             else:
                 plan.missing.append(row.name)
-        plan.unexpected.extend(trees)
+        plan.unexpected += [*trees, *composites]
+        for composite in composites.values():
+            plan.used.update(references(composite))
         if special or _has_load_code(module):
             plan.add_step(Phase.MODULE, lambda: self._finish(plan, special))
         hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
@@ -149,7 +157,7 @@ class ModuleEntry(StateEntry):
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
         state = self.value.state_dict(keep_vars=True)
         live = {id(tensor) for tensor in chain(self.value.parameters(), self.value.buffers())}
-        for key in [key for key, value in state.items() if id(value) not in live]:
+        for key in [key for key, value in state.items() if id(value) not in live or is_composite(value)]:
             if key not in special:
                 del state[key]
                 continue
@@ -172,6 +180,15 @@ class ModuleEntry(StateEntry):
         for values in plan.all_values(self.key):  # the first one with a name wins
             extra = {**values.get(EXTRA, {}), **extra} if isinstance(values, dict) else extra
         return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
+
+    def _saved_composites(self, plan: LoadPlan) -> dict[str, SavedTensor]:
+        """Return saved composite tensors by live name."""
+        saved_key = plan.saved_key(self.key)
+        found: dict[str, SavedTensor] = {}
+        for values in plan.all_values(self.key):  # the first one with a name wins
+            under = placed_composites(values) if isinstance(values, dict) else {}  # also of an imported dict
+            found = {**{k: v for k, v in under.items() if isinstance(v, SavedTensor)}, **found}
+        return {plan.rename(f"{saved_key}.{fqn}"): one for fqn, one in found.items()}
 
     def _plan_meta(self, plan: LoadPlan) -> None:
         """Choose where meta tensors become real. Raise for those that no checkpoint holds."""
@@ -227,6 +244,15 @@ class _Named:
     """Placeholder for a saved tensor that goes through the module's own load code."""
 
     name: str
+
+
+def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, special: dict[str, Any]) -> None:
+    """Plan to pass a saved tree to the module's own load code, under a key of its state_dict()."""
+    fitting = plan.fit(tree, value, label) if has_saved_form(tree) else Fitting(tree)
+    if fitting is not None:
+        special[key] = fitting.tree
+        for name in references(fitting.tree):
+            plan.read_new(name)
 
 
 def _has_hidden(values: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, MutableMapping
 from typing import Any
 
 from holdfast.format.nesting import insert, is_under
-from holdfast.format.plain_forms import place_entries
+from holdfast.format.plain_forms import place_entries, placed_composites
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.tree import insert_tensors, references
 
@@ -28,12 +28,16 @@ def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[
         plan.read_new(name)
 
     def finish() -> None:
-        new = {key: insert_tensors(tree, plan.tensor) for key, tree in trees.items()}
+        new = {key: _placed(insert_tensors(tree, plan.tensor, is_live=False)) for key, tree in trees.items()}
         for name in implied:
             insert(new, name, plan.tensor(name))
         target.update(place_entries(new))
 
     plan.add_step(Phase.VALUE, finish)
+
+
+def _placed(value: Any) -> Any:
+    return placed_composites(value) if type(value) is dict else value
 
 
 def _implied(plan: LoadPlan, keys: Collection[str], referenced: Collection[str]) -> list[str]:

@@ -12,8 +12,12 @@ from typing_extensions import override
 
 from holdfast.callsite import warn
 from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.format.composites import SavedTensor
 from holdfast.format.values import TensorRef, encode
 from holdfast.state.capture import TensorCollector
+from holdfast.state.composite_load import fill_composite
+from holdfast.state.composite_rows import capture_composite, inner_rows
+from holdfast.state.composites import is_composite
 from holdfast.state.entry import StateEntry
 from holdfast.state.entry_kinds import has_only_entries
 from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
@@ -130,12 +134,14 @@ class TensorEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        collector.collect(self.key, self.value, self._role())
-        return encode(TensorRef(self.key), self.key)
+        if not is_composite(self.value):
+            collector.collect(self.key, self.value, self._role())
+            return encode(TensorRef(self.key), self.key)
+        return capture_composite(collector, self.key, self.value, self._role())
 
     @override
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
-        return [(self.key, self.value, self._role())]
+        return inner_rows(self.key, self.value, self._role())
 
     def _role(self) -> Role:
         return Role(self.replication or Replication.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
@@ -143,7 +149,9 @@ class TensorEntry(StateEntry):
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         saved = plan.saved_names.get(self.key)
-        if saved is None:
+        if saved is None and isinstance(composite := plan.values(self.key), SavedTensor):
+            fill_composite(plan, composite, self.value, self.key)
+        elif saved is None:
             plan.missing.append(self.key)
         else:
             plan.fill(saved, self.value, self.key)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from holdfast.state.composites import is_composite
 from holdfast.state.tensor_table import Role
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
@@ -84,7 +85,7 @@ def find_layout(
         role: returns the role of the state tensors of a parameter.
 
     Returns:
-        The layout, or None unless the state consists of tensors and plain values.
+        The layout, or None unless the state consists of plain values and tensors that are not composite.
     """
     state = optimizer.state
     place = {id(owner): i for i, owner in enumerate(state)}
@@ -96,6 +97,8 @@ def find_layout(
     if not all(flag or type(row[3]) in _LEAVES for flag, row in zip(is_tensor, rows, strict=True)):
         return None
     tensors = list(compress(rows, is_tensor))
+    if any(is_composite(value) for *_, value in tensors):
+        return None
     return OptimizerLayout(
         parameter_names=parameter_names,
         parameters=[parameter for group in named for _, parameter in group],

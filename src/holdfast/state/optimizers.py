@@ -13,12 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from typing_extensions import override
 
+from holdfast.format.composites import SavedTensor
 from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
+from holdfast.state.composite_state import plan_state
+from holdfast.state.composites import is_composite
 from holdfast.state.entry import StateEntry
 from holdfast.state.load import LoadPlan, Phase
 from holdfast.state.optimizer_layout import OptimizerLayout, find_layout, is_state_tensor_name
 from holdfast.state.replication import Replication
+from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.saved_optimizer import SavedOptimizer, SavedState
 from holdfast.state.sharding import is_dtensor, replicated_like
 from holdfast.state.tensor_table import Role
@@ -109,7 +113,8 @@ class OptimizerEntry(StateEntry):
             if layout is None or values is None:
                 return self._capture_each(collector, named)
         groups = self._capture_groups(collector, layout.fqns)
-        collector.collect_all(layout.names, layout.roles, layout.tensors(values))
+        if not collector.collect_all(layout.names, layout.roles, layout.tensors(values)):
+            raise AssertionError("a layout has no composite tensors")
         return {"param_groups": groups, "state": encode(layout.others(values), f"{self.key}.state")}
 
     def _capture_each(self, collector: TensorCollector, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
@@ -123,7 +128,8 @@ class OptimizerEntry(StateEntry):
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
                 emit = collector.callback_for(Role(self.replication or Replication.REPLICATED, is_owned=True))
-                shared[name] = extract_tensors(value, f"{self.key}.shared.{name}", emit)
+                path = f"{self.key}.shared.{name}"
+                shared[name] = extract_tensors(value, path, emit, composites=False)
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
         if shared:
             values["shared"] = encode(shared, f"{self.key}.state")
@@ -155,11 +161,13 @@ class OptimizerEntry(StateEntry):
     ) -> None:
         prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and is_state_tensor_name(name):
+            if isinstance(value, torch.Tensor) and is_state_tensor_name(name) and not is_composite(value):
                 collector.collect(prefix + name, value, role)
             else:
                 emit = collector.callback_for(role)
-                other.setdefault(fqn, {})[name] = extract_tensors(value, f"{prefix}{name}", emit)
+                is_named = isinstance(value, torch.Tensor)  # whose description may have types of the program
+                tree = extract_tensors(value, f"{prefix}{name}", emit, named_types=is_named)
+                other.setdefault(fqn, {})[name] = tree
 
     def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
         replication = self._replication_of(collector, fqn, parameter)
@@ -207,14 +215,27 @@ class OptimizerEntry(StateEntry):
                 plan.fill(saved_name, live[name], saved_name)
             else:
                 made[name] = _new(plan, saved_name, parameter, device)
-        for name in references(saved.trees):
+        composites: dict[str, Callable[[], torch.Tensor]] = {}
+        trees: dict[str, Any] = {}
+        for name, tree in saved.trees.items():
+            label = f"{self.key}.state.{saved.fqn}.{name}"
+            if isinstance(tree, SavedTensor):
+                composites[name] = plan_state(plan, self.value, parameter, tree, live.get(name), label)
+            elif has_saved_form(tree):
+                found = plan.fit(tree, live.get(name), label)
+                trees.update({} if found is None else {name: found.tree})
+            else:
+                trees[name] = tree
+        for name in references(trees):
             plan.read_new(name, plan.device_of(parameter))
 
         def finish() -> None:
             place = plan.device_of(parameter)
             state: dict[Any, Any] = dict(kept)
             state.update({name: make() for name, make in made.items()})
-            state.update(insert_tensors(saved.trees, lambda name: plan.tensor(name, place)))
+            new = insert_tensors(trees, lambda name: plan.tensor(name, place))
+            new.update({name: make() for name, make in composites.items()})
+            state.update({name: new[name] for name in saved.trees if name in new})
             if state:
                 self.value.state[parameter] = state
             else:
@@ -309,6 +330,7 @@ def _fits(live: Any, plan: LoadPlan, saved_name: str, device: torch.device | Non
     """Return True if a live tensor can be filled from a saved one directly."""
     return (
         isinstance(live, torch.Tensor)
+        and not is_composite(live)
         and not live.is_meta
         and tuple(live.shape) == plan.shape(saved_name)
         and live.dtype is plan.dtype(saved_name)

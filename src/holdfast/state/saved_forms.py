@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 from holdfast.errors import InvalidInput
+from holdfast.format.composites import SavedTensor
 from holdfast.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.state.containers import check_fields, is_dataclass, is_named_tuple, kind_of, type_name
 
@@ -61,7 +62,7 @@ def saved_key(key: Any) -> Any:
 
 def has_saved_form(tree: Any) -> bool:
     """Return True if an extracted tree needs live values to be restored."""
-    if isinstance(tree, NAMED_TYPES) or type(tree) is collections.defaultdict:
+    if isinstance(tree, (*NAMED_TYPES, SavedTensor)) or type(tree) is collections.defaultdict:
         return True
     if isinstance(tree, (tuple, set, frozenset)) and any(map(has_saved_form, tree)):
         return True

@@ -94,8 +94,9 @@ class SavedOptimizer:
             fqn: SavedState(fqn, {}, state.get(fqn, {})) for group in self._groups for fqn in group["params"]
         }
         prefix = f"{plan.saved_key(self._key)}.state."
+        in_trees = set(references(state))
         for name in plan.saved_names.values():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and name not in in_trees:
                 fqn, _, state_key = name[len(prefix) :].rpartition(".")
                 if fqn in found and state_key.isidentifier():
                     found[fqn].tensors[state_key] = name

@@ -179,6 +179,24 @@ def is_sharded_tensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.ShardedTensor)
 
 
+def is_pending(tensor: object) -> bool:
+    """Return True for a tensor that a collective is still filling."""
+    return type(tensor).__name__ == _PENDING
+
+
+def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a DTensor of another shape with the placements of `model` over a local part.
+
+    Args:
+        shape: the whole shape; it has the dimensions of `model`, and perhaps more at its end.
+    """
+    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, stride[0] * max(size, 1))
+    return _wrap(local, spec, spec.placements, shape, tuple(stride[: len(shape)]))
+
+
 def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return a DTensor or ShardedTensor with the layout of `model` over the given local part."""
     if is_sharded_tensor(model):

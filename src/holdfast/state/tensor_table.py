@@ -35,6 +35,7 @@ class Role(NamedTuple):
     is_named: bool = False  # a parameter that optimizers name their state after
     is_owned: bool = False  # changed only by a step of an optimizer in the state
     in_module: bool = False
+    is_inner: bool = False  # an inner tensor of a parameter that is a composite tensor
     follows: str | None = None  # the parameter whose state it is, held by the same ranks
 
 
@@ -79,6 +80,7 @@ class TensorTable:
         self.tied: dict[str, str] = {}
         self.parameter_names: dict[int, str] = {}  # id of a live parameter -> its first name
         self.owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
+        self.composites: dict[str, tuple[torch.Tensor, list[str]]] = {}  # parameters, with their inner names
         self.has_sharded = False
         self._live: list[torch.Tensor] = []
         self._aliases: list[torch.Tensor] = []
@@ -139,18 +141,33 @@ class TensorTable:
         self.has_sharded = self.has_sharded or local is not tensor
         return holder
 
+    def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
+        """Record a parameter that is a composite tensor, after the rows of its inner tensors."""
+        self.composites[name] = tensor, inner
+        self.parameter_names.setdefault(id(tensor), name)
+
+    def has_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> bool:
+        """Return True if a parameter with this name and these inner tensors is recorded."""
+        known = self.composites.get(name)
+        return known is not None and known[0] is tensor and known[1] == inner
+
     def own(self, parameters: list[torch.Tensor]) -> None:
         """Mark an optimizer's parameters as changed only by its steps."""
         self.owners.append(parameters)
         names = self.parameter_names
         for parameter in parameters:
             name = names.get(id(parameter))
-            if name is not None and (holder := self.tied.get(name, name)) in self.tensors:
-                self._owned.add(holder)
+            for row in () if name is None else self._rows_of(name):
+                if (holder := self.tied.get(row, row)) in self.tensors:
+                    self._owned.add(holder)
 
     def is_per_rank(self, name: str) -> bool:
         """Return True if each rank has its own tensor under `name`."""
-        return self.tied.get(name, name) in self._per_rank
+        return any(self.tied.get(row, row) in self._per_rank for row in self._rows_of(name))
+
+    def _rows_of(self, name: str) -> list[str]:
+        """Return the names of the rows that a parameter is saved in."""
+        return self.composites[name][1] if name in self.composites else [name]
 
     def structure(self, agreement: HolderAgreement, *, is_frozen_known: bool) -> StateStructure:
         """Return all facts about the tensors.
@@ -239,8 +256,9 @@ class TensorTable:
     def _layout(self, row: int, agreement: HolderAgreement) -> ShardLayout:
         """Return the agreed layout of a row, or its own without an agreement."""
         role, raw = self.roles[row], self._layouts[row]
-        if role.follows is not None and role.follows in self._row_of:
-            parameter = self._row_of[self.tied.get(role.follows, role.follows)]
+        follows = None if role.follows is None else self._rows_of(role.follows)[0]
+        if follows is not None and follows in self._row_of:
+            parameter = self._row_of[self.tied.get(follows, follows)]
             return agreement.follow(raw, self._layout(parameter, agreement), self._layouts[parameter])
         is_lowest = role.replication is Replication.LOWEST
         return agreement.layout(self.names[row], raw, is_lowest=is_lowest, in_module=role.in_module)
@@ -250,7 +268,7 @@ class TensorTable:
         return frozenset(
             holder
             for holder, role in zip(self.holders, self.roles, strict=True)
-            if role.is_named and role.in_module and holder in self.tensors
+            if (role.is_named or role.is_inner) and role.in_module and holder in self.tensors
         ).difference(self._owned, self._per_rank)
 
     # -- comparing -------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ def is_savable(tensor: torch.Tensor) -> bool:
         and tensor.dtype in NAMES
         and tensor.layout is _STRIDED
         and not tensor.is_meta
+        and not tensor.is_nested
     )
 
 
@@ -66,10 +67,17 @@ def _why_not(tensor: torch.Tensor) -> str:
     kind = type(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         return "it is not initialized yet. Run the lazy module once on an input first."
+    if tensor.is_nested:
+        return "it is a nested tensor. Save its values() and offsets() instead, or its unbind()."
     if kind not in PLAIN:
         return f"it is a {kind.__module__}.{kind.__qualname__}, not a plain tensor or parameter."
+    if tensor.is_quantized:
+        return (
+            f"torch stores a scale beside {tensor.dtype}, which is deprecated. Save its int_repr() with "
+            "q_scale() and q_zero_point(), or quantize with torchao."
+        )
     if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}. Only dense tensors can be saved (see Tensor.to_dense())."
+        return f"its layout is {tensor.layout}. It must be made of plain tensors (see Tensor.to_dense())."
     if tensor.device.type == "meta":
         return "it is on the meta device and has no bytes. Restore into it, or initialize it."
     return f"the safetensors format does not support {tensor.dtype}."

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.format.composites import DTENSOR, SavedTensor
 from holdfast.format.limits import MAX_NAME_CHARS
 from holdfast.format.values import EntryRef, TensorRef
+from holdfast.state.composites import Composite, is_composite, is_sparse, put_together, take_apart
 from holdfast.state.containers import (
     is_dataclass,
     is_frozen,
@@ -21,7 +23,9 @@ from holdfast.state.containers import (
     set_fields,
 )
 from holdfast.state.entry_kinds import is_entry
+from holdfast.state.fitted_tensor import FittedTensor
 from holdfast.state.saved_forms import saved_container, saved_key, saved_leaf
+from holdfast.state.tensors import unsavable
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, TensorRef})
 _PLAIN_KEYS = frozenset({type(None), bool, int, float, str, bytes})
@@ -32,7 +36,13 @@ Emit = Callable[[str, torch.Tensor], object]
 
 
 def extract_tensors(
-    value: Any, name: str, emit: Emit, *, named_types: bool = False, entries: bool = False
+    value: Any,
+    name: str,
+    emit: Emit,
+    *,
+    named_types: bool = False,
+    entries: bool = False,
+    composites: bool = True,
 ) -> Any:
     """Return a tree with a `TensorRef` for every tensor; `emit` receives each tensor with its name.
 
@@ -43,22 +53,28 @@ def extract_tensors(
         named_types: replace values of the program's own types by their saved forms, see
             `holdfast.format.named_types`. Only for values that are restored into live ones.
         entries: replace objects that are entries of their own by an `EntryRef`.
+        composites: replace composite tensors by a `SavedTensor`, and emit their inner tensors.
 
     Raises:
+        Unsupported: a composite tensor cannot be saved.
         InvalidInput: a container holds an object with its own state_dict(), or a name is too long.
     """
-    return _Extraction(emit, named_types=named_types, entries=entries).extract(value, name)
+    walk = _Extraction(emit, named_types=named_types, entries=entries, composites=composites)
+    return walk.extract(value, name)
 
 
 class _Extraction:
     """One walk over a tree, with the options of `extract_tensors`."""
 
-    __slots__ = ("_emit", "_entries", "_named_types")
+    __slots__ = ("_composites", "_emit", "_entries", "_named_types")
 
-    def __init__(self, emit: Emit, *, named_types: bool, entries: bool) -> None:
+    def __init__(
+        self, emit: Emit, *, named_types: bool = True, entries: bool = False, composites: bool = True
+    ) -> None:
         self._emit = emit
         self._named_types = named_types
         self._entries = entries
+        self._composites = composites
 
     def extract(self, value: Any, name: str) -> Any:
         kind = type(value)
@@ -67,6 +83,8 @@ class _Extraction:
         if len(name) > MAX_NAME_CHARS:
             raise _too_long(name)
         if isinstance(value, torch.Tensor):
+            if self._composites and is_composite(value):
+                return self._composite(value, name)
             self._emit(name, value)
             return TensorRef(name)
         if kind in _MAPPINGS:
@@ -74,6 +92,20 @@ class _Extraction:
         if kind in _SEQUENCES:
             return kind(self.extract(item, f"{name}.{i}") for i, item in enumerate(value))
         return EntryRef(name) if self._entries and is_entry(value) else self._other(value, name)
+
+    def _composite(self, value: torch.Tensor, name: str) -> SavedTensor:
+        try:
+            one = take_apart(value)
+        except Unsupported as error:
+            raise unsavable(value, name, str(error)) from error
+        walk = self
+        if one.type == DTENSOR:
+            per_rank = getattr(self._emit, "per_rank", None)
+            if per_rank is None:
+                raise unsavable(value, name, "it is a DTensor over a tensor of another class.")
+            walk = _Extraction(per_rank)
+        inner = {part: walk.extract(item, f"{name}.{part}") for part, item in one.inner.items()}
+        return SavedTensor(one.type, inner, facts_of(one, name))
 
     def _mapping(self, value: dict[Any, Any], name: str) -> Any:
         items = ((key, self.extract(item, f"{name}.{key}")) for key, item in value.items())
@@ -119,6 +151,25 @@ def _misplaced(value: Any, name: str, *, may_be_entry: bool) -> InvalidInput:
     return InvalidInput(message, key=name)
 
 
+def facts_of(one: Composite, name: str) -> dict[str, Any]:
+    """Return the facts about a composite tensor in their saved forms, its context included.
+
+    Raises:
+        Unsupported: the context contains a tensor.
+        InvalidInput: the context contains another value that cannot be saved.
+    """
+    if not one.has_context:
+        return one.facts
+
+    def refuse(path: str, tensor: torch.Tensor) -> None:
+        raise unsavable(
+            tensor, path, "it is in the context of a __tensor_flatten__(), not one of its tensors."
+        )
+
+    context = extract_tensors(one.context, f"{name}.<context>", refuse, named_types=True)
+    return {**one.facts, "context": context}
+
+
 def references(tree: Any) -> Iterator[str]:
     """Yield names of all tensors that an extracted tree refers to."""
     if isinstance(tree, TensorRef):
@@ -129,14 +180,37 @@ def references(tree: Any) -> Iterator[str]:
                 yield from references(item)
 
 
-def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Return an extracted tree with its tensors inserted again; the reverse of `extract_tensors`."""
+def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live: bool = True) -> Any:
+    """Return an extracted tree with its tensors inserted again; the reverse of `extract_tensors`.
+
+    Args:
+        tree: the tree, fitted to live values.
+        tensor: returns the tensor with a name.
+        is_live: the tree is for live objects. Otherwise a composite tensor of a class of the program stays a
+            `SavedTensor` with its inner tensors.
+
+    Raises:
+        InvalidInput: there is no live tensor of the class of a composite one.
+    """
     if type(tree) is TensorRef:
         return tensor(tree.name)
     kind = kind_of(tree)
     if kind is None:
         return tree
-    return kind.rebuild(tree, [insert_tensors(item, tensor) for _, item in kind.items(tree)])
+    items = [insert_tensors(item, tensor, is_live=is_live) for _, item in kind.items(tree)]
+    new = kind.rebuild(tree, items)
+    if type(new) is FittedTensor:
+        return put_together(new.saved, new.live)
+    if type(new) is not SavedTensor:
+        return new
+    made = put_together(new, None)
+    if is_live and type(made) is SavedTensor:
+        raise InvalidInput(
+            f"A tensor was saved as a {made.type.replace(':', '.')}, which is only restored into a live "
+            "tensor of this class. The state may be partly restored. Put such a tensor in its place "
+            "before the restore."
+        )
+    return made
 
 
 def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
@@ -145,13 +219,28 @@ def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], boo
     `tree` and `live` are walked together; a reference without a live counterpart stays.
     """
     if type(tree) is TensorRef:
-        return live if isinstance(live, torch.Tensor) and claim(tree.name, live) else tree
+        is_plain = isinstance(live, torch.Tensor) and not is_composite(live)
+        return live if is_plain and claim(tree.name, live) else tree
+    if type(tree) is FittedTensor:
+        return _match_composite(tree, live, claim)
     kind = kind_of(tree)
     if kind is None or type(tree) is not type(live):
         return tree
     places = dict(kind.items(live))
     matched = [match_tensors(item, places.get(step), claim) for step, item in kind.items(tree)]
     return kind.rebuild(tree, matched)
+
+
+def _match_composite(tree: FittedTensor, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
+    """Return the live tensor if all of its inner tensors are claimed, else the tree with those that are."""
+    if live is not tree.live or is_sparse(live):
+        return tree
+    found = take_apart(live).inner
+    saved = tree.saved
+    inner = {name: match_tensors(item, found[name], claim) for name, item in saved.inner.items()}
+    if all(inner[name] is found[name] for name in found):
+        return live
+    return FittedTensor(SavedTensor(saved.type, inner, saved.facts), live)
 
 
 def update_in_place(live: Any, new: Any) -> Any:

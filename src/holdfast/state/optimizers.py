@@ -16,10 +16,10 @@ from typing_extensions import override
 from holdfast.format.composites import SavedTensor
 from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
-from holdfast.state.composite_state import plan_state
 from holdfast.state.composites import is_composite
 from holdfast.state.entry import StateEntry
 from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.optimizer_buffers import plan_state
 from holdfast.state.optimizer_layout import OptimizerLayout, find_layout, is_state_tensor_name
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form

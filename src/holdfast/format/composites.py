@@ -58,12 +58,12 @@ class SavedTensor:
 
     @property
     def is_class(self) -> bool:
-        """Whether the type is a class of the program."""
+        """True if the type is a class of the program."""
         return ":" in self.type
 
 
 def read_composite(body: Any) -> tuple[str, dict[str, Any], Any]:
-    """Return the type, the encoded inner tensors and the encoded facts of the body of a `$composite`."""
+    """Return type, encoded inner tensors and encoded facts of a `$composite`."""
     kind, inner, facts = read_array(body, 3)
     inner = read_object(inner)
     if not 0 < len(inner) <= MAX_INNER or "" in inner:
@@ -131,7 +131,7 @@ def shown_type(kind: str, facts: dict[str, Any]) -> str:
 
 
 def raw_of(dtype: str) -> tuple[str, int]:
-    """Return the stored dtype and the stored elements of one element of a dtype that safetensors lacks."""
+    """Return the stored dtype of a dtype, and the stored elements of one element."""
     stored, count = RAW_DTYPES[dtype]
     assert stored in ITEM_BYTES
     return stored, count

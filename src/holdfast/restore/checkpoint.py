@@ -377,7 +377,7 @@ class Checkpoint:
         raise MissingKey(f"Step {self.step} holds no tensor {key!r}. {hint}", step=self.step, key=key)
 
     def _composite_type(self, key: str) -> str | None:
-        """Return the type of the composite tensor with a name, or None if there is none."""
+        """Return the type of the composite tensor with a name, or None."""
         for top, value in self.values().items():
             for path, one in composites(value, top):
                 if path == key:

@@ -17,7 +17,7 @@ from holdfast.state.tree import facts_of
 
 
 def fit_composite(saved: Any, live: Any) -> Any:
-    """Return a saved tensor with the live one that it is rebuilt by, at every depth.
+    """Return a saved tensor with the live one of its class, at every depth.
 
     Args:
         saved: a `SavedTensor`, or a `TensorRef` inside one.
@@ -31,14 +31,14 @@ def fit_composite(saved: Any, live: Any) -> Any:
 
 
 def needs_live(saved: Any) -> bool:
-    """Return True if a composite tensor cannot be built without a live one of its class."""
+    """Return True if a composite tensor is only built beside a live one."""
     if not isinstance(saved, SavedTensor):
         return False
     return saved.is_class or saved.type == DTENSOR or any(map(needs_live, saved.inner.values()))
 
 
 def misfit(saved: SavedTensor, live: Any) -> str | None:
-    """Return the difference between a saved composite tensor and a live value, or None if they fit.
+    """Return how a saved composite tensor and a live value differ, or None.
 
     The number of elements of a sparse tensor may differ, and devices may.
     """

@@ -16,7 +16,7 @@ from holdfast.state.tree import insert_tensors, references
 
 
 def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | None:
-    """Return why a live tensor cannot be filled from a saved composite one, or None if it can."""
+    """Return how a saved composite tensor and the live one differ, or None."""
     why = misfit(saved, live)
     if why is not None:
         return why

@@ -48,7 +48,7 @@ class Composite:
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor that is saved as other tensors, instead of its own bytes."""
+    """Return True for a tensor that is saved as other tensors."""
     kind = type(tensor)
     if kind in PLAIN:
         is_plain = tensor.layout is _STRIDED and tensor.dtype in NAMES

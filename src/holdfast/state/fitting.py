@@ -203,7 +203,7 @@ class _Fitter:
 
 
 def _fit_tensor(saved: SavedTensor, live: Any, path: str) -> Any:
-    """Return a composite tensor with the live one in its place, or without one if its type needs none."""
+    """Return a composite tensor with the live one, if its type needs one."""
     if needs_live(saved) and (why := misfit(saved, live)) is not None:
         raise Misfit(
             f"{path} does not fit: {why}. A checkpoint only names classes, and never imports them. Nothing "

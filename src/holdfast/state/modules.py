@@ -247,7 +247,7 @@ class _Named:
 
 
 def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, special: dict[str, Any]) -> None:
-    """Plan to pass a saved tree to the module's own load code, under a key of its state_dict()."""
+    """Plan to pass a saved tree to the module's own load code."""
     fitting = plan.fit(tree, value, label) if has_saved_form(tree) else Fitting(tree)
     if fitting is not None:
         special[key] = fitting.tree

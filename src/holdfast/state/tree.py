@@ -232,7 +232,7 @@ def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], boo
 
 
 def _match_composite(tree: FittedTensor, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
-    """Return the live tensor if all of its inner tensors are claimed, else the tree with those that are."""
+    """Return the live tensor, or the tree unless all inner tensors are claimed."""
     if live is not tree.live or is_sparse(live):
         return tree
     found = take_apart(live).inner

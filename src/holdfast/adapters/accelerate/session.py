@@ -378,6 +378,7 @@ class Session:
             with suppress(HoldfastError):  # a failed save is no candidate
                 save.wait_durable()
         self._settle()
+        self._complete = set(self._on_first(lambda: sorted(self._complete)))
         there = self._on_first(
             lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
         )

@@ -186,8 +186,8 @@ class HoldfastCheckpointManager(CheckpointManager):
         return newest, own[0]
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return -1, because `_load` looks for checkpoints before its super class."""
-        return -1
+        """Return -1 for the own folder, in which `_load` looks before its super class."""
+        return super()._find_load_step(folder) if folder else -1
 
     def _continue_home(self, stock: int) -> None:
         """Continue the home after a checkpoint of torchtitan's own manager."""

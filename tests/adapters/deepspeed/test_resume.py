@@ -70,3 +70,16 @@ def test_a_preempted_script_with_a_client_state_saves_at_its_next_save(tmp_path:
     plan: dict[str, Any] = {"stage": 1, "steps": 9, "every": 3, "client_state": True}
     train(tmp_path / "out", status=75, kill_at=4, signal=15, **plan)
     assert holdfast.open(tmp_path / "out" / "holdfast").step == 6
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_number_of_ranks_loads_the_same_state(
+    tmp_path: Path, stage: int, saving: int, loading: int
+) -> None:
+    plan: dict[str, Any] = {"stage": stage, "dtype": "bf16", "steps": 3}
+    saved = train(tmp_path / "out", saving, every=3, **plan)
+    loaded = train(tmp_path / "out", loading, resume=True, **plan)
+    assert [one["start"] for one in loaded] == [3] * loading
+    assert {one["digest"] for one in loaded} == {saved[0]["digest"]}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from holdfast.adapters.deepspeed import folders
 from holdfast.adapters.deepspeed.file_engine import FileEngine
+from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
 from holdfast.adapters.deepspeed.run_home import RunHome
 from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
 from holdfast.checkpointer.options import Home, parse_home
@@ -58,6 +59,11 @@ class Door:
         """Reason why the run has to stop, agreed by all ranks; None while it need not."""
         return None if self._current is None else self._current.preempted
 
+    @property
+    def url(self) -> str:
+        """Home of the last save or load."""
+        return "" if self._current is None else self._current.url
+
     def wait(self) -> None:
         """Wait until everything saved so far is durable."""
         if self._current is not None:
@@ -87,7 +93,7 @@ class Door:
 
     # -- loads -----------------------------------------------------------------------------------------------
 
-    def find(self, folder: str, tag: str | None, *, rng: bool) -> SavedFiles | None:
+    def find(self, folder: str, tag: str | None, *, rng: bool) -> SavedFiles | ReshardedFiles | None:
         """Choose the checkpoint to load; None for one that DeepSpeed has written itself, or for none at all.
 
         Args:
@@ -105,9 +111,12 @@ class Door:
             self._check_exists(home, folder, tag)
             return None
         self._needs_client_state = found.facts.has_client_state
+        saved, live = found.checkpoint.world_size, home.world_size
         if _is_first():
             _log.info("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, home.url)
-        return found
+            if saved != live:
+                _log.warning("%d ranks saved it: the %d ranks here have new random numbers", saved, live)
+        return found if saved == live else ReshardedFiles(found, self._engine)
 
     def _check_exists(self, home: RunHome, folder: str, tag: str | None) -> None:
         """Check that DeepSpeed itself has written the checkpoint of a tag.

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from holdfast.errors import Unsupported
+
 if TYPE_CHECKING:
     from holdfast.adapters.deepspeed.door import Door
 
@@ -75,6 +77,7 @@ class HoldfastEngine(DeepSpeedEngine):
 
         Raises:
             Corrupt: the checkpoint is damaged; without a tag, all are.
+            Unsupported: it cannot be loaded in this way, or by this number of ranks.
             HoldfastError: as `Checkpointer.load`.
 
         Ranks: collective.
@@ -87,10 +90,17 @@ class HoldfastEngine(DeepSpeedEngine):
             "custom_load_fn": custom_load_fn,
         }
         door = self.holdfast_door
+        reads_files = self.zero_optimization_partition_weights() and not load_optimizer_states
         source = door.find(load_dir, tag, rng=load_optimizer_states and not load_module_only)
         if source is None:
             path, client_state = super().load_checkpoint(load_dir, tag, **options)
             door.continue_after_stock()
+        elif reads_files and not self.has_moe_layers:
+            raise Unsupported(
+                "Under ZeRO 3 DeepSpeed loads a model without its optimizer from files of its own. Nothing was "
+                f"loaded. Run `holdfast export {door.url} FOLDER --to deepspeed --step "
+                f"{source.checkpoint.step}`, and load FOLDER with an engine that is not attached."
+            )
         else:
             with door.files.returning(source) as folder:
                 path, client_state = super().load_checkpoint(folder, source.facts.tag, **options)

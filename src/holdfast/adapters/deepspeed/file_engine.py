@@ -16,6 +16,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
 from holdfast.adapters.deepspeed.saved_files import SavedFiles, name_in, pack_file
 from holdfast.exchange.packed_value import Packed
 
@@ -34,7 +35,7 @@ class FileEngine(CheckpointEngine):
         self._on_commit: Callable[[Any, dict[str, Packed]], None] | None = None
         self._folder: str | None = None  # of the tag that is being saved
         self._files: dict[str, Packed] = {}
-        self._source: tuple[str, SavedFiles] | None = None
+        self._source: tuple[str, SavedFiles | ReshardedFiles] | None = None
 
     @contextlib.contextmanager
     def collecting(self, on_commit: Callable[[Any, dict[str, Packed]], None]) -> Iterator[None]:
@@ -46,7 +47,7 @@ class FileEngine(CheckpointEngine):
             self._on_commit, self._folder, self._files = None, None, {}
 
     @contextlib.contextmanager
-    def returning(self, source: SavedFiles) -> Iterator[str]:
+    def returning(self, source: SavedFiles | ReshardedFiles) -> Iterator[str]:
         """Yield a folder with the names of a checkpoint's files.
 
         DeepSpeed looks for the names there. The files are empty, since it loads them through this engine.

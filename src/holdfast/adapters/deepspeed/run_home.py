@@ -67,6 +67,11 @@ class RunHome:
         """Reason why the run has to stop, agreed by all ranks; None while it need not."""
         return self._checkpointer.preempted
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._ranks.world_size
+
     # -- saves -----------------------------------------------------------------------------------------------
 
     def save(self, facts: Facts, files: Mapping[str, Packed]) -> int:

@@ -97,8 +97,8 @@ class HoldfastEngine(DeepSpeedEngine):
             door.continue_after_stock()
         elif reads_files and not self.has_moe_layers:
             raise Unsupported(
-                "Under ZeRO 3 DeepSpeed loads a model without its optimizer from files of its own. Nothing was "
-                f"loaded. Run `holdfast export {door.url} FOLDER --to deepspeed --step "
+                "Under ZeRO 3 DeepSpeed loads a model without its optimizer from files of its own. Nothing "
+                f"was loaded. Run `holdfast export {door.url} FOLDER --to deepspeed --step "
                 f"{source.checkpoint.step}`, and load FOLDER with an engine that is not attached."
             )
         else:

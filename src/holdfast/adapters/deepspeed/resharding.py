@@ -106,7 +106,7 @@ def _split_flat(parts: Sequence[torch.Tensor], total: int, rank: int, size: int)
 def _split_each(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], rank: int, world_size: int
 ) -> torch.Tensor:
-    """Return a rank's partitions of parameters, each of which is partitioned by itself."""
+    """Return a rank's partition of each parameter of a group."""
     found, start = [], 0
     for size in sizes:
         saved, live = math.ceil(size / len(parts)), math.ceil(size / world_size)

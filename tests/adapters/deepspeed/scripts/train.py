@@ -69,7 +69,7 @@ def digest_of(engine: Any, stage: int) -> str:
     if stage == 0:
         feed(engine.optimizer.state_dict(), digest)
     if stage in (1, 2):
-        engine.optimizer._lazy_init_hp_params_optimizer_state()  # else only the first step makes them readable
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # else only a step does
     for one in engine.module.parameters() if stage else ():
         feed(safe_get_full_fp32_param(one), digest)
         feed([safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")], digest)

@@ -161,7 +161,7 @@ def test_a_dtensor_over_a_subclass_on_some_ranks_is_refused(worlds: Worlds, tmp_
 
 
 def low_bit(seed: int, kind: str) -> dict[str, Any]:
-    import torchao.optim
+    import torchao.optim  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -28,7 +28,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         from wrapped import Momentum
 
         return Momentum([parameter for parameter in model.parameters() if parameter.dim() > 1], lr=0.01)
-    import torchao.optim
+    import torchao.optim  # pyright: ignore[reportMissingImports]
 
     return getattr(torchao.optim, name)(model.parameters(), lr=1e-2)
 

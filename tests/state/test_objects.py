@@ -257,7 +257,7 @@ def _quantized() -> torch.Tensor:
         return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
-def _nested() -> torch.Tensor:
+def _nested_tensor() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype, but there
         return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
@@ -266,7 +266,7 @@ def _nested() -> torch.Tensor:
 BARE: dict[str, Callable[[], torch.Tensor]] = {
     "qint8": _quantized,
     "meta": lambda: torch.zeros(2, device="meta"),
-    "nested": _nested,
+    "nested": _nested_tensor,
     "Sub": lambda: torch.zeros(2).as_subclass(Sub),
 }
 

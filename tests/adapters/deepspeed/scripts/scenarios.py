@@ -5,6 +5,9 @@
 # pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportUnknownArgumentType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownParameterType=false
 
+# Pyright takes the folder of these tests for the package.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import json

@@ -11,6 +11,9 @@ DeepSpeed's; `client_state`: have one; `wait`: for the save before the kill.
 # pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportUnknownArgumentType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownParameterType=false
 
+# Pyright takes the folder of these tests for the package.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import hashlib

@@ -3,11 +3,14 @@
 Prints where it began and the sum of the weights.
 """
 
+# Pyright takes the folder tests/adapters/deepspeed for the package.
+# pyright: reportAttributeAccessIssue=false
+
 import os
 import signal
 import sys
 
-import deepspeed  # pyright: ignore[reportMissingImports]
+import deepspeed
 import torch
 
 import holdfast.adapters.nebula as nm

@@ -25,7 +25,7 @@ def describe(directory: Path) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in PACKAGES},
         "filesystem": mount.fstype if mount else "unknown",
         "disk": mount.device if mount else "unknown",
         "mount_options": mount.opts if mount else "",
@@ -54,7 +54,8 @@ def _mount_of(directory: Path) -> Any:
     return max(mounts, key=lambda part: len(part.mountpoint), default=None)
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import columns
 import sharded
+import trainers
 from goals import judge
 from resharded import HEADINGS
 from resharded import rows as resharded_rows
@@ -106,6 +107,15 @@ def render_sharding(documents: list[dict[str, Any]]) -> str:
     return f"{facts}\n\n" + _table(["", *sharded.HEADINGS], sharded.rows(document["runs"]))
 
 
+def render_trainers(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of the newest result of the trainers: a line for each method."""
+    document = documents[0]
+    facts = f"_{columns.facts(document['machine'], rounds=None)}_"
+    packages = document["machine"]["packages"]
+    versions = ", ".join(f"{module} {packages[module]}" for module in trainers.MODULES if packages[module])
+    return f"{facts}\n\n{versions}\n\n" + _table([*trainers.HEADINGS], trainers.rows(document["runs"]))
+
+
 def render_saving(documents: list[dict[str, Any]]) -> str:
     """The Markdown of saving results: for each state a table of its newest, the limits, and all goals."""
     results, measured = _combined(documents)
@@ -180,6 +190,7 @@ RENDERERS = {
     "resharding": render_resharding,
     "sharding": render_sharding,
     "scale": render_scale,
+    "trainers": render_trainers,
     "tiers": render_numbers(
         {
             "memory_s": "seconds to restore from the keeper's memory after kill -9 of the trainer",

@@ -186,7 +186,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         return newest, own[0]
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return -1 for the own folder, in which `_load` looks before its super class."""
+        """Return -1 for the own folder, because `_load` has its own search."""
         return super()._find_load_step(folder) if folder else -1
 
     def _continue_home(self, stock: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import gc
 import signal
 import weakref
@@ -16,10 +17,10 @@ from torch import nn
 import holdfast
 import nursery
 from holdfast import Keep, Preemption
-from holdfast.errors import HoldfastError, InvalidInput, NotFound
+from holdfast.errors import HoldfastError, InvalidInput, NotFound, SaveWarning
 from holdfast.format import names
 from stage.ranks import run_ranks
-from stage.training import wait_until
+from stage.training import CopyGate, make_model, train, wait_until
 
 
 def make(home: Path, **options: Any) -> holdfast.Checkpointer:
@@ -309,3 +310,54 @@ def restore_of_different_sizes(rank: int, home: Path) -> list[Any]:
 def test_ranks_restore_their_own_tensors_of_different_sizes(tmp_path: Path) -> None:
     found = run_ranks(2, restore_of_different_sizes, tmp_path)
     assert found == [[[0.0], [0.0]], [[1.0, 1.0], [1.0, 1.0]]]
+
+
+def test_what_given_optimizers_own_is_copied_beside_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, moments and views of them; the step waits for the copy."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    gate = CopyGate(monkeypatch)
+    gate.open_when_stepping([optimizer])
+    with make(tmp_path / "home") as ckpt:
+        expected = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        ckpt.save(1, state, optimizers=[optimizer])
+        del state
+        train(model, optimizer)
+        assert gate.opened.is_set()
+        ckpt.wait()
+        found = ckpt.load(1)
+        assert found is not None
+        assert equal(found["model"], expected[0])
+        assert equal(found["optimizer"], expected[1])
+        assert not equal(found["model"], model.state_dict())
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_write_beside_the_copy_fails_only_a_save_that_names_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gate = CopyGate(monkeypatch)
+    weight = next(model.parameters())
+    with make(tmp_path / "home") as ckpt:
+        expected = weight.detach().clone()
+        save = ckpt.save(1, {"model": model.state_dict()}, optimizers=[optimizer] if is_given else [])
+        with torch.no_grad():
+            weight.add_(1)
+        gate.opened.set()
+        if is_given:
+            with pytest.raises(InvalidInput, match=r"model\.0\.weight"):
+                save.wait_durable()
+            with pytest.warns(SaveWarning, match=r"model\.0\.weight"):
+                ckpt.save(2, {"model": model.state_dict()}, optimizers=[optimizer]).wait_durable()
+            expected = weight.detach().clone()
+        else:
+            save.wait_durable()
+        found = ckpt.load()
+        assert found is not None
+        assert torch.equal(found["model"]["0.weight"], expected)

@@ -74,6 +74,58 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
     check_saved(tmp_path / "home", 1, expected)
 
 
+class _OwnSGD(SGD):
+    """An optimizer that torch does not know: it may change parameters before the closure."""
+
+
+def _with_hook(parameters: Any) -> Optimizer:
+    optimizer = SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "is_beside"),
+    [
+        (OPTIMIZERS["AdamW"], True),
+        (OPTIMIZERS["SGD with momentum"], True),
+        (lambda parameters: torch.optim.LBFGS(parameters, max_iter=3), True),
+        (lambda parameters: _OwnSGD(parameters, lr=0.1), False),
+        (_with_hook, False),
+    ],
+    ids=["AdamW", "SGD", "LBFGS", "other class", "other hook"],
+)
+def test_a_closure_runs_beside_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Optimizer], is_beside: bool
+) -> None:
+    """Unless parameters may change before the closure."""
+    model = make_model()
+    optimizer = make(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    was_opened: list[bool] = []
+
+    def closure() -> torch.Tensor:
+        was_opened.append(gate.opened.is_set())
+        model.zero_grad()
+        loss = model(torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    gate = CopyGate(monkeypatch)
+    gate.open_when_stepping([optimizer])
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        optimizer.step(closure)
+        was_opened.clear()
+        gate.opened.clear()
+        expected = snapshot({"model": model})
+        ckpt.save(1)
+        loss = optimizer.step(closure=closure)
+        assert isinstance(loss, torch.Tensor)
+        assert was_opened[0] is not is_beside
+        assert not torch.equal(expected["model.0.weight"], snapshot({"model": model})["model.0.weight"])
+    check_saved(tmp_path / "home", 1, expected)
+
+
 def test_each_of_two_optimizers_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that steps first is not the one that the state names first."""
     a, b = make_model(), make_model()

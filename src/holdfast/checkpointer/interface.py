@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, NoReturn, SupportsFloat
+
+from torch.optim import Optimizer
 
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.loop_exit import is_orderly, looping
@@ -245,7 +247,14 @@ class Checkpointer:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any] | None = None, *, to_home: bool = False) -> Save:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        *,
+        optimizers: Iterable[Optimizer] = (),
+        to_home: bool = False,
+    ) -> Save:
         """Save the present state, or the given one, as the checkpoint of `step`.
 
         Returns once everything is copied that may change before the next optimizer step. Parameters and
@@ -256,6 +265,8 @@ class Checkpointer:
             state: objects to save if the Checkpointer was made without a state: tensors and values, nested
                 as you like, and live objects. You may change it after the call, but for what optimizers in
                 it own. A plain tensor belongs to its rank, see `replicated`; DTensors are saved in parts.
+            optimizers: optimizers of which `state` contains the state dict, or the parameters. These tensors
+                are copied in the background too, as if the optimizers were in `state`.
             to_home: copy it to home whether or not that is due; equal on every rank.
 
         Raises:
@@ -276,7 +287,8 @@ class Checkpointer:
             step = parse_step(step, "save()")
             if self._components.has_state and state is None:
                 return self._training.save(step, to_home=to_home)
-            return self._training.save_given(step, self._check_given(step, state), to_home=to_home)
+            given = self._check_given(step, state)
+            return self._training.save_given(step, given, optimizers, to_home=to_home)
 
     def _check_given(self, step: int, state: Mapping[str, Any] | None) -> Mapping[str, Any]:
         if self._components.has_state:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, NoReturn, SupportsFloat
+
+from torch.optim import Optimizer
 
 from holdfast.callsite import warn
 from holdfast.checkpointer.attempt import Attempt
@@ -154,9 +156,11 @@ class Training:
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def save_given(self, step: int, state: Mapping[str, Any], *, to_home: bool) -> Save:
+    def save_given(
+        self, step: int, state: Mapping[str, Any], optimizers: Iterable[Optimizer], *, to_home: bool
+    ) -> Save:
         """Save other objects than those of the Checkpointer; the references to them are released."""
-        with self._pipeline.objects.lent(dict(state)):
+        with self._pipeline.objects.lent(dict(state), optimizers):
             return self.save(step, to_home=to_home)
 
     def save(self, step: int, *, to_home: bool) -> Save:

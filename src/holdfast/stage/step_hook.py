@@ -11,12 +11,17 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue] - torch.optim deletes the name
 
+_hooks: set[int] = set()
+"""Ids of the hooks of all StepHooks."""
+
 
 class StepHook:
-    """Calls a method before every optimizer step of this process, before any other hook.
+    """Calls a method before every optimizer of this process changes its parameters.
 
     A hook of all optimizers: those of the state may be stepped through a copy, or their parameters by another
-    optimizer. It runs first, because other hooks may write to parameters.
+    optimizer. It runs before any other hook, because those may write to parameters. If a step has a closure,
+    as Lightning's have, the method is called after the closure, so that forward and backward run beside a
+    copy. This holds for the optimizers of torch.optim, which call it before they change anything.
 
     Args:
         before: called with the optimizer. Only a weak reference to its object is kept.
@@ -30,16 +35,25 @@ class StepHook:
 
         # A compiled step() must call it, not trace it: the state differs at each call.
         @torch.compiler.disable
-        def hook(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            owner, call = this(), method()
-            if owner is not None and call is not None:
+        def call(optimizer: Optimizer) -> None:
+            owner, bound = this(), method()
+            if owner is not None and bound is not None:
                 if owner.is_known(optimizer):
                     owner._last = threading.current_thread()
+                bound(optimizer)
+
+        @torch.compiler.disable
+        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            closure = _closure_of(optimizer, args, kwargs)
+            if closure is None:
                 call(optimizer)
+                return None
+            return (optimizer,), {"closure": _then(closure, lambda: call(optimizer))}
 
         handle = optimizers.register_optimizer_step_pre_hook(hook)
         optimizers._global_optimizer_pre_hooks.move_to_end(handle.id, last=False)
-        self._remove = weakref.finalize(self, handle.remove)
+        _hooks.add(handle.id)
+        self._remove = weakref.finalize(self, _remove, handle)
 
     def add_known(self, known: Iterable[Optimizer]) -> None:
         """Register optimizers whose steps change the state."""
@@ -61,3 +75,31 @@ class StepHook:
     def remove(self) -> None:
         """Remove the hook."""
         self._remove()
+
+
+def _remove(handle: Any) -> None:
+    _hooks.discard(handle.id)
+    handle.remove()
+
+
+def _closure_of(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """Return the closure of a step that changes nothing before it; None for other steps."""
+    if len(args) + len(kwargs) != 2 or (len(args) == 1 and "closure" not in kwargs):
+        return None
+    closure = kwargs["closure"] if len(args) == 1 else args[1]
+    is_first = type(optimizer).__module__.startswith("torch.optim.")
+    has_other_hooks = optimizer._optimizer_step_pre_hooks or not _hooks.issuperset(
+        optimizers._global_optimizer_pre_hooks
+    )
+    return closure if callable(closure) and is_first and not has_other_hooks else None
+
+
+def _then(closure: Callable[[], Any], call: Callable[[], None]) -> Callable[[], Any]:
+    def closure_then_call() -> Any:
+        result = closure()
+        call()
+        return result
+
+    return closure_then_call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,13 @@ class TensorCollector:
                 return
             self._leave(table)
         self._new_table.own(parameters)
+
+    def own_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark all that is in the memory of some tensors as changed only by an optimizer's steps.
+
+        Only for a state that is lent: no table is followed then.
+        """
+        self.table.own_memory(tensors)
 
     def is_per_rank(self, name: str) -> bool:
         """Return True if each rank has its own tensor under `name`."""

@@ -84,6 +84,12 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer and the tensors of its state."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [*parameters(optimizer), *(value for value in states if isinstance(value, torch.Tensor))]
+
+
 @final
 class OptimizerEntry(StateEntry):
     """An optimizer without save and load code of its own.

@@ -161,6 +161,15 @@ class TensorTable:
                 if (holder := self.tied.get(row, row)) in self.tensors:
                     self._owned.add(holder)
 
+    def own_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark the tensors in the memory of others as changed only by an optimizer's steps."""
+        for tensor in tensors:
+            local = local_of(tensor)
+            address = local.data_ptr()
+            for name in (self._at.get(address), *self._more.get(address, ())):
+                if address and name is not None and _is_within(self.tensors.get(name), local):
+                    self._owned.add(name)
+
     def is_per_rank(self, name: str) -> bool:
         """Return True if each rank has its own tensor under `name`."""
         return any(self.tied.get(row, row) in self._per_rank for row in self._rows_of(name))
@@ -378,3 +387,11 @@ def _collision(name: str) -> InvalidInput:
         "dot, or a number and a string look the same. Nothing was written. Rename one of the keys."
     )
     return InvalidInput(message, key=name)
+
+
+def _is_within(found: torch.Tensor | None, owned: torch.Tensor) -> bool:
+    """Return True if a tensor at the same address has no memory beyond that of the owned one."""
+    if found is None or found.device != owned.device:
+        return False
+    is_dense = found.is_contiguous() and owned.is_contiguous() and found.nbytes <= owned.nbytes
+    return is_dense or is_same_view(found, owned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from holdfast.state.objects import (
     TensorEntry,
     ValueEntry,
 )
-from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters
+from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters, tensors_of
 from holdfast.state.partitioned_objects import check_not_partitioned
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks
@@ -67,6 +67,7 @@ class State:
 
     def __init__(self, objects: MutableMapping[str, Any], *, world: tuple[int, int] | None = None) -> None:
         self._objects = objects
+        self._lent_optimizers: list[torch.optim.Optimizer] = []
         self._given_world = world
         self._entries: dict[str, StateEntry] = {}
         self._found: dict[str, _Found] = {}
@@ -134,6 +135,8 @@ class State:
         captured = {key: _capture(key, entry, collector) for key, entry in _ordered(entries)}
         for optimizer in self._hooked(entries):
             collector.own(parameters(optimizer))
+        for optimizer in self._lent_optimizers:
+            collector.own_memory(tensors_of(optimizer))
         values = {key: captured[key] for key in entries}
         values[rng.KEY] = rng.capture(collector)
         captured_now = collector.captured(
@@ -148,18 +151,27 @@ class State:
         return find_resume_risks(values, has_live_objects=has_live_objects)
 
     @contextlib.contextmanager
-    def lent(self, objects: MutableMapping[str, Any]) -> Iterator[None]:
-        """Use other objects within a context, and release them afterwards."""
+    def lent(
+        self, objects: MutableMapping[str, Any], optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> Iterator[None]:
+        """Use other objects within a context, and release them afterwards.
+
+        Args:
+            objects: the objects.
+            optimizers: optimizers whose memory `objects` may refer to.
+        """
         own, self._objects = self._objects, objects
+        self._lent_optimizers = [one for one in optimizers if has_step_hooks(one)]
         self._table = None
         try:
             yield
         finally:
             self._objects, self._table, self._entries, self._found = own, None, {}, {}
+            self._lent_optimizers = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers whose steps change tensors in `CapturedState.owned`."""
-        return self._hooked(self._current())
+        return [*self._hooked(self._current()), *self._lent_optimizers]
 
     def marks(self) -> object:
         """Return a value that changes whenever training changes the state.

@@ -6,19 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from holdfast.adapters.dcp import HoldfastWriter
 
 from .contract import Blocked, Method, Training
 
 
-def _train(training: Training, blocked: Blocked, save: Callable[[dict[str, Any], int], Any]) -> None:
+def _train(training: Training, blocked: Blocked, save_state: Callable[[dict[str, Any], int], Any]) -> None:
     model = training.make_model()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def save_now(step: int) -> Any:
-        return save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
+        return save_state({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
 
     timed, futures = blocked.timed(save_now), []
     for step in range(1, training.steps + 1):
@@ -33,28 +33,28 @@ def _train(training: Training, blocked: Blocked, save: Callable[[dict[str, Any],
 
 
 def _stock(training: Training, blocked: Blocked) -> None:
-    _train(training, blocked, lambda state, step: dcp.save(state, checkpoint_id=training.folder / str(step)))
+    _train(training, blocked, lambda state, step: save(state, checkpoint_id=training.folder / str(step)))
 
 
 def _stock_async(training: Training, blocked: Blocked) -> None:
-    def save(state: dict[str, Any], step: int) -> Any:
-        return dcp.async_save(state, checkpoint_id=training.folder / str(step))
+    def save_state(state: dict[str, Any], step: int) -> Any:
+        return async_save(state, checkpoint_id=training.folder / str(step))
 
-    _train(training, blocked, save)
+    _train(training, blocked, save_state)
 
 
 def _ours(training: Training, blocked: Blocked) -> None:
-    def save(state: dict[str, Any], step: int) -> Any:
-        return dcp.save(state, storage_writer=HoldfastWriter(str(training.folder), step=step))
+    def save_state(state: dict[str, Any], step: int) -> Any:
+        return save(state, storage_writer=HoldfastWriter(str(training.folder), step=step))
 
-    _train(training, blocked, save)
+    _train(training, blocked, save_state)
 
 
 def _ours_async(training: Training, blocked: Blocked) -> None:
-    def save(state: dict[str, Any], step: int) -> Any:
-        return dcp.async_save(state, storage_writer=HoldfastWriter(str(training.folder), step=step))
+    def save_state(state: dict[str, Any], step: int) -> Any:
+        return async_save(state, storage_writer=HoldfastWriter(str(training.folder), step=step))
 
-    _train(training, blocked, save)
+    _train(training, blocked, save_state)
 
 
 METHODS: dict[str, Method] = {

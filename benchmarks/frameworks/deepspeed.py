@@ -3,6 +3,9 @@
 # DeepSpeed is not in every environment, and has no type information.
 # pyright: reportMissingImports=false
 
+# Pyright takes this file for the package.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import os

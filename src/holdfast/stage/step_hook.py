@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ class StepHook:
         this = weakref.ref(self)
 
         # A compiled step() must call it, not trace it: the state differs at each call.
-        @torch.compiler.disable
-        def call(optimizer: Optimizer) -> None:
+        def before_update(optimizer: Optimizer) -> None:
             owner, bound = this(), method()
             if owner is not None and bound is not None:
                 if owner.is_known(optimizer):
                     owner._last = threading.current_thread()
                 bound(optimizer)
+
+        call: Any = torch.compiler.disable(before_update)
 
         @torch.compiler.disable
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,7 +50,7 @@ class StepHook:
             if closure is None:
                 call(optimizer)
                 return None
-            return (optimizer,), {"closure": _then(closure, lambda: call(optimizer))}
+            return (optimizer,), {"closure": _then(closure, partial(call, optimizer))}
 
         handle = optimizers.register_optimizer_step_pre_hook(hook)
         optimizers._global_optimizer_pre_hooks.move_to_end(handle.id, last=False)

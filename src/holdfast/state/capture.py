@@ -151,7 +151,7 @@ class TensorCollector:
         self._new_table.own(parameters)
 
     def own_memory(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark all that is in the memory of some tensors as changed only by an optimizer's steps.
+        """Mark all in the memory of these tensors as changed only by optimizers.
 
         Only for a state that is lent: no table is followed then.
         """

@@ -390,7 +390,7 @@ def _collision(name: str) -> InvalidInput:
 
 
 def _is_within(found: torch.Tensor | None, owned: torch.Tensor) -> bool:
-    """Return True if a tensor at the same address has no memory beyond that of the owned one."""
+    """Return True if a tensor lies in the memory of the owned one."""
     if found is None or found.device != owned.device:
         return False
     is_dense = found.is_contiguous() and owned.is_contiguous() and found.nbytes <= owned.nbytes

@@ -10,7 +10,6 @@ import pytest
 
 from cli.conftest import Command
 from holdfast.jobs.records import Records
-from holdfast.jobs.state_folder import database
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
@@ -86,11 +85,11 @@ def test_a_killed_removal_is_finished_by_the_next_one(jobs: JobHarness, holdfast
     first, second = (jobs.submit("true") for _ in range(2))
     jobs.wait(first)
     jobs.wait(second)
-    with Records(database(jobs.state)) as records:
-        records.hide(first.id)
+    Records(jobs.state).set_aside(first.id)
     assert [job.id for job in jobs.engine.jobs()] == [second.id]
     assert holdfast("forget", second.id, "--yes").status == 0
-    assert list(jobs.state.glob("jobs/*")) == []
+    assert [path for path in jobs.state.glob("jobs/*") if path.is_dir()] == []
+    assert jobs.submit("true").id == second.id + 1, "no number is used twice"
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root, to mount")

@@ -16,7 +16,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_folder import database, state_dir
+from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.tail import FolderWatch
 from holdfast.jobs.task.parser import Overrides, parse_task
@@ -117,8 +117,7 @@ class JobHarness:
 
     def record(self, job: Job) -> JobRecord:
         """Return the record of the job."""
-        with Records(database(self.state)) as records:
-            return records.get(job.id)
+        return Records(self.state).get(job.id)
 
     def kill_controller(self, job: Job) -> None:
         """Kill the job's controller, and wait until it is gone."""

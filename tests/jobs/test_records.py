@@ -1,17 +1,22 @@
-"""Records of jobs: one file and id sequence for all engines, upgraded from older versions."""
+"""Records of jobs: one folder and number each, read whatever else is damaged, and taken over from jobs.db."""
 
 from __future__ import annotations
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from holdfast.errors import InvalidInput, NotFound
-from holdfast.jobs.records import JobSpec, Records, encode
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
+from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.record_files import JobSpec, StoredState, Submission, append_state
+from holdfast.jobs.records import Records
 from holdfast.jobs.registry import find_engine, get_engine
-from holdfast.jobs.state_folder import database, state_dir
 from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.timers import Timers
 
 SPEC = JobSpec(num_nodes=1, num_gpus=0, has_setup=False, user="me", gpus=[])
 VERSION_1 = """
@@ -28,24 +33,83 @@ CREATE TABLE requests (
 CREATE INDEX open_requests ON requests(job) WHERE is_done = 0;
 PRAGMA user_version = 1;
 """
+VERSION_2 = """
+ALTER TABLE jobs ADD COLUMN engine TEXT NOT NULL DEFAULT 'local';
+ALTER TABLE jobs ADD COLUMN outer_id TEXT;
+PRAGMA user_version = 2;
+"""
+LIFE = (
+    '{"status": "%s", "attempt": 3, "is_active": false, "recoveries": 2, "num_errors": 0, "num_barren": 0, '
+    '"num_hurried": 0, "is_noticed": false, "outcomes": {}, "reason": "x"}'
+)
 
 
-def test_jobs_of_all_engines_share_one_id_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def submit(records: Records, *, engine: str = "local", name: str = "n") -> int:
+    """Record a job, and return its number."""
+    number = records.reserve()
+    records.complete(Submission(number, name, f"id-{number}", engine, SPEC, RestartPolicy(), 1.0))
+    return number
+
+
+def old_database(state: Path, *, version: int = 2, status: str = "SUCCEEDED", last: int = 1) -> Path:
+    """Write a database of an earlier version with the jobs up to `last`."""
+    path = state / "jobs.db"
+    old = sqlite3.connect(path)
+    old.executescript(VERSION_1 + (VERSION_2 if version > 1 else ""))
+    spec = '{"num_nodes": 1, "num_gpus": 0, "has_setup": false, "user": "me", "gpus": []}'
+    policy = '{"num_nodes": 1, "max_restarts": 4, "free_codes": [33], "max_barren": 5, "grace_s": 30.0}'
+    for _ in range(last):
+        old.execute(
+            "INSERT INTO jobs (name, task_id, is_whole, spec, terms, life, due, status, submitted_unix_s, "
+            "started_unix_s, ended_unix_s) VALUES ('old', 'old-id', 1, ?, ?, ?, '{}', ?, 1.0, 2.0, 3.0)",
+            (spec, policy, LIFE % status, status),
+        )
+    old.commit()
+    old.close()
+    return path
+
+
+def test_records_are_read_back_as_written(tmp_path: Path) -> None:
+    policy = RestartPolicy(2, 3, frozenset({33}))
+    records = Records(tmp_path)
+    number = records.reserve()
+    with pytest.raises(NotFound):
+        records.get(number)
+    records.complete(Submission(number, "name", "task-id", "local", SPEC, policy, 1.0))
+    life = JobState(JobStatus.RUNNING, 2, True, 1, outcomes={0: Outcome(Phase.RUN, code=1)}, reason="x")
+    due = Timers(start=2, kill_unix_s=7.5, kill_keepers=True)
+    records.ask(number, "preempt", 1.5)
+    (request,) = records.requests(records.get(number))
+    assert (request.kind, request.lead_s) == ("preempt", 1.5)
+    records.save(records.get(number), life, due, now_unix_s=2.0, step_before=9)
+    found = Records(tmp_path).get(number)
+    assert (found.life, found.due, found.policy, found.spec) == (life, due, policy, SPEC)
+    assert (found.task_id, found.step_before, found.started_unix_s, found.ended_unix_s) == (
+        "task-id",
+        9,
+        2.0,
+        None,
+    )
+
+
+def test_jobs_of_all_engines_share_one_sequence_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
-    with Records(database(state_dir())) as records:
-        for engine in ("slurm", "local", "sky"):
-            number = records.reserve("n", SPEC, RestartPolicy(), 1.0, engine=engine)
-            records.complete(number, f"id-{engine}")
-        records.set_engine_job_id(1, "4711")
-        assert [(one.id, one.engine, one.engine_job_id) for one in records.all()] == [
-            (1, "slurm", "4711"),
-            (2, "local", None),
-            (3, "sky", None),
-        ]
-        assert [one.id for one in records.all("sky")] == [3]
-        records.withdraw(3)
-        with pytest.raises(NotFound):
-            records.get(3)
+    records = Records(tmp_path)
+    for engine in ("slurm", "local", "sky"):
+        submit(records, engine=engine)
+    records.set_engine_job_id(1, "4711")
+    assert [(one.id, one.engine, one.engine_job_id) for one in records.all()] == [
+        (1, "slurm", "4711"),
+        (2, "local", None),
+        (3, "sky", None),
+    ]
+    assert [one.id for one in records.all("sky")] == [3]
+    records.withdraw(3)
+    assert records.unreadable() == []
+    with pytest.raises(NotFound):
+        records.get(3)
     assert (find_engine(1).name, find_engine(2).name) == ("slurm", "local")
     with pytest.raises(NotFound, match="Job 3 does not exist"):
         find_engine(3)
@@ -53,19 +117,106 @@ def test_jobs_of_all_engines_share_one_id_sequence(tmp_path: Path, monkeypatch: 
         get_engine("nomad")
 
 
-def test_a_file_of_the_previous_version_is_upgraded(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    old = sqlite3.connect(path)
-    old.executescript(VERSION_1)
-    spec = '{"num_nodes": 1, "num_gpus": 0, "has_setup": false, "user": "me", "gpus": []}'
-    old.execute(
-        "INSERT INTO jobs (name, task_id, is_whole, spec, terms, life, due, status, submitted_unix_s) "
-        "VALUES ('old', 'id', 1, ?, ?, ?, '{}', 'RUNNING', 1.0)",
-        (spec, encode(RestartPolicy()), encode(JobState())),
-    )
-    old.commit()
-    old.close()
+def test_numbers_are_never_used_twice(tmp_path: Path) -> None:
+    """Not at the same time, nor after the newest job was removed, nor after the counter was lost."""
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(lambda _: Records(tmp_path).reserve(), range(200)))
+    assert sorted(found) == list(range(1, 201))
+    records = Records(tmp_path)
+    number = submit(records)
+    records.set_aside(number)
+    assert records.reserve() == number + 1
+    counter = tmp_path / "jobs" / "last-number"
+    for damaged in (b"", b"\0" * 4, b"7\n", b"nonsense", b"9" * 60):
+        counter.write_bytes(damaged)
+        number = records.reserve()
+        assert number == max(found) + 3
+        found.append(max(found) + 1)
+    counter.unlink()
+    assert records.reserve() == number + 1
+
+
+def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    submit(records)
+    life = JobState(JobStatus.STARTING, 1, True)
+    record = records.save(records.get(1), life, Timers(), now_unix_s=2.0, step_before=None)
+    folder = job_folder(tmp_path, 1)
+    for torn in (b'{"unix_s": 3.0, "life": {"sta', b'{"unix_s": 3.0, "life": 7}\n', b"\0" * 99, b"[]\n"):
+        with folder.states.open("ab") as file:
+            file.write(torn)
+        assert records.get(1).life == life
+        record = records.save(record, life, Timers(), now_unix_s=4.0, step_before=None)
+        assert records.get(1).life == life
+    with folder.requests.open("ab") as file:
+        file.write(b'{"id": "x", "kind": "can')
+    records.ask(1, "cancel")
+    assert [one.kind for one in records.requests(record)] == ["cancel"]
+
+
+def test_damaged_records_are_reported_and_cost_no_other_job(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for _ in range(3):
+        submit(records)
+    for path in job_folder(tmp_path, 2).submissions:
+        path.write_bytes(b"\0" * path.stat().st_size)
+    assert [one.id for one in records.all()] == [1, 3]
+    (message,) = records.unreadable()
+    assert "job 2 is damaged" in message
+    with pytest.raises(Corrupt, match="not touched"):
+        records.get(2)
+    assert records.reserve() == 4
+
+
+def test_records_of_a_newer_version_are_rejected_unchanged(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    submit(records)
+    path = job_folder(tmp_path, 1).submissions[0]
+    path.write_text(path.read_text().replace('"version": 1', '"version": 9, "more": {}'))
+    before = path.read_text()
+    with pytest.raises(Conflict, match="newer version"):
+        records.get(1)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_database_of_an_earlier_version_is_taken_over_once(tmp_path: Path, version: int) -> None:
+    old_database(tmp_path, version=version, last=3)
+    for number in (1, 3):  # the folder of 2 was lost
+        job_folder(tmp_path, number).path.mkdir(parents=True)
     for _ in range(2):
-        with Records(path) as records:
-            (found,) = records.all()
-        assert (found.name, found.engine, found.engine_job_id) == ("old", "local", None)
+        found = Records(tmp_path).all()
+        assert [(one.id, one.name, one.engine, one.life.recoveries) for one in found] == [
+            (1, "old", "local", 2),
+            (3, "old", "local", 2),
+        ]
+        assert found[0].policy == RestartPolicy(1, 4, frozenset({33}))
+        assert (found[0].started_unix_s, found[0].ended_unix_s) == (2.0, 3.0)
+    assert [path.name for path in tmp_path.glob("jobs.db*")] == ["jobs.db.old-1"]
+    assert Records(tmp_path).reserve() == 4
+
+
+def test_an_old_copy_of_the_database_changes_no_record(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    submit(records, name="new")
+    before = {path: path.read_bytes() for path in job_folder(tmp_path, 1).path.iterdir()}
+    old_database(tmp_path, status="RUNNING", last=7)
+    assert [one.name for one in Records(tmp_path).all()] == ["new"]
+    assert {path: path.read_bytes() for path in job_folder(tmp_path, 1).path.iterdir()} == before
+    assert Records(tmp_path).reserve() == 8, "numbers of the old copy are skipped"
+
+
+def test_a_journal_without_its_newest_attempt_is_not_believed(tmp_path: Path) -> None:
+    """An old copy has the state of an earlier attempt."""
+    records = Records(tmp_path)
+    submit(records)
+    folder = job_folder(tmp_path, 1)
+    append_state(folder, StoredState(2.0, JobState(JobStatus.RUNNING, 1, True)))
+    records.ask(1, "preempt", 0.0)
+    folder.attempt(4).mkdir(parents=True)
+    found = records.get(1)
+    assert (found.life.status, found.life.attempt, found.life.recoveries) == (JobStatus.RECOVERING, 4, 3)
+    assert found.life.is_active
+    assert records.requests(found) == [], "an old preemption is not repeated"
+    records.ask(1, "cancel")
+    assert [one.kind for one in records.requests(records.get(1))] == ["cancel"]

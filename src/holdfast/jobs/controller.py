@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from holdfast.environment import read_progress
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.records import JobRequest
+from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
     BackoffElapsed,
     CancelRequested,

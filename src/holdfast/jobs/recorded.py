@@ -15,7 +15,7 @@ from holdfast.jobs.engine import Engine, Job, Line
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.removal import remove
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_folder import database, state_dir
+from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.tail import FolderWatch, LineReader
 
 
@@ -38,9 +38,7 @@ class RecordedEngine(Engine):
 
     @override
     def jobs(self) -> list[Job]:
-        with self._records() as records:
-            found = records.all(self.name)
-        return self._current(found)
+        return self._current(self._records().all(self.name))
 
     @override
     def job(self, number: int) -> Job:
@@ -49,8 +47,7 @@ class RecordedEngine(Engine):
 
     @override
     def forget(self, number: int, *, force: bool = False) -> None:
-        with self._records() as records:
-            remove(records, self._state, number, force=force)
+        remove(self._records(), self._state, number, force=force)
 
     @override
     def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
@@ -73,11 +70,10 @@ class RecordedEngine(Engine):
                 watch.wait(self.poll_s)
 
     def _records(self) -> Records:
-        return Records(database(self._state))
+        return Records(self._state)
 
     def _record(self, number: int) -> JobRecord:
-        with self._records() as records:
-            return records.get(number)
+        return self._records().get(number)
 
     def _newest_step(self, record: JobRecord) -> int | None:
         """Return the newest step that a job has reported, or None."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from holdfast.errors import InvalidInput
 from holdfast.jobs.engine import Engine, Job
 from holdfast.jobs.records import Records
-from holdfast.jobs.state_folder import database, state_dir
+from holdfast.jobs.state_folder import state_dir
 
 ENGINES = {
     "local": "holdfast.jobs.local.engine:LocalEngine",
@@ -37,13 +37,11 @@ def find_engine(number: int) -> Engine:
     Raises:
         NotFound: the job does not exist.
     """
-    with Records(database(state_dir())) as records:
-        return get_engine(records.get(number).engine)
+    return get_engine(Records(state_dir()).get(number).engine)
 
 
 def all_jobs() -> list[Job]:
     """Return the jobs of all engines, newest last. Only engines that have jobs are queried."""
-    with Records(database(state_dir())) as records:
-        engines = sorted({record.engine for record in records.all()})
+    engines = sorted({record.engine for record in Records(state_dir()).all()})
     found = [job for name in engines for job in get_engine(name).jobs()]
     return sorted(found, key=lambda job: job.id)

@@ -19,8 +19,3 @@ def state_dir() -> Path:
         folder = Path(parent).expanduser().absolute() / "holdfast"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-
-
-def database(state: Path) -> Path:
-    """Return the path of the database of jobs."""
-    return state / "jobs.db"

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.environment import read_progress, report_progress
-from holdfast.errors import Conflict, NotFound, RetryLater
 from holdfast.jobs.environment import (
     Node,
     assign_gpus,
@@ -25,23 +24,12 @@ from holdfast.jobs.environment import (
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import processes
-from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.records import JobSpec, Records
-from holdfast.jobs.state_machine import (
-    Backoff,
-    JobState,
-    KillAttempt,
-    RestartPolicy,
-    SendNotice,
-    StartAttempt,
-)
-from holdfast.jobs.status import JobStatus
+from holdfast.jobs.state_machine import Backoff, KillAttempt, SendNotice, StartAttempt
 from holdfast.jobs.tail import FolderWatch, LineReader
 from holdfast.jobs.timers import Timers
 from holdfast.linux import locks
 from holdfast.linux.wakeup_pipe import WakeupPipe, wake
 
-SPEC = JobSpec(num_nodes=2, num_gpus=0, has_setup=False, user="me", gpus=[[], []])
 NODE = Node("id", 3, "name", 2, 1, ("127.0.0.1", "127.0.0.2"), 4, "me", "/n", "/p", 30.0)
 
 
@@ -79,40 +67,6 @@ def test_several_wakeups_are_cleared_at_once(tmp_path: Path) -> None:
     assert os.read(bell.fd, 10) == b"!"
     bell.close()
     wake(tmp_path / "bell")
-
-
-def test_records_are_read_back_as_written(tmp_path: Path) -> None:
-    policy = RestartPolicy(2, 3, frozenset({33}))
-    with Records(tmp_path / "jobs.db") as records:
-        number = records.reserve("name", SPEC, policy, 1.0)
-        with pytest.raises(NotFound):
-            records.get(number)
-        records.complete(number, "task-id")
-        life = JobState(JobStatus.RUNNING, 2, True, 1, outcomes={0: Outcome(Phase.RUN, code=1)}, reason="x")
-        due = Timers(start=2, kill_unix_s=7.5, kill_keepers=True)
-        records.ask(number, "preempt", 1.5)
-        (request,) = records.requests(number)
-        records.save(number, life, due, now_unix_s=2.0, step_before=9, answered=request.id)
-        assert records.requests(number) == []
-    with Records(tmp_path / "jobs.db") as records:
-        found = records.get(number)
-    assert (found.life, found.due, found.policy, found.spec) == (life, due, policy, SPEC)
-    assert (found.task_id, found.step_before, found.started_unix_s, found.ended_unix_s) == (
-        "task-id",
-        9,
-        2.0,
-        None,
-    )
-
-
-def test_records_of_a_newer_version_are_rejected_unchanged(tmp_path: Path) -> None:
-    with Records(tmp_path / "jobs.db") as records:
-        records._db.execute("PRAGMA user_version = 99")
-    with pytest.raises(Conflict, match="newer version"):
-        Records(tmp_path / "jobs.db")
-    (tmp_path / "other.db").write_text("no database, and long enough to be taken for one" * 99)
-    with pytest.raises(RetryLater, match="Cannot use the job records"):
-        Records(tmp_path / "other.db")
 
 
 def test_the_earliest_of_several_deadlines_counts() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.records import JobRequest
+from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.slurm.commands import Queued
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
 from holdfast.jobs.slurm.messages import (
@@ -106,5 +106,5 @@ def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:
     assert files.requests() == []
     files.request("preempt", 1.5)
     files.request("cancel", 0.0)
-    assert files.requests() == [JobRequest(0, "preempt", 1.5), JobRequest(1, "cancel", 0.0)]
+    assert files.requests() == [JobRequest("0", "preempt", 1.5), JobRequest("1", "cancel", 0.0)]
     assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.json")} == {0}, "they contain secrets"

@@ -1,1 +1,1 @@
-"""Jobs on this machine. Nodes are process trees, the state is in SQLite, and no login is needed."""
+"""Jobs on this machine. Nodes are process trees, the state is in files, and no login is needed."""

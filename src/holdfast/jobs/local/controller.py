@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import select
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import HoldfastError, RetryLater
+from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller
 from holdfast.jobs.local.nodes import Nodes
 from holdfast.jobs.local.specs import make_specs
@@ -19,8 +20,8 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.teardown import Teardown
-from holdfast.jobs.records import JobRequest, Records
-from holdfast.jobs.state_folder import database
+from holdfast.jobs.record_files import JobRequest
+from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import (
     AttemptExited,
     ControllerStarted,
@@ -52,15 +53,16 @@ def supervise(state: Path, number: int) -> None:
     Blocks: until the job has ended.
     """
     try:
-        with Records(database(state)) as records:
-            _supervise(records, job_folder(state, number), number)
+        _supervise(Records(state), job_folder(state, number), number)
+    except (NotFound, Corrupt, Conflict) as error:
+        _log.error("job %s: controller stopped: %s", number, error)  # its nodes continue
     except RetryLater as error:
         # The records or a disk failed. Running nodes continue, and the next command starts a new controller.
         _log.error("job %s: controller stopped: %s", number, error)
 
 
 def _supervise(records: Records, folder: JobFolder, number: int) -> None:
-    controller = LocalController(records, folder, number)
+    controller = LocalController(records, folder, records.get(number))
     try:
         controller.serve()
     except RetryLater:
@@ -78,9 +80,9 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> None:
 class LocalController(Controller):
     """Controller of a job on this machine, which holds the job's lock."""
 
-    def __init__(self, records: Records, folder: JobFolder, number: int) -> None:
+    def __init__(self, records: Records, folder: JobFolder, record: JobRecord) -> None:
         self._records = records
-        self._record = record = records.get(number)
+        self._record = record
         super().__init__(
             folder, record.policy, record.life, timers=record.due, step_before=record.step_before
         )
@@ -110,18 +112,16 @@ class LocalController(Controller):
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
     ) -> None:
-        self._records.save(
-            self._record.id,
-            state,
-            timers,
-            now_unix_s=now_unix_s,
-            step_before=self._step_before,
-            answered=answered.id if answered is not None else None,
+        record = self._record
+        if answered is not None:
+            record = dataclasses.replace(record, answered=(*record.answered, answered.id))
+        self._record = self._records.save(
+            record, state, timers, now_unix_s=now_unix_s, step_before=self._step_before
         )
 
     @override
     def _requests(self) -> list[JobRequest]:
-        return self._records.requests(self._record.id)
+        return self._records.requests(self._record)
 
     @override
     def _prepare_attempt(self) -> None:
@@ -170,6 +170,7 @@ class LocalController(Controller):
     @override
     def _receive_signals(self) -> None:
         self._wakeup.clear()
+        self._records.repair(self._record)
         processes.reap()
         if self._is_terminated and self.state.is_active and not self.state.is_noticed:
             self._apply(NoticeReceived(LEAD_S, "this machine is shutting down"))

@@ -20,8 +20,9 @@ from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
+from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
-from holdfast.jobs.records import JobRecord, JobSpec
+from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
@@ -55,24 +56,25 @@ class LocalEngine(RecordedEngine):
         now_s = time.time()
         spec = _spec(task)
         policy = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
-        with self._records() as records:
-            number = records.reserve(task.name, spec, policy, now_s)
-            folder = job_folder(self._state, number)
-            try:
-                write_scripts(task, folder, _base_environment())
-                create_workdir(task, folder)
-                place(task, folder, self._state)
-            except HoldfastError:
-                shutil.rmtree(folder.path, ignore_errors=True)
-                raise
-            except (OSError, shutil.Error) as error:
-                shutil.rmtree(folder.path, ignore_errors=True)
-                raise RetryLater(
-                    f"Cannot prepare the job in {folder.path}: {error}. Nothing was started."
-                ) from error
-            records.complete(number, create_task_id(task.name, number, now_s))
-            start_controller(folder)
-            return self._job(records.get(number))
+        records = self._records()
+        number = records.reserve()
+        folder = job_folder(self._state, number)  # created just now, so it may be removed
+        try:
+            write_scripts(task, folder, _base_environment())
+            create_workdir(task, folder)
+            place(task, folder, self._state)
+        except HoldfastError:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+        except (OSError, shutil.Error) as error:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise RetryLater(
+                f"Cannot prepare the job in {folder.path}: {error}. Nothing was started."
+            ) from error
+        task_id = create_task_id(task.name, number, now_s)
+        records.complete(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        start_controller(folder)
+        return self._job(records.get(number))
 
     # -- status ----------------------------------------------------------------------------------------------
 
@@ -89,9 +91,10 @@ class LocalEngine(RecordedEngine):
         return record
 
     def _ensure_controller(self, record: JobRecord) -> None:
-        """Start a controller for a job that has not ended, unless one is running."""
-        if not record.life.status.is_final:
-            start_controller(job_folder(self._state, record.id))
+        """Start or wake the controller of a job that has not ended."""
+        folder = job_folder(self._state, record.id)
+        if not record.life.status.is_final and not start_controller(folder):
+            wake(folder.bell)
 
     def _job(self, record: JobRecord) -> Job:
         return Job.of(record, step=self._newest_step(record))
@@ -111,10 +114,10 @@ class LocalEngine(RecordedEngine):
         return self._request(number, "preempt", lead_s)
 
     def _request(self, number: int, kind: str, lead_s: float | None = None) -> Job:
-        with self._records() as records:
-            record = records.get(number)
-            check_active(self._job(record))
-            records.ask(number, kind, lead_s)
+        records = self._records()
+        record = records.get(number)
+        check_active(self._job(record))
+        records.ask(number, kind, lead_s)
         wake(job_folder(self._state, number).bell)
         self._ensure_controller(record)
         return self._job(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -23,6 +24,9 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.submissions = (path / "job.json", path / "job.copy.json")  # what was submitted, twice
+        self.states = path / "states.jsonl"  # journal of the job's states
+        self.requests = path / "requests.jsonl"  # requests to the controller
         self.lock = path / "controller.lock"  # lock of the running controller
         self.controller_log = path / "controller.log"
         self.bell = path / "bell"  # FIFO that wakes the controller
@@ -52,14 +56,27 @@ class JobFolder:
         """Return the folder of an attempt, which exists once the attempt has started."""
         return self.path / "attempts" / str(number)
 
+    def last_attempt(self) -> int:
+        """Return the number of the newest attempt, or 0 if none has started."""
+        try:
+            names = [entry.name for entry in os.scandir(self.path / "attempts")]
+        except FileNotFoundError:
+            return 0
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
     def node(self, attempt: int, rank: int) -> NodeFolder:
         """Return the folder of a node in an attempt."""
         return NodeFolder(self.attempt(attempt) / str(rank))
 
 
+def jobs_folder(state: Path) -> Path:
+    """Return the folder of all jobs' folders."""
+    return state / "jobs"
+
+
 def job_folder(state: Path, number: int) -> JobFolder:
     """Return the folder of a job."""
-    return JobFolder(state / "jobs" / str(number))
+    return JobFolder(jobs_folder(state) / str(number))
 
 
 def bucket_folder(state: Path, name: str) -> Path:

@@ -119,6 +119,12 @@ def _has(pid: int, prefix: bytes) -> bool:
     return data.startswith(prefix) or b"\0" + prefix in data
 
 
+def controllers(folder: Path) -> list[Process]:
+    """Return the running controllers of the job in a folder."""
+    wanted = {b"holdfast.jobs.local", b"controller", os.fsencode(folder)}
+    return [process for process in snapshot().values() if wanted <= set(process._words)]
+
+
 def servants(role: str, folder: Path) -> list[Process]:
     """Return the running processes of `holdfast.jobs.node` with this role and folder."""
     wanted = {b"holdfast.jobs.node", role.encode(), os.fsencode(folder)}

@@ -29,24 +29,20 @@ def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
         Conflict: the job has not ended, some of its processes are running, or files would be lost.
         RetryLater: the folder cannot be removed. The job is no longer listed, and the next call continues.
     """
-    for left in records.hidden():
-        _remove(records, job_folder(state, left), left)
+    for left in records.folders_set_aside():
+        _remove(left)
     record = records.get(number)
     folder = job_folder(state, number)
-    lock = _lock(folder, record) if folder.path.exists() else None
+    lock = _lock(folder, record)
     try:
-        if folder.path.exists():
-            _check_ended(record, has_lock=lock is not None)
-            _check_quiet(record)
-            if not force:
-                _check_sent(folder, number)
-            # Before anything is removed: below a mount are the bucket's files.
-            fuse.unmount_below(folder.path)
-            remove_links(folder)
-        else:
-            _check_ended(record, has_lock=True)
-        records.hide(number)
-        _remove(records, folder, number)
+        _check_ended(record, has_lock=lock is not None)
+        _check_quiet(record)
+        if not force:
+            _check_sent(folder, number)
+        # Before anything is removed: below a mount are the bucket's files.
+        fuse.unmount_below(folder.path)
+        remove_links(folder)
+        _remove(records.set_aside(number))
     finally:
         if lock is not None:
             os.close(lock)
@@ -86,16 +82,16 @@ def _check_sent(folder: JobFolder, number: int) -> None:
         )
 
 
-def _remove(records: Records, folder: JobFolder, number: int) -> None:
-    if mounted := fuse.mounted_below(folder.path):
-        raise Conflict(f"{mounted[0]} is mounted, so {folder.path} was not removed.")
+def _remove(folder: Path) -> None:
+    """Remove a folder that was set aside."""
+    if mounted := fuse.mounted_below(folder):
+        raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
     try:
-        shutil.rmtree(folder.path)
+        shutil.rmtree(folder)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise RetryLater(
-            f"Cannot remove {folder.path}: {error}. The job is no longer listed. The next `holdfast "
+            f"Cannot remove {folder}: {error}. The job is no longer listed. The next `holdfast "
             "forget` tries again, or remove the folder yourself."
         ) from error
-    records.forget(number)

@@ -14,8 +14,9 @@ from holdfast.jobs.engine import Job, Line, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
+from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active
-from holdfast.jobs.records import JobRecord, JobSpec
+from holdfast.jobs.records import JobRecord
 from holdfast.jobs.sky import commands
 from holdfast.jobs.sky.document import managed_name, render_document
 from holdfast.jobs.sky.states import ManagedJob
@@ -59,24 +60,23 @@ class SkyEngine(RecordedEngine):
             task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
         )
         policy = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
-        with self._records() as records:
-            number = records.reserve(task.name, spec, policy, now_s, engine=self.name)
-            task_id = create_task_id(task.name, number, now_s)
-            path = job_folder(self._state, number).path / "task.yaml"
-            try:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_atomic(path, render_document(task, task_id, str(number)))
-            except OSError as error:
-                raise RetryLater(f"Cannot write {path}: {error}. Nothing was started.") from error
-            # Before SkyPilot has it: a running job must be recorded, even if this process dies.
-            records.complete(number, task_id)
-            try:
-                engine_job_id = commands.launch(managed_name(task.name, str(number)), path, task.secrets)
-            except HoldfastError:
-                records.withdraw(number)
-                raise
-            if engine_job_id is not None:
-                records.set_engine_job_id(number, engine_job_id)
+        records = self._records()
+        number = records.reserve()
+        task_id = create_task_id(task.name, number, now_s)
+        path = job_folder(self._state, number).path / "task.yaml"
+        try:
+            write_atomic(path, render_document(task, task_id, str(number)))
+        except OSError as error:
+            raise RetryLater(f"Cannot write {path}: {error}. Nothing was started.") from error
+        # Before SkyPilot has it: a running job must be recorded, even if this process dies.
+        records.complete(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        try:
+            engine_job_id = commands.launch(managed_name(task.name, str(number)), path, task.secrets)
+        except HoldfastError:
+            records.withdraw(number)
+            raise
+        if engine_job_id is not None:
+            records.set_engine_job_id(number, engine_job_id)
         return self.job(number)
 
     # -- status ----------------------------------------------------------------------------------------------
@@ -110,12 +110,15 @@ class SkyEngine(RecordedEngine):
             reason=one.reason,
         )
         now_s = one.ended_unix_s or time.time()
-        with self._records() as records:
-            if record.engine_job_id is None:
-                records.set_engine_job_id(record.id, one.id)
-            began_s = one.started_unix_s
-            records.save(
-                record.id, life, Timers(), now_unix_s=now_s, step_before=None, started_unix_s=began_s
+        recorded = (record.life, record.started_unix_s, record.engine_job_id)
+        if (life, one.started_unix_s, one.id) != recorded:
+            self._records().save(
+                dataclasses.replace(record, engine_job_id=one.id),
+                life,
+                Timers(),
+                now_unix_s=now_s,
+                step_before=None,
+                started_unix_s=one.started_unix_s,
             )
         return dataclasses.replace(
             record,

@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.records import JobRequest
+from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.slurm import commands, messages
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.runner import KILL_WAIT_S

@@ -19,8 +19,9 @@ from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.node.mounts.validation import validate
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
+from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
-from holdfast.jobs.records import JobRecord, JobSpec
+from holdfast.jobs.records import JobRecord
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import Queued
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
@@ -90,24 +91,24 @@ class SlurmEngine(RecordedEngine):
             task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
         )
         policy = _policy(task)
-        with self._records() as records:
-            number = records.reserve(task.name, spec, policy, now_s, engine=self.name)
-            task_id = create_task_id(task.name, number, now_s)
-            files = self._files(number)
-            try:
-                self._put_together(task, number, task_id, spec, policy)
-            except (OSError, shutil.Error) as error:
-                shutil.rmtree(files.job.path, ignore_errors=True)
-                raise RetryLater(
-                    f"Cannot prepare the job in {files.job.path}: {error}. Nothing was started."
-                ) from error
-            # Before Slurm has it: a running job must be recorded, even if this process dies.
-            records.complete(number, task_id)
-            try:
-                records.set_engine_job_id(number, commands.submit(files.script))
-            except HoldfastError:
-                records.withdraw(number)
-                raise
+        records = self._records()
+        number = records.reserve()
+        task_id = create_task_id(task.name, number, now_s)
+        files = self._files(number)  # in a folder created just now, so it may be removed
+        try:
+            self._put_together(task, number, task_id, spec, policy)
+        except (OSError, shutil.Error) as error:
+            shutil.rmtree(files.job.path, ignore_errors=True)
+            raise RetryLater(
+                f"Cannot prepare the job in {files.job.path}: {error}. Nothing was started."
+            ) from error
+        # Before Slurm has it: a running job must be recorded, even if this process dies.
+        records.complete(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        try:
+            records.set_engine_job_id(number, commands.submit(files.script))
+        except HoldfastError:
+            records.withdraw(number)
+            raise
         return self.job(number)
 
     def _put_together(
@@ -136,10 +137,10 @@ class SlurmEngine(RecordedEngine):
         )
         create_workdir(task, folder)
         place(task, folder, self._state)
-        with self._records() as records:
-            create_links(
-                folder, is_in_use=lambda target: is_link_used(records, folder, target), state=self._state
-            )
+        records = self._records()
+        create_links(
+            folder, is_in_use=lambda target: is_link_used(records, folder, target), state=self._state
+        )
         write_atomic(files.script, self._script(task, str(number), task_id).text())
 
     def _script(self, task: Task, number: str, task_id: str) -> Script:
@@ -178,11 +179,14 @@ class SlurmEngine(RecordedEngine):
         life = self._life(record, story, queued, trouble)
         if life.status.is_final:
             ended_s = story.ended_unix_s or time.time()
-            with self._records() as records:
-                began_s = story.started_unix_s
-                records.save(
-                    record.id, life, Timers(), now_unix_s=ended_s, step_before=None, started_unix_s=began_s
-                )
+            record = self._records().save(
+                record,
+                life,
+                Timers(),
+                now_unix_s=ended_s,
+                step_before=None,
+                started_unix_s=story.started_unix_s,
+            )
         record = dataclasses.replace(
             record,
             started_unix_s=story.started_unix_s,

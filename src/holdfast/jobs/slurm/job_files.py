@@ -11,7 +11,7 @@ from holdfast.documents import decode_dataclass, decode_object
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.spec import MAX_OWN_BYTES
-from holdfast.jobs.records import JobRequest
+from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.linux.files import write_atomic
 
@@ -105,4 +105,4 @@ class JobFiles:
 
 def _parse_request(number: int, line: bytes) -> JobRequest:
     document = decode_object(line, "a request to a job")
-    return JobRequest(number, document.text("kind"), document.number("lead_s"))
+    return JobRequest(str(number), document.text("kind"), document.number("lead_s"))

@@ -18,7 +18,6 @@ from holdfast.jobs.node.mounts.download import download
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.records import Records
-from holdfast.jobs.state_folder import database
 from holdfast.linux.files import write_atomic
 from holdfast.linux.wakeup_pipe import wake
 from holdfast.units import format_duration
@@ -44,8 +43,7 @@ def serve(folder: Path) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     job = JobFolder(folder.parents[2])
-    with Records(database(job.path.parents[1])) as records:
-        owner = records.get(int(job.path.name)).task_id
+    owner = Records(job.path.parents[1]).get(int(job.path.name)).task_id
     mounter = Mounter(folder, read_mount_specs(job), int(folder.parent.name), owner)
     try:
         mounter.mount_all()

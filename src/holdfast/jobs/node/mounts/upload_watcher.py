@@ -18,7 +18,6 @@ from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
 from holdfast.jobs.node.mounts.mounter import log_line, mount_write_back
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.records import Records
-from holdfast.jobs.state_folder import database
 from holdfast.linux import locks
 from holdfast.linux.files import write_atomic
 from holdfast.linux.wakeup_pipe import wake
@@ -60,8 +59,7 @@ def serve(path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     folder = JobFolder(path.parents[1])
-    with Records(database(folder.path.parents[1])) as records:
-        owner = records.get(int(folder.path.name)).task_id
+    owner = Records(folder.path.parents[1]).get(int(folder.path.name)).task_id
 
     status_log = _StatusLog()
 
@@ -106,9 +104,9 @@ class _UploadNeed:
         if locks.is_held(self._folder.lock):
             self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
             return True
-        with Records(database(self._folder.path.parents[1])) as records:
-            if records.get(int(self._folder.path.name)).life.status.is_final:
-                return time.monotonic() < self._give_up_s
+        record = Records(self._folder.path.parents[1]).get(int(self._folder.path.name))
+        if record.life.status.is_final:
+            return time.monotonic() < self._give_up_s
         start_controller(self._folder)
         return True
 

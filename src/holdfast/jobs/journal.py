@@ -1,0 +1,66 @@
+"""Append-only files of JSON lines. A torn, damaged or missing line costs only itself."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_TAIL_BYTES = 4 << 20
+"""Part of a journal that is searched for its last valid lines."""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Open or create a file for appending, and hold its lock in the block.
+
+    Blocks: while another process holds the lock, which takes one write.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def append(fd: int, line: str, *, is_durable: bool = True) -> None:
+    """Append a line to a locked file. A torn line before it stays apart.
+
+    Args:
+        is_durable: wait until it survives a power cut.
+
+    Raises:
+        OSError: the disk is full or failed. The torn line is skipped by readers.
+    """
+    end = os.lseek(fd, 0, os.SEEK_END)
+    is_torn = end > 0 and os.pread(fd, 1, end - 1) != b"\n"
+    data = b"\n" * is_torn + line.encode() + b"\n"
+    if os.write(fd, data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if is_durable:
+        os.fsync(fd)
+
+
+def lines(path: Path, *, tail_bytes: int | None = None) -> list[bytes]:
+    """Return the complete lines of a file, oldest first. A missing file counts as empty.
+
+    Args:
+        tail_bytes: read only about this much from the end.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0 if tail_bytes is None else max(0, size - tail_bytes))
+            found = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [line for line in found[:-1] if line]
+
+
+def newest_first(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines at the end of a file, newest first."""
+    yield from reversed(lines(path, tail_bytes=_TAIL_BYTES))

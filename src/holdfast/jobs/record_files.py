@@ -1,0 +1,163 @@
+"""Files of a job's record in its folder: the submission, the journal of its states, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Conflict, Corrupt
+from holdfast.jobs import journal
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.timers import Timers
+from holdfast.linux.files import write_atomic
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """Shape of a submitted job."""
+
+    num_nodes: int
+    num_gpus: int
+    has_setup: bool
+    user: str
+    gpus: list[list[str]]  # devices reserved for each node, or empty lists
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Submitted job. Never changes."""
+
+    number: int
+    name: str
+    task_id: str
+    engine: str
+    spec: JobSpec
+    policy: RestartPolicy
+    submitted_unix_s: float
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """State of a job from a moment on: an entry of its journal."""
+
+    unix_s: float
+    life: JobState = field(default_factory=JobState)
+    due: Timers = field(default_factory=Timers)
+    step_before: int | None = None  # newest checkpoint when the attempt began
+    started_unix_s: float | None = None
+    ended_unix_s: float | None = None
+    engine_job_id: str | None = None  # the engine's own id of the job
+    answered: tuple[str, ...] = ()  # ids of the requests that were applied
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """Request of a command to a job."""
+
+    id: str
+    kind: str  # cancel or preempt
+    lead_s: float | None
+
+
+def encode(value: JobRequest | Submission | StoredState) -> str:
+    """Return a document as one line of JSON."""
+    return json.dumps(asdict(value), default=sorted)  # a set becomes a list
+
+
+# -- the submission --------------------------------------------------------------------------------------
+
+
+def write_submission(folder: JobFolder, submission: Submission) -> None:
+    """Write what was submitted, twice. Files that are intact are left as they are."""
+    text = encode(submission)
+    for path in folder.submissions:
+        if not path.exists() or path.read_bytes() != text.encode():
+            write_atomic(path, text)
+
+
+def read_submission(folder: JobFolder) -> Submission | None:
+    """Return what was submitted, or None for a folder of an incomplete launch.
+
+    Raises:
+        Corrupt: both files are damaged or missing.
+        Conflict: a newer version of Holdfast wrote them.
+    """
+    trouble: Corrupt | None = None
+    for path in folder.submissions:
+        try:
+            text = path.read_bytes()
+            _check_version(path, text)
+            return decode_dataclass(Submission, text, str(path), any_text=True)
+        except FileNotFoundError:
+            continue
+        except Corrupt as error:
+            trouble = error
+    if trouble is None and not folder.states.exists() and not folder.last_attempt():
+        return None
+    why = f"is damaged: {trouble}" if trouble else f"is missing from {folder.path}."
+    raise Corrupt(
+        f"The record of job {folder.path.name} {why} Its folder and its processes were not touched, and its "
+        "number is not used again."
+    ) from trouble
+
+
+def _check_version(path: Path, text: bytes) -> None:
+    try:
+        version = json.loads(text)["version"]
+    except (ValueError, KeyError, TypeError):
+        return  # the decoder reports it
+    if isinstance(version, int) and version > VERSION:
+        raise Conflict(
+            f"{path} was created by a newer version of Holdfast (version {version}, supported here: "
+            f"{VERSION}). Use that version, or set HOLDFAST_STATE to another folder."
+        )
+
+
+# -- the journal -----------------------------------------------------------------------------------------
+
+
+def append_state(folder: JobFolder, state: StoredState) -> None:
+    """Append a state to the journal durably."""
+    with journal.locked(folder.states) as fd:
+        journal.append(fd, encode(state))
+
+
+def newest_state(folder: JobFolder) -> StoredState | None:
+    """Return the newest state that can be read, or None."""
+    return next(_decoded(folder, journal.newest_first(folder.states)), None)
+
+
+def _decoded(folder: JobFolder, lines: Iterator[bytes]) -> Iterator[StoredState]:
+    for line in lines:
+        try:
+            yield decode_dataclass(StoredState, line, str(folder.states), any_text=True)
+        except Corrupt:
+            continue  # torn by a kill, or damaged: its neighbours are read
+
+
+# -- requests --------------------------------------------------------------------------------------------
+
+
+def add_request(folder: JobFolder, kind: str, lead_s: float | None) -> None:
+    """Append a request durably."""
+    with journal.locked(folder.requests) as fd:
+        journal.append(fd, encode(JobRequest(uuid.uuid4().hex, kind, lead_s)))
+
+
+def read_requests(folder: JobFolder) -> list[JobRequest]:
+    """Return all requests so far, oldest first. Damaged ones are skipped."""
+    found: list[JobRequest] = []
+    for line in journal.lines(folder.requests):
+        try:
+            found.append(decode_dataclass(JobRequest, line, str(folder.requests)))
+        except Corrupt:
+            continue
+    return found

@@ -80,7 +80,7 @@ def test_following_ends_with_the_job(jobs: JobHarness, task: Path, holdfast: Com
     assert "(node 0) node 0 here" in out
     assert "(node 1) node 1 here" in out
     assert holdfast("logs", 1, "--node", 1).out.splitlines()[-1] == "node 1 here"
-    assert '{"node": 0, "line": "node 0 here"}' in holdfast("logs", 1, "--json").out
+    assert '{"node": 0, "line": "node 0 here", "unix_s": ' in holdfast("logs", 1, "--json").out
 
 
 def test_a_dry_run_shows_the_plan_and_starts_nothing(jobs: JobHarness, task: Path, holdfast: Command) -> None:

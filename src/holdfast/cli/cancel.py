@@ -1,32 +1,43 @@
-"""`holdfast cancel`: cancels a job."""
+"""`holdfast cancel`: cancels jobs."""
 
 from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.jobs import add_job, job_row
+from holdfast.cli.jobs import job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
-from holdfast.jobs.registry import find_engine
+from holdfast.errors import InvalidInput
+from holdfast.jobs.interface import cancel
 
 _EXAMPLES = """
 holdfast cancel 3
+holdfast cancel 3 4 sweep
+holdfast cancel --all
 """
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    details = "It has 30 s (on Slurm 60 s) to save, then it is killed."
+    details = "Each has 30 s (on Slurm 60 s) to save, then it is killed."
     parser = command(commands, "cancel", run, details=details, examples=_EXAMPLES)
-    add_job(parser)
+    parser.add_argument(
+        "jobs", nargs="*", metavar="JOB", help="number of a job, or the name of jobs that have not ended"
+    )
+    parser.add_argument("--all", action="store_true", help="all jobs that have not ended")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Request the cancellation. The job ends in the background."""
-    job = find_engine(args.id).cancel(args.id)
+    """Request the cancellations. The jobs end in the background."""
+    if bool(args.jobs) == args.all:
+        raise InvalidInput("Choose jobs by number or name, or all with --all. Nothing was cancelled.")
+    found = cancel(*args.jobs, every=args.all)
     if args.json:
-        print_json(job_row(job))
+        print_json([job_row(job) for job in found])
+    elif not found:
+        print("no jobs")
     else:
-        print(f"job {job.id} ({job.name}) is being cancelled")
+        for job in found:
+            print(f"job {job.id} ({job.name}) is being cancelled")
     return 0

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli.options import count
+from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job, Line
 from holdfast.jobs.registry import ENGINES
 
@@ -27,15 +28,33 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_which(parser: argparse.ArgumentParser) -> None:
+    """Add JOB, the number or name of a job."""
+    parser.add_argument("job", metavar="JOB", help="number of the job, or the name of the newest")
+
+
 def job_row(job: Job) -> dict[str, Any]:
-    """Return a job as a JSON object."""
-    return {**asdict(job), "status": job.status.value}
+    """Return a job as a JSON object, with its durations."""
+    return {**asdict(job), "status": job.status.value, **asdict(durations_of(job))}
+
+
+def format_span(seconds: float) -> str:
+    """Return a duration in at most six characters, such as `45s`, `12m03s`, `2h05m` or `3d04h`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
 
 
 def print_line(line: Line, num_nodes: int, *, is_json: bool) -> None:
     """Print a line of a job's output, prefixed with its node if it has several. Notes go to stderr."""
     if is_json:
-        print(json.dumps({"node": line.node, "line": line.text}, ensure_ascii=False), flush=True)
+        row = {"node": line.node, "line": line.text, "unix_s": line.unix_s}
+        print(json.dumps(row, ensure_ascii=False), flush=True)
     elif line.node is None:
         print(f"holdfast: {line.text}", file=sys.stderr, flush=True)
     elif num_nodes > 1:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from holdfast.cli.jobs import add_job, print_line
+from holdfast.cli.jobs import add_job
 from holdfast.cli.options import Commands, add_json, command, step_number
+from holdfast.cli.output_printer import OutputPrinter
 from holdfast.jobs.registry import find_engine
 
 _EXAMPLES = """
 holdfast logs 3
-holdfast logs 3 -f
-holdfast logs 3 --node 1
+holdfast logs 3 -f --tail 20
+holdfast logs 3 --node 1 --timestamps
 """
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    details = "It has the lines of all attempts. With -f, new lines are printed until the job has ended."
+    details = (
+        "It has the lines of all attempts, those of several nodes in the order of time. With -f, new lines "
+        "are printed until the job has ended, and the exit status is that of the job."
+    )
     parser = command(commands, "logs", run, details=details, examples=_EXAMPLES)
     add_job(parser)
     parser.add_argument("--follow", "-f", action="store_true", help="print new lines until the job has ended")
+    parser.add_argument(
+        "--tail", type=step_number, metavar="N", help="begin with the last N lines of each node"
+    )
+    parser.add_argument("--timestamps", "-t", action="store_true", help="print the time before each line")
     parser.add_argument(
         "--node", type=step_number, metavar="R", help="only the lines of this node, counted from 0"
     )
@@ -30,8 +39,24 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the lines."""
     engine = find_engine(args.id)
-    num_nodes = engine.job(args.id).num_nodes
-    for line in engine.lines(args.id, follow=args.follow):
-        if args.node in (None, line.node):
-            print_line(line, num_nodes if args.node is None else 1, is_json=args.json)
-    return 0
+    printer = OutputPrinter(
+        is_labelled=args.node is None and engine.job(args.id).num_nodes > 1,
+        has_times=args.timestamps,
+        is_json=args.json,
+    )
+    blocks = engine.output(
+        args.id,
+        follow=args.follow,
+        node=args.node,
+        tail=args.tail,
+        is_timed=args.timestamps or args.json,
+        with_progress=args.follow and sys.stdout.isatty() and not args.json,
+    )
+    try:
+        for block in blocks:
+            printer.print(block)
+            if args.follow:
+                printer.flush()
+    finally:
+        printer.close()
+    return engine.job(args.id).exit_status if args.follow else 0

@@ -1,1 +1,69 @@
-"""Jobs: task files, the pure state machine of a job, and the engines that run it."""
+"""Jobs: task files, the pure state machine of a job, the engines that run it, and their Python interface."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.jobs.description import JobDescription
+    from holdfast.jobs.engine import Job, Line
+    from holdfast.jobs.history import Attempt, Durations
+    from holdfast.jobs.interface import (
+        cancel,
+        describe,
+        find,
+        forget,
+        job,
+        launch,
+        logs,
+        preempt,
+        queue,
+        wait,
+    )
+    from holdfast.jobs.status import JobStatus
+
+_PLACES = {
+    "Attempt": "history",
+    "Durations": "history",
+    "Job": "engine",
+    "JobDescription": "description",
+    "JobStatus": "status",
+    "Line": "engine",
+    "cancel": "interface",
+    "describe": "interface",
+    "find": "interface",
+    "forget": "interface",
+    "job": "interface",
+    "launch": "interface",
+    "logs": "interface",
+    "preempt": "interface",
+    "queue": "interface",
+    "wait": "interface",
+}
+
+__all__ = [
+    "Attempt",
+    "Durations",
+    "Job",
+    "JobDescription",
+    "JobStatus",
+    "Line",
+    "cancel",
+    "describe",
+    "find",
+    "forget",
+    "job",
+    "launch",
+    "logs",
+    "preempt",
+    "queue",
+    "wait",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: agents and controllers need only their own modules."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'holdfast.jobs' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"holdfast.jobs.{_PLACES[name]}"), name)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from holdfast.environment import read_progress
+from holdfast.jobs.history import add_change
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
@@ -23,6 +24,9 @@ from holdfast.jobs.state_machine import (
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.tail import last_lines
 from holdfast.jobs.timers import Timers
+from holdfast.log import get_logger
+
+_log = get_logger("jobs")
 
 LEAD_S = 30.0
 """Lead of a notice whose request has none."""
@@ -128,6 +132,10 @@ class Controller(ABC):
     def _abandon(self) -> None:
         """Kill what is running, without waiting for anything."""
 
+    def _machines(self) -> tuple[str, ...]:
+        """Return the names of the attempt's machines, if it has others than this one."""
+        return ()
+
     def _missing_uploads(self) -> str:
         """Return which files of a job that has just ended are not uploaded."""
         return ""
@@ -170,8 +178,12 @@ class Controller(ABC):
         state = self.state
         reason = state.reason.partition("\n")[0]
         line = f"attempt {state.attempt} {state.status.value} {reason}".rstrip()
-        with self._folder.changed.open("a") as file:
-            file.write(f"{time.strftime('%F %T')} {line}\n")
+        try:
+            add_change(self._folder, state, machines=self._machines(), step=self._newest_step())
+            with self._folder.changed.open("a") as file:
+                file.write(f"{time.strftime('%F %T')} {line}\n")
+        except OSError as error:  # only for people: the state is stored, and the job continues
+            _log.warning("cannot record a change of the job's status: %s", error)
 
     def _act(self) -> None:
         """Take the actions that are due. A killed controller may have taken some of them already."""

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.jobs.output.block import OutputBlock, texts
 from holdfast.jobs.records import JobRecord
-from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
 
@@ -23,22 +24,43 @@ class UnsupportedKey:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Job as shown to users and scripts."""
+    """Job as shown to users and scripts.
+
+    Attributes:
+        id: its number.
+        name: its name, from the task file or chosen at launch.
+        engine: name of its engine, such as "local".
+        task_id: its SKYPILOT_TASK_ID, the same in every attempt.
+        status: its status.
+        attempt: number of its newest attempt; 0 before the first.
+        recoveries: attempts that were started because the one before ended early.
+        restarts_after_errors: of these, those after errors of its commands.
+        num_nodes: number of its nodes.
+        submitted_unix_s: time of its submission.
+        started_unix_s: start of its first attempt.
+        ended_unix_s: time of its end.
+        step: newest checkpoint that it has reported.
+        reason: why it has its status, for people. The first line is a summary.
+        engine_job_id: the engine's own id of it.
+        exit_status: 0 unless it has ended without success; then that of its command, or 1.
+    """
 
     id: int
     name: str
     engine: str
-    task_id: str  # created once, the same in every attempt
+    task_id: str
     status: JobStatus
     attempt: int
     recoveries: int
     restarts_after_errors: int
     num_nodes: int
     submitted_unix_s: float
-    started_unix_s: float | None  # start of the first attempt
+    started_unix_s: float | None
     ended_unix_s: float | None
-    step: int | None  # newest checkpoint that the job has reported
-    reason: str  # why the job has its status, for people
+    step: int | None
+    reason: str
+    engine_job_id: str | None = None
+    exit_status: int = 0
 
     @classmethod
     def of(cls, record: JobRecord, *, step: int | None = None, life: JobState | None = None) -> Job:
@@ -59,15 +81,24 @@ class Job:
             ended_unix_s=record.ended_unix_s,
             step=step,
             reason=life.reason,
+            engine_job_id=record.engine_job_id,
+            exit_status=exit_status(life),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Line of a job's output."""
+    """Line of a job's output.
 
-    node: int | None  # None: a change of the job's status
+    Attributes:
+        node: the node that wrote it; None for a change of the job's status.
+        text: its text, without a line break.
+        unix_s: time of writing, to the second, if it was recorded.
+    """
+
+    node: int | None
     text: str
+    unix_s: float | None = None
 
 
 class Engine(ABC):
@@ -75,6 +106,8 @@ class Engine(ABC):
 
     name: str
     """Name of the engine, as in `--on`."""
+    poll_s = 5.0
+    """Interval for following a job, where the kernel reports no changes."""
 
     @abstractmethod
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
@@ -146,12 +179,44 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
+    def output(
+        self,
+        number: int,
+        *,
+        follow: bool,
+        node: int | None = None,
+        tail: int | None = None,
+        is_timed: bool = False,
+        with_changes: bool = False,
+        with_progress: bool = False,
+    ) -> Iterator[OutputBlock]:
         """Yield the output so far or, with `follow`, until the job ends.
 
+        The blocks of several nodes are in the order of their times.
+
         Args:
+            node: only this node's. Default: all nodes'.
+            tail: begin with this number of lines at each node's end. Default: with the first line.
+            is_timed: give each block its time.
             with_changes: also yield changes of the status.
+            with_progress: also yield lines that are still being rewritten, if one node is read.
 
         Raises:
-            NotFound: the job does not exist.
+            NotFound: the job or the node does not exist.
         """
+
+    def lines(
+        self,
+        number: int,
+        *,
+        follow: bool,
+        node: int | None = None,
+        tail: int | None = None,
+        with_changes: bool = False,
+    ) -> Iterator[Line]:
+        """Yield the lines of the output. See `output` for the arguments. Very long lines come in parts."""
+        found = self.output(
+            number, follow=follow, node=node, tail=tail, is_timed=True, with_changes=with_changes
+        )
+        for block in found:
+            yield from (Line(block.node, text, block.unix_s) for text in texts(block))

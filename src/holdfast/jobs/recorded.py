@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from typing_extensions import override
 
 from holdfast.environment import read_progress
-from holdfast.errors import Conflict
-from holdfast.jobs.engine import Engine, Job, Line
+from holdfast.errors import Conflict, NotFound
+from holdfast.jobs.engine import Engine, Job
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.removal import remove
+from holdfast.jobs.output.block import OutputBlock
+from holdfast.jobs.output.interleaving import interleaved
+from holdfast.jobs.output.log_reader import LogReader
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_folder import state_dir
-from holdfast.jobs.tail import FolderWatch, LineReader
+from holdfast.jobs.tail import FolderWatch
+from holdfast.units import plural
+
+_QUERY_S = 0.2
+"""Pause between two queries of a followed job's status."""
 
 
 class RecordedEngine(Engine):
@@ -25,9 +33,6 @@ class RecordedEngine(Engine):
     Args:
         state: folder of all jobs. Default: that of this user.
     """
-
-    poll_s = 5.0
-    """Interval for following output, where the kernel reports no changes."""
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state or state_dir()
@@ -50,24 +55,61 @@ class RecordedEngine(Engine):
         remove(self._records(), self._state, number, force=force)
 
     @override
-    def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
+    def output(
+        self,
+        number: int,
+        *,
+        follow: bool,
+        node: int | None = None,
+        tail: int | None = None,
+        is_timed: bool = False,
+        with_changes: bool = False,
+        with_progress: bool = False,
+    ) -> Iterator[OutputBlock]:
         num_nodes = self._record(number).spec.num_nodes
+        if node is not None and node >= num_nodes:
+            nodes = plural(num_nodes, "node")
+            raise NotFound(f"Job {number} has no node {node}: it has {nodes}, counted from 0.")
+        ranks = range(num_nodes) if node is None else (node,)
         folder = job_folder(self._state, number)
-        readers: dict[int | None, LineReader] = {None: LineReader(folder.changed)} if with_changes else {}
-        readers.update({rank: LineReader(folder.log(rank)) for rank in range(num_nodes)})
+        is_timed = is_timed or len(ranks) > 1
+        readers: dict[int | None, LogReader] = {None: LogReader(folder.changed)} if with_changes else {}
+        readers |= {rank: LogReader(folder.log(rank), tail=tail, is_timed=is_timed) for rank in ranks}
         with contextlib.ExitStack() as stack:
             for reader in readers.values():
                 stack.callback(reader.close)
+            if not follow:
+                yield from interleaved(readers, is_end=True)
+                return
             watch = FolderWatch(folder.path, folder.logs)
             stack.callback(watch.close)
-            is_end = not follow
-            while True:
-                is_end = is_end or self.job(number).status.is_final  # before the last output is read
-                for node, reader in readers.items():
-                    yield from (Line(node, text) for text in reader.lines(is_end=is_end))
-                if is_end:
-                    return
-                watch.wait(self.poll_s)
+            yield from self._follow(number, readers, watch, with_progress=with_progress)
+
+    def _follow(
+        self,
+        number: int,
+        readers: Mapping[int | None, LogReader],
+        watch: FolderWatch,
+        *,
+        with_progress: bool,
+    ) -> Iterator[OutputBlock]:
+        """Yield output until the job has ended. Its status is queried at most a few times a second."""
+        shown = b""
+        next_query_s = 0.0
+        while True:
+            is_end = False
+            if time.monotonic() >= next_query_s:
+                is_end = self.job(number).status.is_final  # before the last output is read
+                next_query_s = time.monotonic() + _QUERY_S
+            yield from interleaved(readers, is_end=is_end)
+            if is_end:
+                return
+            if with_progress and len(readers) == 1:
+                ((node, reader),) = readers.items()
+                if reader.progress and reader.progress != shown:
+                    shown = reader.progress
+                    yield OutputBlock(node, shown, time.time(), is_progress=True)
+            watch.wait(self.poll_s if time.monotonic() >= next_query_s else _QUERY_S)
 
     def _records(self) -> Records:
         return Records(self._state)

@@ -367,6 +367,23 @@ def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
     return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own.items()))
 
 
+def exit_status(life: JobState) -> int:
+    """Return the exit status of a job: 0 unless it has ended without success, then that of its command.
+
+    That is the status of the first node that failed by itself, 128 and the signal for a shell that was
+    killed, and 1 if there is none, as for a cancelled job.
+    """
+    if not life.status.is_final or life.status is JobStatus.SUCCEEDED:
+        return 0
+    if life.status not in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
+        return 1
+    own = [one for _, one in sorted(life.outcomes.items()) if not one.is_success and not one.is_stopped]
+    first = own[0] if own else None
+    if first is None or first.is_lost:
+        return 1
+    return first.code or 128 + (first.killed_by or 0)
+
+
 def _spent(policy: RestartPolicy) -> str:
     if not policy.max_restarts:
         return ""

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from holdfast.environment import read_progress, report_progress
 from holdfast.jobs.environment import (
@@ -25,7 +23,7 @@ from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.state_machine import Backoff, KillAttempt, SendNotice, StartAttempt
-from holdfast.jobs.tail import FolderWatch, LineReader
+from holdfast.jobs.tail import FolderWatch
 from holdfast.jobs.timers import Timers
 from holdfast.linux import locks
 from holdfast.linux.wakeup_pipe import WakeupPipe, wake
@@ -158,28 +156,6 @@ def test_progress_is_the_greatest_step_of_each_home(tmp_path: Path, monkeypatch:
     assert read_progress(tmp_path / "progress") == {"a": 10, "b": 1}
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "no" / "such" / "folder"))
     report_progress("a", 11)
-
-
-@given(st.lists(st.binary(max_size=40), max_size=10))
-def test_lines_are_read_whole_in_whatever_chunks_they_are_written(chunks: list[bytes]) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "log"
-        reader = LineReader(path)
-        assert list(reader.lines()) == []
-        found: list[str] = []
-        with path.open("ab", buffering=0) as file:
-            for chunk in chunks:
-                file.write(chunk)
-                found += reader.lines()
-        found += reader.lines(is_end=True)
-        reader.close()
-        data = b"".join(chunks)
-        expected = data.split(b"\n") if data else []
-        if expected and not expected[-1]:
-            expected.pop()
-        assert found == [line.decode("utf-8", "replace") for line in expected]
 
 
 def test_a_watch_wakes_when_something_is_written(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node.spec import NodeSpec, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.output.log_limit import DEFAULT, LIMIT
+from holdfast.jobs.output.log_sampler import LogSampler
 from holdfast.linux import locks
 from holdfast.linux.files import write_atomic
 from holdfast.linux.processes import adopt_orphans, die_with_parent
@@ -54,13 +56,16 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     with Path(plan.log).open("ab", buffering=0) as log:
         if read_mount_specs(job):
             watch.lease = MountLease(folder.path.parent, Path(plan.log))
+        limit = dict(plan.environment).get(LIMIT, DEFAULT)
+        watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
         outcome = _work(plan, folder, log.fileno(), watch)
+        watch.sampler.poll()
     write_outcome(folder.ended, outcome)
     wake(Path(plan.bell))
 
 
 class PeerWatch:
-    """Watch of the processes that a node needs: controller and mounter.
+    """Watch of the processes that a node needs, controller and mounter, and of its log.
 
     Args:
         replaces_controller: see `serve`.
@@ -70,13 +75,16 @@ class PeerWatch:
         self._job = job
         self._replaces_controller = replaces_controller
         self.lease: MountLease | None = None
+        self.sampler: LogSampler | None = None
 
     def poll(self) -> None:
-        """Replace a dead controller or mounter."""
+        """Replace a dead controller or mounter, and record the size of the log."""
         if self._replaces_controller and not locks.is_held(self._job.lock):
             start_controller(self._job)
         if self.lease is not None:
             self.lease.poll()
+        if self.sampler is not None:
+            self.sampler.poll()
 
 
 def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:

@@ -31,6 +31,7 @@ class JobFolder:
         self.controller_log = path / "controller.log"
         self.bell = path / "bell"  # FIFO that wakes the controller
         self.changed = path / "changed"  # log of status changes, for followers
+        self.history = path / "history.jsonl"  # the same changes with all details
         self.environment = path / "environment.json"  # of the user who launched the job, with secrets
         self.progress = path / "progress"  # steps recorded by the training
         self.logs = path / "logs"  # folder of the nodes' output

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import getpass
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
-from holdfast.jobs.engine import Job, Line, UnsupportedKey
+from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
+from holdfast.jobs.output.block import OutputBlock
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord
@@ -164,10 +166,24 @@ class SkyEngine(RecordedEngine):
     # -- output ----------------------------------------------------------------------------------------------
 
     @override
-    def lines(self, number: int, *, follow: bool, with_changes: bool = False) -> Iterator[Line]:
+    def output(
+        self,
+        number: int,
+        *,
+        follow: bool,
+        node: int | None = None,
+        tail: int | None = None,
+        is_timed: bool = False,
+        with_changes: bool = False,
+        with_progress: bool = False,
+    ) -> Iterator[OutputBlock]:
         # SkyPilot itself puts the nodes' names before their lines
-        for text in commands.logs(self._engine_job_id(number), follow=follow):
-            yield Line(0, text)
+        if node or (follow and tail is not None):
+            what = "--node" if node else "--tail with --follow"
+            raise Unsupported(f"{what} is not supported for jobs on SkyPilot. Nothing was read.")
+        lines = commands.logs(self._engine_job_id(number), follow=follow)
+        for text in lines if tail is None else deque(lines, maxlen=tail):
+            yield OutputBlock(0, text.encode() + b"\n")
 
 
 def _find(record: JobRecord, managed: list[ManagedJob]) -> ManagedJob | None:

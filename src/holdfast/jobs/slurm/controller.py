@@ -168,6 +168,11 @@ class SlurmController(Controller):
             commands.kill_steps(self._slurm_id)
 
     @override
+    def _machines(self) -> tuple[str, ...]:
+        nodelist = os.environ.get("SLURM_JOB_NODELIST")
+        return (nodelist,) if nodelist else ()
+
+    @override
     def _abandon(self) -> None:
         if self._step is not None:
             with contextlib.suppress(HoldfastError):

@@ -1,0 +1,125 @@
+"""`holdfast describe`: shows everything that is recorded about a job."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from holdfast.cli.jobs import add_which, format_span, job_row
+from holdfast.cli.options import Commands, add_json, command
+from holdfast.cli.tables import format_time, print_fields, print_json, print_table
+from holdfast.jobs.description import JobDescription
+from holdfast.jobs.history import Attempt
+from holdfast.jobs.interface import describe
+from holdfast.units import plural
+
+_EXAMPLES = """
+holdfast describe 3
+holdfast describe gpt --json | jq '.attempts[].outcomes'
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "It lists the attempts with their times, machines, reasons and exit statuses, the cost of "
+        "interruptions, the newest checkpoint of each home, the last lines of the output, and the paths "
+        "of the job's files."
+    )
+    parser = command(commands, "describe", run, details=details, examples=_EXAMPLES)
+    add_which(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the job."""
+    found = describe(args.job)
+    if args.json:
+        print_json({**asdict(found), "job": job_row(found.job)})
+        return 0
+    print_fields(_fields(found), width=14)
+    _print_attempts(found)
+    if found.checkpoints:
+        print("\ncheckpoints:")
+        rows = [(home, str(step)) for home, step in found.checkpoints.items()]
+        print_table(("HOME", "NEWEST STEP"), rows, right=("NEWEST STEP",), names=("HOME",))
+    for rank, lines in found.last_lines.items():
+        print("\nlast lines:" if found.job.num_nodes == 1 else f"\nlast lines of node {rank}:")
+        for line in lines:
+            print(f"    {line}")
+    return 0
+
+
+def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
+    job, durations = found.job, found.durations
+    yield "job", f"{job.id} ({job.name})"
+    yield "status", job.status.value
+    if job.reason:
+        yield "reason", job.reason.partition("\n")[0]
+    if job.status.is_final:
+        yield "exit status", str(job.exit_status)
+    engine_id = f", there {job.engine_job_id}" if job.engine_job_id else ""
+    yield "engine", f"{job.engine}{engine_id}"
+    yield "nodes", str(job.num_nodes)
+    yield "task id", job.task_id
+    yield "submitted", format_time(job.submitted_unix_s)
+    if job.ended_unix_s is not None:
+        yield "ended", format_time(job.ended_unix_s)
+    running, down = format_span(durations.running_s), format_span(durations.down_s)
+    yield "durations", f"{format_span(durations.total_s)} in total, {running} running, {down} down"
+    if job.recoveries:
+        recoveries = plural(job.recoveries, "recovery", "recoveries")
+        lost = format_span(found.lost_s)
+        yield "cost", f"{recoveries}: {down} down, and {lost} of work since the newest checkpoints"
+    yield "folder", found.folder
+    for rank, path in enumerate(found.workdirs):
+        yield "workdir" if job.num_nodes == 1 else f"workdir {rank}", path
+    for rank, path in enumerate(found.logs):
+        yield "log" if job.num_nodes == 1 else f"log {rank}", path
+
+
+def _print_attempts(found: JobDescription) -> None:
+    if not found.attempts:
+        return
+    print("\nattempts:")
+    has_machines = any(one.machines for one in found.attempts)
+    columns = ("#", "STARTED", "TOOK", "LOST", "STEP", "EXIT", *(("MACHINES",) * has_machines), "WHY")
+    print_table(
+        columns,
+        [_cells(one, found, has_machines=has_machines) for one in found.attempts],
+        right=("#", "TOOK", "LOST", "STEP"),
+        names=("MACHINES",),
+        text="WHY",
+    )
+
+
+def _cells(one: Attempt, found: JobDescription, *, has_machines: bool) -> tuple[str, ...]:
+    ended_s = one.ended_unix_s
+    span_s = None if ended_s is None else ended_s - one.started_unix_s
+    return (
+        str(one.number),
+        format_time(one.started_unix_s),
+        "-" if span_s is None else format_span(span_s),
+        format_span(one.lost_s) if one.lost_s else "-",
+        "-" if one.step is None else str(one.step),
+        _exits(one, found.job.num_nodes),
+        *((" ".join(one.machines) or "-",) * has_machines),
+        one.reason.partition("\n")[0] or one.status.value,
+    )
+
+
+def _exits(one: Attempt, num_nodes: int) -> str:
+    """Return the exit statuses of the nodes, by rank: a number, a signal, or `lost`."""
+    if one.ended_unix_s is None and not one.outcomes:
+        return "-"
+    shown: list[str] = []
+    for rank in range(num_nodes):
+        outcome = one.outcomes.get(rank)
+        if outcome is None or outcome.is_lost:
+            shown.append("lost" if one.ended_unix_s is not None else "-")
+        elif outcome.killed_by is not None:
+            shown.append(f"signal {outcome.killed_by}")
+        else:
+            shown.append(str(outcome.code))
+    return " ".join(shown)

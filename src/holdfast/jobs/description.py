@@ -1,0 +1,79 @@
+"""Description of a job: its attempts, durations, checkpoints, last lines and paths."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from holdfast.environment import read_progress
+from holdfast.jobs.engine import Job
+from holdfast.jobs.history import Attempt, Durations, list_attempts, measure, read_changes
+from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.tail import last_lines
+
+_NUM_LINES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class JobDescription:
+    """Job with everything that is recorded about it.
+
+    Attributes:
+        job: its status.
+        durations: its times in total, running and down.
+        attempts: its attempts, oldest first. Empty for jobs on SkyPilot.
+        lost_s: running time that was repeated, because it came after the newest checkpoint of an attempt.
+        checkpoints: newest step that training has reported, by home.
+        last_lines: last lines of each node's output, by node.
+        folder: path of the job's folder.
+        workdirs: path of each node's working directory.
+        logs: path of each node's output.
+    """
+
+    job: Job
+    durations: Durations
+    attempts: tuple[Attempt, ...]
+    lost_s: float
+    checkpoints: dict[str, int]
+    last_lines: dict[int, list[str]]
+    folder: str
+    workdirs: list[str]
+    logs: list[str]
+
+
+def describe_job(job: Job) -> JobDescription:
+    """Return the description of a job."""
+    folder = _folder(job)
+    changes = read_changes(folder)
+    attempts = tuple(list_attempts(changes))
+    ranks = range(job.num_nodes)
+    lines = {rank: last_lines(folder.log(rank), _NUM_LINES) for rank in ranks}
+    return JobDescription(
+        job=job,
+        durations=durations_of(job),
+        attempts=attempts,
+        lost_s=sum(one.lost_s for one in attempts),
+        checkpoints=read_progress(folder.progress),
+        last_lines={rank: texts for rank, texts in lines.items() if texts},
+        folder=str(folder.path),
+        workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],
+        logs=[str(path) for path in map(folder.log, ranks) if path.exists()],
+    )
+
+
+def durations_of(job: Job) -> Durations:
+    """Return the durations of a job. Without a history, all time since its start counts as running."""
+    now_s = time.time()
+    changes = read_changes(_folder(job))
+    found = measure(
+        changes, submitted_unix_s=job.submitted_unix_s, ended_unix_s=job.ended_unix_s, now_unix_s=now_s
+    )
+    if changes or job.started_unix_s is None:
+        return found
+    until_s = now_s if job.ended_unix_s is None else job.ended_unix_s
+    return Durations(found.total_s, max(0.0, until_s - job.started_unix_s), 0.0)
+
+
+def _folder(job: Job) -> JobFolder:
+    return job_folder(state_dir(), job.id)

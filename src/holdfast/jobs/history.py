@@ -1,0 +1,165 @@
+"""History of a job: its changes of status with all details, and the attempts and durations they make up."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Corrupt
+from holdfast.jobs import journal
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.outcome import Outcome
+from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.status import JobStatus
+
+_RUNS = frozenset({JobStatus.RUNNING, JobStatus.WINDING_DOWN, JobStatus.CANCELLING})
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Change of a job's status, attempt or reason."""
+
+    unix_s: float
+    status: JobStatus
+    attempt: int
+    is_active: bool  # processes of the attempt may exist
+    reason: str = ""
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict)  # so far in the attempt, by node
+    machines: tuple[str, ...] = ()
+    step: int | None = None  # newest checkpoint that the job has reported
+    saved_unix_s: float | None = None  # time of that report
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Attempt of a job.
+
+    Attributes:
+        number: counted from 1.
+        started_unix_s: start of its nodes.
+        running_unix_s: start of `run` on all nodes; None if it was never reached.
+        ended_unix_s: end of its last process; None while it is running.
+        status: status of the job after it, or now.
+        reason: why it ended.
+        outcomes: outcomes of its nodes.
+        machines: names of its machines, for engines with several.
+        step: newest checkpoint at its end.
+        lost_s: time from the newest checkpoint, or the start of `run`, to its end, which the next attempt
+            repeats. 0 if it completed the job or is running.
+    """
+
+    number: int
+    started_unix_s: float
+    running_unix_s: float | None
+    ended_unix_s: float | None
+    status: JobStatus
+    reason: str
+    outcomes: Mapping[int, Outcome]
+    machines: tuple[str, ...]
+    step: int | None
+    lost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Durations of a job in seconds.
+
+    Attributes:
+        total_s: from its submission to its end or now.
+        running_s: with `run` started on all nodes.
+        down_s: between the end of an attempt and the start of `run` in the next.
+    """
+
+    total_s: float
+    running_s: float
+    down_s: float
+
+
+def add_change(
+    folder: JobFolder, life: JobState, *, machines: tuple[str, ...] = (), step: int | None = None
+) -> None:
+    """Append a change to the history of a job."""
+    try:
+        saved_unix_s = folder.progress.stat().st_mtime if step is not None else None
+    except FileNotFoundError:
+        saved_unix_s = None
+    change = Change(
+        unix_s=time.time(),
+        status=life.status,
+        attempt=life.attempt,
+        is_active=life.is_active,
+        reason=life.reason,
+        outcomes=life.outcomes,
+        machines=machines,
+        step=step,
+        saved_unix_s=saved_unix_s,
+    )
+    with journal.locked(folder.history) as fd:
+        journal.append(fd, json.dumps(asdict(change)), is_durable=False)
+
+
+def read_changes(folder: JobFolder) -> list[Change]:
+    """Return the changes of a job, oldest first. Damaged ones are left out."""
+    found: list[Change] = []
+    for line in journal.lines(folder.history):
+        try:
+            found.append(decode_dataclass(Change, line, str(folder.history), any_text=True))
+        except Corrupt:
+            continue
+    return found
+
+
+def list_attempts(changes: Sequence[Change]) -> list[Attempt]:
+    """Return the attempts that changes make up; pure."""
+    by_number: dict[int, list[Change]] = {}
+    for change in changes:
+        if change.attempt:
+            by_number.setdefault(change.attempt, []).append(change)
+    return [_attempt(number, of_one) for number, of_one in sorted(by_number.items())]
+
+
+def measure(
+    changes: Iterable[Change], *, submitted_unix_s: float, ended_unix_s: float | None, now_unix_s: float
+) -> Durations:
+    """Return the durations that changes make up; pure."""
+    until_s = now_unix_s if ended_unix_s is None else ended_unix_s
+    running_s = down_s = 0.0
+    before: Change | None = None
+    for change in [*changes, None]:
+        if before is not None:
+            passed_s = max(0.0, (until_s if change is None else change.unix_s) - before.unix_s)
+            if before.status in _RUNS:
+                running_s += passed_s
+            elif before.status is JobStatus.RECOVERING:
+                down_s += passed_s
+        before = change
+    return Durations(max(0.0, until_s - submitted_unix_s), running_s, down_s)
+
+
+def _attempt(number: int, changes: Sequence[Change]) -> Attempt:
+    first = changes[0]
+    running = next((one for one in changes if one.status in _RUNS and one.is_active), None)
+    ended = next((one for one in changes[1:] if not one.is_active or one.status.is_final), None)
+    last = ended or changes[-1]
+    return Attempt(
+        number=number,
+        started_unix_s=first.unix_s,
+        running_unix_s=None if running is None else running.unix_s,
+        ended_unix_s=None if ended is None else ended.unix_s,
+        status=last.status,
+        reason=last.reason,
+        outcomes=last.outcomes,
+        machines=last.machines,
+        step=last.step,
+        lost_s=_lost_s(running, ended),
+    )
+
+
+def _lost_s(running: Change | None, ended: Change | None) -> float:
+    if running is None or ended is None or ended.status is JobStatus.SUCCEEDED:
+        return 0.0
+    kept_s = max(running.unix_s, ended.saved_unix_s or 0.0)
+    return max(0.0, ended.unix_s - kept_s)

@@ -1,0 +1,210 @@
+"""Python interface of jobs: a function for each command, with the same names and rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from holdfast.errors import InvalidInput, NotFound, TimedOut
+from holdfast.jobs.description import JobDescription, describe_job
+from holdfast.jobs.engine import Job, Line
+from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.registry import all_jobs, find_engine, get_engine
+from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.tail import FolderWatch
+from holdfast.units import Duration, parse_duration, parse_timeout, plural
+
+
+def launch(
+    task: str | Path,
+    *,
+    name: str | None = None,
+    envs: Mapping[str, str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    on: str = "local",
+) -> Job:
+    """Submit a task file as a job, which continues without this process.
+
+    Args:
+        task: path of the file, in SkyPilot's format.
+        name: name of the job. Default: from the file.
+        envs: variables of `envs` to set.
+        secrets: variables of `secrets` to set.
+        on: engine: "local", "slurm" or "sky".
+
+    Raises:
+        HoldfastError: the file is invalid, or the job cannot run there. Nothing was started.
+
+    Blocks: while the workdir is copied.
+    """
+    from holdfast.jobs.task.parser import Overrides, load_task
+
+    overrides = Overrides(name, dict(envs or {}), dict(secrets or {}))
+    return get_engine(on).submit(load_task(str(task), overrides))
+
+
+def queue(*, on: str | None = None, statuses: Collection[JobStatus | str] = ()) -> list[Job]:
+    """Return the jobs: those that have not ended first, newest first.
+
+    Args:
+        on: only this engine's. Default: all engines'.
+        statuses: only jobs with one of these. Default: all.
+
+    Raises:
+        InvalidInput: an engine or status is unknown.
+    """
+    wanted = {_status(one) for one in statuses}
+    jobs = get_engine(on).jobs() if on is not None else all_jobs()
+    found = [job for job in jobs if not wanted or job.status in wanted]
+    return sorted(found, key=lambda job: (job.status.is_final, -job.id))
+
+
+def job(which: int | str) -> Job:
+    """Return the job with a number, or the newest with a name.
+
+    Raises:
+        NotFound: the job does not exist.
+    """
+    return find(which)[-1]
+
+
+def find(which: int | str, *, only_active: bool = False) -> list[Job]:
+    """Return the job with a number, or all jobs with a name, oldest first.
+
+    Args:
+        only_active: of several with the name, only those that have not ended.
+
+    Raises:
+        NotFound: the job does not exist.
+    """
+    if isinstance(which, int) or which.isdecimal():
+        return [find_engine(int(which)).job(int(which))]
+    named = [one for one in all_jobs() if one.name == which]
+    active = [one for one in named if not one.status.is_final]
+    if not named or (only_active and not active):
+        without = " that has not ended" if named else ""
+        raise NotFound(f"There is no job named {which!r}{without}. See `holdfast queue`.")
+    return active if only_active else named
+
+
+def logs(
+    which: int | str, *, follow: bool = False, node: int | None = None, tail: int | None = None
+) -> Iterator[Line]:
+    """Yield the lines of a job's output, of all its attempts.
+
+    Those of several nodes are in the order of their times.
+
+    Args:
+        which: number of the job, or name of the newest.
+        follow: also yield new lines until the job has ended.
+        node: only this node's, counted from 0.
+        tail: begin with this number of lines at each node's end.
+
+    Raises:
+        NotFound: the job or the node does not exist.
+
+    Blocks: with `follow`, until the job has ended.
+    """
+    found = job(which)
+    return get_engine(found.engine).lines(found.id, follow=follow, node=node, tail=tail)
+
+
+def cancel(*which: int | str, every: bool = False) -> list[Job]:
+    """Cancel jobs. Each gets a notice, so that it can save, and ends in the background.
+
+    Args:
+        which: numbers or names. A name means all jobs with it that have not ended.
+        every: cancel all jobs that have not ended.
+
+    Raises:
+        NotFound: a job does not exist. Nothing was cancelled.
+        Conflict: a numbered job has ended. Those before it were cancelled.
+    """
+    chosen = {one.id: one for word in which for one in find(word, only_active=True)}
+    if every:
+        chosen |= {one.id: one for one in all_jobs() if not one.status.is_final}
+    return [get_engine(one.engine).cancel(one.id) for one in chosen.values()]
+
+
+def preempt(which: int | str, *, lead: Duration = "30s") -> Job:
+    """Simulate a preemption of a job: a notice now, and the kill of all its processes after the lead.
+
+    Raises:
+        NotFound: the job does not exist.
+        Conflict: the job has no process to preempt.
+    """
+    lead_s = 0.0 if lead == 0 else parse_duration(lead, "lead")
+    found = job(which)
+    return get_engine(found.engine).preempt(found.id, lead_s=lead_s)
+
+
+def wait(*which: int | str, timeout: Duration | None = None) -> list[Job]:
+    """Wait until jobs have ended, and return them.
+
+    Args:
+        which: numbers or names. A name means all jobs with it that have not ended, or else the newest.
+        timeout: longest time to wait. Default: no limit.
+
+    Raises:
+        NotFound: a job does not exist.
+        TimedOut: the time is over.
+
+    Blocks: until the jobs have ended.
+    """
+    limit_s = parse_timeout(timeout, "timeout")
+    deadline_s = None if limit_s is None else time.monotonic() + limit_s
+    found = {one.id: one for word in which for one in _awaited(word)}
+    watch = FolderWatch(*(job_folder(state_dir(), number).path for number in found))
+    try:
+        while left := [one for one in found.values() if not one.status.is_final]:
+            remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                raise TimedOut(f"{plural(len(left), 'job')} did not end in time: {_listed(left)}.")
+            poll_s = min(get_engine(one.engine).poll_s for one in left)
+            watch.wait(poll_s if remaining_s is None else min(poll_s, remaining_s))
+            found |= {one.id: get_engine(one.engine).job(one.id) for one in left}
+    finally:
+        watch.close()
+    return list(found.values())
+
+
+def describe(which: int | str) -> JobDescription:
+    """Return everything that is recorded about a job: attempts, durations, checkpoints, last lines, paths.
+
+    Raises:
+        NotFound: the job does not exist.
+    """
+    return describe_job(job(which))
+
+
+def forget(*which: int, force: bool = False) -> None:
+    """Remove jobs that have ended, with their files and output. Contents of buckets stay.
+
+    Args:
+        force: remove them even if this loses files that are not in a bucket.
+
+    Raises:
+        NotFound: a job does not exist.
+        Conflict: a job has not ended or, without `force`, has files that are not in their bucket.
+    """
+    for number in which:
+        find_engine(number).forget(number, force=force)
+
+
+def _awaited(which: int | str) -> list[Job]:
+    found = find(which)
+    return [one for one in found if not one.status.is_final] or found[-1:]
+
+
+def _listed(jobs: list[Job]) -> str:
+    return ", ".join(f"job {one.id} is {one.status.value}" for one in jobs)
+
+
+def _status(value: JobStatus | str) -> JobStatus:
+    try:
+        return JobStatus(value.upper() if not isinstance(value, JobStatus) else value)
+    except ValueError:
+        names = ", ".join(one.value for one in JobStatus)
+        raise InvalidInput(f"Unknown status {value!r}. Expected one of: {names}.") from None

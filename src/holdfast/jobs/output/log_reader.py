@@ -1,0 +1,157 @@
+"""Reader of a growing log in blocks of lines, with memory for one block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.jobs.output.block import last_text, last_texts
+from holdfast.jobs.output.log_times import LogTimes, split
+from holdfast.units import format_bytes
+
+_CHUNK_BYTES = 1 << 20
+_MAX_LINE_BYTES = 64 << 10
+"""Longer lines are returned in parts."""
+
+
+class LogReader:
+    """Reader of one log.
+
+    Args:
+        path: the log. It may not exist yet.
+        tail: number of lines at the end to begin with. Default: all lines.
+        is_timed: separate lines that were written at different times.
+    """
+
+    def __init__(self, path: Path, *, tail: int | None = None, is_timed: bool = False) -> None:
+        self._path, self._tail = path, tail
+        self._times = LogTimes(path) if is_timed else None
+        self._fd: int | None = None
+        self._pos = 0
+        self._rest = b""  # of an incomplete line
+
+    @property
+    def progress(self) -> bytes:
+        """Present text of an incomplete line that is rewritten by carriage returns, or nothing."""
+        return last_text(self._rest) if b"\r" in self._rest else b""
+
+    def blocks(self, *, is_end: bool = False) -> Iterator[tuple[bytes, float | None]]:
+        """Yield new lines in blocks, each with its time. A block without a line break at its end continues.
+
+        Args:
+            is_end: no more output follows, so yield an incomplete last line too.
+        """
+        if not self._open():
+            return
+        assert self._fd is not None
+        status = os.fstat(self._fd)
+        if status.st_size < self._pos:  # emptied by its owner
+            self._pos, self._rest = 0, b""
+        if self._times is not None:
+            self._times.refresh()
+        while True:
+            yield from self._skip_removed()
+            chunk = os.pread(self._fd, _CHUNK_BYTES, self._pos)
+            if not chunk:
+                break
+            if self._next_data() > self._pos:
+                continue  # removed while it was read
+            yield from self._take(chunk, status.st_mtime)
+        if is_end and self._rest:
+            yield from self._timed(self._rest, self._pos - len(self._rest), status.st_mtime)
+            self._rest = b""
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    # -- lines -----------------------------------------------------------------------------------------------
+
+    def _take(self, chunk: bytes, modified_unix_s: float) -> Iterator[tuple[bytes, float | None]]:
+        begin = self._pos - len(self._rest)
+        self._pos += len(chunk)
+        data = self._rest + chunk
+        end = data.rfind(b"\n") + 1
+        self._rest = b""
+        if end:
+            yield from self._timed(data[:end], begin, modified_unix_s)
+        rest = data[end:]
+        if len(rest) > _MAX_LINE_BYTES and b"\r" in rest:
+            bare = rest.rstrip(b"\r")
+            rest = rest[bare.rfind(b"\r") + 1 :]
+            if not rest.endswith(b"\r"):
+                rest = b"\r" + rest  # still a line that is rewritten
+        if len(rest) > _MAX_LINE_BYTES:
+            yield from self._timed(rest, self._pos - len(rest), modified_unix_s)
+            rest = b""
+        self._rest = rest
+
+    def _timed(self, data: bytes, begin: int, modified_unix_s: float) -> Iterator[tuple[bytes, float | None]]:
+        if self._times is None:
+            yield last_texts(data), None
+            return
+        for part, unix_s in split(data, begin, self._times, modified_unix_s):
+            yield last_texts(part), unix_s
+
+    # -- the file --------------------------------------------------------------------------------------------
+
+    def _open(self) -> bool:
+        if self._fd is None:
+            try:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._tail = None  # all that is written from now on is new
+                return False
+            if self._tail is not None:
+                self._pos = _tail_offset(self._fd, self._tail)
+        return True
+
+    def _next_data(self) -> int:
+        assert self._fd is not None
+        return _data_from(self._fd, self._pos)
+
+    def _skip_removed(self) -> Iterator[tuple[bytes, float | None]]:
+        """Skip a part that was removed, and yield a line in its place."""
+        at = self._next_data()
+        if at <= self._pos:
+            return
+        removed = format_bytes(at - self._pos)
+        lead = self._rest + b"\n" * bool(self._rest)
+        note = f"holdfast: {removed} of output were removed here, to limit the log\n".encode()
+        begin, self._pos, self._rest = self._pos, at, b""
+        unix_s = None if self._times is None else self._times.at(begin, 0.0)
+        yield last_texts(lead) + note, unix_s
+
+
+def _data_from(fd: int, pos: int) -> int:
+    """Return the first offset from `pos` on that has data; at the end, `pos`."""
+    try:
+        return os.lseek(fd, pos, os.SEEK_DATA)
+    except OSError:  # there is none, or the file system does not support the question
+        return pos
+
+
+def _tail_offset(fd: int, num_lines: int) -> int:
+    """Return the offset of the last lines of a file. An incomplete line counts."""
+    end = os.fstat(fd).st_size
+    if not num_lines:
+        return end
+    left = num_lines + (end > 0 and os.pread(fd, 1, end - 1) == b"\n")
+    while end > 0:
+        begin = max(0, end - _CHUNK_BYTES)
+        data_begin = _data_from(fd, begin)  # the rest was removed
+        if data_begin >= end:
+            return end
+        chunk = os.pread(fd, end - data_begin, data_begin)
+        at = len(chunk)
+        while (at := chunk.rfind(b"\n", 0, at)) >= 0:
+            left -= 1
+            if not left:
+                return data_begin + at + 1
+        if data_begin > begin:
+            return data_begin
+        end = begin
+    return 0

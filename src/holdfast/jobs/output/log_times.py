@@ -1,0 +1,98 @@
+"""Times of a log's lines: its size once a second while it grows, in a file beside it."""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from holdfast.linux.files import write_atomic
+
+_SAMPLE = struct.Struct("<Qd")  # size of the log in bytes, and Unix time
+_MAX_BYTES = 16 << 20
+"""Limit of the file: a million samples. Then every second one is left out."""
+
+
+def times_path(log: Path) -> Path:
+    """Return the path of the times of a log."""
+    return log.with_suffix(".times")
+
+
+def add_sample(path: Path, size: int, unix_s: float) -> None:
+    """Record the size of a log at a time."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(fd).st_size >= _MAX_BYTES:
+            _thin_out(path)
+            os.close(fd)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.write(fd, _SAMPLE.pack(size, unix_s))
+    finally:
+        os.close(fd)
+
+
+def _thin_out(path: Path) -> None:
+    samples = list(_read(path, 0))
+    write_atomic(path, b"".join(_SAMPLE.pack(*one) for one in samples[1::2]), is_durable=False)
+
+
+def _read(path: Path, begin: int) -> Iterator[tuple[int, float]]:
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            data = file.read()
+    except FileNotFoundError:
+        return
+    yield from _SAMPLE.iter_unpack(data[: len(data) // _SAMPLE.size * _SAMPLE.size])
+
+
+class LogTimes:
+    """Times of one log, read again while it grows."""
+
+    def __init__(self, log: Path) -> None:
+        self._path = times_path(log)
+        self._num_bytes = 0
+        self._sizes: list[int] = []
+        self._unix_s: list[float] = []
+
+    def refresh(self) -> None:
+        """Read the samples since the last call."""
+        try:
+            num_bytes = self._path.stat().st_size // _SAMPLE.size * _SAMPLE.size
+        except FileNotFoundError:
+            return
+        if num_bytes < self._num_bytes:  # samples were left out
+            self._num_bytes, self._sizes, self._unix_s = 0, [], []
+        for size, unix_s in _read(self._path, self._num_bytes):
+            if not self._sizes or size > self._sizes[-1]:
+                self._sizes.append(size)
+                self._unix_s.append(unix_s)
+        self._num_bytes = max(num_bytes, self._num_bytes)
+
+    def at(self, end: int, default: float) -> float:
+        """Return the time of the byte before the offset `end`, or `default`."""
+        index = bisect_left(self._sizes, end)
+        return self._unix_s[index] if index < len(self._sizes) else default
+
+    def cuts(self, begin: int, end: int) -> list[int]:
+        """Return the recorded sizes between two offsets, and `end`."""
+        low, high = bisect_left(self._sizes, begin + 1), bisect_left(self._sizes, end)
+        return [*self._sizes[low:high], end]
+
+
+def split(data: bytes, begin: int, times: LogTimes, default: float) -> Iterator[tuple[bytes, float]]:
+    """Yield whole lines in parts, each written within a second, with their times.
+
+    Args:
+        begin: offset of the data in the log.
+    """
+    done = 0
+    for before, cut in pairwise([begin, *times.cuts(begin, begin + len(data))]):
+        is_last = cut == begin + len(data)
+        to = len(data) if is_last else data.rfind(b"\n", 0, cut - begin) + 1
+        if to > done and cut > before:
+            yield data[done:to], times.at(begin + to, default)
+            done = to

@@ -1,0 +1,205 @@
+"""Reading of logs: whole lines in any chunks, carriage returns, tails, times, removed parts, huge lines."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import InvalidInput
+from holdfast.jobs.output import log_limit
+from holdfast.jobs.output.block import last_texts, with_prefix
+from holdfast.jobs.output.interleaving import interleaved
+from holdfast.jobs.output.log_reader import LogReader
+from holdfast.jobs.output.log_sampler import LogSampler
+from holdfast.jobs.output.log_times import LogTimes, add_sample, times_path
+from holdfast.jobs.tail import last_lines
+
+BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"
+
+
+def read(path: Path, *, tail: int | None = None) -> bytes:
+    """Return all output of a log."""
+    reader = LogReader(path, tail=tail)
+    data = b"".join(data for data, _ in reader.blocks(is_end=True))
+    reader.close()
+    return data
+
+
+@given(st.lists(st.binary(max_size=40), max_size=10), st.booleans())
+def test_lines_are_read_whole_in_whatever_chunks_they_are_written(
+    chunks: list[bytes], is_timed: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        reader = LogReader(path, is_timed=is_timed)
+        assert list(reader.blocks()) == []
+        found = b""
+        written = 0
+        with path.open("ab", buffering=0) as file:
+            for chunk in chunks:
+                file.write(chunk)
+                written += len(chunk)
+                add_sample(times_path(path), written, float(written))
+                for data, _ in reader.blocks():
+                    assert data.endswith(b"\n")
+                    found += data
+        found += b"".join(data for data, _ in reader.blocks(is_end=True))
+        reader.close()
+        assert found == last_texts(b"".join(chunks))
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (BAR, b"100%|##########| 10/10\n"),
+        (BAR.rstrip(b"\n") + b"\r\n", b"100%|##########| 10/10\n"),
+        (b"windows\r\nlines\r\n", b"windows\nlines\n"),
+        (b"50%\r    \rdone\n", b"done\n"),
+        (b"a\nb\rc\nd\n", b"a\nc\nd\n"),
+        (b"50%\r60%", b"60%"),
+    ],
+)
+def test_a_progress_bar_is_one_line(tmp_path: Path, written: bytes, shown: bytes) -> None:
+    (tmp_path / "log").write_bytes(written)
+    assert read(tmp_path / "log") == shown
+    assert last_lines(tmp_path / "log", 1) == [shown.decode().splitlines()[-1]]
+
+
+def test_the_progress_of_an_incomplete_line_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"begins\n" + BAR.rstrip(b"\n"))
+    reader = LogReader(path)
+    assert [data for data, _ in reader.blocks()] == [b"begins\n"]
+    assert reader.progress == b"100%|##########| 10/10"
+    with path.open("ab") as file:
+        file.write(b"\rdone\nplain")
+    assert [data for data, _ in reader.blocks()] == [b"done\n"]
+    assert reader.progress == b""
+    reader.close()
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n"])
+def test_a_tail_has_the_last_lines(tmp_path: Path, ending: bytes) -> None:
+    path = tmp_path / "log"
+    lines = [f"line {number} {'x' * (number % 7 * 100_000)}".encode() for number in range(40)]
+    path.write_bytes(b"\n".join(lines) + ending)
+    for number in (1, 2, 7, 39, 40, 41):
+        assert read(path, tail=number) == b"\n".join(lines[-number:]) + ending
+    assert read(path, tail=0) == b""
+    path.write_bytes(b"")
+    assert read(path, tail=3) == b""
+
+
+def test_each_line_has_the_time_of_the_second_in_which_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\ntwo\nthree\nfour\n")
+    os.utime(path, (99.0, 99.0))
+    for size, unix_s in ((4, 10.0), (9, 11.0), (14, 12.0)):  # the second sample is within "three"
+        add_sample(times_path(path), size, unix_s)
+    reader = LogReader(path, is_timed=True)
+    found = list(reader.blocks())
+    assert found == [(b"one\n", 10.0), (b"two\n", 11.0), (b"three\n", 12.0), (b"four\n", 99.0)]
+    reader.close()
+
+
+def test_nodes_are_interleaved_by_time(tmp_path: Path) -> None:
+    first, second = tmp_path / "node-0.log", tmp_path / "node-1.log"
+    first.write_bytes(b"a\nc\n")
+    second.write_bytes(b"b\nd\n")
+    for path, times in ((first, (1.0, 3.0)), (second, (2.0, 4.0))):
+        for number, unix_s in enumerate(times, 1):
+            add_sample(times_path(path), 2 * number, unix_s)
+    readers: dict[int | None, LogReader] = {
+        0: LogReader(first, is_timed=True),
+        1: LogReader(second, is_timed=True),
+    }
+    found = [(block.node, block.data) for block in interleaved(readers, is_end=True)]
+    assert found == [(0, b"a\n"), (1, b"b\n"), (0, b"c\n"), (1, b"d\n")]
+
+
+def test_prefixes_are_only_at_the_beginning_of_lines() -> None:
+    assert with_prefix(b"a\nb\n", b"> ", is_line_start=True) == b"> a\n> b\n"
+    assert with_prefix(b"a\nb", b"> ", is_line_start=False) == b"a\n> b"
+    assert with_prefix(b"\n\n", b"> ", is_line_start=True) == b"> \n> \n"
+
+
+@pytest.mark.parametrize("kind", ["lines", "one line", "one progress bar"])
+def test_a_large_log_is_read_with_flat_memory(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "log"
+    line = {"lines": b"x" * 99 + b"\n", "one line": b"x" * 100, "one progress bar": b"\r" + b"x" * 99}[kind]
+    with path.open("wb") as file:
+        for _ in range(100):
+            file.write(line * 10_000)
+    reader = LogReader(path, is_timed=True)
+    tracemalloc.start()
+    try:
+        num_bytes = sum(len(data) for data, _ in reader.blocks(is_end=True))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+        reader.close()
+    assert num_bytes == (99 if kind == "one progress bar" else 100_000_000)
+
+
+# -- the limit -------------------------------------------------------------------------------------------
+
+
+def test_a_long_log_keeps_its_beginning_and_end_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "node-0.log"
+    limit = 4 << 20
+    line = b"%07d " + b"x" * 91 + b"\n"
+    reader = LogReader(path, is_timed=True)
+    with path.open("ab", buffering=0) as file:
+        sampler = LogSampler(path, file.fileno(), "4MiB")
+        for begin in range(0, 400_000, 1000):
+            file.write(b"".join(line % number for number in range(begin, begin + 1000)))
+            sampler.poll()
+            assert os.fstat(file.fileno()).st_blocks * 512 < limit + (1 << 20)
+            if begin == 0:
+                next(reader.blocks())  # a reader that has fallen behind
+    found = read(path)
+    lines = found.splitlines()
+    assert (lines[0], lines[-1] + b"\n") == ((line % 0).rstrip(b"\n"), line % 399_999)
+    (notice,) = [one for one in lines if one.startswith(b"holdfast:")]
+    assert b"of output were removed here" in notice
+    assert b"\0" not in found
+    assert limit // 2 < len(found) < limit
+    assert read(path, tail=2) == line % 399_998 + line % 399_999
+    assert read(path, tail=1_000_000).splitlines()[-1] == lines[-1]
+    behind = b"".join(data for data, _ in reader.blocks(is_end=True))
+    reader.close()
+    assert behind.count(b"removed here") == 1
+    assert behind.endswith(line % 399_999)
+
+
+def test_a_log_within_its_limit_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "node-0.log"
+    with path.open("ab", buffering=0) as file:
+        sampler = LogSampler(path, file.fileno(), "none")
+        file.write(b"x" * (3 << 20))
+        sampler.poll()
+        LogSampler(path, file.fileno(), "many")
+    assert read(path)[: 3 << 20] == b"x" * (3 << 20)
+    assert b"HOLDFAST_LOG_LIMIT must be a size" in read(path)
+    with pytest.raises(InvalidInput, match="at least 1MiB"):
+        log_limit.limit_bytes("1kB")
+
+
+def test_times_are_thinned_out_when_they_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.jobs.output.log_times._MAX_BYTES", 1600)
+    path = tmp_path / "log"
+    times = LogTimes(path)
+    for number in range(1, 1001):
+        add_sample(times_path(path), number, float(number))
+        if number % 97 == 0:
+            times.refresh()
+    assert times_path(path).stat().st_size <= 1616
+    times.refresh()
+    assert times.at(1000, 0.0) == 1000.0
+    assert 500.0 <= times.at(500, 0.0) <= 700.0

@@ -1,0 +1,74 @@
+"""The Python interface of jobs, as a script uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast import jobs
+from holdfast.errors import Conflict, InvalidInput, NotFound, TimedOut
+from jobs.harness import JobHarness
+
+WAITS = """
+envs: {WHO: x}
+run: |
+  trap 'exit 75' TERM
+  echo begins $WHO
+  until [ -e go ]; do sleep 0.02; done
+"""
+
+
+@pytest.fixture
+def task(harness: JobHarness) -> Path:
+    path = harness.folder / "task.yaml"
+    path.write_text(WAITS)
+    return path
+
+
+def test_a_job_is_launched_followed_and_described(harness: JobHarness, task: Path) -> None:
+    job = jobs.launch(task, name="mine", envs={"WHO": "you"})
+    assert (job.name, job.engine, jobs.job("mine").id) == ("mine", "local", job.id)
+    for line in jobs.logs(job.id, follow=True):
+        if line.text == "begins you":
+            assert line.node == 0
+            assert line.unix_s is not None
+            (harness.files(job).workdir(0) / "go").touch()
+    (ended,) = jobs.wait(job.id)
+    assert (ended.status, ended.exit_status) == (jobs.JobStatus.SUCCEEDED, 0)
+    assert [line.text for line in jobs.logs("mine", tail=1)] == ["begins you"]
+    found = jobs.describe("mine")
+    assert found.job == ended
+    assert [one.number for one in found.attempts] == [1]
+    assert found.durations.total_s >= found.durations.running_s
+    jobs.forget(job.id)
+    with pytest.raises(NotFound):
+        jobs.job(job.id)
+
+
+def test_jobs_are_listed_preempted_cancelled_and_waited_for(harness: JobHarness, task: Path) -> None:
+    first, second = (jobs.launch(str(task), name=name) for name in ("a", "b"))
+    assert [job.id for job in jobs.queue()] == [second.id, first.id]
+    with pytest.raises(TimedOut, match="2 jobs did not end in time"):
+        jobs.wait("a", "b", timeout=0)
+    harness.wait_for_output(first, "begins")
+    harness.wait(first, jobs.JobStatus.RUNNING)
+    jobs.preempt("a", lead="60s")
+    harness.wait_for_output(first, "begins", times=2)
+    assert [job.id for job in jobs.cancel("a", second.id)] == [first.id, second.id]
+    ended = jobs.wait("a", "b")
+    assert {job.status for job in ended} == {jobs.JobStatus.CANCELLED}
+    assert jobs.queue(statuses=["RUNNING"]) == []
+    assert len(jobs.queue(on="local", statuses=[jobs.JobStatus.CANCELLED])) == 2
+    with pytest.raises(Conflict, match="already ended"):
+        jobs.cancel(first.id)
+    with pytest.raises(InvalidInput, match="Unknown status"):
+        jobs.queue(statuses=["GONE"])
+    assert jobs.cancel(every=True) == []
+
+
+def test_all_names_are_public() -> None:
+    for name in jobs.__all__:
+        assert getattr(jobs, name) is not None
+    with pytest.raises(AttributeError):
+        _ = jobs.nothing  # pyright: ignore[reportAttributeAccessIssue]

@@ -15,6 +15,7 @@ import torch
 
 import holdfast
 from nursery import shared
+from servers import reserve_port
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -83,6 +84,18 @@ def test_an_accelerator_killed_and_resumed_ends_like_a_run_that_nothing_happened
     assert killed.returncode == -signal.SIGKILL
     again = run_example("08_accelerate.py", tmp_path / "out")
     assert "loaded step 2 of" in again.stderr
+    assert last_line(again) == straight
+
+
+@pytest.mark.slow
+def test_an_engine_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
+    env = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
+    straight = last_line(run_example("09_deepspeed.py", tmp_path / "straight", **env))
+    kill = {**env, "HOLDFAST_KILL_AT": "trainer.handed:3"}
+    assert run_example("09_deepspeed.py", tmp_path / "out", **kill).returncode == -signal.SIGKILL
+    again = run_example("09_deepspeed.py", tmp_path / "out", **env)
+    assert "resuming from global_step60: step 60 of" in again.stderr
     assert last_line(again) == straight
 
 

@@ -28,7 +28,7 @@ from holdfast.state.objects import (
     ValueEntry,
 )
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters, tensors_of
-from holdfast.state.partitioned_objects import check_not_partitioned
+from holdfast.state.partitioned_objects import check_not_partitioned, may_be_partitioned
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks
 from holdfast.state.sharding import ShardLayout, layout_of
@@ -463,8 +463,13 @@ def _ordered(entries: Mapping[str, StateEntry]) -> list[tuple[str, StateEntry]]:
 
 
 def _is_stale(entry: StateEntry) -> bool:
-    """Return True if an optimizer's hooks have changed, so that it is saved differently."""
+    """Return True if an object has to be classified anew.
+
+    An optimizer's hooks have changed, so that it is saved differently; or DeepSpeed may have taken it over.
+    """
     value = entry.value
+    if may_be_partitioned(value):
+        return True
     if not isinstance(value, torch.optim.Optimizer) or not has_step_hooks(value):
         return False
     return is_plain(value) is not isinstance(entry, _PLAIN_OPTIMIZERS)

@@ -59,11 +59,6 @@ class Door:
         """Reason why the run has to stop, agreed by all ranks; None while it need not."""
         return None if self._current is None else self._current.preempted
 
-    @property
-    def url(self) -> str:
-        """Home of the last save or load."""
-        return "" if self._current is None else self._current.url
-
     def wait(self) -> None:
         """Wait until everything saved so far is durable."""
         if self._current is not None:

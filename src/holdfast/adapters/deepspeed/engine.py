@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from holdfast.errors import Unsupported
+from holdfast.adapters.deepspeed.whole_weights import returning_weights
 
 if TYPE_CHECKING:
     from holdfast.adapters.deepspeed.door import Door
@@ -90,19 +91,14 @@ class HoldfastEngine(DeepSpeedEngine):
             "custom_load_fn": custom_load_fn,
         }
         door = self.holdfast_door
-        reads_files = self.zero_optimization_partition_weights() and not load_optimizer_states
+        needs_weights = self.zero_optimization_partition_weights() and not load_optimizer_states
         source = door.find(load_dir, tag, rng=load_optimizer_states and not load_module_only)
         if source is None:
             path, client_state = super().load_checkpoint(load_dir, tag, **options)
             door.continue_after_stock()
-        elif reads_files and not self.has_moe_layers:
-            raise Unsupported(
-                "Under ZeRO 3 DeepSpeed loads a model without its optimizer from files of its own. Nothing "
-                f"was loaded. Run `holdfast export {door.url} FOLDER --to deepspeed --step "
-                f"{source.checkpoint.step}`, and load FOLDER with an engine that is not attached."
-            )
         else:
-            with door.files.returning(source) as folder:
+            weights = returning_weights(source.files) if needs_weights else contextlib.nullcontext()
+            with weights, door.files.returning(source) as folder:
                 path, client_state = super().load_checkpoint(folder, source.facts.tag, **options)
             path = None if path is None else str(Path(load_dir) / Path(path).relative_to(folder))
         return path, client_state

@@ -25,7 +25,7 @@ class ReshardedFiles:
     """Files of one checkpoint as this number of ranks would have saved them.
 
     Args:
-        files: files of the checkpoint.
+        files: the files as they were saved.
         engine: engine that loads.
 
     Raises:
@@ -35,13 +35,13 @@ class ReshardedFiles:
     def __init__(self, files: SavedFiles, engine: Any) -> None:
         self.facts: Facts = files.facts
         self.checkpoint = files.checkpoint
-        self._files, self._engine = files, engine
+        self.files, self._engine = files, engine
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.owners = self._make_owners()
 
     def _make_owners(self) -> dict[str, int]:
         owners: dict[str, int] = {}
-        for name in self._files.owners:
+        for name in self.files.owners:
             match = _RANK.fullmatch(name)
             if match is not None:
                 owners |= {f"{match[1]}{rank}{match[3]}": rank for rank in range(self._world_size)}
@@ -70,7 +70,7 @@ class ReshardedFiles:
         if match is not None and match[4] == "optim":
             return self._load_optimizer(match[1], match[3], int(match[2]))
         saved = name if match is None else f"{match[1]}0{match[3]}"
-        content: dict[str, Any] = self._files.load(saved)
+        content: dict[str, Any] = self.files.load(saved)
         if match is not None and content.get("frozen_param_shapes"):
             raise self._refused("ZeRO 3 partitions its frozen parameters")
         if content.get("param_shapes") is not None:
@@ -79,7 +79,7 @@ class ReshardedFiles:
 
     def _load_optimizer(self, before: str, after: str, rank: int) -> Any:
         saved = range(self.checkpoint.world_size)
-        contents = [self._files.load(f"{before}{one}{after}") for one in saved]
+        contents = [self.files.load(f"{before}{one}{after}") for one in saved]
         states = [one["optimizer_state_dict"] for one in contents]
         if any(map(any, states[0].get("param_alignment_paddings", ()))):
             raise self._refused("its parameters are aligned")

@@ -61,7 +61,7 @@ def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_
     def split(group: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         sizes = [size for _, size in live.groups[group]]
         if stage == _PARTITIONED:
-            return _split_each(parts, sizes, rank, world_size)
+            return split_each(parts, sizes, rank=rank, world_size=world_size)
         return _split_flat(parts, sum(sizes), rank, live.partition_sizes[group])
 
     first[flat_key] = [
@@ -103,10 +103,17 @@ def _split_flat(parts: Sequence[torch.Tensor], total: int, rank: int, size: int)
     return _padded(whole[rank * size : (rank + 1) * size], size)
 
 
-def _split_each(
-    parts: Sequence[torch.Tensor], sizes: Sequence[int], rank: int, world_size: int
+def split_each(
+    parts: Sequence[torch.Tensor], sizes: Sequence[int], *, rank: int, world_size: int
 ) -> torch.Tensor:
-    """Return a rank's partition of each parameter of a group."""
+    """Return a rank's partition of each parameter of a group, as ZeRO 3 has them.
+
+    Args:
+        parts: partitions of the ranks that have saved, each with all parameters of the group.
+        sizes: number of elements of each parameter.
+        rank: rank that loads.
+        world_size: number of ranks that load.
+    """
     found, start = [], 0
     for size in sizes:
         saved, live = math.ceil(size / len(parts)), math.ceil(size / world_size)

@@ -124,8 +124,8 @@ class RunHome:
     # -- loads -----------------------------------------------------------------------------------------------
 
     def tags(self) -> list[str]:
-        """Return the tags of all checkpoints."""
-        return self.on_first(lambda: [facts.tag for _, _, facts in self._list()])
+        """Return the tags of all checkpoints, each once."""
+        return self.on_first(lambda: list(dict.fromkeys(facts.tag for _, _, facts in self._list())))
 
     def load(self, tag: str | None, *, rng: bool) -> SavedFiles | None:
         """Load a checkpoint. Later saves continue from it.

@@ -95,6 +95,11 @@ class SavedFiles:
         self.checkpoint = checkpoint
         self._own = own
 
+    @property
+    def files(self) -> SavedFiles:
+        """The files as they were saved: these."""
+        return self
+
     def load(self, name: str) -> Any:
         """Load the content of a file, with tensors on the CPU.
 

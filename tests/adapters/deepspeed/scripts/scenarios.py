@@ -41,6 +41,35 @@ def make(stage: int = 1, **config: Any) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=given)[0]
 
 
+def taken_over(folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    """Put a module and an optimizer that DeepSpeed has taken over into the state of a Checkpointer."""
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    other = torch.nn.Linear(8, 1)
+    earlier = Checkpointer(Path(folder) / "earlier", {"optimizer": optimizer})
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
+    }
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    found = {"earlier": refusal(lambda: earlier.save(1))}
+    states = {
+        "model": {"model": engine.module},
+        "optimizer": {"optimizer": optimizer},
+        "others": {"model": other, "optimizer": torch.optim.AdamW(other.parameters())},
+        "tensor": {"optimizer": torch.optim.AdamW([torch.zeros(3, requires_grad=True)])},
+    }
+    for name, state in states.items():
+        found[name] = refusal(
+            lambda name=name, state=state: Checkpointer(Path(folder) / f"live {name}", state)
+        )
+        found[f"save of {name}"] = refusal(
+            lambda name=name, state=state: Checkpointer(Path(folder) / name).save(1, state)
+        )
+    return found
+
+
 def train(engine: Any, steps: int = 1) -> None:
     """Train some steps."""
     for _ in range(steps):
@@ -190,6 +219,54 @@ def export(folder: str, stage: int) -> dict[str, Any]:
     return {"epoch": client["epoch"], "path": Path(path).parent.name, "is_equal": is_equal}
 
 
+def weights_only(folder: str, stage: int) -> dict[str, Any]:
+    """Load a model with tied and frozen weights and a buffer, without the optimizer's state."""
+
+    def begin(seed: int) -> Any:
+        torch.manual_seed(seed)
+        layers = [
+            torch.nn.Linear(8, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Linear(8, 8),
+            torch.nn.Linear(8, 1),
+        ]
+        layers[2].weight = layers[0].weight
+        for one in layers[3].parameters():
+            one.requires_grad = False
+        model = torch.nn.Sequential(*layers)
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+            "zero_optimization": {"stage": stage},
+        }
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    engine = attach(begin(0))
+    train(engine, 2)
+    engine.save_checkpoint(folder, "first")
+    saved = whole_state(engine)
+    train(engine, 2)
+    engine.save_checkpoint(folder, "second")
+    found = {}
+    for tag, options in (("first", {}), ("second", {"load_module_only": True})):
+        other = attach(begin(1))
+        path, _ = other.load_checkpoint(folder, tag, load_optimizer_states=False, **options)
+        found[tag] = [
+            Path(path).parent.name,
+            whole_state(other) == (saved if tag == "first" else whole_state(engine)),
+        ]
+        train(other)
+    found["changed"] = saved != whole_state(engine)
+    return found
+
+
+def whole_state(engine: Any) -> dict[str, list[float]]:
+    """Return all parameters and buffers of an engine's module."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        named = [*engine.module.named_parameters(), *engine.module.named_buffers()]
+        return {name: one.detach().double().flatten().tolist() for name, one in named}
+
+
 def full_weights(engine: Any) -> list[str]:
     """Return the sums of the weights in full precision, by group."""
     state = engine.optimizer.state_dict()
@@ -200,7 +277,7 @@ def full_weights(engine: Any) -> list[str]:
 def main(name: str, folder: str, *args: str) -> None:
     deepspeed.ops.__compatible_ops__.clear()  # else it compiles its own all-reduce first
     deepspeed.init_distributed("gloo")
-    result = globals()[name](folder, *map(int, args))
+    result = globals()[name](folder, *(int(one) if one.isdigit() else one for one in args))
     sys.stdout.write(json.dumps(result) + "\n")
 
 

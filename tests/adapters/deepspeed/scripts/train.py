@@ -1,9 +1,10 @@
 """Trains a small model with DeepSpeed, and reports the end of the run; argv: folder of checkpoints, plan.
 
 The plan is a JSON object. `stage`: of ZeRO; `dtype`: "fp32" or "bf16"; `steps`: in all; `every`: steps
-between two saves; `kill_at`: step after which this process is killed; `rank`: the one that is; `signal`: to
-be sent instead; `stock`: do not attach the engine; `resume`: load the newest checkpoint; `config`: added to
-DeepSpeed's; `client_state`: have one; `wait`: for the save before the kill.
+between two saves; `kill_at`: step after which this process is killed; `lives`: the same, counted from the
+start, and `delay_s` later, while it trains; `rank`: the one that is; `signal`: to be sent instead; `stock`:
+do not attach the engine; `resume`: load the newest checkpoint; `config`: added to DeepSpeed's;
+`client_state`: have one; `wait`: for the save before the kill.
 """
 
 # DeepSpeed is not in every environment, and has no type information.
@@ -22,6 +23,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -95,6 +97,18 @@ def make_engine(plan: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
+def kill_if_due(engine: Any, plan: dict[str, Any], step: int, start: int) -> None:
+    """Kill this process, or have it killed a little later, if the plan has it after this step."""
+    if step == plan.get("kill_at"):
+        if plan.get("wait"):
+            engine.holdfast_door.wait()
+        os.kill(os.getpid(), plan.get("signal", signal.SIGKILL))
+    if step - start == plan.get("lives"):
+        kill = threading.Timer(plan.get("delay_s", 0), os.kill, (os.getpid(), signal.SIGKILL))
+        kill.daemon = True
+        kill.start()
+
+
 def main(folder: str, plan: dict[str, Any]) -> None:
     deepspeed.ops.__compatible_ops__.clear()  # else it compiles its own all-reduce first
     deepspeed.init_distributed("gloo")
@@ -116,6 +130,8 @@ def main(folder: str, plan: dict[str, Any]) -> None:
         if path is not None and plan.get("client_state"):
             assert client["step"] == step, (client["step"], step)
     start, losses = step, []
+    sys.stdout.write(json.dumps({"start": start}) + "\n")
+    sys.stdout.flush()
     dtype = next(engine.module.parameters()).dtype
     while step < plan["steps"]:
         loss = engine(torch.randn(4, 8, dtype=dtype) * (1 + random.random()))
@@ -126,10 +142,8 @@ def main(folder: str, plan: dict[str, Any]) -> None:
         if step % plan.get("every", 1) == 0:
             client = {"client_state": {"step": step}} if plan.get("client_state") else {}
             engine.save_checkpoint(folder, **client)
-        if step == plan.get("kill_at") and rank == plan.get("rank", 0):
-            if plan.get("wait"):
-                engine.holdfast_door.wait()
-            os.kill(os.getpid(), plan.get("signal", signal.SIGKILL))
+        if rank == plan.get("rank", 0):
+            kill_if_due(engine, plan, step, start)
     result = {"start": start, "losses": losses, "digest": digest_of(engine, plan["stage"])}
     sys.stdout.write(json.dumps(result) + "\n")
     if not plan.get("stock"):

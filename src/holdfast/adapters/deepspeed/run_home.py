@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 import holdfast
+from holdfast.adapters.deepspeed.loaded_checkpoint import open_loaded
 from holdfast.adapters.deepspeed.saved_files import META, Facts, SavedFiles, file_names, make_state
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.options import Home, Limits
@@ -181,7 +182,7 @@ class RunHome:
         self._last = found
         facts = Facts.parse(own, f"Step {found} of {self.url}")
         self._step_of[facts.tag] = found
-        checkpoint = holdfast.open(self.url, found, attempt)
+        checkpoint = open_loaded(self.url, found, attempt)
         is_equal = checkpoint.world_size == self._ranks.world_size
         owners = self._owners(own) if is_equal else self.on_first(lambda: _read_owners(checkpoint))
         return SavedFiles(facts, own if is_equal else {}, checkpoint, owners)

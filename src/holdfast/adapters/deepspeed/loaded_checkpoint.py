@@ -1,0 +1,23 @@
+"""Checkpoint that a Checkpointer has just loaded, opened for the files of other ranks."""
+
+from __future__ import annotations
+
+import holdfast
+from holdfast.home.recovery import merge_in_memory
+from holdfast.restore.checkpoint import Checkpoint
+from holdfast.store import open_store
+from holdfast.store.tiered import TieredStore
+
+
+def open_loaded(home: str, step: int, attempt: int | None) -> Checkpoint:
+    """Open a checkpoint that was just loaded.
+
+    If a keeper was killed between the last file and the manifest, the checkpoint lacks its manifest until the
+    next save, which claims the run. A load takes it nevertheless.
+
+    Raises:
+        HoldfastError: as `holdfast.open`.
+    """
+    store = open_store(home)
+    made = None if attempt is None else merge_in_memory(store, step, attempt, None)
+    return holdfast.open(store if made is None else TieredStore([made, *store.copies()]), step, attempt)

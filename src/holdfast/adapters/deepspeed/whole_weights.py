@@ -33,7 +33,7 @@ def returning_weights(files: SavedFiles) -> Iterator[None]:
 
 
 def merge_weights(files: SavedFiles) -> dict[str, torch.Tensor]:
-    """Return the weights in full precision, made of the partitions of all ranks, and the buffers.
+    """Return the whole weights in full precision, and the buffers.
 
     Raises:
         HoldfastError: as `SavedFiles.load`.
@@ -52,7 +52,7 @@ def merge_weights(files: SavedFiles) -> dict[str, torch.Tensor]:
 
 
 def _names(files: SavedFiles, end: str) -> list[str]:
-    """Return the names of the files with this end, in the order of the ranks that have saved them."""
+    """Return the names of the files with this end, by the rank that has saved them."""
     return sorted((name for name in files.owners if name.endswith(end)), key=lambda name: files.owners[name])
 
 
